@@ -1,0 +1,32 @@
+"""How Sphinx builds the documentation: python -m sphinx -W -b html docs docs/_build/html."""
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "dask-cml"
+author = "dask-cml developers"
+project_copyright = f"2026, {author}"
+release = importlib.metadata.version(project)
+
+extensions = [
+    "myst_parser",
+    "options",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 2
+exclude_patterns = ["_build"]
+
+autodoc_typehints = "none"  # the docstrings say them
+autodoc_member_order = "bysource"
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = f"{project} {release}"
+copybutton_prompt_text = "$ "
