@@ -1,0 +1,48 @@
+"""Dask clusters on Cloudera Machine Learning (CML) worker sessions."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dask_cml.adaptive import CMLAdaptive
+    from dask_cml.cluster import CMLCluster
+    from dask_cml.errors import (
+        CMLError,
+        LaunchRefused,
+        NotOnCML,
+        SchedulerTimeout,
+        SessionFailed,
+    )
+    from dask_cml.processes import Session
+
+__all__ = [
+    "CMLAdaptive",
+    "CMLCluster",
+    "CMLError",
+    "LaunchRefused",
+    "NotOnCML",
+    "SchedulerTimeout",
+    "Session",
+    "SessionFailed",
+]
+
+_HOMES = {
+    "CMLAdaptive": "adaptive",
+    "CMLCluster": "cluster",
+    "Session": "processes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for only then: the command line and the local platform need little of it."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("dask-cml")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"dask_cml.{_HOMES.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,515 @@
+"""The cluster manager."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import shutil
+import threading
+from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed.core import Status, rpc
+from distributed.deploy.adaptive import Adaptive
+from distributed.deploy.cluster import Cluster
+from distributed.deploy.spec import SpecCluster
+from distributed.utils import NoOpAwaitable, silence_logging_cmgr
+
+from dask_cml.adaptive import CMLAdaptive
+from dask_cml.commands import SCHEDULER_FILE
+from dask_cml.ending import end_at_exit, no_longer_end_at_exit
+from dask_cml.errors import CMLError
+from dask_cml.options import Options, gibibytes, integer, positive, state_directory
+from dask_cml.processes import CMLScheduler, CMLWorker, Session
+from dask_cml.reconciler import Reconciler
+from dask_cml.workers_api import WorkersAPI, load_platform
+
+logger = logging.getLogger(__name__)
+
+_GOODBYE_TIMEOUT = 3.0
+
+
+class CMLCluster(SpecCluster):
+    """A Dask cluster on CML worker sessions.
+
+    The scheduler runs in a session of its own, each worker session runs one Dask worker or several. The
+    cluster keeps what it is asked for: sessions that fail, are evicted or never come are replaced. Every
+    session that it launched is stopped with it.
+
+    Every argument that is None is taken from Dask's configuration, ``cml.<argument with dashes>``.
+
+    Parameters
+    ----------
+    n_workers : int, optional
+        Worker sessions at the start. Default 0.
+    cpu : float, optional
+        Virtual CPUs of a worker session. Default 1.
+    memory : float or str, optional
+        Memory of a worker session, in GiB, or a string such as ``"16 GiB"``. Default 2.
+    nvidia_gpu : int, optional
+        GPUs of a worker session. Default 0.
+    nthreads : int, optional
+        Threads of a worker session, shared evenly by its processes. Default: as many as `cpu`.
+    processes : int, optional
+        Dask workers in a worker session. Default 1.
+    scheduler_cpu, scheduler_memory : optional
+        As `cpu` and `memory`, of the scheduler's session. Default 1 and 2.
+    env : mapping of str to str, optional
+        Environment variables of every session.
+    worker_args, scheduler_args : sequence of str, optional
+        More command-line arguments of ``dask worker`` and ``dask scheduler``.
+    worker_class : str, optional
+        As ``dask worker --worker-class``.
+    launch_options : mapping, optional
+        More parameters of the platform's ``launch_workers``, e.g. ``accelerator_label_id``.
+    name : str, optional
+        The cluster's name. Default: a random one.
+    scheduler_timeout : float or str, optional
+        Seconds, or a string such as ``"90s"``, within which the scheduler must answer. Default 90 s.
+    worker_timeout : float or str, optional
+        Within which a launched worker must have registered, else it is replaced. Default 10 minutes.
+    idle_timeout : float or str, optional
+        After which the scheduler ends an idle cluster. Default: never.
+    log_directory : path, optional
+        A folder on the project file system where sessions also write their output, to stay there.
+    shutdown_on_close : bool, optional
+        False: the sessions outlive this object and this process. Default True.
+    platform : {"auto", "local"}, optional
+        ``"local"`` is the platform for laptops and tests. Default ``"auto"``, CML itself.
+    asynchronous : bool
+        Whether this is used with ``await`` in a running event loop.
+    loop : tornado.ioloop.IOLoop, optional
+        The event loop to use.
+    silence_logs : int, str or False
+        The logging level below which Dask's logs are not shown.
+    quiet : bool
+        Whether to print nothing about what happens to the sessions.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that is not allowed, before anything is launched.
+    NotOnCML
+        If there is no platform.
+    LaunchRefused
+        If a session of the start is refused, e.g. for a quota. No session is left then.
+    SessionFailed
+        If the scheduler's session ends before it answers.
+    SchedulerTimeout
+        If the scheduler does not answer in time.
+
+    Examples
+    --------
+    >>> from dask.distributed import Client
+    >>> from dask_cml import CMLCluster
+    >>> with CMLCluster(n_workers=2, cpu=1, memory=1, platform="local") as cluster:
+    ...     with Client(cluster) as client:
+    ...         client.submit(sum, [1, 2]).result()
+    3
+    """
+
+    scheduler: CMLScheduler
+    workers: dict[str, CMLWorker]
+
+    def __init__(
+        self,
+        n_workers: int | None = None,
+        cpu: float | None = None,
+        memory: float | str | None = None,
+        nvidia_gpu: int | None = None,
+        *,
+        nthreads: int | None = None,
+        processes: int | None = None,
+        scheduler_cpu: float | None = None,
+        scheduler_memory: float | str | None = None,
+        env: Mapping[str, str] | None = None,
+        worker_args: Sequence[str] | None = None,
+        scheduler_args: Sequence[str] | None = None,
+        worker_class: str | None = None,
+        launch_options: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        scheduler_timeout: float | str | None = None,
+        worker_timeout: float | str | None = None,
+        idle_timeout: float | str | None = None,
+        log_directory: str | None = None,
+        shutdown_on_close: bool | None = None,
+        platform: str | None = None,
+        asynchronous: bool = False,
+        loop: Any = None,
+        silence_logs: int | str | bool = False,
+        quiet: bool = False,
+    ) -> None:
+        # What ends a cluster is needed even if this constructor fails.
+        self.status = Status.closed
+        self.options = Options.read(
+            n_workers=n_workers,
+            cpu=cpu,
+            memory=memory,
+            nvidia_gpu=nvidia_gpu,
+            nthreads=nthreads,
+            processes=processes,
+            scheduler_cpu=scheduler_cpu,
+            scheduler_memory=scheduler_memory,
+            env=env,
+            worker_args=worker_args,
+            scheduler_args=scheduler_args,
+            worker_class=worker_class,
+            launch_options=launch_options,
+            name=name,
+            scheduler_timeout=scheduler_timeout,
+            worker_timeout=worker_timeout,
+            idle_timeout=idle_timeout,
+            log_directory=log_directory,
+            shutdown_on_close=shutdown_on_close,
+            platform=platform,
+        )
+        self.api = WorkersAPI(load_platform(self.options.platform))
+        self.api.check_options(self.options.launch_options)
+        self.folder = state_directory() / self.options.name
+        self.wanted = self.options.n_workers
+        self.spec_lock = threading.RLock()
+        self.reconciler = Reconciler(self)
+        self._starting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._close_lock = threading.Lock()
+        self._silence = contextlib.ExitStack()
+        if silence_logs:
+            self._silence.enter_context(silence_logging_cmgr(level=silence_logs))
+        self._quiet = quiet
+        processes = self.options.processes
+        spec: dict[str, Any] = {"cls": CMLWorker, "options": {}}
+        if processes > 1:
+            spec["group"] = [f"-{i}" for i in range(processes)]
+        end_at_exit(self)
+        try:
+            super().__init__(
+                worker=spec,
+                asynchronous=asynchronous,
+                loop=loop,
+                name=self.options.name,
+                shutdown_on_close=self.options.shutdown_on_close,
+            )
+        except BaseException:  # Ctrl-C, too, must leave no session
+            self.close()
+            raise
+
+    # -- start
+
+    async def _start(self) -> None:
+        if self.status == Status.closed and self._starting is None:
+            raise CMLError(f"the cluster {self.name} is closed")
+        if self._starting is None:
+            self.status = Status.starting
+            self._starting = asyncio.create_task(self._start_once())
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            closed_meanwhile = self._closing is not None
+            await self._close()
+            if closed_meanwhile:
+                raise CMLError(f"the cluster {self.name} was closed while it started") from None
+            raise
+        except BaseException:
+            # SpecCluster's `__await__` does not close a cluster whose start fails, and its `_start` makes a
+            # bare RuntimeError of every error.
+            await self._close()
+            raise
+
+    async def _start_once(self) -> None:
+        self.quiet = self._quiet
+        self._lock = asyncio.Lock()
+        await asyncio.to_thread(self._make_folder)
+        self.scheduler = CMLScheduler(self.api, self.options, self.folder)
+        with self.spec_lock:
+            while len(self.worker_spec) < self.wanted:
+                self.worker_spec.update(self.new_worker_spec())
+        self.workers = {key: self.make_worker(key) for key in self.worker_spec}
+        # All at the same moment: a session takes long to start. The workers find the scheduler by its file.
+        tasks = [asyncio.ensure_future(p) for p in (self.scheduler, *self.workers.values())]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        self.scheduler_comm = rpc(self.scheduler.address)
+        await Cluster._start(self)
+        self._keeping = asyncio.create_task(self.reconciler.run())
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.folder / SCHEDULER_FILE).unlink(missing_ok=True)
+        if self.options.log_directory is not None:
+            Path(self.options.log_directory).mkdir(parents=True, exist_ok=True)
+
+    def __await__(self) -> Generator[Any, Any, CMLCluster]:
+        return self._ready().__await__()
+
+    async def _ready(self) -> CMLCluster:
+        if self.status != Status.running:
+            await self._start()
+        await self._correct_state()
+        return self
+
+    # -- scaling
+
+    def scale(
+        self, n: int = 0, memory: float | str | None = None, cores: float | None = None
+    ) -> Awaitable[None] | None:
+        """Have `n` worker sessions from now on; adaptive scaling ends.
+
+        This returns at once. Workers to close are those that the scheduler would close, and what they hold
+        is moved to others first.
+
+        Parameters
+        ----------
+        n : int
+            Worker sessions.
+        memory : float or str, optional
+            At least so much memory in all, in GiB or as a string such as ``"100 GiB"``.
+        cores : float, optional
+            At least so many threads in all.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an argument that is not allowed.
+
+        Examples
+        --------
+        >>> cluster.scale(8)  # doctest: +SKIP
+        >>> cluster.scale(memory="100 GiB")  # doctest: +SKIP
+        """
+        n = integer("n", n, 0)
+        if memory is not None:
+            n = max(n, math.ceil(gibibytes("memory", memory) / self.options.worker.memory))
+        if cores is not None:
+            n = max(n, math.ceil(positive("cores", cores) / self.options.nthreads))
+        if isinstance(self._adaptive, CMLAdaptive):
+            self._adaptive.stop(reason="scale() was called")
+        self.reconciler.start_anew()
+        self.want(n)
+        self.loop.add_callback(self._correct_state)
+        return NoOpAwaitable() if self.asynchronous else None
+
+    def want(self, n: int) -> None:
+        """Set how many worker sessions there should be; the reconciler then makes it so."""
+        with self.spec_lock:
+            if self.status in (Status.closing, Status.closed):
+                return
+            self.wanted = n
+            # Those to close are picked later, with the scheduler's help.
+            while len(self.worker_spec) < n:
+                self.worker_spec.update(self.new_worker_spec())
+
+    async def scale_down(self, workers: Iterable[str]) -> None:
+        """Close worker sessions, after their data has been moved.
+
+        Parameters
+        ----------
+        workers : iterable of str
+            Names of sessions, or of Dask workers in them.
+        """
+        names = {name: key for key in [*self.worker_spec] for name in self.reconciler.names(key)}
+        with self.spec_lock:
+            for key in {names.get(worker, worker) for worker in workers}:
+                self.worker_spec.pop(key, None)
+            self.wanted = len(self.worker_spec)
+        await self._correct_state()
+
+    def adapt(
+        self,
+        Adaptive: type[Adaptive] = CMLAdaptive,
+        minimum: float = 0,
+        maximum: float = math.inf,
+        minimum_cores: int | None = None,
+        maximum_cores: int | None = None,
+        minimum_memory: float | str | None = None,
+        maximum_memory: float | str | None = None,
+        **kwargs: Any,
+    ) -> Adaptive:
+        """Scale with the work that there is.
+
+        Parameters
+        ----------
+        Adaptive : type, optional
+            Another class than :class:`CMLAdaptive`.
+        minimum, maximum : int, optional
+            Worker sessions.
+        minimum_cores, maximum_cores : int, optional
+            Threads in all.
+        minimum_memory, maximum_memory : float or str, optional
+            Memory in all, in GiB or as a string such as ``"100 GiB"``.
+        **kwargs
+            For the class, e.g. ``interval``, ``wait_count`` and ``target_duration``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an argument that is not allowed.
+
+        Examples
+        --------
+        >>> cluster.adapt(minimum=1, maximum=10)  # doctest: +SKIP
+        """
+        minimum = integer("minimum", minimum or 0, 0)
+        if maximum is None:
+            maximum = math.inf
+        elif maximum != math.inf:
+            maximum = integer("maximum", maximum, 0)
+        per_session = {"cores": self.options.nthreads, "memory": self.options.worker.memory}
+        for unit, low, high in (
+            ("cores", minimum_cores, maximum_cores),
+            ("memory", minimum_memory, maximum_memory),
+        ):
+            check = gibibytes if unit == "memory" else positive
+            if low is not None:
+                low = check(f"minimum_{unit}", low)
+                minimum = max(minimum, math.ceil(low / per_session[unit]))
+            if high is not None:
+                high = check(f"maximum_{unit}", high)
+                maximum = min(maximum, math.floor(high / per_session[unit]))
+        if maximum < minimum:
+            raise ValueError(
+                f"maximum={maximum} is not allowed; give at least the minimum, {minimum} worker sessions"
+            )
+        self.reconciler.start_anew()
+        return Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
+
+    @property
+    def arrived(self) -> set[str]:
+        """The worker sessions of which a Dask worker has registered."""
+        return {key for key in [*self.worker_spec] if self.reconciler.names(key) & self.observed}
+
+    def _new_worker_name(self, worker_number: int) -> str:
+        return f"{self.options.name}-{worker_number}"
+
+    def new_worker_spec(self) -> dict[str, Any]:
+        """Return the next worker by its name, which none had before it."""
+        # SpecCluster gives the name of a lost worker to the next, and the scheduler may still know the old one.
+        key = self._new_worker_name(self._i)
+        self._i += 1
+        return {key: self.new_spec}
+
+    def make_worker(self, key: str) -> CMLWorker:
+        """Make the worker of this name, unlaunched."""
+        address = getattr(self.scheduler, "address", None)
+        return CMLWorker(address, key, api=self.api, options=self.options, folder=self.folder)
+
+    async def _correct_state_internal(self) -> None:
+        async with self._lock:
+            self._correct_state_waiting = None
+            if self.status == Status.running:
+                await self.reconciler.step()
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        # SpecCluster closes a lost worker after a while and leaves it at that; the reconciler replaces it.
+        if op == "remove":
+            self.scheduler_info["workers"].pop(msg, None)
+        else:
+            Cluster._update_worker_status(self, op, msg)
+        self.reconciler.poke()
+
+    def _threads_per_worker(self) -> int:
+        return self.options.nthreads
+
+    def _memory_per_worker(self) -> int:
+        return int(self.options.worker.memory * 2**30)
+
+    # -- what there is
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The cluster's sessions, the scheduler's first, as last heard of."""
+        processes = [self.scheduler, *[*self.workers.values()]]
+        return [p.session for p in processes if p is not None and p.session is not None]
+
+    @property
+    def dashboard_link(self) -> str:
+        """Where the platform serves the scheduler's dashboard; empty if there is none."""
+        if self.scheduler is None or "dashboard" not in self.scheduler_info.get("services", {}):
+            return ""
+        session = self.scheduler.session
+        return f"{session.app_url.rstrip('/')}/status" if session and session.app_url else ""
+
+    def job_script(self) -> str:
+        """Return what the scheduler's session and a worker's are launched with.
+
+        It launches nothing; with ``asynchronous=True`` a cluster launches nothing before it is awaited.
+
+        Examples
+        --------
+        >>> print(CMLCluster(cpu=4, asynchronous=True).job_script())  # doctest: +SKIP
+        """
+        scheduler = self.scheduler or CMLScheduler(self.api, self.options, self.folder)
+        worker = self.make_worker(self._new_worker_name(self._i))
+        return f"{scheduler.plan}\n{worker.plan}"
+
+    # -- end
+
+    def close(self, timeout: float | None = None) -> Awaitable[None] | None:
+        """Stop every session and close the cluster.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds after which to wait no longer.
+
+        Raises
+        ------
+        CMLError
+            If the platform did not stop sessions. It names them.
+        """
+        if self.asynchronous:
+            return super().close(timeout)
+        with self._close_lock:  # the second of two threads would wait for a loop that the first has stopped
+            return super().close(timeout)
+
+    async def _close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close_once())
+        await asyncio.shield(self._closing)
+
+    async def _close_once(self) -> None:
+        # Not SpecCluster's, which retires every worker first and waits long for a scheduler that is gone.
+        if self._adaptive is not None:
+            self._adaptive.stop(reason="the cluster closes")
+        self.status = Status.closing
+        for task in (self._starting, self._keeping, self._correct_state_waiting):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        try:
+            if self.options.shutdown_on_close:
+                await self._say_goodbye()
+            else:
+                self.api.forget(*self.api.live)
+            await self.api.close()
+        finally:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                await asyncio.wait_for(Cluster._close(self), _GOODBYE_TIMEOUT)
+            self.status = Status.closed
+            self._silence.close()
+            for process in (self.scheduler, *self.workers.values()):
+                if process is not None:
+                    process.status = Status.closed
+            self.worker_spec.clear()
+            self.workers.clear()
+            if self.options.shutdown_on_close:
+                await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+            no_longer_end_at_exit(self)
+
+    async def _say_goodbye(self) -> None:
+        """Let the scheduler tell its workers and clients that it ends, if it is there."""
+        if self.scheduler_comm is not None:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                await asyncio.wait_for(self.scheduler_comm.terminate(), _GOODBYE_TIMEOUT)
+
+    def _end_soon(self) -> None:
+        """Close from within one of the cluster's own tasks, which close() waits for."""
+        self._closing = self._closing or asyncio.create_task(self._close_once())

@@ -1,0 +1,160 @@
+"""What the sessions of a cluster run: their code, environment and size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dask_cml.options import Options, SessionSize
+
+SCHEDULER_FILE = "scheduler.json"
+
+# Python code and not a line that begins with "!": IPython would expand $name and {expr} in that, and
+# lose the exit status. It runs in the session's kernel, so it is plain, and leaves as the program does.
+_CODE = """\
+# {title}
+import os, subprocess, sys, threading, time
+
+command = {command}
+{more}
+try:
+    log = open({log!r}, 'ab', buffering=0)
+except OSError:
+    log = open(os.devnull, 'ab')
+with log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+{meanwhile}    for line in process.stdout:
+        log.write(line)
+        print(line.decode(errors='replace'), end='', flush=True)
+if process.returncode:
+    raise RuntimeError(f'{{command[3]}} ended with exit status {{process.returncode}}')
+"""
+
+# The platform forwards its https entry to this port of the session's own loopback. It is asked for in the
+# session, whose ports need not be those of the session that launches it.
+_DASHBOARD = """\
+port = os.environ.get('CDSW_APP_PORT') or os.environ.get('CDSW_READONLY_PORT') or '8787'
+command += ['--dashboard-address', '127.0.0.1:' + port]
+"""
+
+# `dask worker --scheduler-file` waits for the file without an end, and NFS may remember for long that
+# there was none; to list the folder is what makes it look again.
+_MEETING = """\
+    def meet():
+        deadline = time.monotonic() + {timeout}
+        while {file!r} not in os.listdir({folder!r}):
+            if time.monotonic() > deadline or process.poll() is not None:
+                return process.terminate()
+            time.sleep(0.2)
+    threading.Thread(target=meet, daemon=True).start()
+"""
+
+
+@dataclass(frozen=True)
+class SessionPlan:
+    """Everything that a session is launched with.
+
+    Parameters
+    ----------
+    name : str
+        The session's name; for a worker also the Dask worker's.
+    size : SessionSize
+        Virtual CPUs, memory in GiB, and GPUs.
+    code : str
+        The Python code that it runs.
+    env : mapping of str to str
+        Its environment variables.
+    log : Path
+        Where it writes its output, on the project file system.
+    """
+
+    name: str
+    size: SessionSize
+    code: str
+    env: Mapping[str, str]
+    log: Path
+
+    def __str__(self) -> str:
+        size = self.size
+        head = f"# {self.name}: cpu={size.cpu:g} memory={size.memory:g} nvidia_gpu={size.nvidia_gpu}"
+        return "\n".join([head, *(f"# env {k}={v!r}" for k, v in self.env.items()), self.code])
+
+
+def plan_scheduler(options: Options, folder: Path, host: str, port: int) -> SessionPlan:
+    """Plan the scheduler's session.
+
+    Parameters
+    ----------
+    options : Options
+        The cluster's.
+    folder : Path
+        The cluster's folder on the project file system; the scheduler writes its scheduler file there.
+    host, port : str, int
+        Where the scheduler listens in its session.
+    """
+    command = _dask("scheduler", "--host", host, "--port", str(port))
+    command += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
+    if options.idle_timeout is not None:
+        command += ["--idle-timeout", f"{options.idle_timeout} seconds"]
+    command += options.scheduler_args
+    title = f"The scheduler of the Dask cluster {options.name!r}"
+    name = f"{options.name}-scheduler"
+    return _plan(options, folder, name, options.scheduler, title, command, more=_DASHBOARD)
+
+
+def plan_worker(options: Options, folder: Path, name: str, address: str | None) -> SessionPlan:
+    """Plan a worker session.
+
+    Parameters
+    ----------
+    options : Options
+        The cluster's.
+    folder : Path
+        The cluster's folder on the project file system.
+    name : str
+        The Dask worker's name. With more than one process, ``-0``, ``-1`` and so on are appended.
+    address : str or None
+        The scheduler's. None: it is not known yet, and the worker finds it in the scheduler file.
+    """
+    meanwhile = ""
+    command = _dask("worker")
+    if address is None:
+        command += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
+        meanwhile = _MEETING.format(
+            file=SCHEDULER_FILE, folder=str(folder), timeout=options.scheduler_timeout
+        )
+    else:
+        command.append(address)
+    memory = int(options.worker.memory * 2**30) // options.processes
+    command += ["--name", name, "--nworkers", str(options.processes)]
+    command += ["--nthreads", str(options.nthreads // options.processes)]
+    command += ["--memory-limit", str(memory), "--death-timeout", str(options.scheduler_timeout)]
+    command += ["--no-dashboard"]
+    if options.worker_class is not None:
+        command += ["--worker-class", options.worker_class]
+    command += options.worker_args
+    title = f"A worker of the Dask cluster {options.name!r}"
+    return _plan(options, folder, name, options.worker, title, command, meanwhile=meanwhile)
+
+
+def _dask(program: str, *arguments: str) -> list[str]:
+    # Not `dask`, which need not be on PATH. The launcher's interpreter is there in every session.
+    return [sys.executable, "-m", "dask", program, *arguments]
+
+
+def _plan(
+    options: Options,
+    folder: Path,
+    name: str,
+    size: SessionSize,
+    title: str,
+    command: list[str],
+    more: str = "",
+    meanwhile: str = "",
+) -> SessionPlan:
+    log = Path(options.log_directory or folder) / f"{name}.log"
+    code = _CODE.format(
+        title=title, command=command, more=more, log=str(log), meanwhile=meanwhile
+    )
+    return SessionPlan(name, size, code, {"PYTHONUNBUFFERED": "1", **options.env}, log)

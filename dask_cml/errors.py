@@ -1,0 +1,35 @@
+"""The errors that dask-cml raises of its own accord."""
+
+from __future__ import annotations
+
+
+class CMLError(RuntimeError):
+    """Something that the platform or a session did, or did not do."""
+
+
+class NotOnCML(CMLError):
+    """Neither ``cml.workers_v1`` nor ``cdsw`` can be imported here."""
+
+
+class LaunchRefused(CMLError):
+    """The platform did not grant a session, most often for a quota.
+
+    Parameters
+    ----------
+    name : str
+        What the session was to be.
+    reason : str
+        The platform's own words.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"CML refused to launch {name}: {reason}")
+        self.reason = reason
+
+
+class SessionFailed(CMLError):
+    """A session ended before its Dask process was heard of."""
+
+
+class SchedulerTimeout(CMLError, TimeoutError):
+    """The scheduler did not answer within ``scheduler_timeout``."""

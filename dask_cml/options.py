@@ -1,0 +1,278 @@
+"""The options of a cluster: read from arguments and Dask's configuration, checked before anything is launched."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import dask.config
+import yaml
+from dask.utils import parse_bytes, parse_timedelta
+
+_DEFAULTS = Path(__file__).with_name("cml.yaml")
+dask.config.update_defaults(yaml.safe_load(_DEFAULTS.read_text()))
+
+#: What the cluster itself says to the programs, so that worker_args and scheduler_args must not.
+_OWN_WORKER_ARGS = {
+    "--death-timeout": "scheduler_timeout",
+    "--memory-limit": "memory",
+    "--name": "name",
+    "--nthreads": "nthreads",
+    "--nworkers": "processes",
+    "--scheduler-file": None,
+    "--worker-class": "worker_class",
+}
+_OWN_SCHEDULER_ARGS = {
+    "--dashboard-address": None,
+    "--host": None,
+    "--idle-timeout": "idle_timeout",
+    "--port": None,
+    "--scheduler-file": None,
+}
+#: Parameters of launch_workers that have an option of their own here, or none.
+_OWN_LAUNCH_OPTIONS = {
+    "code": None,
+    "cpu": "cpu",
+    "env": "env",
+    "memory": "memory",
+    "n": "n_workers",
+    "name": "name",
+    "nvidia_gpu": "nvidia_gpu",
+    "script": None,
+}
+
+
+@dataclass(frozen=True)
+class SessionSize:
+    """What one session gets: virtual CPUs, memory in GiB, and GPUs."""
+
+    cpu: float
+    memory: float
+    nvidia_gpu: int = 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """A cluster's options, checked. Times are in seconds, memory in GiB."""
+
+    n_workers: int
+    worker: SessionSize
+    nthreads: int
+    processes: int
+    worker_class: str | None
+    worker_args: tuple[str, ...]
+    scheduler: SessionSize
+    scheduler_args: tuple[str, ...]
+    env: Mapping[str, str]
+    launch_options: Mapping[str, Any]
+    log_directory: str | None
+    name: str
+    scheduler_timeout: float
+    worker_timeout: float
+    idle_timeout: float | None
+    shutdown_on_close: bool
+    platform: str
+
+    @classmethod
+    def read(cls, **arguments: Any) -> Options:
+        """Check the arguments; those that are None are taken from Dask's configuration.
+
+        Raises
+        ------
+        TypeError, ValueError
+            With the argument, its value and what is allowed.
+        """
+
+        def get(argument: str, check: Callable[..., Any], *rest: Any) -> Any:
+            key = f"cml.{argument.replace('_', '-')}"
+            value = dask.config.get(key, override_with=arguments.get(argument))
+            return check(argument, value, *rest)
+
+        processes = get("processes", integer, 1)
+        worker = SessionSize(
+            get("cpu", positive), get("memory", gibibytes), get("nvidia_gpu", integer, 0)
+        )
+        return cls(
+            n_workers=get("n_workers", integer, 0),
+            worker=worker,
+            nthreads=get("nthreads", _nthreads, worker.cpu, processes),
+            processes=processes,
+            worker_class=get("worker_class", _text_or_none),
+            worker_args=get("worker_args", _command_line, _OWN_WORKER_ARGS),
+            scheduler=SessionSize(
+                get("scheduler_cpu", positive), get("scheduler_memory", gibibytes)
+            ),
+            scheduler_args=get("scheduler_args", _command_line, _OWN_SCHEDULER_ARGS),
+            env=get("env", _environment),
+            launch_options=get("launch_options", _launch_options),
+            log_directory=get("log_directory", _folder_or_none),
+            name=get("name", _name),
+            scheduler_timeout=get("scheduler_timeout", _seconds),
+            worker_timeout=get("worker_timeout", _seconds),
+            idle_timeout=get("idle_timeout", _seconds_or_none),
+            shutdown_on_close=get("shutdown_on_close", _boolean),
+            platform=get("platform", _choice, ("auto", "local")),
+        )
+
+
+def state_directory() -> Path:
+    """The folder that the sessions of a project share (``cml.state-directory``)."""
+    return Path(os.path.expanduser(dask.config.get("cml.state-directory"))).absolute()
+
+
+def integer(argument: str, value: Any, least: int) -> int:
+    """Check a whole number.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With the argument, its value and what is allowed.
+    """
+    allowed = f"a whole number of at least {least}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(_message(argument, value, allowed))
+    if not isinstance(value, Integral) and not float(value).is_integer():
+        raise ValueError(_message(argument, value, allowed))
+    if value < least:
+        raise ValueError(_message(argument, value, allowed))
+    return int(value)
+
+
+def _message(argument: str, value: Any, allowed: str) -> str:
+    return f"{argument}={value!r} is not allowed; give {allowed}"
+
+
+def positive(argument: str, value: Any, allowed: str = "a number above 0") -> float:
+    """Check a number above 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With the argument, its value and what is allowed.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(_message(argument, value, allowed))
+    if not 0 < value < math.inf:
+        raise ValueError(_message(argument, value, allowed))
+    return float(value) if not isinstance(value, Integral) else int(value)
+
+
+def gibibytes(argument: str, value: Any) -> float:
+    """Check an amount of memory, and return it in GiB.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With the argument, its value and what is allowed.
+    """
+    allowed = 'GiB as a number above 0, or a string such as "16 GiB"'
+    if isinstance(value, str):
+        try:
+            value = float(value) if value.strip().isdecimal() else parse_bytes(value) / 2**30
+        except ValueError:
+            raise ValueError(_message(argument, value, allowed)) from None
+    return positive(argument, value, allowed)
+
+
+def _nthreads(argument: str, value: Any, cpu: float, processes: int) -> int:
+    if value is None:
+        return max(1, int(cpu) // processes) * processes
+    value = integer(argument, value, 1)
+    if value % processes:
+        allowed = f"a multiple of processes={processes}, which share them evenly"
+        raise ValueError(_message(argument, value, allowed))
+    return value
+
+
+def _text_or_none(argument: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise TypeError(_message(argument, value, "text, or None"))
+    return value
+
+
+def _folder_or_none(argument: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(_message(argument, value, "the path of a folder, or None"))
+    return os.path.abspath(os.path.expanduser(value))
+
+
+def _command_line(argument: str, value: Any, own: Mapping[str, str | None]) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(_message(argument, value, 'a list of strings, such as ["--option", "3"]'))
+    for part in value:
+        if not isinstance(part, str):
+            raise TypeError(_message(argument, value, f"strings only, {part!r} is none"))
+        option = part.split("=")[0]
+        if option in own:
+            instead = f"use the argument {own[option]}" if own[option] else "the cluster sets it"
+            raise ValueError(_message(argument, value, f"it without {option}: {instead}"))
+    return tuple(value)
+
+
+def _environment(argument: str, value: Any) -> dict[str, str]:
+    allowed = "a mapping of names to strings"
+    if not isinstance(value, Mapping):
+        raise TypeError(_message(argument, value, allowed))
+    for name, content in value.items():
+        if not isinstance(name, str) or not isinstance(content, str):
+            raise TypeError(_message(argument, value, f"{allowed}; {name!r}: {content!r} is none"))
+        if not name or "=" in name or "\0" in name + content:
+            raise ValueError(_message(argument, value, f"{allowed}; {name!r} cannot be a name"))
+    return dict(value)
+
+
+def _launch_options(argument: str, value: Any) -> dict[str, Any]:
+    allowed = "a mapping of more parameters of launch_workers"
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise TypeError(_message(argument, value, allowed))
+    for name in value:
+        if name in _OWN_LAUNCH_OPTIONS:
+            own = _OWN_LAUNCH_OPTIONS[name]
+            instead = f"use the argument {own}" if own else "the cluster sets it"
+            raise ValueError(_message(argument, value, f"it without {name!r}: {instead}"))
+    return dict(value)
+
+
+def _name(argument: str, value: Any) -> str:
+    if value is None:
+        return f"cml-{secrets.token_hex(4)}"
+    allowed = "1 to 100 printable characters without '/', not beginning with '.' or '-'"
+    if not isinstance(value, str):
+        raise TypeError(_message(argument, value, allowed))
+    if not 1 <= len(value) <= 100 or value[0] in ".-" or "/" in value or not value.isprintable():
+        raise ValueError(_message(argument, value, allowed))
+    return value
+
+
+def _seconds(argument: str, value: Any) -> float:
+    allowed = 'seconds as a number above 0, or a string such as "90s"'
+    try:
+        return positive(argument, parse_timedelta(value), allowed)
+    except TypeError:
+        raise TypeError(_message(argument, value, allowed)) from None
+    except (ValueError, KeyError, AttributeError):
+        raise ValueError(_message(argument, value, allowed)) from None
+
+
+def _seconds_or_none(argument: str, value: Any) -> float | None:
+    return None if value is None else _seconds(argument, value)
+
+
+def _boolean(argument: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(_message(argument, value, "True or False"))
+    return value
+
+
+def _choice(argument: str, value: Any, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise ValueError(_message(argument, value, f"one of {', '.join(map(repr, choices))}"))
+    return value

@@ -1,0 +1,275 @@
+"""A scheduler and a worker that each run in a CML session of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from distributed.core import Status, rpc
+from distributed.deploy.spec import ProcessInterface
+
+from dask_cml.commands import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
+from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
+from dask_cml.options import Options
+from dask_cml.workers_api import SessionInfo, WorkersAPI, has_ended
+
+#: Dask's own port, which a session on CML has for itself.
+_SCHEDULER_PORT = 8786
+_LOOK_INTERVAL = 0.2
+_ANSWER_TIMEOUT = 5
+_LOG_LINES = 15
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session of a cluster.
+
+    Parameters
+    ----------
+    id : str
+        The platform's id.
+    role : {"scheduler", "worker"}
+        What runs in it.
+    name : str
+        Its name; for a worker also the Dask worker's.
+    status : str
+        As the platform said last, e.g. ``"running"``.
+    address : str or None
+        Its IP address, once known.
+    app_url : str or None
+        Where the platform serves what listens on its ``CDSW_APP_PORT``.
+    since : datetime.datetime
+        When it was launched.
+    """
+
+    id: str
+    role: str
+    name: str
+    status: str
+    address: str | None
+    app_url: str | None
+    since: datetime
+
+
+class CMLProcess(ProcessInterface):
+    """What scheduler and worker have in common: a session that is launched, watched and stopped."""
+
+    role: str
+
+    def __init__(self, api: WorkersAPI, plan: SessionPlan) -> None:
+        super().__init__(name=plan.name)
+        self.api = api
+        self.plan = plan
+        self.name = plan.name
+        self.launched_at: float | None = None
+        self._since = datetime.now(timezone.utc)
+        self._info: SessionInfo = {}
+
+    async def start(self) -> None:
+        """Launch the session; it is accepted when this returns, and need not run yet.
+
+        Raises
+        ------
+        LaunchRefused
+            If the platform does not grant it.
+        """
+        self._since = datetime.now(timezone.utc)
+        self._info = await self.api.launch(
+            self.plan.name, self.plan.size, self.plan.code, self.plan.env, self.options.launch_options
+        )
+        self.launched_at = time.monotonic()
+        await super().start()
+
+    async def close(self) -> None:
+        """Stop the session, if there is one."""
+        if self.session_id is not None and self.session_id in self.api.live:
+            self.status = Status.closing
+            await self.api.stop(self.session_id)
+        await super().close()
+
+    @property
+    def session_id(self) -> str | None:
+        """The session's id, once it is launched."""
+        return self._info.get("id")
+
+    @property
+    def session(self) -> Session | None:
+        """The session as last heard of, once it is launched."""
+        if self.session_id is None:
+            return None
+        status = "stopped" if self.status == Status.closed else self._info.get("status", "launched")
+        return Session(
+            id=self.session_id,
+            role=self.role,
+            name=self.name,
+            status=status,
+            address=self.ip_address,
+            app_url=self._info.get("app_url"),
+            since=self._since,
+        )
+
+    @property
+    def ip_address(self) -> str | None:
+        """The session's IP address, once the platform tells it."""
+        ip = self._info.get("ip_address")
+        return ip if ip and ip != "unknown" else None
+
+    def update(self, listing: Mapping[str, SessionInfo]) -> bool:
+        """Take in what the platform lists; return whether the session has ended.
+
+        A session that is not listed keeps what was known of it: new ones may be listed late.
+        """
+        self._info = {**self._info, **listing.get(self.session_id or "", {})}
+        return has_ended(self._info)
+
+    async def failure(self, what: str) -> str:
+        """Describe a failure: the session, its last status, and the last lines of its output."""
+        status = self._info.get("status", "unknown")
+        tail = await asyncio.to_thread(_last_lines, self.plan.log)
+        output = f"; the last lines of its output:\n{tail}" if tail else "; it wrote no output"
+        words = self._info.get("message") or self._info.get("k8sMessage")
+        said = f" ({words})" if words else ""
+        return f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}{output}"
+
+
+class CMLScheduler(CMLProcess):
+    """The scheduler, in a session of its own.
+
+    Parameters
+    ----------
+    api : WorkersAPI
+        Launches and stops the session.
+    options : Options
+        The cluster's.
+    folder : Path
+        The cluster's folder on the project file system.
+    """
+
+    role = "scheduler"
+
+    def __init__(self, api: WorkersAPI, options: Options, folder: Path) -> None:
+        self.options = options
+        self.scheduler_file = folder / SCHEDULER_FILE
+        # On a laptop all sessions share one network, so the port must be free, and nobody else may come in.
+        shared = api.shares_host_network
+        self.port = _free_port() if shared else _SCHEDULER_PORT
+        host = "127.0.0.1" if shared else "0.0.0.0"
+        super().__init__(api, plan_scheduler(options, folder, host, self.port))
+
+    async def start(self) -> None:
+        """Launch the session and wait until the scheduler answers.
+
+        Raises
+        ------
+        LaunchRefused
+            If the platform does not grant the session.
+        SessionFailed
+            If the session ends first, whatever its status says.
+        SchedulerTimeout
+            If the scheduler does not answer within ``scheduler_timeout``.
+        """
+        await super().start()
+        watch = asyncio.create_task(self._watch())
+        look = asyncio.create_task(self._look())
+        try:
+            done, _ = await asyncio.wait(
+                {watch, look},
+                timeout=self.options.scheduler_timeout,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if look in done:
+                self.address = look.result()
+            elif watch in done:
+                raise watch.exception() or CMLError("the scheduler's session is not watched any more")
+            else:
+                what = f"did not answer within {self.options.scheduler_timeout:g} s"
+                raise SchedulerTimeout(await self.failure(what))
+        finally:
+            for task in (watch, look):
+                task.cancel()
+            await asyncio.gather(watch, look, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while not self.update(await self.api.sessions()):
+            pass
+        raise SessionFailed(await self.failure("ended before its scheduler answered"))
+
+    async def _look(self) -> str:
+        while True:
+            for address in await asyncio.to_thread(_read_address, self.scheduler_file), self._guess():
+                if address and await self._answers(address):
+                    return address
+            await asyncio.sleep(_LOOK_INTERVAL)
+
+    def _guess(self) -> str | None:
+        """Where the scheduler must be, should the scheduler file be late, as it may be over NFS."""
+        return f"tcp://{self.ip_address}:{self.port}" if self.ip_address else None
+
+    async def _answers(self, address: str) -> bool:
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            async with rpc(address) as scheduler:
+                await asyncio.wait_for(scheduler.identity(), _ANSWER_TIMEOUT)
+                return True
+        return False
+
+
+class CMLWorker(CMLProcess):
+    """A Dask worker, or several in one session.
+
+    Parameters
+    ----------
+    scheduler : str or None
+        The scheduler's address. None: the worker finds it in the scheduler file.
+    name : str
+        The Dask worker's name. With more than one process, ``-0``, ``-1`` and so on are appended.
+    api : WorkersAPI
+        Launches and stops the session.
+    options : Options
+        The cluster's.
+    folder : Path
+        The cluster's folder on the project file system.
+    """
+
+    role = "worker"
+
+    def __init__(
+        self, scheduler: str | None, name: str, *, api: WorkersAPI, options: Options, folder: Path
+    ) -> None:
+        self.options = options
+        super().__init__(api, plan_worker(options, folder, name, scheduler))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _read_address(scheduler_file: Path) -> str | None:
+    """Read the scheduler file, if it is there and wholly written."""
+    try:
+        # NFS may remember that a file is not there; listing the folder is what makes it look again.
+        if scheduler_file not in scheduler_file.parent.iterdir():
+            return None
+        content: dict[str, Any] = json.loads(scheduler_file.read_text())
+        return content.get("address")
+    except (OSError, ValueError):
+        return None
+
+
+def _last_lines(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 8192))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_LOG_LINES:])

@@ -1,0 +1,305 @@
+"""What keeps a cluster at the workers that it was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+import dask.config
+from dask.utils import parse_timedelta
+from distributed.objects import SchedulerInfo
+from distributed.protocol import pickle
+
+from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.processes import CMLWorker
+
+if TYPE_CHECKING:
+    from distributed.scheduler import WorkerState
+
+    from dask_cml.cluster import CMLCluster
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL = 3.0
+_ANSWER_TIMEOUT = 10.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+
+
+class Reconciler:
+    """Compare the wanted workers with their sessions and with what the scheduler sees, and act.
+
+    The wanted workers are ``cluster.worker_spec``; :meth:`step` makes ``cluster.workers``, the sessions,
+    agree with it, and :meth:`run` finds those that are lost and puts others in their place.
+
+    Parameters
+    ----------
+    cluster : CMLCluster
+        The cluster that is kept.
+    """
+
+    def __init__(self, cluster: CMLCluster) -> None:
+        self.cluster = cluster
+        self.trouble: str | None = None
+        self._failures = 0
+        self._not_before = 0.0
+        self._failure_limit: int = dask.config.get("cml.failure-limit")
+        self._quota_pause = parse_timedelta(dask.config.get("cml.quota-retry"))
+        self._ceiling: tuple[int, float] | None = None
+        self._arrived: set[str] = set()
+        self._missing_since: dict[str, float] = {}
+        self._changed = asyncio.Event()
+
+    def poke(self) -> None:
+        """Look again now. To be called in the event loop."""
+        self._changed.set()
+
+    def start_anew(self) -> None:
+        """Forget earlier failures and refusals, as the user's own wish to scale does."""
+        self._failures, self._not_before, self._ceiling, self.trouble = 0, 0.0, None, None
+
+    def affordable(self, n: int) -> int:
+        """Return how many of `n` sessions may be asked for, given what the quota allowed lately.
+
+        After ``cml.quota-retry`` one more than was granted is tried.
+        """
+        if self._ceiling is None:
+            return n
+        granted, since = self._ceiling
+        return min(n, granted + (time.monotonic() - since > self._quota_pause))
+
+    async def run(self) -> None:
+        """Keep the cluster until cancelled."""
+        while True:
+            self._changed.clear()
+            try:
+                lost = await self._find_lost()
+                self._replace(lost)
+                await self.cluster._correct_state()
+            except CMLError as error:
+                logger.warning("The cluster %s cannot be looked after: %s", self.cluster.name, error)
+            except Exception:
+                logger.exception("The cluster %s cannot be looked after", self.cluster.name)
+            # What is on its way is looked at as often as the platform is asked.
+            pause = 0.1 if self._missing_since else _LOOK_INTERVAL
+            if time.monotonic() < self._not_before:
+                pause = min(pause, self._not_before - time.monotonic())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), pause)
+
+    async def step(self) -> None:
+        """Make the sessions agree with the wanted workers, once."""
+        await self._shrink()
+        await self._close_unwanted()
+        await self._launch_missing()
+
+    async def choose(self, n: int) -> list[str]:
+        """Pick the `n` sessions whose end costs least, those that have not arrived yet before others."""
+        spec = self.cluster.worker_spec
+        arrived = [key for key in spec if self.names(key) & self.cluster.observed]
+        chosen = [key for key in reversed(spec) if key not in arrived][:n]
+        n -= len(chosen)
+        if not n:
+            return chosen
+
+
+        def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
+            return str(worker.name).rpartition("-")[0]
+
+        grouped = self.cluster.options.processes > 1
+        names: Iterable[str] = ()
+        with contextlib.suppress(OSError):
+            names = await self.cluster.scheduler_comm.workers_to_close(
+                n=n * self.cluster.options.processes,
+                key=pickle.dumps(session_of) if grouped else None,
+                attribute="name",
+            )
+        keys = {name: key for key in arrived for name in self.names(key)}
+        order = [keys[name] for name in names if name in keys] + arrived[::-1]
+        return chosen + list(dict.fromkeys(order))[:n]
+
+    def names(self, key: str) -> set[str]:
+        """The names of the Dask workers in a session."""
+        group = self.cluster.worker_spec.get(key, self.cluster.new_spec).get("group", [""])
+        return {f"{key}{suffix}" for suffix in group}
+
+    async def _find_lost(self) -> dict[str, str]:
+        """Return the workers that are not to be waited for any more, each with the reason."""
+        cluster, now = self.cluster, time.monotonic()
+        scheduler_answers = await self._refresh()
+        observed = cluster.observed
+        workers = {key: w for key, w in cluster.workers.items() if key in cluster.worker_spec}
+        here = {key for key in workers if self.names(key) <= observed}
+        if here - self._arrived:
+            self._failures, self.trouble = 0, None
+        self._arrived = (self._arrived | here) & workers.keys()
+        missing = workers.keys() - here
+        self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
+        if not missing and scheduler_answers:
+            return {}
+        listing = await cluster.api.sessions()
+        if cluster.scheduler.update(listing):
+            await self._scheduler_ended()
+            return {}
+        if not scheduler_answers:
+            return {}
+        reasons = {key: self._why_lost(key, workers[key], listing) for key in missing}
+        return {key: await workers[key].failure(why) for key, why in reasons.items() if why}
+
+    def _why_lost(self, key: str, worker: CMLWorker, listing: dict) -> str | None:
+        if worker.update(listing):
+            return "ended"
+        now = time.monotonic()
+        if key in self._arrived:
+            patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
+            if now - self._missing_since[key] > patience:
+                return "lost a Dask worker"
+        elif now - (worker.launched_at or now) > worker.options.worker_timeout:
+            return f"did not register within {worker.options.worker_timeout:g} s"
+        return None
+
+    async def _refresh(self) -> bool:
+        """Learn the scheduler's workers; return whether it answers.
+
+        Its worker-status plugin tells changes as they come, but to one manager only: another one that
+        connects takes its place without a word.
+        """
+        cluster = self.cluster
+        try:
+            comm = cluster.scheduler_comm
+            ncores = await asyncio.wait_for(comm.ncores(), _ANSWER_TIMEOUT)
+            if ncores.keys() != cluster.scheduler_info["workers"].keys():
+                info = await asyncio.wait_for(comm.identity(), _ANSWER_TIMEOUT)
+                cluster.scheduler_info = SchedulerInfo(info)
+        except (OSError, asyncio.TimeoutError):
+            return False
+        return True
+
+    async def _scheduler_ended(self) -> None:
+        what = await self.cluster.scheduler.failure("ended")
+        self.trouble = what
+        self.cluster._log(f"The cluster {self.cluster.name} ends: {what}")
+        self.cluster._end_soon()
+
+    def _replace(self, lost: dict[str, str]) -> None:
+        if not lost:
+            return
+        self._count_failure(next(iter(lost.values())), len(lost))
+        with self.cluster.spec_lock:
+            gone = [key for key in lost if self.cluster.worker_spec.pop(key, None)]
+            for _ in gone:
+                self.cluster.worker_spec.update(self.cluster.new_worker_spec())
+
+    def _count_failure(self, reason: str, n: int) -> None:
+        self._failures += 1
+        pause = min(_FIRST_PAUSE * 2 ** (self._failures - 1), _LONGEST_PAUSE)
+        self._not_before = time.monotonic() + (pause if self._failures > 1 else 0)
+        more = f" (and {n - 1} more)" if n > 1 else ""
+        self.trouble = f"{reason}{more}"
+        self.cluster._log(f"A worker failed: {self.trouble}")
+        if self._gave_up:
+            self.trouble = f"no new workers after {self._failures} failures in a row: {reason}"
+            self.cluster._log(f"The cluster launches {self.trouble}. scale() makes it try again.")
+
+    @property
+    def _gave_up(self) -> bool:
+        return self._failures >= self._failure_limit
+
+    async def _shrink(self) -> None:
+        """Take those out of the wanted workers that scale() found to be too many."""
+        cluster = self.cluster
+        while (excess := len(cluster.worker_spec) - cluster.wanted) > 0:
+            chosen = await self.choose(excess)
+            with cluster.spec_lock:  # scale() may have been called meanwhile
+                excess = max(0, len(cluster.worker_spec) - cluster.wanted)
+                for key in chosen[:excess]:
+                    cluster.worker_spec.pop(key, None)
+
+    async def _close_unwanted(self) -> None:
+        """Move the data off workers that are not wanted, then stop their sessions."""
+        cluster = self.cluster
+        unwanted = {key: w for key, w in cluster.workers.items() if key not in cluster.worker_spec}
+        if not unwanted:
+            return
+        for key in await self._not_retired(unwanted):
+            with cluster.spec_lock:
+                cluster.worker_spec[key] = cluster.new_spec
+                cluster.wanted = max(cluster.wanted, len(cluster.worker_spec))
+            del unwanted[key]
+            cluster._log(f"The worker {key} stays: no other worker can take its data")
+        ids = {w.session_id for w in unwanted.values() if w.session_id} & cluster.api.live
+        if ids:
+            await cluster.api.stop(*sorted(ids))
+        for key, worker in unwanted.items():
+            await worker.close()
+            del cluster.workers[key]
+
+    async def _not_retired(self, unwanted: Collection[str]) -> set[str]:
+        """Retire workers by name; return those that hold what no other worker could take."""
+        # SpecCluster hands names over where addresses are meant (`retire_workers(workers=...)`), so its
+        # workers are closed with the data on them.
+        cluster = self.cluster
+        names = {name: key for key in unwanted for name in self.names(key)}
+        present = names.keys() & cluster.observed
+        if not present:
+            return set()
+        try:
+            retired = await cluster.scheduler_comm.retire_workers(names=sorted(present))
+        except OSError:
+            return set()
+        others = {name for key in cluster.worker_spec for name in self.names(key)}
+        if not others & cluster.observed:
+            return set()
+        left = present - {info["name"] for info in retired.values()}
+        still_there = {name for name in left if name in cluster.observed}
+        return {names[name] for name in still_there}
+
+    async def _launch_missing(self) -> None:
+        cluster = self.cluster
+        if self._gave_up or time.monotonic() < self._not_before:
+            return
+        missing = [key for key in cluster.worker_spec if key not in cluster.workers]
+        if not missing:
+            return
+        refusals: list[LaunchRefused] = []
+        failures: list[CMLError] = []
+        # As many as the API takes at once, so that a quota reached by a hundred launches is not asked for each.
+        turns = asyncio.Semaphore(dask.config.get("cml.api.threads"))
+
+        async def launch(key: str) -> None:
+            async with turns:
+                if refusals or key not in cluster.worker_spec:
+                    return
+                worker = cluster.make_worker(key)
+                try:
+                    await worker
+                except LaunchRefused as error:
+                    refusals.append(error)
+                except CMLError as error:
+                    failures.append(error)
+                else:
+                    cluster.workers[key] = worker
+
+        await asyncio.gather(*map(launch, missing))
+        if refusals:
+            self._accept_refusal(missing, refusals[0])
+        elif failures:
+            self._count_failure(str(failures[0]), len(failures))
+        self.poke()
+
+    def _accept_refusal(self, missing: Iterable[str], refusal: LaunchRefused) -> None:
+        cluster = self.cluster
+        with cluster.spec_lock:
+            asked = len(cluster.worker_spec)
+            for key in missing:
+                if key not in cluster.workers:
+                    cluster.worker_spec.pop(key, None)
+            cluster.wanted = granted = len(cluster.worker_spec)
+        known = self._ceiling is not None and self._ceiling[0] == granted
+        self._ceiling = (granted, time.monotonic())
+        self.trouble = f"{granted} of {asked} workers granted: {refusal.reason}"
+        if not known:
+            cluster._log(f"The cluster {cluster.name} has {self.trouble}")
