@@ -1,0 +1,31 @@
+"""A CML for laptops and tests: the functions of ``cml.workers_v1`` over processes of this machine.
+
+Besides those four there are functions that change what the platform does, and look behind it.
+"""
+
+from __future__ import annotations
+
+from dask_cml.local.configuration import Settings, configure, settings, shares_host_network
+from dask_cml.local.control import evict, log, prune, sessions
+from dask_cml.local.faults import clear_faults, inject
+from dask_cml.local.responses import HTTPError, Response
+from dask_cml.local.workers import await_workers, launch_workers, list_workers, stop_workers
+
+__all__ = [
+    "HTTPError",
+    "Response",
+    "Settings",
+    "await_workers",
+    "clear_faults",
+    "configure",
+    "evict",
+    "inject",
+    "launch_workers",
+    "list_workers",
+    "log",
+    "prune",
+    "sessions",
+    "settings",
+    "shares_host_network",
+    "stop_workers",
+]

@@ -1,0 +1,164 @@
+"""What the local platform is set to: delays, quotas, the project's variables, the network."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from types import EllipsisType
+from typing import Any
+
+from dask_cml.local import state
+
+RESOURCES = ("cpu", "memory", "nvidia_gpu", "sessions")
+NETWORKS = ("shared", "namespaces")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of the local platform, see :func:`configure`."""
+
+    start_delay: float = 0.0
+    latency: float = 0.0
+    quota: Mapping[str, float] | None = None
+    stop_grace: float = 2.0
+    lifetime: float | None = None
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    network: str = "shared"
+
+
+def settings() -> Settings:
+    """Return the settings now in force.
+
+    Examples
+    --------
+    >>> from dask_cml import local
+    >>> local.settings().network
+    'shared'
+    """
+    return Settings(**(state.read_json(state.directory() / "settings.json") or {}))
+
+
+def configure(
+    *,
+    start_delay: float | EllipsisType = ...,
+    latency: float | EllipsisType = ...,
+    quota: Mapping[str, float] | EllipsisType | None = ...,
+    stop_grace: float | EllipsisType = ...,
+    lifetime: float | EllipsisType | None = ...,
+    variables: Mapping[str, str] | EllipsisType = ...,
+    network: str | EllipsisType = ...,
+) -> Settings:
+    """Change settings of the local platform, for every process that uses its state directory.
+
+    What is not given stays. Sessions keep what they were launched with.
+
+    Parameters
+    ----------
+    start_delay : float
+        Seconds from a launch until the session runs.
+    latency : float
+        Seconds that every HTTP request takes: each launch of one session, each listing, each stop of one.
+    quota : mapping of str to float, optional
+        What the live sessions of all launchers may use together, of "cpu", "memory" (GiB),
+        "nvidia_gpu" and "sessions". None: no limit.
+    stop_grace : float
+        Seconds from SIGTERM to SIGKILL when a session is stopped.
+    lifetime : float, optional
+        Seconds after which a running session ends as ``timedout``. None: never.
+    variables : mapping of str to str
+        The project's environment variables, which every session has.
+    network : {"shared", "namespaces"}
+        Whether sessions share this machine's network, or each has a loopback and an address of its
+        own, as on CML (for Linux, as root).
+
+    Returns
+    -------
+    Settings
+        The settings now in force.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a value is not one of those above. Nothing is changed then.
+    RuntimeError
+        If this machine cannot have namespaces.
+
+    Examples
+    --------
+    >>> from dask_cml import local
+    >>> local.configure(start_delay=0.5, quota={"sessions": 10}).stop_grace
+    2.0
+    """
+    given: dict[str, Any] = {
+        "start_delay": start_delay,
+        "latency": latency,
+        "quota": quota,
+        "stop_grace": stop_grace,
+        "lifetime": lifetime,
+        "variables": variables,
+        "network": network,
+    }
+    changes = {name: value for name, value in given.items() if value is not ...}
+    for name, value in changes.items():
+        _check(name, value)
+    with state.locked() as path:
+        new = dataclasses.replace(settings(), **changes)
+        state.write_json(path / "settings.json", dataclasses.asdict(new))
+    return new
+
+
+def shares_host_network() -> bool:
+    """Return whether sessions have this machine's loopback and ports, which is so without namespaces.
+
+    Examples
+    --------
+    >>> from dask_cml import local
+    >>> local.shares_host_network()
+    True
+    """
+    return settings().network == "shared"
+
+
+def _check(name: str, value: Any) -> None:
+    if name in ("start_delay", "latency", "stop_grace"):
+        _check_number(name, value)
+    elif name == "lifetime":
+        if value is not None:
+            _check_number(name, value)
+    elif name == "quota":
+        if value is not None:
+            _check_mapping(name, value)
+            for resource, limit in value.items():
+                if resource not in RESOURCES:
+                    raise ValueError(f"quota: {resource!r} is not one of {', '.join(RESOURCES)}")
+                _check_number(f"quota[{resource!r}]", limit)
+    elif name == "variables":
+        _check_mapping(name, value)
+        check_variables(name, value)
+    elif value not in NETWORKS:
+        raise ValueError(f"network must be one of {', '.join(NETWORKS)}, not {value!r}")
+    elif value == "namespaces" and not sys.platform.startswith("linux"):
+        raise RuntimeError('network="namespaces" needs Linux')
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be finite and not negative, not {value!r}")
+
+
+def _check_mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping, not {value!r}")
+
+
+def check_variables(name: str, variables: Mapping[Any, Any]) -> None:
+    """Refuse what cannot be environment variables, with a TypeError or ValueError naming it."""
+    for key, value in variables.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"{name} must map strings to strings, it has {key!r}: {value!r}")
+        if not key or "=" in key or "\0" in key + value:
+            raise ValueError(f"{name} has {key!r}: {value!r}, which no environment can hold")

@@ -1,0 +1,82 @@
+"""Who launches, and what environment a session has."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import pwd
+from collections.abc import Mapping
+
+from dask_cml.local import state
+
+# A CML session does not inherit the environment of its launcher. These say what machine it is on.
+_BASE = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LANGUAGE",
+    "TMPDIR",
+    "TZ",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "__CF_USER_TEXT_ENCODING",
+    "__PYVENV_LAUNCHER__",
+)
+
+
+def calling_session() -> str:
+    """Return the id of the session this process is in: outside of all, a constant of the user's."""
+    return os.environ.get("CDSW_ENGINE_ID") or _digest("user", str(os.getuid()))
+
+
+def base() -> dict[str, str]:
+    """Return what sessions and supervisors have of this process's environment."""
+    kept = {name: value for name, value in os.environ.items() if name in _BASE or name.startswith("LC_")}
+    kept.setdefault("PATH", os.defpath)
+    kept.setdefault("HOME", pwd.getpwuid(os.getuid()).pw_dir)
+    kept[state.DIRECTORY_VARIABLE] = str(state.directory())
+    return kept
+
+
+def of_session(
+    session_id: str,
+    *,
+    cpu: float,
+    memory: float,
+    ip: str,
+    master_ip: str,
+    app_port: int,
+    public_port: int,
+    variables: Mapping[str, str],
+    env: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the whole environment of a session.
+
+    The project's variables override the platform's, and `env` both, but neither can hide the session
+    from those who clean up after it.
+    """
+    project = os.getcwd()
+    platform = {
+        "CDSW_MASTER_ID": calling_session(),
+        "CDSW_MASTER_IP": master_ip,
+        "CDSW_IP_ADDRESS": ip,
+        "CDSW_APP_PORT": str(app_port),
+        "CDSW_READONLY_PORT": str(app_port),
+        "CDSW_PUBLIC_PORT": str(public_port),
+        "CDSW_DOMAIN": "localhost",
+        "CDSW_PROJECT": os.path.basename(project) or "project",
+        "CDSW_PROJECT_ID": _digest("project", project),
+        "CDSW_CREATOR": getpass.getuser(),
+        "CDSW_CPU_MILLICORES": str(round(1000 * cpu)),
+        "CDSW_MEMORY_MB": str(round(1024 * memory)),
+    }
+    pinned = {"CDSW_ENGINE_ID": session_id, state.DIRECTORY_VARIABLE: str(state.directory())}
+    return {**base(), **platform, **variables, **env, **pinned}
+
+
+def _digest(*words: str) -> str:
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]

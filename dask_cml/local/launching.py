@@ -1,0 +1,162 @@
+"""One launch: the quota, the session's record, and the supervisor that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dask_cml.local import configuration, environment, faults, records, state
+
+# Below the ports that Linux and macOS give to outgoing connections.
+_PORTS = range(20000, 32000)
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be launched, see :func:`dask_cml.local.launch_workers`."""
+
+    cpu: float
+    memory: float
+    nvidia_gpu: int
+    kernel: str
+    script: str
+    code: str
+    env: Mapping[str, str]
+    name: str
+
+
+def launch(request: Request) -> dict[str, Any]:
+    """Launch one session and return the platform's answer."""
+    current = configuration.settings()
+    injected = {fault["kind"]: fault for fault in faults.of_launch(request.name, request.code)}
+    fate = next((kind for kind in injected if kind in faults.FATES), None)
+    with state.locked():
+        live = [record for record in records.read_all() if record.live and not record.half_made]
+        words = _excess(request, live, current.quota or {})
+        if fate == "refused" and not words:
+            words = "requested: pods=1, used: pods=1, limited: pods=1"
+        if words:
+            fate = "refused"
+        plan = _plan(request, current, live)
+        plan["fate"] = fate
+        for kind, key in (("invisible", "hide"), ("unknown_ip", "hide_ip")):
+            plan[key] = injected[kind]["seconds"] if kind in injected else 0.0
+        lock = records.create(plan)
+    try:
+        if words:
+            return _refusal(plan["id"], words)
+        _start_supervisor(plan["id"], lock)
+    finally:
+        os.close(lock)
+    record = records.read(plan["id"])
+    # It may be pruned by now.
+    return records.public(record) if record else {"id": plan["id"], "status": "failed"}
+
+
+def _plan(request: Request, current: configuration.Settings, live: list[records.Record]) -> dict[str, Any]:
+    session_id = records.new_id()
+    app_port, public_port = _free_ports(2, live)
+    ip = "127.0.0.1"
+    return {
+        **dataclasses.asdict(request),
+        "id": session_id,
+        "launcher": environment.calling_session(),
+        "created_at": time.time(),
+        "ip": ip,
+        "ports": [app_port, public_port],
+        "app_url": f"http://{ip}:{app_port}/",
+        "env": environment.of_session(
+            session_id,
+            cpu=request.cpu,
+            memory=request.memory,
+            ip=ip,
+            master_ip=os.environ.get("CDSW_IP_ADDRESS", "127.0.0.1"),
+            app_port=app_port,
+            public_port=public_port,
+            variables=current.variables,
+            env=request.env,
+        ),
+        "python": sys.executable,
+        "directory": os.getcwd(),
+        "start_delay": current.start_delay,
+        "stop_grace": current.stop_grace,
+        "lifetime": current.lifetime,
+    }
+
+
+def _excess(request: Request, live: list[records.Record], quota: Mapping[str, float]) -> str | None:
+    """Return in words what exceeds the quota, if anything does."""
+    for resource, limit in quota.items():
+        if resource == "sessions":
+            wanted, used = 1.0, float(len(live))
+        else:
+            wanted = float(getattr(request, resource))
+            used = sum(float(record.plan[resource]) for record in live)
+        if wanted and used + wanted > limit:
+            unit = "Gi" if resource == "memory" else ""
+            return ", ".join(
+                f"{verb}: {resource}={amount:g}{unit}"
+                for verb, amount in (("requested", wanted), ("used", used), ("limited", limit))
+            )
+    return None
+
+
+def _refusal(session_id: str, words: str) -> dict[str, Any]:
+    reason = f'pods "{session_id}" is forbidden: exceeded quota: local, {words}'
+    return {
+        "message": "Failed to launch the session: the quota is exceeded",
+        "k8sMessage": reason,
+        "engineId": session_id,
+    }
+
+
+def _free_ports(n: int, live: list[records.Record]) -> list[int]:
+    taken = {port for record in live for port in record.plan["ports"]}
+    free: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if port not in taken and _is_free(port):
+            free.append(port)
+            if len(free) == n:
+                return free
+    raise OSError(f"no free ports are left in {_PORTS}")
+
+
+def _is_free(port: int) -> bool:
+    for host in ("127.0.0.1", ""):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                return False
+    return True
+
+
+def _start_supervisor(session_id: str, lock: int) -> None:
+    folder = state.directory() / "sessions" / session_id
+    env = environment.base()
+    if "PYTHONPATH" in os.environ:  # psutil may be there
+        env["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    with open(os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as log:
+        # The shell ends at once, so that the supervisor is nobody's child: it outlives this process, and
+        # this process need not wait for it.
+        subprocess.run(
+            ["sh", "-c", '"$@" &', "sh", sys.executable, str(_SUPERVISOR), str(folder)],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=env,
+            cwd="/",
+            pass_fds=[lock],
+            start_new_session=True,
+        )

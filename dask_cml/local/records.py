@@ -1,0 +1,225 @@
+"""The sessions' records: a folder a session, read afresh at every look.
+
+``plan.json`` says what was launched and never changes. ``status.json`` says what became of it and is
+written by the session's supervisor. ``stop`` is there once somebody asked to stop it. ``lock`` is held by the
+supervisor as long as that lives, however it dies: the kernel drops the lock with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import string
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dask_cml.local import processes, state
+
+ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
+#: HTTP statuses, as the platform answers them.
+_OK, _NOT_FOUND = 200, 404
+_ALPHABET = string.ascii_lowercase + string.digits
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A session as it was at one moment."""
+
+    folder: Path
+    plan: Mapping[str, Any]
+    status: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        """The session's id."""
+        return self.folder.name
+
+    @property
+    def live(self) -> bool:
+        """Whether the session has not ended."""
+        return self.status["status"] not in ENDED
+
+    @property
+    def half_made(self) -> bool:
+        """Whether it is what a refused launch left."""
+        return self.plan["fate"] == "refused"
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether somebody asked to stop it."""
+        return (self.folder / "stop").exists()
+
+
+def new_id() -> str:
+    """Return 16 random letters and digits."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(16))
+
+
+def create(plan: Mapping[str, Any]) -> int:
+    """Make the record of a new session.
+
+    Returns
+    -------
+    int
+        A file descriptor with the session's lock. The session fails when all its copies are closed.
+    """
+    sessions = state.directory() / "sessions"
+    hidden = sessions / f".{plan['id']}"
+    hidden.mkdir(mode=0o700)
+    lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    state.write_json(hidden / "plan.json", plan)
+    state.write_json(hidden / "status.json", {"status": "scheduling"})
+    hidden.rename(sessions / plan["id"])
+    return lock
+
+
+def read(session_id: str) -> Record | None:
+    """Return a session as it is now, or None if there is none of that id.
+
+    If it should live but its supervisor does not, it is made to have failed.
+    """
+    if not session_id.isalnum():
+        return None
+    record = _read(state.directory() / "sessions" / session_id)
+    if record and record.live and not record.half_made and not supervised(record):
+        return fail(record)
+    return record
+
+
+def read_all() -> list[Record]:
+    """Return all sessions as they are now, oldest first."""
+    with os.scandir(state.directory() / "sessions") as entries:
+        ids = [entry.name for entry in entries]
+    records = (read(session_id) for session_id in ids)
+    return sorted((record for record in records if record), key=lambda record: record.plan["created_at"])
+
+
+def _read(folder: Path) -> Record | None:
+    plan, status = (state.read_json(folder / name) for name in ("plan.json", "status.json"))
+    return Record(folder, plan, status) if plan and status else None
+
+
+def supervised(record: Record) -> bool:
+    """Return whether the session's supervisor lives, or somebody cleans up after it."""
+    with contextlib.suppress(FileNotFoundError):
+        lock = os.open(record.folder / "lock", os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+    return False
+
+
+def fail(record: Record) -> Record | None:
+    """Kill what is left of a session without a supervisor, and return its record."""
+    return _end(record, "failed")
+
+
+def _end(record: Record, how: str) -> Record | None:
+    """Write the end of a session that has no supervisor which would."""
+    try:
+        lock = os.open(record.folder / "lock", os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return record
+    else:
+        now = _read(record.folder)
+        if now and now.live:
+            processes.kill(record.id)
+            ended = {**now.status, "status": how, "finished_at": time.time()}
+            state.write_json(record.folder / "status.json", ended)
+        return _read(record.folder)
+    finally:
+        os.close(lock)
+
+
+def stop(session_id: str) -> int:
+    """Ask for the stop of a session, without waiting for it.
+
+    Returns
+    -------
+    int
+        The HTTP status: 200, or 404 if there is no such session.
+    """
+    record = read(session_id)
+    if record is None:
+        return _NOT_FOUND
+    if record.live:
+        (record.folder / "stop").touch(mode=0o600)
+        if record.half_made:
+            _end(record, "stopped")
+        else:
+            wake(record, signal.SIGTERM)
+    return _OK
+
+
+def wake(record: Record, signum: signal.Signals) -> None:
+    """Send a signal to the session's supervisor, if it has one that listens yet."""
+    now = _read(record.folder)
+    if now and now.live and "supervisor" in now.status and supervised(now):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(now.status["supervisor"], signum)
+
+
+def evict(session_id: str) -> None:
+    """Kill a session as the loss of its node does."""
+    while (record := read(session_id)) and record.live:
+        if record.half_made:
+            _end(record, "failed")
+        wake(record, signal.SIGKILL)
+        time.sleep(0.01)
+    if record is None:
+        raise LookupError(f"there is no session {session_id!r}")
+
+
+def remove(record: Record) -> None:
+    """Remove the record of a session that has ended."""
+    shutil.rmtree(record.folder, ignore_errors=True)
+
+
+def public(record: Record) -> dict[str, Any]:
+    """Return a session as the platform describes it."""
+    plan, status = record.plan, record.status
+    description = {
+        "id": record.id,
+        "name": plan["name"],
+        "status": status["status"],
+        "created_at": _timestamp(plan["created_at"]),
+        "running_at": _timestamp(status.get("running_at")),
+        "finished_at": _timestamp(status.get("finished_at")),
+        "duration": None,
+        "app_url": plan["app_url"],
+        "cpu": plan["cpu"],
+        "memory": plan["memory"],
+        "nvidia_gpu": plan["nvidia_gpu"],
+        "kernel": plan["kernel"],
+        "script": plan["script"],
+    }
+    if "finished_at" in status:
+        begin = status.get("running_at", plan["created_at"])
+        description["duration"] = round(max(0.0, status["finished_at"] - begin), 3)
+    if status["status"] != "scheduling":
+        known_at = status.get("running_at", float("inf")) + plan["hide_ip"]
+        description["ip_address"] = plan["ip"] if time.time() >= known_at else "unknown"
+    return description
+
+
+def _timestamp(moment: float | None) -> str | None:
+    if moment is None:
+        return None
+    date = datetime.datetime.fromtimestamp(moment, datetime.timezone.utc)
+    return date.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,69 @@
+"""Where the local platform keeps what all of its processes must see: small files, written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DIRECTORY_VARIABLE = "DASK_CML_LOCAL_DIRECTORY"
+
+
+def directory() -> Path:
+    """Return the state directory, and make it if need be.
+
+    Returns
+    -------
+    pathlib.Path
+        ``DASK_CML_LOCAL_DIRECTORY``, else a directory of the user's in the directory for temporary files.
+        It should be on a local disk: locks on network file systems do not pass from process to process.
+
+    Raises
+    ------
+    PermissionError
+        If it belongs to somebody else, or others can write to it.
+    """
+    default = Path(tempfile.gettempdir(), f"dask-cml-local-{os.getuid()}")
+    path = Path(os.environ.get(DIRECTORY_VARIABLE) or default).absolute()
+    (path / "sessions").mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if path == default and found.st_uid == os.getuid():
+        path.chmod(0o700)
+    elif found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{path} is writable by others, who could run code as you: "
+            f"set {DIRECTORY_VARIABLE} to a directory of your own with mode 0700"
+        )
+    return path
+
+
+def read_json(path: Path) -> Any:
+    """Return what :func:`write_json` wrote, or None if there is no such file."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file that others see whole or not at all, and that its owner alone can read."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(content, file)
+    os.replace(new, path)
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[Path]:
+    """Keep every other process from changing settings, faults and the set of sessions meanwhile."""
+    path = directory()
+    with open(path / "lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield path

@@ -1,0 +1,262 @@
+"""The four functions of ``cml.workers_v1``, over processes of this machine."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from dask_cml.local import configuration, environment, faults, launching, records
+from dask_cml.local.responses import HTTPError, Response
+
+#: A session, as the platform describes it.
+Session = dict[str, Any]
+T = TypeVar("T")
+
+_THREADS = 10
+#: Seconds between two looks of await_workers.
+_POLL_INTERVAL = 5.0
+
+
+def launch_workers(
+    n: int,
+    cpu: float,
+    memory: float,
+    nvidia_gpu: int = 0,
+    kernel: str = "python3",
+    script: str = "",
+    code: str = "",
+    env: Mapping[str, str] = {},
+    name: str | None = None,
+    accelerator_label_id: int | None = None,
+    resource_profile_id: int | None = None,
+    resource_group_id: int | None = None,
+) -> list[Session]:
+    """Launch n sessions, each a process of this machine.
+
+    It posts n requests from a pool of 10 threads. Therefore it cannot be called when the interpreter is
+    about to exit: ``concurrent.futures`` refuses then, before any function of :mod:`atexit` is called.
+
+    Parameters
+    ----------
+    n : int
+        Number of sessions.
+    cpu : float
+        Virtual CPUs of each session. They count for the quota, and are not enforced.
+    memory : float
+        GiB of each session, likewise.
+    nvidia_gpu : int
+        GPUs of each session, likewise.
+    kernel : str
+        Is only noted.
+    script : str
+        A Python file to run. The working directory is that of the launcher.
+    code : str
+        Code to run, if there is no script. What begins with ``!`` is run by IPython, and its exit status is
+        lost; an exception in other code makes the session end as ``failed``.
+    env : mapping of str to str
+        More environment variables. A session does not inherit the launcher's.
+    name : str, optional
+        A name to show.
+    accelerator_label_id, resource_profile_id, resource_group_id : int, optional
+        Are ignored.
+
+    Returns
+    -------
+    list of dict
+        One for each session, in no order. A refused one has no ``id``, but ``message``, ``k8sMessage`` and
+        ``engineId``, the id of a half-made session.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If arguments make no sense.
+    ImportError
+        If the code needs IPython, and there is none.
+    OSError
+        If that was injected. Other sessions of the same call may have been launched.
+
+    Examples
+    --------
+    >>> from dask_cml import local
+    >>> [session] = local.launch_workers(1, cpu=1, memory=2, code="print('hello')")
+    >>> local.await_workers([session])["workers"][0]["status"]  # doctest: +SKIP
+    'succeeded'
+    """
+    if n < 0 or cpu <= 0 or memory <= 0 or nvidia_gpu < 0:
+        raise ValueError(
+            f"launch_workers got n={n!r}, cpu={cpu!r}, memory={memory!r}, nvidia_gpu={nvidia_gpu!r}"
+        )
+    if not script and not code:
+        raise ValueError("launch_workers needs a script or code")
+    configuration.check_variables("env", env)
+    if not script and code.startswith("!") and importlib.util.find_spec("IPython") is None:
+        raise ImportError(
+            "the local platform runs !commands by IPython, as CML does: pip install 'dask-cml[local]'"
+        )
+    request = launching.Request(
+        cpu=float(cpu),
+        memory=float(memory),
+        nvidia_gpu=int(nvidia_gpu),
+        kernel=kernel,
+        script=script,
+        code="" if script else code,
+        env=dict(env),
+        name=name or "",
+    )
+
+    def post(_: int) -> Session:
+        _request("launch_workers", name=request.name, code=request.code)
+        return launching.launch(request)
+
+    return _in_threads(post, range(n))
+
+
+def list_workers() -> list[Session]:
+    """Return all sessions that the calling session launched, ended ones too, by one request.
+
+    Returns
+    -------
+    list of dict
+        The oldest first.
+
+    Raises
+    ------
+    OSError
+        If that was injected.
+
+    Examples
+    --------
+    >>> from dask_cml import local
+    >>> sessions = {session["id"]: session["status"] for session in local.list_workers()}
+    """
+    return _list("list_workers")
+
+
+def _list(*functions: str) -> list[Session]:
+    _request(*functions)
+    launcher, now = environment.calling_session(), time.time()
+    return [
+        records.public(record)
+        for record in records.read_all()
+        if record.plan["launcher"] == launcher and now >= record.plan["created_at"] + record.plan["hide"]
+    ]
+
+
+def await_workers(
+    ids: Iterable[str | Mapping[str, Any]],
+    wait_for_completion: bool = True,
+    timeout_seconds: float = 60,
+) -> dict[str, list[Session]]:
+    """Wait until all sessions are done or, with ``wait_for_completion=False``, running.
+
+    It lists the sessions now and every 5 s, and blocks meanwhile.
+
+    Parameters
+    ----------
+    ids : iterable of str or dict
+        Ids of sessions, or the dicts that :func:`launch_workers` returns.
+    wait_for_completion : bool
+        Whether to wait for their end.
+    timeout_seconds : float
+        0 means no limit.
+
+    Returns
+    -------
+    dict
+        ``"workers"`` are those that have succeeded, or are running; ``"failures"`` the others.
+
+    Raises
+    ------
+    OSError
+        If that was injected.
+
+    Examples
+    --------
+    >>> from dask_cml import local
+    >>> local.await_workers([], timeout_seconds=1)
+    {'workers': [], 'failures': []}
+    """
+    wanted = {each if isinstance(each, str) else each["id"] for each in ids}
+    goal = "succeeded" if wait_for_completion else "running"
+    waited = 0.0
+    while True:
+        found = [each for each in _list("await_workers", "list_workers") if each["id"] in wanted]
+        good = [
+            each
+            for each in found
+            if each["status"] == goal and (wait_for_completion or each.get("ip_address") != "unknown")
+        ]
+        settled = {each["id"] for each in found if each["status"] in records.ENDED}
+        settled.update(each["id"] for each in good)
+        if settled == wanted or 0 < timeout_seconds <= waited:
+            return {"workers": good, "failures": [each for each in found if each not in good]}
+        time.sleep(_POLL_INTERVAL)
+        waited += _POLL_INTERVAL
+
+
+def stop_workers(*ids: str) -> list[Response] | None:
+    """Ask for the stop of sessions, by one request each from a pool of threads.
+
+    Like :func:`launch_workers`, it cannot be called when the interpreter is about to exit.
+
+    Parameters
+    ----------
+    *ids : str
+        The sessions, whoever launched them. **Without any, all sessions of the calling session are
+        stopped**, as on CML.
+
+    Returns
+    -------
+    list of Response or None
+        One for each, in no order: 200, or 404 for an unknown id. None if there was nothing to stop. The
+        status becomes ``stopped`` once the processes have ended.
+
+    Raises
+    ------
+    OSError
+        If that was injected. The other sessions of the same call are stopped.
+
+    Examples
+    --------
+    >>> from dask_cml import local
+    >>> [session] = local.launch_workers(1, cpu=1, memory=2, code="import time; time.sleep(600)")
+    >>> local.stop_workers(session["id"])[0].status_code
+    200
+    """
+    if not ids:
+        mine = [each["id"] for each in list_workers()]
+        return stop_workers(*mine) if mine else None
+
+    def put(session_id: str) -> Response:
+        record = records.read(session_id) if isinstance(session_id, str) else None
+        plan = record.plan if record else {"name": "", "code": ""}
+        answer = _request("stop_workers", name=plan["name"], code=plan["code"])
+        return Response(answer or (records.stop(record.id) if record else 404))
+
+    return _in_threads(put, ids)
+
+
+def _request(*functions: str, name: str = "", code: str = "") -> int | None:
+    """Take the time of an HTTP request, and return the status that it is to be answered with, if any."""
+    injected = {fault["kind"]: fault for fault in faults.of_request(functions, name, code)}
+    time.sleep(configuration.settings().latency)
+    if "slow" in injected:
+        time.sleep(injected["slow"]["seconds"])
+    if "answer" in injected:
+        return int(injected["answer"]["status"])
+    if "error" in injected:
+        status = injected["error"]["status"]
+        if status is None:
+            raise ConnectionError("the connection to the platform was lost, as injected")
+        raise HTTPError(Response(status, "injected"))
+    return None
+
+
+def _in_threads(function: Callable[[Any], T], arguments: Iterable[Any]) -> list[T]:
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        futures = [pool.submit(function, argument) for argument in arguments]
+    # In no order, like the platform's, so that nobody relies on one.
+    return [future.result() for future in set(futures)]

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import dask
+import psutil
+import pytest
+
+from dask_cml import local
+
+ENDED = ("succeeded", "failed", "stopped", "timedout")
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The local platform with a state of its own. It fails the test that leaves a session live."""
+    # Not tmp_path, whose length with that of a socket's name may be more than sockets can have.
+    directory = Path(tempfile.mkdtemp(prefix="cml-"))
+    state_directory = str(directory / "state")
+    monkeypatch.setenv("DASK_CML_LOCAL_DIRECTORY", str(directory / "local"))
+    monkeypatch.setenv("DASK_CML__STATE_DIRECTORY", state_directory)
+    (directory / "local").mkdir(mode=0o700)
+    local.configure(variables={"DASK_CML__STATE_DIRECTORY": state_directory})
+    with dask.config.set({"cml.state-directory": state_directory}):
+        yield local
+    local.configure(latency=0.0)
+    local.clear_faults()
+    leaked = [each for each in local.sessions() if each["status"] not in ENDED]
+    leaked = [each for each in leaked if not each["stop_requested"]]
+    processes = end_all(directory / "local")
+    shutil.rmtree(directory)
+    assert not leaked, "the test left sessions live"
+    assert not processes, "stopped sessions left processes"
+
+
+def end_all(directory: Path) -> list[str]:
+    """Stop all sessions, and return the processes that are left nevertheless."""
+    live = [each["id"] for each in local.sessions() if each["status"] not in ENDED]
+    if live:
+        local.stop_workers(*live)
+    deadline = time.monotonic() + 20
+    while left := [*processes_of(directory)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    described = [str(process.as_dict(["pid", "cmdline", "status"])) for process in left]
+    for process in left:
+        process.kill()
+    return described
+
+
+def processes_of(directory: Path) -> Iterator[psutil.Process]:
+    """Sessions and their supervisors have the state directory in their environment."""
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except (psutil.Error, OSError):
+            continue
+        if environment.get("DASK_CML_LOCAL_DIRECTORY") == str(directory):
+            yield process
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    """Wait until a condition holds."""
+
+    def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true"
+            time.sleep(0.01)
+
+    return until
