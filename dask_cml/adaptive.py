@@ -40,19 +40,19 @@ class CMLAdaptive(Adaptive):
         return self.cluster.arrived
 
     async def target(self) -> int:
-        """How many sessions the work at hand can use."""
+        """Return how many sessions the work at hand can use."""
         target = math.ceil(await super().target() / self.cluster.options.processes)
         return self.cluster.reconciler.affordable(target)
 
     async def workers_to_close(self, target: int) -> list[str]:
-        """The sessions to close to have `target` of them."""
+        """Return the sessions to close to have `target` of them."""
         return await self.cluster.reconciler.choose(len(self.plan) - target)
 
-    async def scale_up(self, n: int) -> None:
+    async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Have `n` sessions."""
         self.cluster.want(n)
         await self.cluster._correct_state()
 
-    async def scale_down(self, workers: list[str]) -> None:
+    async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions; their data moves to others first."""
         await self.cluster.scale_down(workers)

@@ -112,6 +112,8 @@ class CMLCluster(SpecCluster):
     """
 
     scheduler: CMLScheduler
+    scheduler_comm: Any
+    loop: Any
     workers: dict[str, CMLWorker]
 
     def __init__(
@@ -258,7 +260,7 @@ class CMLCluster(SpecCluster):
 
     # -- scaling
 
-    def scale(
+    def scale(  # type: ignore[override]  # as in SpecCluster
         self, n: int = 0, memory: float | str | None = None, cores: float | None = None
     ) -> Awaitable[None] | None:
         """Have `n` worker sessions from now on; adaptive scaling ends.
@@ -391,7 +393,7 @@ class CMLCluster(SpecCluster):
 
     def new_worker_spec(self) -> dict[str, Any]:
         """Return the next worker by its name, which none had before it."""
-        # SpecCluster gives the name of a lost worker to the next, and the scheduler may still know the old one.
+        # SpecCluster gives a lost worker's name to the next, while the scheduler may still know the old one.
         key = self._new_worker_name(self._i)
         self._i += 1
         return {key: self.new_spec}

@@ -154,7 +154,5 @@ def _plan(
     meanwhile: str = "",
 ) -> SessionPlan:
     log = Path(options.log_directory or folder) / f"{name}.log"
-    code = _CODE.format(
-        title=title, command=command, more=more, log=str(log), meanwhile=meanwhile
-    )
+    code = _CODE.format(title=title, command=command, more=more, log=str(log), meanwhile=meanwhile)
     return SessionPlan(name, size, code, {"PYTHONUNBUFFERED": "1", **options.env}, log)

@@ -1,4 +1,4 @@
-"""The options of a cluster: read from arguments and Dask's configuration, checked before anything is launched."""
+"""The options of a cluster, read from arguments and Dask's configuration, and checked before any launch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,7 @@ class Options:
             return check(argument, value, *rest)
 
         processes = get("processes", integer, 1)
-        worker = SessionSize(
-            get("cpu", positive), get("memory", gibibytes), get("nvidia_gpu", integer, 0)
-        )
+        worker = SessionSize(get("cpu", positive), get("memory", gibibytes), get("nvidia_gpu", integer, 0))
         return cls(
             n_workers=get("n_workers", integer, 0),
             worker=worker,
@@ -105,9 +103,7 @@ class Options:
             processes=processes,
             worker_class=get("worker_class", _text_or_none),
             worker_args=get("worker_args", _command_line, _OWN_WORKER_ARGS),
-            scheduler=SessionSize(
-                get("scheduler_cpu", positive), get("scheduler_memory", gibibytes)
-            ),
+            scheduler=SessionSize(get("scheduler_cpu", positive), get("scheduler_memory", gibibytes)),
             scheduler_args=get("scheduler_args", _command_line, _OWN_SCHEDULER_ARGS),
             env=get("env", _environment),
             launch_options=get("launch_options", _launch_options),
@@ -122,7 +118,7 @@ class Options:
 
 
 def state_directory() -> Path:
-    """The folder that the sessions of a project share (``cml.state-directory``)."""
+    """Return the folder that the sessions of a project share (``cml.state-directory``)."""
     return Path(os.path.expanduser(dask.config.get("cml.state-directory"))).absolute()
 
 
@@ -137,11 +133,10 @@ def integer(argument: str, value: Any, least: int) -> int:
     allowed = f"a whole number of at least {least}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(_message(argument, value, allowed))
-    if not isinstance(value, Integral) and not float(value).is_integer():
+    number = float(value)
+    if not number.is_integer() or number < least:
         raise ValueError(_message(argument, value, allowed))
-    if value < least:
-        raise ValueError(_message(argument, value, allowed))
-    return int(value)
+    return int(number)
 
 
 def _message(argument: str, value: Any, allowed: str) -> str:
@@ -158,9 +153,10 @@ def positive(argument: str, value: Any, allowed: str = "a number above 0") -> fl
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(_message(argument, value, allowed))
-    if not 0 < value < math.inf:
+    number = float(value)
+    if not 0 < number < math.inf:
         raise ValueError(_message(argument, value, allowed))
-    return float(value) if not isinstance(value, Integral) else int(value)
+    return number
 
 
 def gibibytes(argument: str, value: Any) -> float:

@@ -63,6 +63,7 @@ class CMLProcess(ProcessInterface):
     """What scheduler and worker have in common: a session that is launched, watched and stopped."""
 
     role: str
+    options: Options
 
     def __init__(self, api: WorkersAPI, plan: SessionPlan) -> None:
         super().__init__(name=plan.name)

@@ -105,7 +105,6 @@ class Reconciler:
         if not n:
             return chosen
 
-
         def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
             return str(worker.name).rpartition("-")[0]
 
@@ -122,9 +121,8 @@ class Reconciler:
         return chosen + list(dict.fromkeys(order))[:n]
 
     def names(self, key: str) -> set[str]:
-        """The names of the Dask workers in a session."""
-        group = self.cluster.worker_spec.get(key, self.cluster.new_spec).get("group", [""])
-        return {f"{key}{suffix}" for suffix in group}
+        """Return the names of the Dask workers in a session."""
+        return {f"{key}{suffix}" for suffix in self.cluster.new_spec.get("group", [""])}
 
     async def _find_lost(self) -> dict[str, str]:
         """Return the workers that are not to be waited for any more, each with the reason."""
@@ -266,7 +264,7 @@ class Reconciler:
             return
         refusals: list[LaunchRefused] = []
         failures: list[CMLError] = []
-        # As many as the API takes at once, so that a quota reached by a hundred launches is not asked for each.
+        # No more than the API takes at once, so that a quota met by a hundred launches is not asked for each.
         turns = asyncio.Semaphore(dask.config.get("cml.api.threads"))
 
         async def launch(key: str) -> None:

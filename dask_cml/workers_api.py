@@ -124,9 +124,7 @@ class WorkersAPI:
 
     def _takes(self, parameter: str) -> bool:
         parameters = inspect.signature(self.module.launch_workers).parameters
-        return parameter in parameters or any(
-            p.kind is p.VAR_KEYWORD for p in parameters.values()
-        )
+        return parameter in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     async def launch(
         self,
