@@ -6,9 +6,8 @@ they are processes of this computer, started by dask-cml's local platform. Needs
 
 import os
 import time
-from collections import Counter
 
-from dask.distributed import Client, as_completed, get_worker
+from dask.distributed import Client, as_completed
 from sklearn.datasets import load_digits
 from sklearn.model_selection import cross_val_score
 from sklearn.svm import SVC
@@ -18,6 +17,7 @@ from dask_cml import CMLCluster
 PLATFORM = "auto" if "CDSW_ENGINE_ID" in os.environ else "local"
 C = [0.1, 1, 10, 100]
 GAMMA = [0.0001, 0.0003, 0.001, 0.003, 0.01]
+GRID = [(c, gamma) for c in C for gamma in GAMMA]
 START = time.monotonic()
 
 
@@ -27,64 +27,65 @@ def main():
         CMLCluster(n_workers=2, cpu=1, memory=1, platform=PLATFORM) as cluster,
         Client(cluster) as client,
     ):
-        client.wait_for_workers(2)
-        say(f"Ready. Dashboard: {cluster.dashboard_link}")
+        wait_for(cluster, 2)
+        for session in cluster.sessions:
+            print(f"         {session.role:9} in session {session.id}")
+        say(f"Dashboard: {cluster.dashboard_link}")
 
-        say(f"Trying {len(C) * len(GAMMA)} support vector machines on 1797 images of digits ...")
-        print_table(search(client))
+        say(f"Cross-validating {len(GRID)} support vector machines on 1797 images of digits ...")
+        print_table(dict(zip(GRID, client.gather(client.map(accuracy, GRID)), strict=True)))
 
         say("Scaling to 3 workers ...")
         cluster.scale(3)
-        wait_for(client, 3)
+        wait_for(cluster, 3)
 
-        say("Adapting between 1 and 3 workers. There is nothing to do, so it shrinks ...")
+        say("Adapting between 1 and 3 workers. There is nothing to do, so the cluster shrinks ...")
         cluster.adapt(minimum=1, maximum=3)
-        wait_for(client, 1)
+        wait_for(cluster, 1)
 
-        say("The same search at four times the work, so it grows ...")
-        search(client, repeat=4)
+        say("Three times the work, so it grows ...")
+        watch(cluster, client.map(accuracy, 3 * GRID, pure=False))
 
     say("Closed: every session has been stopped.")
 
 
-def search(client, repeat=1):
-    """Return the accuracy of each setting, and print how many workers took part."""
-    grid = [(c, gamma) for c in C for gamma in GAMMA for _ in range(repeat)]
-    futures = client.map(evaluate, grid, pure=False)
-    accuracy, done_by = {}, Counter()
-    for _, (setting, score, worker) in as_completed(futures, with_results=True):
-        accuracy[setting] = score
-        done_by[worker] += 1
-    shares = ", ".join(f"{name}: {n}" for name, n in sorted(done_by.items()))
-    say(f"{len(grid)} cross-validations by {len(done_by)} workers ({shares})")
-    return accuracy
-
-
-def evaluate(setting):
-    """Cross-validate one setting; this runs on a worker."""
+def accuracy(setting):
+    """Return what share of digits an SVM with these parameters recognises; runs on a worker."""
     c, gamma = setting
     images, digits = load_digits(return_X_y=True)
-    score = cross_val_score(SVC(C=c, gamma=gamma), images, digits, cv=5).mean()
-    return setting, score, get_worker().name
+    return cross_val_score(SVC(C=c, gamma=gamma), images, digits, cv=5).mean()
 
 
-def print_table(accuracy):
-    best = max(accuracy, key=accuracy.get)
-    print("\n      accuracy" + "".join(f"{f'gamma={gamma}':>14}" for gamma in GAMMA))
+def print_table(accuracies):
+    best = max(accuracies, key=accuracies.get)
+    print("\n  accuracy" + "".join(f"{f'gamma={gamma}':>14}" for gamma in GAMMA))
     for c in C:
-        cells = [f"{accuracy[c, gamma]:.1%}{'*' * ((c, gamma) == best):1}" for gamma in GAMMA]
-        print(f"{f'C={c}':>14}" + "".join(f"{cell:>14}" for cell in cells))
-    print(f"\n      * best: C={best[0]}, gamma={best[1]}\n")
+        cells = (f"{accuracies[c, gamma]:.1%}" for gamma in GAMMA)
+        print(f"{f'C={c}':>10}" + "".join(f"{cell:>14}" for cell in cells))
+    print(f"\n  best: C={best[0]}, gamma={best[1]} with {accuracies[best]:.1%}\n")
 
 
-def wait_for(client, n, timeout=600):
+def wait_for(cluster, n, timeout=600):
     """Wait until the cluster has exactly n workers."""
     deadline = time.monotonic() + timeout
-    while len(client.nthreads()) != n:
+    while n_workers(cluster) != n:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not {n} workers after {timeout} s")
+            raise TimeoutError(f"{n_workers(cluster)} workers instead of {n} after {timeout} s")
         time.sleep(0.1)
-    say(f"Workers now: {n}")
+    say(f"Workers: {n}")
+
+
+def watch(cluster, futures):
+    """Wait for the results, and print whenever the number of workers has changed meanwhile."""
+    before = n_workers(cluster)
+    for done, _ in enumerate(as_completed(futures), start=1):
+        if n_workers(cluster) != before or done == len(futures):
+            before = n_workers(cluster)
+            say(f"Workers: {before}, {done} of {len(futures)} done")
+
+
+def n_workers(cluster):
+    return len(cluster.scheduler_info["workers"])
 
 
 def say(text):
