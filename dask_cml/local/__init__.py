@@ -8,6 +8,7 @@ from __future__ import annotations
 from dask_cml.local.configuration import Settings, configure, settings, shares_host_network
 from dask_cml.local.control import evict, log, prune, sessions
 from dask_cml.local.faults import clear_faults, inject
+from dask_cml.local.installation import install
 from dask_cml.local.responses import HTTPError, Response
 from dask_cml.local.workers import await_workers, launch_workers, list_workers, stop_workers
 
@@ -20,6 +21,7 @@ __all__ = [
     "configure",
     "evict",
     "inject",
+    "install",
     "launch_workers",
     "list_workers",
     "log",

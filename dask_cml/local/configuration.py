@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any
 
-from dask_cml.local import state
+from dask_cml.local import network, state
 
 RESOURCES = ("cpu", "memory", "nvidia_gpu", "sessions")
 NETWORKS = ("shared", "namespaces")
@@ -139,8 +138,8 @@ def _check(name: str, value: Any) -> None:
         check_variables(name, value)
     elif value not in NETWORKS:
         raise ValueError(f"network must be one of {', '.join(NETWORKS)}, not {value!r}")
-    elif value == "namespaces" and not sys.platform.startswith("linux"):
-        raise RuntimeError('network="namespaces" needs Linux')
+    elif value == "namespaces":
+        network.check()
 
 
 def _check_number(name: str, value: Any) -> None:

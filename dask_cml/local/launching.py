@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dask_cml.local import configuration, environment, faults, records, state
+from dask_cml.local import configuration, environment, faults, network, records, state
 
 # Below the ports that Linux and macOS give to outgoing connections.
 _PORTS = range(20000, 32000)
@@ -54,7 +54,7 @@ def launch(request: Request) -> dict[str, Any]:
     try:
         if words:
             return _refusal(plan["id"], words)
-        _start_supervisor(plan["id"], lock)
+        _start_supervisor(plan, lock)
     finally:
         os.close(lock)
     record = records.read(plan["id"])
@@ -64,14 +64,21 @@ def launch(request: Request) -> dict[str, Any]:
 
 def _plan(request: Request, current: configuration.Settings, live: list[records.Record]) -> dict[str, Any]:
     session_id = records.new_id()
-    app_port, public_port = _free_ports(2, live)
-    ip = "127.0.0.1"
+    own: dict[str, str] | None = None
+    if current.network == "namespaces":
+        own = network.allocate()
+        ip, gateway = own["ip"], own["gateway"]
+        app_port, public_port = network.APP_PORT, network.PUBLIC_PORT
+    else:
+        ip = gateway = "127.0.0.1"
+        app_port, public_port = _free_ports(2, live)
     return {
         **dataclasses.asdict(request),
         "id": session_id,
         "launcher": environment.calling_session(),
         "created_at": time.time(),
         "ip": ip,
+        "network": own,
         "ports": [app_port, public_port],
         "app_url": f"http://{ip}:{app_port}/",
         "env": environment.of_session(
@@ -79,7 +86,7 @@ def _plan(request: Request, current: configuration.Settings, live: list[records.
             cpu=request.cpu,
             memory=request.memory,
             ip=ip,
-            master_ip=os.environ.get("CDSW_IP_ADDRESS", "127.0.0.1"),
+            master_ip=os.environ.get("CDSW_IP_ADDRESS", gateway),
             app_port=app_port,
             public_port=public_port,
             variables=current.variables,
@@ -141,8 +148,9 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _start_supervisor(session_id: str, lock: int) -> None:
-    folder = state.directory() / "sessions" / session_id
+def _start_supervisor(plan: Mapping[str, Any], lock: int) -> None:
+    folder = state.directory() / "sessions" / plan["id"]
+    where = network.host() if plan["network"] else []
     env = environment.base()
     if "PYTHONPATH" in os.environ:  # psutil may be there
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
@@ -150,7 +158,7 @@ def _start_supervisor(session_id: str, lock: int) -> None:
         # The shell ends at once, so that the supervisor is nobody's child: it outlives this process, and
         # this process need not wait for it.
         subprocess.run(
-            ["sh", "-c", '"$@" &', "sh", sys.executable, str(_SUPERVISOR), str(folder)],
+            ["sh", "-c", '"$@" &', "sh", *where, sys.executable, str(_SUPERVISOR), str(folder)],
             check=True,
             stdin=subprocess.DEVNULL,
             stdout=log,

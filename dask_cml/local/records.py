@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dask_cml.local import processes, state
+from dask_cml.local import network, processes, state
 
 ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
 #: HTTP statuses, as the platform answers them.
@@ -139,12 +139,27 @@ def _end(record: Record, how: str) -> Record | None:
     else:
         now = _read(record.folder)
         if now and now.live:
-            processes.kill(record.id)
+            free(record.plan)
             ended = {**now.status, "status": how, "finished_at": time.time()}
             state.write_json(record.folder / "status.json", ended)
         return _read(record.folder)
     finally:
         os.close(lock)
+
+
+def free(plan: Mapping[str, Any], group: int | None = None) -> None:
+    """Kill every process of a session, and free its network.
+
+    Parameters
+    ----------
+    plan : mapping
+        The session's plan.
+    group : int, optional
+        See :func:`processes.pids`.
+    """
+    processes.kill(plan["id"], group)
+    if plan["network"]:
+        network.remove(plan["network"])
 
 
 def stop(session_id: str) -> int:

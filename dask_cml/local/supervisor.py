@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_cml.local import processes, state
+    from dask_cml.local import network, records, state
 
 _RUNNER = Path(__file__).with_name("runner.py")
 #: Seconds that a session runs whose fate is to end without running its code.
@@ -111,6 +111,8 @@ class Supervisor:
         self.write("starting")
         if end := self.wait(delay / 2):
             return end
+        if own := self.plan["network"]:
+            network.set_up(own)
         if fate is None:
             self.start()
         self.write("running", running_at=time.time())
@@ -124,8 +126,9 @@ class Supervisor:
             command = [script]
         else:
             command = [str(_RUNNER), str(self.folder / "plan.json")]
+        where = network.inside(self.plan["network"]) if self.plan["network"] else []
         self.child = subprocess.Popen(
-            [self.plan["python"], "-u", *command],
+            [*where, self.plan["python"], "-u", *command],
             stdin=subprocess.DEVNULL,
             env=self.plan["env"],
             cwd=self.plan["directory"],
@@ -139,7 +142,7 @@ class Supervisor:
             group = self.child.pid
             if self.child.returncode is None:
                 self._end_group(group)
-        processes.kill(self.plan["id"], group)
+        records.free(self.plan, group)
 
     def _end_group(self, group: int) -> None:
         assert self.child
@@ -161,8 +164,8 @@ def _import_siblings() -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(path)]
         sys.modules[name] = package
-    global processes, state
-    from dask_cml.local import processes, state
+    global network, records, state
+    from dask_cml.local import network, records, state
 
 
 if __name__ == "__main__":

@@ -1,0 +1,80 @@
+"""The local platform from the command line: ``python -m dask_cml.local``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from dask_cml import local
+from dask_cml.local import records
+
+#: Seconds to wait for the end of sessions, beyond the grace that they have.
+_PATIENCE = 15.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dask_cml.local", description="Sessions of the local platform."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="list the sessions of all launchers")
+    stop = commands.add_parser("stop", help="stop sessions, and wait until they have ended")
+    stop.add_argument("ids", metavar="ID", nargs="*")
+    stop.add_argument("--all", action="store_true", help="stop the sessions of all launchers")
+    logs = commands.add_parser("logs", help="print the output of a session")
+    logs.add_argument("id", metavar="ID")
+    commands.add_parser("prune", help="remove the records of sessions that have ended")
+    options = parser.parse_args(arguments)
+    if options.command == "stop" and bool(options.ids) == options.all:
+        parser.error("stop needs either ids or --all")
+    if options.command == "list":
+        return _list()
+    if options.command == "stop":
+        return _stop(_live() if options.all else options.ids)
+    if options.command == "logs":
+        return _logs(options.id)
+    sys.stdout.write(f"{len(local.prune())} removed\n")
+    return 0
+
+
+def _live() -> list[str]:
+    return [each["id"] for each in local.sessions() if each["status"] not in records.ENDED]
+
+
+def _list() -> int:
+    for each in local.sessions():
+        columns = (each["id"], each["status"].ljust(10), each["created_at"], each["app_url"])
+        sys.stdout.write("  ".join((*columns, each["name"])).rstrip() + "\n")
+    return 0
+
+
+def _stop(ids: Sequence[str]) -> int:
+    unknown = sorted({*ids} - {each["id"] for each in local.sessions()})
+    for session_id in unknown:
+        sys.stderr.write(f"there is no session {session_id!r}\n")
+    known = [session_id for session_id in ids if session_id not in unknown]
+    if known:
+        local.stop_workers(*known)
+    deadline = time.monotonic() + local.settings().stop_grace + _PATIENCE
+    while left := {*known} & {*_live()}:
+        if time.monotonic() > deadline:
+            sys.stderr.write(f"still live: {' '.join(sorted(left))}\n")
+            return 1
+        time.sleep(0.05)
+    return 1 if unknown else 0
+
+
+def _logs(session_id: str) -> int:
+    try:
+        sys.stdout.write(local.log(session_id))
+    except LookupError as error:
+        sys.stderr.write(f"{error.args[0]}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Lets code that is written for CML import the local platform as ``cml.workers_v1``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+
+def install(force: bool = False) -> None:
+    """Make ``from cml import workers_v1`` give the local platform, in this process.
+
+    Parameters
+    ----------
+    force : bool
+        Whether to do so in the face of a real ``cml``.
+
+    Raises
+    ------
+    RuntimeError
+        If a real ``cml`` can be imported.
+
+    Examples
+    --------
+    >>> from dask_cml import local
+    >>> local.install()
+    >>> from cml import workers_v1
+    >>> workers_v1 is local
+    True
+    """
+    platform = sys.modules["dask_cml.local"]
+    if sys.modules.get("cml.workers_v1") is platform:
+        return
+    if not force and importlib.util.find_spec("cml") is not None:
+        raise RuntimeError(
+            "cml can be imported here, so this may be CML itself: install(force=True) hides it"
+        )
+    package = types.ModuleType("cml", "Stands for the cml of CML sessions.")
+    package.__path__ = []
+    package.workers_v1 = platform  # type: ignore[attr-defined]
+    sys.modules["cml"] = package
+    sys.modules["cml.workers_v1"] = platform
