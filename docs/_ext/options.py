@@ -16,33 +16,28 @@ FILES = files("dask_cml") / "cml.yaml", files("dask_cml") / "cml-schema.yaml"
 
 
 class Options(SphinxDirective):
-    """Insert one entry an option; what only one of the two files has is an error."""
+    """Insert a table of all options; what only one of the two files has is an error."""
 
     def run(self) -> list[nodes.Node]:
         defaults, schema = (yaml.safe_load(file.read_text()) for file in FILES)
         for file in FILES:
             self.env.note_dependency(str(file))
-        text = "\n".join(entries("", defaults, schema))
-        return self.parse_text_to_nodes(text)
+        table = ["| option | default | type | |", "|---|---|---|---|", *rows("", defaults, schema)]
+        return self.parse_text_to_nodes("\n".join(table))
 
 
-def entries(key: str, default: object, schema: dict) -> Iterator[str]:
-    """Yield the Markdown of an option, or of the options in it."""
+def rows(key: str, default: object, schema: dict) -> Iterator[str]:
+    """Yield the Markdown table row of an option, or those of the options in it."""
     if "properties" not in schema:
-        yield ENTRY.format(
-            key=key,
-            type=type_name(schema),
-            default=json.dumps(default),
-            description=schema["description"].strip(),
-        )
+        meaning = " ".join(schema["description"].split())
+        cells = f"`{key}`", f"`{json.dumps(default)}`", type_name(schema), meaning
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
         return
     if schema["properties"].keys() != default.keys():
         differing = sorted(schema["properties"].keys() ^ default.keys())
         raise ValueError(f"cml.yaml and its schema differ in {differing} of {key!r}")
-    if "description" in schema:
-        yield schema["description"].strip() + "\n"
     for name, value in default.items():
-        yield from entries(f"{key}.{name}".lstrip("."), value, schema["properties"][name])
+        yield from rows(f"{key}.{name}".lstrip("."), value, schema["properties"][name])
 
 
 def type_name(schema: dict) -> str:
@@ -53,16 +48,6 @@ def type_name(schema: dict) -> str:
         return " or ".join(type_name(one) for one in schema["anyOf"])
     names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     return " or ".join(names)
-
-
-ENTRY = """
-:::{{confval}} {key}
-:type: {type}
-:default: `{default}`
-
-{description}
-:::
-"""
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
