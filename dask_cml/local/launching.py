@@ -129,12 +129,14 @@ def _refusal(session_id: str, words: str) -> dict[str, Any]:
 def _free_ports(n: int, live: list[records.Record]) -> list[int]:
     taken = {port for record in live for port in record.plan["ports"]}
     free: list[int] = []
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+    start = random.SystemRandom().randrange(len(_PORTS))
+    for i in range(len(_PORTS)):
+        port = _PORTS[(start + i) % len(_PORTS)]
         if port not in taken and _is_free(port):
             free.append(port)
             if len(free) == n:
                 return free
-    raise OSError(f"no free ports are left in {_PORTS}")
+    raise OSError(f"no ports are free in {_PORTS}")
 
 
 def _is_free(port: int) -> bool:

@@ -47,7 +47,7 @@ def allocate() -> dict[str, str]:
     Returns
     -------
     dict
-        ``bridge``, ``subnet``, ``gateway``, ``ip``, ``namespace`` and ``interface``.
+        ``bridge``, ``subnet``, ``gateway``, ``ip``, ``namespace``, ``interface`` and ``nsenter``.
     """
     path = state.directory() / "network.json"
     with _locked():
@@ -65,6 +65,8 @@ def allocate() -> dict[str, str]:
             "namespace": f"{bridge}-{last}",
             # Names of interfaces have 15 characters at most.
             "interface": f"{bridge}-{last:x}",
+            # The session's PATH may lead elsewhere.
+            "nsenter": shutil.which("nsenter") or "nsenter",
         }
         _make_bridge(plan)
         state.write_json(path, known)
@@ -79,7 +81,7 @@ def host(bridge: str | None = None) -> list[str]:
 
 def inside(plan: dict[str, str]) -> list[str]:
     """Return what a command is to be preceded by, so as to run in a session's network."""
-    return ["nsenter", f"--net={_NAMESPACES / plan['namespace']}"]
+    return [plan["nsenter"], f"--net={_NAMESPACES / plan['namespace']}"]
 
 
 def set_up(plan: dict[str, str]) -> None:

@@ -11,6 +11,8 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
+import functools
+import json
 import os
 import secrets
 import shutil
@@ -87,25 +89,39 @@ def read(session_id: str) -> Record | None:
 
     If it should live but its supervisor does not, it is made to have failed.
     """
-    if not session_id.isalnum():
-        return None
-    record = _read(state.directory() / "sessions" / session_id)
-    if record and record.live and not record.half_made and not supervised(record):
-        return fail(record)
-    return record
+    return _read_and_check(state.directory() / "sessions" / session_id)
 
 
 def read_all() -> list[Record]:
     """Return all sessions as they are now, oldest first."""
     with os.scandir(state.directory() / "sessions") as entries:
-        ids = [entry.name for entry in entries]
-    records = (read(session_id) for session_id in ids)
-    return sorted((record for record in records if record), key=lambda record: record.plan["created_at"])
+        folders = [Path(entry.path) for entry in entries]
+    records = [record for record in map(_read_and_check, folders) if record]
+    return sorted(records, key=lambda record: record.plan["created_at"])
+
+
+def _read_and_check(folder: Path) -> Record | None:
+    if not folder.name.isalnum():
+        return None
+    record = _read(folder)
+    if record and record.live and not record.half_made and not supervised(record):
+        return fail(record)
+    return record
 
 
 def _read(folder: Path) -> Record | None:
-    plan, status = (state.read_json(folder / name) for name in ("plan.json", "status.json"))
-    return Record(folder, plan, status) if plan and status else None
+    status = state.read_json(folder / "status.json")
+    try:
+        return Record(folder, _plan(folder), status) if status else None
+    except FileNotFoundError:
+        return None
+
+
+@functools.lru_cache(maxsize=1000)
+def _plan(folder: Path) -> Mapping[str, Any]:
+    """Return what was launched, which never changes."""
+    plan: dict[str, Any] = json.loads((folder / "plan.json").read_bytes())
+    return plan
 
 
 def supervised(record: Record) -> bool:
@@ -174,7 +190,8 @@ def stop(session_id: str) -> int:
     if record is None:
         return _NOT_FOUND
     if record.live:
-        (record.folder / "stop").touch(mode=0o600)
+        with contextlib.suppress(FileNotFoundError):  # it has ended and was pruned
+            (record.folder / "stop").touch(mode=0o600)
         if record.half_made:
             _end(record, "stopped")
         else:

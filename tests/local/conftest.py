@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# "cml" runs the contract against the platform itself, from inside one of its sessions.
+PLATFORM = os.environ.get("DASK_CML_TEST_PLATFORM", "local")
+#: Seconds until a session must have got somewhere: on CML a node may have to be added first.
+PATIENCE = 900.0 if PLATFORM == "cml" else 30.0
+FOREVER = "import time; time.sleep(600)"
+
+
+@pytest.fixture(params=[PLATFORM])
+def workers_v1(request: pytest.FixtureRequest) -> Any:
+    """An implementation of the Workers API."""
+    if request.param == "cml":
+        return importlib.import_module("cml.workers_v1")
+    return request.getfixturevalue("platform")
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A directory that this process shares with all sessions."""
+    root = Path.home() if PLATFORM == "cml" else None
+    with tempfile.TemporaryDirectory(prefix="cml-", dir=root) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def launch(workers_v1: Any) -> Iterator[Callable[..., Any]]:
+    """Launch sessions that are stopped after the test."""
+    ids = []
+
+    def launch(n: int = 1, **options: Any) -> list[dict[str, Any]]:
+        sessions = workers_v1.launch_workers(n, **{"cpu": 1, "memory": 1, **options})
+        ids.extend(each.get("id") or each["engineId"] for each in sessions)
+        return sessions
+
+    yield launch
+    if ids:
+        workers_v1.stop_workers(*ids)
+
+
+@pytest.fixture
+def find(workers_v1: Any) -> Callable[[str], dict[str, Any]]:
+    """Find a session in the list by its id."""
+
+    def find(session_id: str) -> dict[str, Any]:
+        return next(each for each in workers_v1.list_workers() if each["id"] == session_id)
+
+    return find
+
+
+@pytest.fixture
+def reaches(find: Any, until: Any) -> Callable[..., dict[str, Any]]:
+    """Wait until a session has one of some statuses, and return it."""
+
+    def reaches(session: dict[str, Any] | str, *statuses: str) -> dict[str, Any]:
+        session_id = session if isinstance(session, str) else session["id"]
+        until(lambda: find(session_id)["status"] in statuses, PATIENCE)
+        return find(session_id)
+
+    return reaches
+
+
+@pytest.fixture
+def output_of(launch: Any, reaches: Any, directory: Path) -> Callable[..., str]:
+    """Run code that may write to ``{output}``, and return what it has written there."""
+
+    def output_of(code: str, **options: Any) -> str:
+        path = directory / "output"
+        [session] = launch(code=code.replace("{output}", str(path)), **options)
+        reaches(session, "succeeded", "failed")
+        return path.read_text()
+
+    return output_of

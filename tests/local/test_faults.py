@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from .conftest import FOREVER
+
+
+def test_refused_launch_leaves_a_half_made_session(platform, launch):
+    platform.inject("refused")
+    [answer] = launch(code=FOREVER)
+    assert "id" not in answer
+    assert "exceeded quota: " in answer["k8sMessage"]
+    [session] = platform.sessions()
+    assert (session["id"], session["status"]) == (answer["engineId"], "scheduling")
+    assert "id" in launch(code=FOREVER)[0]
+
+
+@pytest.mark.parametrize(("kind", "status"), [("fails", "failed"), ("succeeds", "succeeded")])
+def test_session_can_end_without_running_its_code(platform, launch, reaches, directory, kind, status):
+    platform.inject(kind)
+    [session] = launch(code=f"open({str(directory / 'ran')!r}, 'w')")
+    assert reaches(session, status)["running_at"]
+    assert not (directory / "ran").exists()
+
+
+def test_session_can_hang_without_running_its_code(platform, launch, reaches, directory):
+    platform.inject("hangs")
+    [session] = launch(code=f"open({str(directory / 'ran')!r}, 'w')")
+    reaches(session, "running")
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+    assert not (directory / "ran").exists()
+
+
+def test_session_can_be_stuck_in_scheduling(platform, launch, reaches, find):
+    platform.inject("stuck")
+    [stuck], [other] = launch(code=FOREVER), launch(code=FOREVER)
+    reaches(other, "running")
+    assert find(stuck["id"])["status"] == "scheduling"
+    platform.stop_workers(stuck["id"])
+    assert not reaches(stuck, "stopped")["running_at"]
+
+
+def test_fault_hits_what_matches_after_what_it_skips(platform, launch):
+    platform.inject("refused", match="worker", skip=1, times=2)
+    refused = [
+        "id" not in launch(code=FOREVER, name=name)[0]
+        for name in ("worker-0", "scheduler", "worker-1", "worker-2", "worker-3")
+    ]
+    assert refused == [False, False, True, True, False]
+    platform.inject("refused", match="of this code")
+    assert "id" not in launch(code=f"{FOREVER}  # a match of this code")[0]
+
+
+def test_fault_is_used_up_once_by_all_threads_and_processes(platform, launch):
+    platform.inject("refused", times=3)
+    code = f"from dask_cml import local; print(local.launch_workers(6, 1, 1, code={FOREVER!r}))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    here = launch(6, code=FOREVER)
+    there, _ = process.communicate()
+    sessions = platform.sessions()
+    platform.stop_workers(*[each["id"] for each in sessions])
+    assert len(sessions) == 12
+    assert sum("id" not in each for each in here) + there.count("engineId") == 3
+
+
+def test_invisible_session_is_not_listed_for_a_time(platform, launch, until):
+    platform.inject("invisible", seconds=0.5)
+    begin = time.monotonic()
+    [session] = launch(code=FOREVER)
+    assert platform.list_workers() == []
+    assert [each["id"] for each in platform.sessions()] == [session["id"]]
+    until(platform.list_workers)
+    assert time.monotonic() - begin >= 0.45
+
+
+def test_address_can_stay_unknown_for_a_time(platform, launch, reaches, find, until):
+    platform.inject("unknown_ip", seconds=0.5)
+    [session] = launch(code=FOREVER)
+    assert reaches(session, "running")["ip_address"] == "unknown"
+    until(lambda: find(session["id"])["ip_address"] == "127.0.0.1")
+
+
+def test_one_session_can_have_several_faults(platform, launch, reaches):
+    platform.inject("hangs")
+    platform.inject("unknown_ip", seconds=60)
+    [session] = launch(code="pass")
+    assert reaches(session, "running")["ip_address"] == "unknown"
+
+
+def test_error_with_a_status_is_raised_as_an_http_error(platform, launch):
+    platform.inject("error", status=503, function="launch_workers")
+    with pytest.raises(platform.HTTPError) as info:
+        launch(code=FOREVER)
+    assert isinstance(info.value, OSError)
+    assert info.value.response.status_code == 503
+    assert platform.sessions() == []
+
+
+def test_error_without_a_status_is_a_lost_connection(platform):
+    platform.inject("error", times=2)
+    for call in (platform.list_workers, lambda: platform.stop_workers("0123456789abcdef")):
+        with pytest.raises(ConnectionError):
+            call()
+    assert platform.list_workers() == []
+
+
+def test_one_failed_request_of_a_launch_leaves_the_other_sessions(platform, launch):
+    platform.inject("error", status=500, function="launch_workers")
+    with pytest.raises(platform.HTTPError):
+        launch(3, code=FOREVER)
+    sessions = platform.sessions()
+    platform.stop_workers(*[each["id"] for each in sessions])
+    assert len(sessions) == 2
+
+
+def test_errors_can_last_for_a_time(platform, until):
+    platform.inject("error", function="list_workers", seconds=0.5)
+    for _ in range(3):
+        with pytest.raises(ConnectionError):
+            platform.list_workers()
+
+    def works():
+        try:
+            return platform.list_workers() == []
+        except ConnectionError:
+            return False
+
+    until(works)
+
+
+def test_error_of_await_hits_its_listing(platform):
+    platform.inject("error", function="await_workers", status=502)
+    assert platform.list_workers() == []
+    with pytest.raises(platform.HTTPError):
+        platform.await_workers(["0123456789abcdef"])
+
+
+def test_stop_can_be_answered_with_an_error(platform, launch, find, reaches):
+    [session] = launch(code=FOREVER, name="worker-7")
+    platform.inject("answer", function="stop_workers", status=500, match="worker-7")
+    [response] = platform.stop_workers(session["id"])
+    assert response.status_code == 500
+    assert not response.ok
+    with pytest.raises(platform.HTTPError):
+        response.raise_for_status()
+    assert find(session["id"])["status"] != "stopped"
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+
+
+def test_request_can_be_slow(platform):
+    platform.inject("slow", seconds=0.3)
+    begin = time.monotonic()
+    platform.list_workers()
+    assert time.monotonic() - begin >= 0.3
+
+
+def test_cleared_faults_hit_nothing(platform):
+    platform.inject("error", times=100)
+    platform.clear_faults()
+    platform.clear_faults()
+    assert platform.list_workers() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("nonsense", {}, "refused, fails"),
+        ("fails", {"times": 0}, "times"),
+        ("fails", {"skip": -1}, "skip"),
+        ("fails", {"seconds": 1}, "no seconds"),
+        ("fails", {"status": 503}, "no status"),
+        ("fails", {"function": "list_workers"}, "function"),
+        ("slow", {}, "seconds"),
+        ("slow", {"seconds": -1}, "seconds"),
+        ("invisible", {}, "seconds"),
+        ("error", {"function": "nonsense"}, "launch_workers"),
+        ("answer", {"function": "stop_workers"}, "status"),
+        ("answer", {"status": 500, "function": "list_workers"}, "stop_workers"),
+    ],
+)
+def test_faults_that_make_no_sense_are_refused(platform, kind, options, words):
+    with pytest.raises(ValueError, match=words):
+        platform.inject(kind, **options)
+    assert platform.list_workers() == []

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import FOREVER
+
+
+def test_configure_changes_only_what_is_given(platform):
+    platform.configure(start_delay=1.5, quota={"cpu": 2})
+    platform.configure(stop_grace=0.5)
+    now = platform.settings()
+    assert (now.start_delay, now.quota, now.stop_grace) == (1.5, {"cpu": 2}, 0.5)
+    assert platform.configure(quota=None).quota is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"start_delay": -1}, ValueError, "start_delay"),
+        ({"latency": "1"}, TypeError, "latency"),
+        ({"stop_grace": float("nan")}, ValueError, "stop_grace"),
+        ({"lifetime": -1}, ValueError, "lifetime"),
+        ({"quota": 3}, TypeError, "quota"),
+        ({"quota": {"gpus": 1}}, ValueError, "gpus"),
+        ({"quota": {"cpu": None}}, TypeError, "cpu"),
+        ({"variables": {"A": 1}}, TypeError, "'A': 1"),
+        ({"variables": {"A=B": "1"}}, ValueError, "A=B"),
+        ({"network": "none"}, ValueError, "shared, namespaces"),
+    ],
+)
+def test_configure_refuses_nonsense_and_changes_nothing(platform, changes, error, words):
+    before = platform.settings()
+    with pytest.raises(error, match=words):
+        platform.configure(**{"start_delay": 9.0, **changes})
+    assert platform.settings() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"n": -1}, ValueError),
+        ({"cpu": 0}, ValueError),
+        ({"code": ""}, ValueError),
+        ({"env": {"A": 1}}, TypeError),
+    ],
+)
+def test_launch_refuses_nonsense(platform, options, error):
+    with pytest.raises(error):
+        platform.launch_workers(**{"n": 1, "cpu": 1, "memory": 1, "code": "pass", **options})
+    assert platform.sessions() == []
+
+
+def test_settings_are_seen_by_other_processes(platform):
+    platform.configure(latency=0.125)
+    code = "from dask_cml import local; print(local.settings().latency)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "0.125"
+
+
+def test_session_starts_after_the_delay(platform, launch, reaches):
+    platform.configure(start_delay=0.4)
+    begin = time.monotonic()
+    [session] = launch(code=FOREVER)
+    assert reaches(session, "starting")["ip_address"] == "unknown"
+    reaches(session, "running")
+    assert time.monotonic() - begin >= 0.4
+
+
+def test_every_request_takes_the_latency(platform, launch):
+    platform.configure(latency=0.1)
+    begin = time.monotonic()
+    [session] = launch(code=FOREVER)
+    platform.list_workers()
+    platform.stop_workers(session["id"])
+    assert time.monotonic() - begin >= 0.3
+
+
+def test_quota_counts_live_sessions_of_all_launchers(platform, launch, reaches, monkeypatch):
+    platform.configure(quota={"sessions": 1, "nvidia_gpu": 1})
+    monkeypatch.setenv("CDSW_ENGINE_ID", "ofanothersession")
+    [other] = launch(code=FOREVER)
+    monkeypatch.delenv("CDSW_ENGINE_ID")
+    assert "id" not in launch(code=FOREVER)[0]
+    monkeypatch.setenv("CDSW_ENGINE_ID", "ofanothersession")
+    platform.stop_workers(other["id"])
+    reaches(other, "stopped")
+    assert "nvidia_gpu" in launch(code=FOREVER, nvidia_gpu=2)[0]["k8sMessage"]
+    assert "id" in launch(code=FOREVER, nvidia_gpu=1)[0]
+
+
+def test_project_variables_are_in_every_session_and_env_overrides_them(platform, output_of):
+    platform.configure(variables={"A": "project", "B": "project"})
+    code = "import os; open('{output}', 'w').write(os.environ['A'] + os.environ['B'])"
+    assert output_of(code, env={"B": "given"}) == "projectgiven"
+
+
+def test_identity_of_a_session_cannot_be_overridden(launch, output_of):
+    code = "import os; open('{output}', 'w').write(os.environ['CDSW_ENGINE_ID'])"
+    assert output_of(code, env={"CDSW_ENGINE_ID": "another"}) != "another"
+
+
+def test_session_ends_as_timedout_after_its_lifetime(platform, launch, reaches):
+    platform.configure(lifetime=0.1)
+    [session] = launch(code=FOREVER)
+    reaches(session, "timedout")
+
+
+def test_live_sessions_have_ports_of_their_own(launch, workers_v1):
+    urls = {each["app_url"] for each in launch(8, code=FOREVER)}
+    assert len(urls) == 8
+
+
+def test_secrets_are_readable_by_their_owner_only(platform, launch):
+    launch(code="pass", env={"SECRET": "1"})
+    folder = Path(os.environ["DASK_CML_LOCAL_DIRECTORY"], "sessions")
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_state_directory_that_others_can_write_to_is_refused(platform, tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    with monkeypatch.context() as patch:
+        patch.setenv("DASK_CML_LOCAL_DIRECTORY", str(tmp_path))
+        with pytest.raises(PermissionError, match="DASK_CML_LOCAL_DIRECTORY"):
+            platform.sessions()
+
+
+def test_sessions_share_the_network_unless_configured_otherwise(platform):
+    assert platform.shares_host_network() is True

@@ -1,0 +1,228 @@
+"""Sessions as processes: they outlive their launcher, and leave nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dask_cml.local import processes
+
+from .conftest import FOREVER
+
+LAUNCH = (
+    f"from dask_cml import local; print(local.launch_workers(1, 1, 1, code={FOREVER!r})[0]['id'], flush=True)"
+)
+# A daemon: in a session of its own, not a descendant of the session's first process, deaf to SIGTERM.
+DAEMON = """
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with open({path!r} + ".new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename({path!r} + ".new", {path!r})
+        time.sleep(600)
+    os._exit(0)
+"""
+
+
+def supervisor_of(session):
+    """The process id of a session's supervisor."""
+    folder = Path(os.environ["DASK_CML_LOCAL_DIRECTORY"], "sessions", session["id"])
+    return json.loads((folder / "status.json").read_text())["supervisor"]
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def daemon(directory, until):
+    """Code that makes a daemon, and a function that waits for its process id."""
+    path = directory / "daemon"
+
+    def pid():
+        until(path.exists)
+        return int(path.read_text())
+
+    return DAEMON.format(path=str(path)), pid
+
+
+def test_session_outlives_its_launcher_that_is_killed(platform, reaches, until):
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"{LAUNCH}\n{FOREVER}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    session_id = launcher.stdout.readline().strip()
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.communicate()
+    reaches(session_id, "running")
+    platform.stop_workers(session_id)
+    reaches(session_id, "stopped")
+
+
+def test_all_processes_of_a_user_see_the_same_sessions(platform, launch, reaches):
+    [here] = launch(code=FOREVER)
+    there = subprocess.check_output([sys.executable, "-c", LAUNCH], text=True).strip()
+    assert {each["id"] for each in platform.list_workers()} == {here["id"], there}
+    stop = f"from dask_cml import local; local.stop_workers({here['id']!r})"
+    subprocess.check_call([sys.executable, "-c", stop])
+    reaches(here, "stopped")
+    platform.stop_workers(there)
+
+
+def test_sessions_of_other_launchers_are_seen_by_sessions_only(platform, launch, monkeypatch):
+    with monkeypatch.context() as other:
+        other.setenv("CDSW_ENGINE_ID", "ofanothersession")
+        [session] = launch(code=FOREVER)
+    assert platform.list_workers() == []
+    [seen] = platform.sessions()
+    assert (seen["id"], seen["launcher"]) == (session["id"], "ofanothersession")
+
+
+def test_stop_leaves_no_process(platform, launch, reaches, daemon):
+    code, pid = daemon
+    [session] = launch(code=f"{code}\n{FOREVER}")
+    daemon_pid = pid()
+    reaches(session, "running")
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+    assert not alive(daemon_pid)
+    assert processes.pids(session["id"]) == set()
+
+
+def test_end_of_the_code_ends_what_it_started(launch, reaches, daemon):
+    code, pid = daemon
+    [session] = launch(code=code)
+    daemon_pid = pid()
+    reaches(session, "succeeded")
+    assert not alive(daemon_pid)
+
+
+def test_stopped_session_is_asked_first(platform, launch, reaches, directory, until):
+    ready, farewell = directory / "ready", directory / "farewell"
+    [session] = launch(
+        code="import signal, sys, time\n"
+        f"def leave(*_): open({str(farewell)!r}, 'w').close(); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        f"open({str(ready)!r}, 'w').close()\n"
+        "time.sleep(600)"
+    )
+    platform.configure(stop_grace=30.0)
+    until(ready.exists)
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+    assert farewell.exists()
+
+
+def test_command_is_stopped_with_its_session(platform, launch, reaches, until):
+    [session] = launch(code="!sleep 600")
+    until(lambda: len(processes.pids(session["id"])) >= 2)
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+    assert processes.pids(session["id"]) == set()
+
+
+def test_stubborn_session_is_killed_after_the_grace(platform, launch, reaches, until, directory):
+    platform.configure(stop_grace=0.3)
+    ready = directory / "ready"
+    [session] = launch(
+        code="import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open({str(ready)!r}, 'w').close(); time.sleep(600)"
+    )
+    until(ready.exists)
+    begin = time.monotonic()
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+    assert time.monotonic() - begin >= 0.3
+
+
+def test_session_can_be_stopped_before_it_starts(platform, launch, reaches):
+    platform.configure(start_delay=600)
+    [session] = launch(code=FOREVER)
+    platform.stop_workers(session["id"])
+    assert reaches(session, "stopped")["running_at"] is None
+
+
+def test_lost_supervisor_makes_a_session_fail_and_leaves_no_process(launch, reaches, daemon):
+    code, pid = daemon
+    [session] = launch(code=f"{code}\n{FOREVER}")
+    daemon_pid = pid()
+    reaches(session, "running")
+    os.kill(supervisor_of(session), signal.SIGKILL)
+    reaches(session, "failed")
+    assert not alive(daemon_pid)
+    assert processes.pids(session["id"]) == set()
+
+
+def test_evicted_session_fails_and_leaves_no_process(platform, launch, find, daemon):
+    code, pid = daemon
+    [session] = launch(code=f"{code}\n{FOREVER}")
+    daemon_pid = pid()
+    platform.evict(session["id"])
+    assert find(session["id"])["status"] == "failed"
+    assert find(session["id"])["finished_at"]
+    assert not alive(daemon_pid)
+    platform.evict(session["id"])
+    with pytest.raises(LookupError):
+        platform.evict("0123456789abcdef")
+
+
+def test_session_that_has_not_started_yet_can_be_evicted(platform, launch, find):
+    platform.configure(start_delay=600)
+    [session] = launch(code=FOREVER)
+    platform.evict(session["id"])
+    assert find(session["id"])["status"] == "failed"
+
+
+def test_log_has_what_the_session_wrote(platform, launch, reaches):
+    [python] = launch(code="import sys; print('out'); print('err', file=sys.stderr); 1 / 0")
+    [command] = launch(code="!echo out; no-such-command")
+    reaches(python, "failed")
+    reaches(command, "succeeded")
+    assert platform.log(python["id"]).startswith("out\nerr\nTraceback")
+    assert "ZeroDivisionError" in platform.log(python["id"])
+    assert "no-such-command" in platform.log(command["id"])
+    with pytest.raises(LookupError):
+        platform.log("../../lock")
+
+
+def test_output_is_logged_at_once(platform, launch, until):
+    [session] = launch(code=f"print('now'); {FOREVER}")
+    until(lambda: platform.log(session["id"]) == "now\n")
+
+
+def test_prune_removes_ended_sessions_only(platform, launch, reaches):
+    [ended], [live] = launch(code="pass"), launch(code=FOREVER)
+    reaches(ended, "succeeded")
+    assert platform.prune() == [ended["id"]]
+    assert [each["id"] for each in platform.sessions()] == [live["id"]]
+
+
+def test_interrupt_key_reaches_a_session_as_usual(launch, reaches, output_of):
+    code = "import signal; open('{output}', 'w').write(str(signal.getsignal(signal.SIGINT)))"
+    assert "default_int_handler" in output_of(code)
+
+
+def test_ipython_leaves_no_files_of_the_user(output_of, directory):
+    output_of("!echo > {output}", env={"HOME": str(directory), "IPYTHONDIR": str(directory / "ipython")})
+    assert sorted(path.name for path in directory.iterdir()) == ["output"]
+
+
+def test_import_of_the_local_platform_is_cheap():
+    code = "import sys, dask_cml.local; print(*{'IPython', 'distributed', 'dask', 'psutil'} & {*sys.modules})"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
