@@ -43,8 +43,8 @@ def main():
         cluster.adapt(minimum=1, maximum=3)
         wait_for(cluster, 1)
 
-        say("Three times the work, so it grows ...")
-        watch(cluster, client.map(accuracy, 3 * GRID, pure=False))
+        say("Twice the work, so it grows ...")
+        watch(cluster, client.map(accuracy, 2 * GRID, pure=False))
 
     say("Closed: every session has been stopped.")
 
