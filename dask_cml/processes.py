@@ -123,6 +123,11 @@ class CMLProcess(ProcessInterface):
         ip = self._info.get("ip_address")
         return ip if ip and ip != "unknown" else None
 
+    @property
+    def is_known_to_run(self) -> bool:
+        """Whether the platform has said that the session runs, and where."""
+        return self._info.get("status") == "running" and self.ip_address is not None
+
     def update(self, listing: Mapping[str, SessionInfo]) -> bool:
         """Take in what the platform lists; return whether the session has ended.
 

@@ -136,7 +136,8 @@ class Reconciler:
         self._arrived = (self._arrived | here) & workers.keys()
         missing = workers.keys() - here
         self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
-        if not missing and scheduler_answers:
+        settled = all(worker.is_known_to_run for worker in workers.values())
+        if not missing and settled and scheduler_answers:
             return {}
         listing = await cluster.api.sessions()
         if cluster.scheduler.update(listing):

@@ -1,0 +1,408 @@
+"""A cluster as a script or a notebook uses it, on real sessions of the local platform."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import pytest
+from distributed import Client
+from distributed.deploy.adaptive import Adaptive
+
+from dask_cml import CMLCluster, CMLError
+from dask_cml.options import state_directory
+
+
+@pytest.fixture
+def cluster(platform):
+    with CMLCluster(n_workers=2, platform="local", quiet=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster):
+    with Client(cluster) as client:
+        client.wait_for_workers(2, timeout=60)
+        yield client
+
+
+def n_workers(cluster):
+    return len(cluster.scheduler_info["workers"])
+
+
+def live(platform):
+    return [each for each in platform.sessions() if each["status"] in ("scheduling", "starting", "running")]
+
+
+def test_it_computes(client):
+    assert client.submit(sum, [1, 2, 3]).result() == 6
+    assert client.gather(client.map(lambda x: x**2, range(10))) == [x**2 for x in range(10)]
+
+
+def test_one_session_for_the_scheduler_and_one_for_each_worker(platform, cluster, client):
+    sessions = cluster.sessions
+    assert [each.role for each in sessions] == ["scheduler", "worker", "worker"]
+    assert {each.id for each in sessions} == {each["id"] for each in platform.list_workers()}
+    assert {each.name for each in sessions[1:]} == {
+        worker["name"] for worker in cluster.scheduler_info["workers"].values()
+    }
+
+
+def test_sessions_are_told_as_running_with_their_address(cluster, client, until):
+    until(lambda: all(each.status == "running" for each in cluster.sessions))
+    assert {each.address for each in cluster.sessions} == {"127.0.0.1"}
+
+
+def test_workers_have_the_threads_and_memory_of_their_session(platform):
+    with (
+        CMLCluster(n_workers=1, cpu=3, memory="1.5 GiB", platform="local") as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(1, timeout=60)
+        [worker] = client.scheduler_info()["workers"].values()
+        assert worker["nthreads"] == 3
+        assert worker["memory_limit"] == 1.5 * 2**30
+
+
+def test_the_constructor_returns_before_slow_workers_have_come(platform, until):
+    platform.inject("hangs", match="-0'")
+    with CMLCluster(n_workers=1, platform="local", quiet=True) as cluster:
+        assert len(cluster.worker_spec) == len(cluster.workers) == 1
+        assert n_workers(cluster) == 0
+
+
+def test_scaling_up_and_down(platform, cluster, client, until):
+    cluster.scale(3)
+    assert len(cluster.worker_spec) == 3
+    until(lambda: n_workers(cluster) == 3)
+    cluster.scale(1)
+    until(lambda: n_workers(cluster) == 1 and len(cluster.sessions) == 2)
+    until(lambda: len(live(platform)) == 2)
+    cluster.scale(0)
+    until(lambda: n_workers(cluster) == 0 and len(cluster.sessions) == 1)
+    cluster.scale(1)
+    until(lambda: n_workers(cluster) == 1)
+    assert client.submit(sum, [1]).result() == 1
+
+
+def test_scaling_down_takes_first_what_has_not_arrived(platform, cluster, client, until):
+    platform.configure(start_delay=3600)
+    names = {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
+    cluster.scale(4)
+    until(lambda: len(cluster.workers) == 4)
+    cluster.scale(2)
+    until(lambda: len(cluster.workers) == 2)
+    assert set(cluster.workers) == set(cluster.worker_spec) == names
+
+
+@pytest.fixture
+async def unstarted(platform):
+    cluster = CMLCluster(cpu=2, memory=4, platform="local", asynchronous=True)
+    yield cluster
+    await cluster.close()
+    assert platform.sessions() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "n"),
+    [
+        ({"memory": 8}, 2),
+        ({"memory": "9 GiB"}, 3),
+        ({"cores": 3}, 2),
+        ({"n": 1, "cores": 7, "memory": 1}, 4),
+        ({"n": 5, "memory": 8}, 5),
+    ],
+)
+async def test_scaling_by_memory_and_cores(unstarted, arguments, n):
+    unstarted.scale(**arguments)
+    assert unstarted.wanted == len(unstarted.worker_spec) == n
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"n": -1}, ValueError, "n=-1"),
+        ({"n": 1.5}, ValueError, "n=1.5"),
+        ({"n": "many"}, TypeError, "n='many'"),
+        ({"memory": "lots"}, ValueError, "memory='lots'"),
+        ({"memory": 0}, ValueError, "memory=0"),
+        ({"cores": -2}, ValueError, "cores=-2"),
+    ],
+)
+async def test_bad_arguments_of_scale_change_nothing(unstarted, arguments, error, words):
+    with pytest.raises(error, match=words):
+        unstarted.scale(**arguments)
+    assert unstarted.wanted == 0
+    assert unstarted.worker_spec == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"minimum": -1}, ValueError, "minimum=-1"),
+        ({"maximum": "all"}, TypeError, "maximum='all'"),
+        ({"minimum": 3, "maximum": 2}, ValueError, "maximum=2"),
+        ({"maximum_memory": "lots"}, ValueError, "maximum_memory='lots'"),
+        ({"minimum_cores": 4, "maximum": 1}, ValueError, "maximum=1"),
+    ],
+)
+async def test_bad_arguments_of_adapt_change_nothing(unstarted, arguments, error, words):
+    with pytest.raises(error, match=words):
+        unstarted.adapt(**arguments)
+    assert unstarted._adaptive is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limits"),
+    [
+        ({"maximum_cores": 9}, (0, 4)),
+        ({"minimum_cores": 3, "maximum_memory": "20 GiB"}, (2, 5)),
+        ({"minimum_memory": 8, "maximum": 7}, (2, 7)),
+        ({}, (0, float("inf"))),
+    ],
+)
+async def test_adapting_counts_cores_and_memory_in_sessions(unstarted, arguments, limits):
+    adaptive = unstarted.adapt(**arguments, interval=None)
+    assert (adaptive.minimum, adaptive.maximum) == limits
+
+
+def test_adapting_follows_the_work(platform, until):
+    with CMLCluster(platform="local", quiet=True) as cluster, Client(cluster) as client:
+        cluster.adapt(minimum=0, maximum=2, interval="100 ms", wait_count=2)
+        futures = client.map(lambda x: x + 1, range(8))
+        assert client.gather(futures) == [*range(1, 9)]
+        del futures
+        until(lambda: not cluster.worker_spec and len(cluster.sessions) == 1)
+        assert client.submit(sum, [1, 2]).result() == 3
+
+
+def test_scale_ends_adapting(platform, cluster, client):
+    adaptive = cluster.adapt(minimum=0, maximum=2)
+    cluster.scale(2)
+    assert adaptive.state == "stopped"
+
+
+def test_another_adaptive_class_may_be_used(platform, until):
+    with CMLCluster(platform="local", quiet=True) as cluster, Client(cluster) as client:
+        adaptive = cluster.adapt(Adaptive=Adaptive, minimum=1, maximum=2, interval="100 ms")
+        assert type(adaptive) is Adaptive
+        until(lambda: n_workers(cluster) == 1)
+        assert client.submit(sum, [1]).result() == 1
+        assert adaptive.state == "running"
+
+
+def test_processes_share_one_session(platform, until):
+    with (
+        CMLCluster(n_workers=2, cpu=2, memory=2, processes=2, platform="local", quiet=True) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(4, timeout=60)
+        assert len(cluster.sessions) == 3
+        assert {worker["nthreads"] for worker in cluster.scheduler_info["workers"].values()} == {1}
+        assert cluster.plan == cluster.requested == cluster.observed
+        futures = client.scatter([*range(100)])
+        cluster.scale(1)
+        until(lambda: n_workers(cluster) == 2)
+        assert client.gather(futures) == [*range(100)]
+        cluster.adapt(minimum=0, maximum=2, interval="100 ms", wait_count=1)
+        del futures
+        until(lambda: n_workers(cluster) == 0)
+
+
+def test_scaling_down_loses_no_data(platform, until):
+    with CMLCluster(n_workers=4, platform="local", quiet=True) as cluster, Client(cluster) as client:
+        client.wait_for_workers(4, timeout=60)
+        futures = client.scatter([*range(100)])
+        assert len({w for workers in client.who_has(futures).values() for w in workers}) == 4
+        cluster.scale(1)
+        until(lambda: n_workers(cluster) == 1 and len(cluster.sessions) == 2)
+        assert client.gather(futures, errors="raise") == [*range(100)]
+
+
+def test_restart_keeps_the_workers(cluster, client):
+    client.restart()
+    client.wait_for_workers(2, timeout=60)
+    assert client.submit(sum, [1, 2]).result() == 3
+    assert len(cluster.workers) == 2
+
+
+def test_logs_of_cluster_scheduler_and_workers(cluster, client):
+    logs = cluster.get_logs()
+    assert {"Cluster", "Scheduler", *cluster.scheduler_info["workers"]} == set(logs)
+    assert "Scheduler at" in logs["Scheduler"]
+    assert cluster.get_logs(cluster=False, scheduler=False, workers=False) == {}
+
+
+def test_dashboard_link_leads_to_the_dashboard(cluster):
+    assert cluster.dashboard_link.endswith("/status")
+    with urllib.request.urlopen(cluster.dashboard_link, timeout=30) as answer:
+        assert b"Dask" in answer.read()
+
+
+def test_widget_and_representations(cluster, client):
+    assert f"CMLCluster({cluster.name!r}" in repr(cluster) or cluster.name in repr(cluster)
+    assert "workers=2" in repr(cluster)
+    assert cluster.dashboard_link in cluster._repr_html_()
+
+
+def test_job_script_is_what_is_launched(platform, cluster):
+    script = cluster.job_script()
+    assert "'-m', 'dask', 'scheduler'" in script
+    assert "'-m', 'dask', 'worker'" in script
+    assert cluster.scheduler.plan.code in script
+    assert len(platform.list_workers()) == 3
+
+
+async def test_job_script_launches_nothing(platform):
+    cluster = CMLCluster(cpu=4, memory=16, platform="local", asynchronous=True)
+    assert "cpu=4 memory=16" in cluster.job_script()
+    assert platform.list_workers() == []
+    await cluster.close()
+
+
+def test_environment_reaches_scheduler_and_workers(platform):
+    env = {"GREETING": "it's $HOME \"quoted\" {1+1}"}
+    with (
+        CMLCluster(n_workers=1, env=env, platform="local") as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(1, timeout=60)
+        assert [*client.run(os.getenv, "GREETING").values()] == [env["GREETING"]]
+        assert client.run_on_scheduler(os.getenv, "GREETING") == env["GREETING"]
+
+
+@pytest.mark.parametrize("name", ["plain", "it's $HOME \"quoted\" {1+1} \\ ü"])
+def test_names_with_special_characters(platform, name):
+    with CMLCluster(n_workers=1, name=name, platform="local") as cluster, Client(cluster) as client:
+        client.wait_for_workers(1, timeout=60)
+        [worker] = client.scheduler_info()["workers"].values()
+        assert worker["name"] == f"{name}-0"
+        assert cluster.name == name
+
+
+def test_log_directory_keeps_the_output(platform, tmp_path):
+    with (
+        CMLCluster(n_workers=1, log_directory=str(tmp_path / "logs"), name="c", platform="local") as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(1, timeout=60)
+    assert "Scheduler at" in (tmp_path / "logs" / "c-scheduler.log").read_text()
+    assert "Start worker at" in (tmp_path / "logs" / "c-0.log").read_text()
+
+
+def test_close_leaves_no_session_and_no_folder(platform):
+    cluster = CMLCluster(n_workers=1, platform="local")
+    assert (state_directory() / cluster.name).is_dir()
+    cluster.close()
+    assert live(platform) == [] or all(each["stop_requested"] for each in live(platform))
+    assert not (state_directory() / cluster.name).exists()
+    assert cluster.status.name == "closed"
+    cluster.close()
+
+
+def test_close_from_two_threads(platform):
+    cluster = CMLCluster(n_workers=1, platform="local")
+    threads = [threading.Thread(target=cluster.close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert cluster.status.name == "closed"
+
+
+def test_two_clusters_side_by_side(platform):
+    with (
+        CMLCluster(n_workers=1, platform="local") as one,
+        CMLCluster(n_workers=1, platform="local") as two,
+        Client(one) as of_one,
+        Client(two, set_as_default=False) as of_two,
+    ):
+        assert of_one.submit(sum, [1, 2]).result() == 3
+        assert of_two.submit(sum, [3, 4]).result() == 7
+        assert one.scheduler_address != two.scheduler_address
+        two.close()
+        assert of_one.submit(sum, [5, 6]).result() == 11
+
+
+def test_another_session_of_the_user_survives(platform, until):
+    [other] = platform.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(3600)")
+    status = lambda: {each["id"]: each["status"] for each in platform.list_workers()}[other["id"]]  # noqa: E731
+    until(lambda: status() == "running")
+    with CMLCluster(n_workers=1, platform="local", quiet=True) as cluster:
+        cluster.scale(0)
+        until(lambda: not cluster.workers)
+        cluster.close()
+    CMLCluster(platform="local").close()
+    platform.inject("fails", match="-scheduler")
+    with pytest.raises(CMLError):
+        CMLCluster(n_workers=1, platform="local")
+    platform.inject("refused", match="-scheduler")
+    with pytest.raises(CMLError):
+        CMLCluster(n_workers=1, platform="local")
+    platform.inject("refused")
+    with pytest.raises(CMLError):
+        CMLCluster(platform="local")
+    assert status() == "running"
+    platform.stop_workers(other["id"])
+
+
+def test_silence_logs_is_undone_at_the_end(platform):
+    level = logging.getLogger("distributed").level
+    with CMLCluster(platform="local", silence_logs=logging.CRITICAL):
+        assert logging.getLogger("distributed").level == logging.CRITICAL
+    assert logging.getLogger("distributed").level == level
+
+
+def test_what_happens_is_printed_unless_quiet(platform, capsys):
+    for quiet in (False, True):
+        with CMLCluster(platform="local", quiet=quiet) as cluster:
+            cluster._log("hello")
+            assert "hello" in cluster.get_logs()["Cluster"]
+        assert ("hello" in capsys.readouterr().out) is not quiet
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs network namespaces")
+def test_sessions_with_networks_of_their_own(platform):
+    if os.geteuid() != 0 or not any(
+        os.access(f"{folder}/ip", os.X_OK) for folder in ("/sbin", "/usr/sbin", "/bin", "/usr/bin")
+    ):
+        pytest.skip("needs root and iproute2")
+    platform.configure(network="namespaces")
+    with (
+        CMLCluster(n_workers=2, platform="local") as one,
+        CMLCluster(n_workers=1, platform="local") as two,
+        Client(one) as of_one,
+        Client(two, set_as_default=False) as of_two,
+    ):
+        of_one.wait_for_workers(2, timeout=60)
+        assert of_one.submit(sum, [1, 2]).result() == 3
+        assert of_two.submit(sum, [3, 4]).result() == 7
+        assert one.scheduler_address.endswith(":8786")
+        assert two.scheduler_address.endswith(":8786")
+        assert len({each.address for each in [*one.sessions, *two.sessions]} - {None}) >= 4
+
+
+INTERRUPTED = """
+import dask_cml
+if __name__ == "__main__":
+    print("now", flush=True)
+    dask_cml.CMLCluster(n_workers=2, platform="local")
+"""
+
+
+def test_ctrl_c_in_the_constructor_leaves_no_session(platform, until):
+    platform.inject("stuck", times=3)
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    until(lambda: len(platform.sessions()) == 3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors
+    until(lambda: not live(platform))

@@ -1,0 +1,164 @@
+"""A cluster in an event loop, as the JupyterLab sidebar uses it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from distributed import Client
+from distributed.core import Status
+
+from dask_cml import CMLCluster, CMLError
+
+
+async def holds(condition, seconds=30):
+    async def wait():
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), seconds)
+
+
+def make(**options):
+    return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
+
+
+async def test_it_computes(platform):
+    async with make(n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
+        await client.wait_for_workers(2)
+        assert await client.submit(sum, [1, 2]) == 3
+    assert cluster.status == Status.closed
+
+
+async def test_nothing_is_launched_before_the_await(platform):
+    cluster = make(n_workers=1)
+    assert cluster.status == Status.created
+    assert platform.list_workers() == []
+    await cluster
+    assert len(platform.list_workers()) == 2
+    await cluster.close()
+
+
+async def test_as_the_sidebar_does(platform):
+    cluster = await CMLCluster(platform="local", asynchronous=True)
+    cluster.scale(2)
+    await holds(lambda: len(cluster.scheduler_info["workers"]) == 2)
+    for worker in cluster.scheduler_info["workers"].values():
+        assert worker["memory_limit"] == 2 * 2**30
+        assert worker["nthreads"] == 1
+    cluster.adapt(minimum=0, maximum=1, interval="100 ms", wait_count=1)
+    await holds(lambda: not cluster.scheduler_info["workers"])
+    await cluster.close()
+    assert cluster.status == Status.closed
+
+
+async def test_scale_can_be_awaited(platform):
+    async with make() as cluster:
+        await cluster.scale(1)
+        await cluster
+        assert len(cluster.workers) == 1
+
+
+async def test_scale_down_takes_names_of_workers(platform):
+    async with make(n_workers=2, cpu=2, processes=2) as cluster:
+        await holds(lambda: len(cluster.scheduler_info["workers"]) == 4)
+        await cluster.scale_down([f"{cluster.name}-0-1"])
+        assert set(cluster.workers) == {f"{cluster.name}-1"}
+        await holds(lambda: len(cluster.scheduler_info["workers"]) == 2)
+
+
+async def test_close_twice_and_at_once(platform):
+    cluster = await make(n_workers=1)
+    await asyncio.gather(cluster.close(), cluster.close())
+    await cluster.close()
+    assert cluster.status == Status.closed
+
+
+async def test_an_unstarted_cluster_can_be_closed(platform):
+    cluster = make(n_workers=1)
+    await cluster.close()
+    assert cluster.status == Status.closed
+    assert platform.list_workers() == []
+
+
+async def test_a_closed_cluster_does_not_start_again(platform):
+    cluster = await make()
+    await cluster.close()
+    with pytest.raises(CMLError, match="closed"):
+        await cluster
+
+
+async def test_close_during_the_start(platform):
+    platform.inject("stuck", times=3)
+    cluster = make(n_workers=2)
+    start = asyncio.ensure_future(cluster)
+    await holds(lambda: len(platform.sessions()) == 3)
+    await cluster.close()
+    with pytest.raises(CMLError, match="closed while it started"):
+        await start
+
+
+async def test_a_cancelled_start_leaves_no_session(platform):
+    platform.inject("stuck", times=2)
+    start = asyncio.ensure_future(make(n_workers=1))
+    await holds(lambda: len(platform.sessions()) == 2)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+
+
+async def test_close_during_scale(platform):
+    cluster = await make()
+    platform.configure(latency=0.2)
+    cluster.scale(3)
+    await holds(lambda: len(platform.sessions()) > 1)
+    await asyncio.wait_for(cluster.close(), 30)
+    assert cluster.status == Status.closed
+
+
+async def test_close_with_a_dead_scheduler(platform):
+    cluster = await make(n_workers=1)
+    await holds(lambda: cluster.scheduler_info["workers"])
+    platform.evict(cluster.sessions[0].id)
+    await asyncio.wait_for(cluster.close(), 20)
+    assert cluster.status == Status.closed
+
+
+async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(platform):
+    cluster = await make(n_workers=1)
+    session = cluster.sessions[0].id
+    platform.evict(session)
+    await holds(lambda: cluster.status == Status.closed)
+    assert session in cluster._cluster_manager_logs[-1][1]
+
+
+async def test_an_idle_cluster_ends(platform):
+    cluster = await make(n_workers=1, idle_timeout="1s")
+    await holds(lambda: cluster.status == Status.closed)
+
+
+async def test_an_exception_in_the_block_closes_the_cluster(platform):
+    with pytest.raises(ZeroDivisionError):
+        async with make(n_workers=1) as cluster:
+            1 / 0  # noqa: B018
+    assert cluster.status == Status.closed
+
+
+async def test_the_loop_is_never_blocked(platform):
+    """However slow the API is."""
+    platform.configure(latency=0.5)
+    loop = asyncio.get_running_loop()
+    loop.slow_callback_duration = 0.4  # less than one call of the API
+    loop.set_debug(True)
+    slow = []
+    from asyncio.base_events import logger
+
+    logger.addFilter(lambda record: "took" not in record.getMessage() or slow.append(record.getMessage()))
+    try:
+        async with make(n_workers=2) as cluster:
+            cluster.scale(1)
+            await holds(lambda: len(cluster.workers) == 1)
+    finally:
+        loop.set_debug(False)
+        logger.filters.clear()
+    assert slow == []
