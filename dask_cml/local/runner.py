@@ -39,7 +39,7 @@ def main(path: str) -> int:
     with open(path) as file:
         code = json.load(file)["code"]
     sys.argv, sys.path[0] = [""], ""
-    if code.startswith("!"):
+    if code.lstrip().startswith("!"):
         return 0 if run_ipython(code, os.path.join(os.path.dirname(path), "ipython")) else 1
     run_python(code)
     return 0

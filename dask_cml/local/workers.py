@@ -92,7 +92,7 @@ def launch_workers(
     if not script and not code:
         raise ValueError("launch_workers needs a script or code")
     configuration.check_variables("env", env)
-    if not script and code.startswith("!") and importlib.util.find_spec("IPython") is None:
+    if not script and code.lstrip().startswith("!") and importlib.util.find_spec("IPython") is None:
         raise ImportError(
             "the local platform runs !commands by IPython, as CML does: pip install 'dask-cml[local]'"
         )

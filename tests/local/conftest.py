@@ -63,7 +63,14 @@ def reaches(find: Any, until: Any) -> Callable[..., dict[str, Any]]:
 
     def reaches(session: dict[str, Any] | str, *statuses: str) -> dict[str, Any]:
         session_id = session if isinstance(session, str) else session["id"]
-        until(lambda: find(session_id)["status"] in statuses, PATIENCE)
+
+        def reached() -> bool:
+            try:
+                return find(session_id)["status"] in statuses
+            except StopIteration:
+                return False
+
+        until(reached, PATIENCE)
         return find(session_id)
 
     return reaches

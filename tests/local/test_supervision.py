@@ -218,6 +218,13 @@ def test_interrupt_key_reaches_a_session_as_usual(launch, reaches, output_of):
     assert "default_int_handler" in output_of(code)
 
 
+def test_commands_without_ipython_name_what_to_install(platform, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"dask-cml\[local\]"):
+        platform.launch_workers(1, 1, 1, code="!true")
+    assert platform.sessions() == []
+
+
 def test_ipython_leaves_no_files_of_the_user(output_of, directory):
     output_of("!echo > {output}", env={"HOME": str(directory), "IPYTHONDIR": str(directory / "ipython")})
     assert sorted(path.name for path in directory.iterdir()) == ["output"]
