@@ -25,6 +25,7 @@ from dask_cml.errors import CMLError
 from dask_cml.options import Options, gibibytes, integer, positive, state_directory
 from dask_cml.processes import CMLScheduler, CMLWorker, Session
 from dask_cml.reconciler import Reconciler
+from dask_cml.tasks import cancel
 from dask_cml.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ class CMLCluster(SpecCluster):
     # -- start
 
     async def _start(self) -> None:
-        if self.status == Status.closed and self._starting is None:
+        if self.status in (Status.closing, Status.closed):
             raise CMLError(f"the cluster {self.name} is closed")
         if self._starting is None:
             self.status = Status.starting
@@ -235,12 +236,11 @@ class CMLCluster(SpecCluster):
         try:
             await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
             raise
         self.scheduler_comm = rpc(self.scheduler.address)
         await Cluster._start(self)
+        self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
         self._keeping = asyncio.create_task(self.reconciler.run())
 
     def _make_folder(self) -> None:
@@ -482,10 +482,7 @@ class CMLCluster(SpecCluster):
         if self._adaptive is not None:
             self._adaptive.stop(reason="the cluster closes")
         self.status = Status.closing
-        for task in (self._starting, self._keeping, self._correct_state_waiting):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        await cancel(self._starting, self._keeping, self._correct_state_waiting)
         try:
             if self.options.shutdown_on_close:
                 await self._say_goodbye()

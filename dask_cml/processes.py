@@ -19,6 +19,7 @@ from distributed.deploy.spec import ProcessInterface
 from dask_cml.commands import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.options import Options
+from dask_cml.tasks import cancel
 from dask_cml.workers_api import SessionInfo, WorkersAPI, has_ended
 
 #: Dask's own port, which a session on CML has for itself.
@@ -199,9 +200,7 @@ class CMLScheduler(CMLProcess):
                 what = f"did not answer within {self.options.scheduler_timeout:g} s"
                 raise SchedulerTimeout(await self.failure(what))
         finally:
-            for task in (watch, look):
-                task.cancel()
-            await asyncio.gather(watch, look, return_exceptions=True)
+            await cancel(watch, look)
 
     async def _watch(self) -> None:
         while not self.update(await self.api.sessions()):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL = 3.0
-_ANSWER_TIMEOUT = 10.0
+_ANSWER_TIMEOUT, _GONE_TIMEOUT = 10.0, 1.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
@@ -53,7 +53,7 @@ class Reconciler:
         self._missing_since: dict[str, float] = {}
         self._changed = asyncio.Event()
 
-    def poke(self) -> None:
+    def poke(self, *_: object) -> None:
         """Look again now. To be called in the event loop."""
         self._changed.set()
 
@@ -167,11 +167,13 @@ class Reconciler:
         connects takes its place without a word.
         """
         cluster = self.cluster
+        # Once the connection broke that told of changes, the scheduler is most likely gone.
+        patience = _GONE_TIMEOUT if cluster._watch_worker_status_task.done() else _ANSWER_TIMEOUT
         try:
             comm = cluster.scheduler_comm
-            ncores = await asyncio.wait_for(comm.ncores(), _ANSWER_TIMEOUT)
+            ncores = await asyncio.wait_for(comm.ncores(), patience)
             if ncores.keys() != cluster.scheduler_info["workers"].keys():
-                info = await asyncio.wait_for(comm.identity(), _ANSWER_TIMEOUT)
+                info = await asyncio.wait_for(comm.identity(), patience)
                 cluster.scheduler_info = SchedulerInfo(info)
         except (OSError, asyncio.TimeoutError):
             return False

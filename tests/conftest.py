@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -76,3 +77,17 @@ def until() -> Callable[..., None]:
             time.sleep(0.01)
 
     return until
+
+
+@pytest.fixture
+def holds() -> Callable[..., Awaitable[None]]:
+    """Wait in the event loop until a condition holds."""
+
+    async def holds(condition: Callable[[], object], seconds: float = 30.0) -> None:
+        async def wait() -> None:
+            while not condition():
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(wait(), seconds)
+
+    return holds

@@ -266,7 +266,7 @@ async def test_job_script_launches_nothing(platform):
 
 
 def test_environment_reaches_scheduler_and_workers(platform):
-    env = {"GREETING": "it's $HOME \"quoted\" {1+1}"}
+    env = {"GREETING": 'it\'s $HOME "quoted" {1+1}'}
     with (
         CMLCluster(n_workers=1, env=env, platform="local") as cluster,
         Client(cluster) as client,
@@ -276,7 +276,7 @@ def test_environment_reaches_scheduler_and_workers(platform):
         assert client.run_on_scheduler(os.getenv, "GREETING") == env["GREETING"]
 
 
-@pytest.mark.parametrize("name", ["plain", "it's $HOME \"quoted\" {1+1} \\ ü"])
+@pytest.mark.parametrize("name", ["plain", 'it\'s $HOME "quoted" {1+1} \\ ü'])
 def test_names_with_special_characters(platform, name):
     with CMLCluster(n_workers=1, name=name, platform="local") as cluster, Client(cluster) as client:
         client.wait_for_workers(1, timeout=60)

@@ -11,14 +11,6 @@ from distributed.core import Status
 from dask_cml import CMLCluster, CMLError
 
 
-async def holds(condition, seconds=30):
-    async def wait():
-        while not condition():
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(wait(), seconds)
-
-
 def make(**options):
     return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
 
@@ -39,7 +31,7 @@ async def test_nothing_is_launched_before_the_await(platform):
     await cluster.close()
 
 
-async def test_as_the_sidebar_does(platform):
+async def test_as_the_sidebar_does(platform, holds):
     cluster = await CMLCluster(platform="local", asynchronous=True)
     cluster.scale(2)
     await holds(lambda: len(cluster.scheduler_info["workers"]) == 2)
@@ -59,7 +51,7 @@ async def test_scale_can_be_awaited(platform):
         assert len(cluster.workers) == 1
 
 
-async def test_scale_down_takes_names_of_workers(platform):
+async def test_scale_down_takes_names_of_workers(platform, holds):
     async with make(n_workers=2, cpu=2, processes=2) as cluster:
         await holds(lambda: len(cluster.scheduler_info["workers"]) == 4)
         await cluster.scale_down([f"{cluster.name}-0-1"])
@@ -88,7 +80,7 @@ async def test_a_closed_cluster_does_not_start_again(platform):
         await cluster
 
 
-async def test_close_during_the_start(platform):
+async def test_close_during_the_start(platform, holds):
     platform.inject("stuck", times=3)
     cluster = make(n_workers=2)
     start = asyncio.ensure_future(cluster)
@@ -98,7 +90,7 @@ async def test_close_during_the_start(platform):
         await start
 
 
-async def test_a_cancelled_start_leaves_no_session(platform):
+async def test_a_cancelled_start_leaves_no_session(platform, holds):
     platform.inject("stuck", times=2)
     start = asyncio.ensure_future(make(n_workers=1))
     await holds(lambda: len(platform.sessions()) == 2)
@@ -107,7 +99,7 @@ async def test_a_cancelled_start_leaves_no_session(platform):
         await start
 
 
-async def test_close_during_scale(platform):
+async def test_close_during_scale(platform, holds):
     cluster = await make()
     platform.configure(latency=0.2)
     cluster.scale(3)
@@ -116,7 +108,7 @@ async def test_close_during_scale(platform):
     assert cluster.status == Status.closed
 
 
-async def test_close_with_a_dead_scheduler(platform):
+async def test_close_with_a_dead_scheduler(platform, holds):
     cluster = await make(n_workers=1)
     await holds(lambda: cluster.scheduler_info["workers"])
     platform.evict(cluster.sessions[0].id)
@@ -124,7 +116,7 @@ async def test_close_with_a_dead_scheduler(platform):
     assert cluster.status == Status.closed
 
 
-async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(platform):
+async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(platform, holds):
     cluster = await make(n_workers=1)
     session = cluster.sessions[0].id
     platform.evict(session)
@@ -132,7 +124,7 @@ async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(platform):
     assert session in cluster._cluster_manager_logs[-1][1]
 
 
-async def test_an_idle_cluster_ends(platform):
+async def test_an_idle_cluster_ends(platform, holds):
     cluster = await make(n_workers=1, idle_timeout="1s")
     await holds(lambda: cluster.status == Status.closed)
 
@@ -144,7 +136,7 @@ async def test_an_exception_in_the_block_closes_the_cluster(platform):
     assert cluster.status == Status.closed
 
 
-async def test_the_loop_is_never_blocked(platform):
+async def test_the_loop_is_never_blocked(platform, holds):
     """However slow the API is."""
     platform.configure(latency=0.5)
     loop = asyncio.get_running_loop()

@@ -1,0 +1,164 @@
+"""What SpecCluster does wrong for sessions: each holds for CMLCluster and not for the plain base class."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from concurrent.futures import CancelledError
+
+import pytest
+from distributed import Client
+from distributed.deploy.spec import SpecCluster
+
+from dask_cml import CMLCluster, LaunchRefused
+from dask_cml.options import Options, state_directory
+from dask_cml.processes import CMLScheduler, CMLWorker
+from dask_cml.workers_api import WorkersAPI
+
+
+class PlainCluster(SpecCluster):
+    """The base class on the same scheduler and workers."""
+
+    def __init__(self, module, n_workers=0, **options):
+        options = Options.read(platform="local", **options)
+        folder = state_directory() / options.name
+        folder.mkdir(parents=True)
+        self.api = WorkersAPI(module)
+        self.options = options
+        shared = {"api": self.api, "options": options, "folder": folder}
+        worker = {"cls": CMLWorker, "options": shared}
+        if options.processes > 1:
+            worker["group"] = [f"-{i}" for i in range(options.processes)]
+        super().__init__(
+            scheduler={"cls": CMLScheduler, "options": shared},
+            worker=worker,
+            workers={self._new_worker_name(i): worker for i in range(n_workers)},
+            asynchronous=True,
+            name=options.name,
+        )
+
+    def _new_worker_name(self, worker_number):
+        return f"{self.options.name}-{worker_number}"
+
+
+def names(cluster):
+    return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
+
+
+async def scaling_down_moves_the_data_first(make, platform, holds):
+    cluster = await make(n_workers=3)
+    async with Client(cluster, asynchronous=True) as client:
+        await client.wait_for_workers(3)
+        futures = await client.scatter([*range(30)])
+        cluster.scale(1)
+        await holds(lambda: len(names(cluster)) == 1)
+        assert await asyncio.wait_for(client.gather(futures), 10) == [*range(30)]
+
+
+async def a_lost_worker_is_replaced_under_a_fixed_scale(make, platform, holds):
+    cluster = await make(n_workers=1)
+    await holds(lambda: len(names(cluster)) == 1)
+    [first] = names(cluster)
+    [session] = [each for each in platform.sessions() if each["name"] == first]
+    platform.evict(session["id"])
+    await holds(lambda: names(cluster) and names(cluster) != {first})
+
+
+async def a_lost_session_of_several_processes_is_replaced(make, platform, holds):
+    cluster = await make(n_workers=1, processes=2)
+    await holds(lambda: len(names(cluster)) == 2)
+    lost = names(cluster)
+    [session] = [each for each in platform.sessions() if f"{each['name']}-0" in lost]
+    platform.evict(session["id"])
+    await holds(lambda: len(names(cluster) - lost) == 2)
+
+
+async def a_refused_launch_is_tried_again_by_the_same_scale(make, platform, holds):
+    cluster = await make()
+    platform.inject("refused", times=1)
+    cluster.scale(1)
+    await holds(
+        lambda: any("refused" in str(each) or each["status"] != "running" for each in platform.sessions())
+    )
+    await holds(lambda: not cluster._lock.locked())
+    cluster.scale(1)
+    await holds(lambda: len(names(cluster)) == 1)
+
+
+async def a_worker_that_never_registers_is_replaced(make, platform, holds):
+    platform.inject("hangs", match="-0")
+    cluster = await make(n_workers=1, worker_timeout="3s")
+    await holds(lambda: len(names(cluster)) == 1)
+
+
+async def a_failed_start_keeps_the_class_of_its_cause(make, platform, holds):
+    platform.configure(quota={"sessions": 0})
+    with pytest.raises(RuntimeError) as caught:
+        await make(n_workers=1)
+    assert type(caught.value) is LaunchRefused
+
+
+async def a_failed_start_of_a_worker_leaves_no_session(make, platform, holds):
+    platform.inject("refused", match="-0")
+    with pytest.raises(LaunchRefused):
+        await make(n_workers=1)
+    assert all(each["stop_requested"] for each in platform.sessions())
+
+
+async def memory_is_counted_in_gibibytes(make, platform, holds):
+    cluster = await make(memory=4)
+    cluster.scale(memory="9 GiB")
+    await holds(lambda: len(cluster.workers) == 3)
+
+
+SCENARIOS = [
+    scaling_down_moves_the_data_first,
+    a_lost_worker_is_replaced_under_a_fixed_scale,
+    a_lost_session_of_several_processes_is_replaced,
+    a_refused_launch_is_tried_again_by_the_same_scale,
+    a_worker_that_never_registers_is_replaced,
+    a_failed_start_keeps_the_class_of_its_cause,
+    a_failed_start_of_a_worker_leaves_no_session,
+    memory_is_counted_in_gibibytes,
+]
+
+
+async def play(scenario, make, platform, holds):
+    made = []
+
+    def make_and_remember(**options):
+        made.append(make(**options))
+        return made[-1]
+
+    try:
+        await scenario(make_and_remember, platform, holds)
+    finally:
+        for cluster in made:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(cluster.close(), 20)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+async def test_it_holds_for_cmlcluster(scenario, platform, holds):
+    make = functools.partial(CMLCluster, platform="local", asynchronous=True, quiet=True)
+    await play(scenario, make, platform, holds)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+async def test_it_does_not_hold_for_the_base_class(scenario, platform, holds):
+    apis = []
+
+    def make(**options):
+        cluster = PlainCluster(platform, **options)
+        apis.append(cluster.api)
+        return cluster
+
+    held = True
+    try:
+        await play(scenario, make, platform, functools.partial(holds, seconds=8))
+    except (Exception, CancelledError):
+        held = False
+    for api in apis:  # what the base class leaves
+        await api.close()
+    assert not held
