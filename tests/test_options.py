@@ -1,0 +1,411 @@
+"""Options: where each comes from, and what is refused before anything is launched."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import dask.config
+import pytest
+import yaml
+from stub import Stub
+
+import dask_cml
+from dask_cml import CMLCluster
+from dask_cml.options import Options, state_directory
+
+PACKAGE = Path(dask_cml.__file__).parent
+DEFAULTS = yaml.safe_load((PACKAGE / "cml.yaml").read_text())["cml"]
+NOT_OPTIONS = {"self", "asynchronous", "loop", "silence_logs", "quiet"}  # they are Dask's
+ARGUMENTS = [name for name in inspect.signature(CMLCluster.__init__).parameters if name not in NOT_OPTIONS]
+
+#: Of each option: a value, the environment variable's text for it, where it is in Options, and what is there.
+EXAMPLES = {
+    "n_workers": (3, "3", "n_workers", 3),
+    "cpu": (2.5, "2.5", "worker.cpu", 2.5),
+    "memory": ("16 GiB", "16 GiB", "worker.memory", 16),
+    "nvidia_gpu": (1, "1", "worker.nvidia_gpu", 1),
+    "nthreads": (8, "8", "nthreads", 8),
+    "processes": (2, "2", "processes", 2),
+    "scheduler_cpu": (0.5, "0.5", "scheduler.cpu", 0.5),
+    "scheduler_memory": (4, "4", "scheduler.memory", 4),
+    "env": ({"A": "1"}, '{"A": "1"}', "env", {"A": "1"}),
+    "worker_args": (["--lifetime", "1h"], '["--lifetime", "1h"]', "worker_args", ("--lifetime", "1h")),
+    "scheduler_args": (["--no-show"], '["--no-show"]', "scheduler_args", ("--no-show",)),
+    "worker_class": ("my.Worker", "my.Worker", "worker_class", "my.Worker"),
+    "launch_options": ({"kernel": "r"}, '{"kernel": "r"}', "launch_options", {"kernel": "r"}),
+    "name": ("mine", "mine", "name", "mine"),
+    "scheduler_timeout": ("2 minutes", "2 minutes", "scheduler_timeout", 120),
+    "worker_timeout": (30, "30", "worker_timeout", 30),
+    "idle_timeout": ("1 hour", "1 hour", "idle_timeout", 3600),
+    "log_directory": ("/logs", "/logs", "log_directory", "/logs"),
+    "shutdown_on_close": (False, "False", "shutdown_on_close", False),
+    "platform": ("local", "local", "platform", "local"),
+}
+
+
+def of(options, where):
+    for name in where.split("."):
+        options = getattr(options, name)
+    return options
+
+
+def key(argument):
+    return f"cml.{argument.replace('_', '-')}"
+
+
+@pytest.fixture(autouse=True)
+def defaults():
+    """The defaults, whatever the machine is configured to."""
+    with dask.config.set({"cml": copy.deepcopy(DEFAULTS)}):
+        yield
+
+
+# -- where options come from
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_every_argument_has_a_config_key_and_an_example_here(argument):
+    assert argument.replace("_", "-") in DEFAULTS
+    assert argument in EXAMPLES
+
+
+def test_without_arguments_and_configuration_the_defaults_stand():
+    options = Options.read()
+    assert (options.n_workers, options.nthreads, options.processes) == (0, 1, 1)
+    assert (options.worker.cpu, options.worker.memory, options.worker.nvidia_gpu) == (1, 2, 0)
+    assert (options.scheduler.cpu, options.scheduler.memory) == (1, 2)
+    assert (options.scheduler_timeout, options.worker_timeout, options.idle_timeout) == (90, 600, None)
+    assert (options.env, options.launch_options, options.worker_args, options.scheduler_args) == (
+        {},
+        {},
+        (),
+        (),
+    )
+    assert (options.worker_class, options.log_directory) == (None, None)
+    assert (options.shutdown_on_close, options.platform) == (True, "auto")
+
+
+@pytest.mark.parametrize("argument", EXAMPLES)
+def test_an_option_is_read_from_the_configuration(argument):
+    value, _, where, expected = EXAMPLES[argument]
+    assert of(Options.read(), where) != expected
+    with dask.config.set({key(argument): value}):
+        assert of(Options.read(), where) == expected
+
+
+@pytest.mark.parametrize("argument", EXAMPLES)
+def test_an_argument_goes_over_the_configuration(argument):
+    value, _, where, expected = EXAMPLES[argument]
+    with dask.config.set({key(argument): "of the configuration"}):
+        assert of(Options.read(**{argument: value}), where) == expected
+
+
+@pytest.mark.parametrize("argument", EXAMPLES)
+def test_the_default_has_no_second_home_in_the_code(argument):
+    """Without the key of cml.yaml the option cannot be read."""
+    left = {name: value for name, value in DEFAULTS.items() if name != argument.replace("_", "-")}
+    with dask.config.set({"cml": left}), pytest.raises(KeyError):
+        Options.read()
+
+
+def test_environment_variables_set_options():
+    variables = {f"DASK_CML__{name.upper()}": text for name, (_, text, _, _) in EXAMPLES.items()}
+    program = "import dataclasses, json; from dask_cml.options import Options; "
+    program += "print(json.dumps(dataclasses.asdict(Options.read())))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = Options.read(**{name: value for name, (value, _, _, _) in EXAMPLES.items()})
+    assert json.loads(done.stdout) == json.loads(json.dumps(asdict(expected)))
+
+
+def test_the_state_directory_is_absolute_and_knows_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert state_directory() == Path("/home/someone/.dask-cml")
+    with dask.config.set({"cml.state-directory": "here"}):
+        assert state_directory() == Path.cwd() / "here"
+
+
+# -- the schema
+
+
+def test_the_defaults_are_valid_by_the_schema():
+    import jsonschema
+
+    schema = yaml.safe_load((PACKAGE / "cml-schema.yaml").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.Draft202012Validator(schema).validate({"cml": DEFAULTS})
+
+
+def test_defaults_and_schema_have_the_same_keys_and_every_key_is_described():
+    schema = yaml.safe_load((PACKAGE / "cml-schema.yaml").read_text())["properties"]["cml"]
+
+    def compare(values, schema):
+        assert values.keys() == schema["properties"].keys()
+        for name, described in schema["properties"].items():
+            assert described["description"].strip()
+            if "properties" in described:
+                compare(values[name], described)
+
+    compare(DEFAULTS, schema)
+
+
+@pytest.mark.parametrize("argument", EXAMPLES)
+def test_the_schema_allows_what_the_code_allows(argument):
+    import jsonschema
+
+    schema = yaml.safe_load((PACKAGE / "cml-schema.yaml").read_text())
+    value = EXAMPLES[argument][0]
+    jsonschema.Draft202012Validator(schema).validate({"cml": {argument.replace("_", "-"): value}})
+
+
+# -- what values mean
+
+
+@pytest.mark.parametrize(
+    ("memory", "gib"),
+    [
+        (16, 16),
+        (0.5, 0.5),
+        ("16", 16),
+        (" 16 ", 16),
+        ("16 GiB", 16),
+        ("1.5GiB", 1.5),
+        ("512 MiB", 0.5),
+        ("2 TiB", 2048),
+        ("16 GB", 16e9 / 2**30),
+        pytest.param(
+            "16.5",
+            16.5,
+            marks=pytest.mark.xfail(reason="a fraction without a unit is taken for bytes, not for GiB"),
+        ),
+    ],
+)
+def test_memory_is_in_gib_unless_it_says_another_unit(memory, gib):
+    options = Options.read(memory=memory, scheduler_memory=memory)
+    assert options.worker.memory == pytest.approx(gib)
+    assert options.scheduler.memory == pytest.approx(gib)
+
+
+@pytest.mark.parametrize(
+    ("options", "nthreads"),
+    [
+        ({"cpu": 4}, 4),
+        ({"cpu": 0.5}, 1),
+        ({"cpu": 3.9}, 3),
+        ({"cpu": 4, "processes": 2}, 4),
+        ({"cpu": 7, "processes": 2}, 6),
+        ({"cpu": 2, "processes": 4}, 4),
+        ({"cpu": 4, "nthreads": 8}, 8),
+    ],
+)
+def test_threads_are_as_many_as_whole_cpus_and_shared_evenly(options, nthreads):
+    assert Options.read(**options).nthreads == nthreads
+
+
+@pytest.mark.parametrize("seconds", [3, "3", "3s", "3000 ms", timedelta(seconds=3)])
+def test_times_are_seconds_unless_they_say_another_unit(seconds):
+    assert Options.read(worker_timeout=seconds).worker_timeout == 3
+
+
+def test_names_are_random_by_default():
+    assert Options.read().name != Options.read().name
+
+
+def test_a_log_directory_may_be_a_path_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert Options.read(log_directory=Path("~/logs")).log_directory == "/home/someone/logs"
+
+
+def test_later_changes_of_what_was_given_change_nothing():
+    env, arguments = {"A": "1"}, ["--no-show"]
+    options = Options.read(env=env, scheduler_args=arguments)
+    env["B"] = "2"
+    arguments.append("--show")
+    assert options.env == {"A": "1"}
+    assert options.scheduler_args == ("--no-show",)
+
+
+@pytest.mark.xfail(
+    raises=OSError, reason="a name is bounded in characters, but file names are in bytes: 100 may be 300"
+)
+def test_every_allowed_name_can_be_part_of_a_file_name(tmp_path):
+    name = Options.read(name="字" * 100).name
+    (tmp_path / f"{name}-scheduler.log").touch()
+
+
+# -- what is refused
+
+NUMBER = "a number above 0"
+COUNT = "a whole number of at least 0"
+POSITIVE_COUNT = "a whole number of at least 1"
+GIB = "GiB as a number above 0"
+SECONDS = "seconds as a number above 0"
+NAME = "1 to 100 printable characters"
+STRINGS = "a list of strings"
+NAN, INFINITE = float("nan"), float("inf")
+
+REFUSED = [
+    ("n_workers", -1, ValueError, COUNT),
+    ("n_workers", 1.5, ValueError, COUNT),
+    ("n_workers", NAN, ValueError, COUNT),
+    ("n_workers", INFINITE, ValueError, COUNT),
+    ("n_workers", True, TypeError, COUNT),
+    ("n_workers", "2", TypeError, COUNT),
+    ("cpu", 0, ValueError, NUMBER),
+    ("cpu", -1, ValueError, NUMBER),
+    ("cpu", NAN, ValueError, NUMBER),
+    ("cpu", INFINITE, ValueError, NUMBER),
+    ("cpu", "many", TypeError, NUMBER),
+    ("cpu", True, TypeError, NUMBER),
+    ("cpu", [1], TypeError, NUMBER),
+    ("memory", 0, ValueError, GIB),
+    ("memory", -1, ValueError, GIB),
+    ("memory", NAN, ValueError, GIB),
+    ("memory", "lots", ValueError, GIB),
+    ("memory", "16 apples", ValueError, GIB),
+    ("memory", "nan", ValueError, GIB),
+    ("memory", True, TypeError, GIB),
+    ("memory", b"16 GiB", TypeError, GIB),
+    ("nvidia_gpu", -1, ValueError, COUNT),
+    ("nvidia_gpu", 0.5, ValueError, COUNT),
+    ("nvidia_gpu", "A100", TypeError, COUNT),
+    ("nthreads", 0, ValueError, POSITIVE_COUNT),
+    ("nthreads", "4", TypeError, POSITIVE_COUNT),
+    ("processes", 0, ValueError, POSITIVE_COUNT),
+    ("processes", 1.5, ValueError, POSITIVE_COUNT),
+    ("processes", False, TypeError, POSITIVE_COUNT),
+    ("scheduler_cpu", 0, ValueError, NUMBER),
+    ("scheduler_cpu", "many", TypeError, NUMBER),
+    ("scheduler_memory", -1, ValueError, GIB),
+    ("scheduler_memory", "lots", ValueError, GIB),
+    ("env", ["A=1"], TypeError, "a mapping of names to strings"),
+    ("env", {"A": 1}, TypeError, "'A': 1 is none"),
+    ("env", {1: "A"}, TypeError, "1: 'A' is none"),
+    ("env", {"": "1"}, ValueError, "'' cannot be a name"),
+    ("env", {"A=B": "1"}, ValueError, "'A=B' cannot be a name"),
+    ("env", {"A": "\0"}, ValueError, "a mapping of names to strings"),
+    ("worker_args", "--lifetime 1h", TypeError, STRINGS),
+    ("worker_args", 3, TypeError, STRINGS),
+    ("worker_args", ["--lifetime", 3600], TypeError, "3600 is none"),
+    ("worker_args", ["--nthreads", "3"], ValueError, "use the argument nthreads"),
+    ("worker_args", ["--nthreads=3"], ValueError, "use the argument nthreads"),
+    ("worker_args", ["--memory-limit", "auto"], ValueError, "use the argument memory"),
+    ("worker_args", ["--nworkers", "3"], ValueError, "use the argument processes"),
+    ("worker_args", ["--name", "mine"], ValueError, "use the argument name"),
+    ("worker_args", ["--worker-class", "my.Worker"], ValueError, "use the argument worker_class"),
+    ("worker_args", ["--scheduler-file", "/file"], ValueError, "the cluster sets it"),
+    ("scheduler_args", "--no-show", TypeError, STRINGS),
+    ("scheduler_args", ["--port", "1"], ValueError, "the cluster sets it"),
+    ("scheduler_args", ["--idle-timeout=1h"], ValueError, "use the argument idle_timeout"),
+    ("scheduler_args", ["--dashboard-address", ":1"], ValueError, "the cluster sets it"),
+    ("worker_class", "", TypeError, "text, or None"),
+    ("worker_class", dict, TypeError, "text, or None"),
+    ("launch_options", [("kernel", "r")], TypeError, "a mapping of more parameters of launch_workers"),
+    ("launch_options", {3: "cpu"}, TypeError, "a mapping of more parameters of launch_workers"),
+    ("launch_options", {"cpu": 3}, ValueError, "use the argument cpu"),
+    ("launch_options", {"n": 3}, ValueError, "use the argument n_workers"),
+    ("launch_options", {"code": "pass"}, ValueError, "the cluster sets it"),
+    ("name", "", ValueError, NAME),
+    ("name", "a/b", ValueError, NAME),
+    ("name", "..", ValueError, NAME),
+    ("name", "-x", ValueError, NAME),
+    ("name", "two\nlines", ValueError, NAME),
+    ("name", "x" * 101, ValueError, NAME),
+    ("name", 3, TypeError, NAME),
+    ("scheduler_timeout", 0, ValueError, SECONDS),
+    ("scheduler_timeout", "soon", ValueError, SECONDS),
+    ("scheduler_timeout", "-5s", ValueError, SECONDS),
+    ("scheduler_timeout", NAN, ValueError, SECONDS),
+    ("worker_timeout", "5 parsecs", ValueError, SECONDS),
+    ("worker_timeout", INFINITE, ValueError, SECONDS),
+    ("idle_timeout", 0, ValueError, SECONDS),
+    ("idle_timeout", "never", ValueError, SECONDS),
+    ("log_directory", 3, TypeError, "the path of a folder"),
+    ("shutdown_on_close", 1, TypeError, "True or False"),
+    ("shutdown_on_close", "no", TypeError, "True or False"),
+    ("platform", "kubernetes", ValueError, "one of 'auto', 'local'"),
+]
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """What a cluster would launch its sessions with."""
+    stub = Stub()
+    monkeypatch.setattr("dask_cml.cluster.load_platform", lambda platform: stub)
+    yield stub
+    assert stub.calls == []
+
+
+@pytest.mark.parametrize(("argument", "value", "error", "allowed"), REFUSED)
+def test_a_bad_value_is_refused_with_what_is_allowed_and_nothing_is_launched(
+    stub, argument, value, error, allowed
+):
+    with pytest.raises(error) as caught:
+        CMLCluster(**{argument: value})
+    assert f"{argument}={value!r} is not allowed" in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(("argument", "value", "error"), [row[:3] for row in REFUSED])
+def test_a_bad_value_of_the_configuration_is_refused_alike(stub, argument, value, error):
+    with dask.config.set({key(argument): value}), pytest.raises(error) as caught:
+        CMLCluster()
+    assert f"{argument}={value!r} is not allowed" in str(caught.value)
+
+
+@pytest.mark.xfail(raises=pytest.fail.Exception, reason="empty text is taken for 1 byte")
+@pytest.mark.parametrize("memory", ["", " "])
+def test_empty_text_is_no_memory(memory):
+    with pytest.raises(ValueError, match="memory="):
+        Options.read(memory=memory)
+
+
+@pytest.mark.xfail(raises=IndexError, reason="parse_timedelta has an IndexError for empty text")
+@pytest.mark.parametrize("seconds", ["", " "])
+def test_empty_text_is_no_time(seconds):
+    with pytest.raises(ValueError, match="worker_timeout="):
+        Options.read(worker_timeout=seconds)
+
+
+@pytest.mark.xfail(reason="the message has what the text was made into")
+@pytest.mark.parametrize("memory", ["-2 GiB", "0 GiB"])
+def test_refused_memory_is_told_as_it_was_given(memory):
+    with pytest.raises(ValueError, match="is not allowed") as caught:
+        Options.read(memory=memory)
+    assert f"memory={memory!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("argument", ["worker_args", "scheduler_args", "worker_class", "log_directory"])
+@pytest.mark.xfail(raises=pytest.fail.Exception, reason="the zero byte is seen by Popen and open alone")
+def test_text_that_no_program_can_be_given_is_refused(argument):
+    value = "a\0b"
+    with pytest.raises(ValueError, match=argument):
+        Options.read(**{argument: [value] if argument.endswith("args") else value})
+
+
+def test_threads_that_processes_cannot_share_evenly_are_refused(stub):
+    with pytest.raises(ValueError, match=r"nthreads=6 is not allowed; give a multiple of processes=4"):
+        CMLCluster(processes=4, nthreads=6)
+
+
+def test_a_launch_option_that_the_platform_lacks_is_refused_by_name(stub):
+    with pytest.raises(ValueError, match=r"no parameter no_such_thing; it has n, cpu, memory"):
+        CMLCluster(launch_options={"no_such_thing": 3})
+
+
+def test_an_unknown_argument_is_a_type_error(stub):
+    with pytest.raises(TypeError, match="no_such_argument"):
+        CMLCluster(no_such_argument=3)
