@@ -16,14 +16,16 @@ from distributed.core import Status, rpc
 from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
+from distributed.security import Security
 from distributed.utils import NoOpAwaitable, silence_logging_cmgr
 
+from dask_cml import keys
 from dask_cml.adaptive import CMLAdaptive
 from dask_cml.commands import SCHEDULER_FILE
 from dask_cml.ending import end_at_exit, no_longer_end_at_exit
 from dask_cml.errors import CMLError
 from dask_cml.options import Options, gibibytes, integer, positive, state_directory
-from dask_cml.processes import CMLScheduler, CMLWorker, Session
+from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
 from dask_cml.reconciler import Reconciler
 from dask_cml.tasks import cancel
 from dask_cml.workers_api import WorkersAPI, load_platform
@@ -68,6 +70,8 @@ class CMLCluster(SpecCluster):
         More parameters of the platform's ``launch_workers``, e.g. ``accelerator_label_id``.
     name : str, optional
         The cluster's name. Default: a random one.
+    security : bool or distributed.Security, optional
+        True: TLS with keys made for this cluster, which go with it. Default False.
     scheduler_timeout : float or str, optional
         Seconds, or a string such as ``"90s"``, within which the scheduler must answer. Default 90 s.
     worker_timeout : float or str, optional
@@ -115,6 +119,7 @@ class CMLCluster(SpecCluster):
     scheduler: CMLScheduler
     scheduler_comm: Any
     loop: Any
+    _watch_worker_status_task: Any
     workers: dict[str, CMLWorker]
 
     def __init__(
@@ -134,6 +139,7 @@ class CMLCluster(SpecCluster):
         worker_class: str | None = None,
         launch_options: Mapping[str, Any] | None = None,
         name: str | None = None,
+        security: bool | Security | None = None,
         scheduler_timeout: float | str | None = None,
         worker_timeout: float | str | None = None,
         idle_timeout: float | str | None = None,
@@ -162,6 +168,7 @@ class CMLCluster(SpecCluster):
             worker_class=worker_class,
             launch_options=launch_options,
             name=name,
+            security=security,
             scheduler_timeout=scheduler_timeout,
             worker_timeout=worker_timeout,
             idle_timeout=idle_timeout,
@@ -172,6 +179,7 @@ class CMLCluster(SpecCluster):
         self.api = WorkersAPI(load_platform(self.options.platform))
         self.api.check_options(self.options.launch_options)
         self.folder = state_directory() / self.options.name
+        self._keys: Security | None = None
         self.wanted = self.options.n_workers
         self.spec_lock = threading.RLock()
         self.reconciler = Reconciler(self)
@@ -226,7 +234,8 @@ class CMLCluster(SpecCluster):
         self.quiet = self._quiet
         self._lock = asyncio.Lock()
         await asyncio.to_thread(self._make_folder)
-        self.scheduler = CMLScheduler(self.api, self.options, self.folder)
+        self.security = self._keys or Security()
+        self.scheduler = CMLScheduler(self.api, self.options, self.folder, self._keys)
         with self.spec_lock:
             while len(self.worker_spec) < self.wanted:
                 self.worker_spec.update(self.new_worker_spec())
@@ -238,7 +247,7 @@ class CMLCluster(SpecCluster):
         except BaseException:
             await cancel(*tasks)
             raise
-        self.scheduler_comm = rpc(self.scheduler.address)
+        self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self._keys))
         await Cluster._start(self)
         self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
         self._keeping = asyncio.create_task(self.reconciler.run())
@@ -246,6 +255,8 @@ class CMLCluster(SpecCluster):
     def _make_folder(self) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.folder / SCHEDULER_FILE).unlink(missing_ok=True)
+        self._keys, files = keys.as_files(self.options.security, self.folder)
+        keys.write(files)
         if self.options.log_directory is not None:
             Path(self.options.log_directory).mkdir(parents=True, exist_ok=True)
 
@@ -401,7 +412,9 @@ class CMLCluster(SpecCluster):
     def make_worker(self, key: str) -> CMLWorker:
         """Make the worker of this name, unlaunched."""
         address = getattr(self.scheduler, "address", None)
-        return CMLWorker(address, key, api=self.api, options=self.options, folder=self.folder)
+        return CMLWorker(
+            address, key, api=self.api, options=self.options, folder=self.folder, security=self._keys
+        )
 
     async def _correct_state_internal(self) -> None:
         async with self._lock:
@@ -448,7 +461,9 @@ class CMLCluster(SpecCluster):
         --------
         >>> print(CMLCluster(cpu=4, asynchronous=True).job_script())  # doctest: +SKIP
         """
-        scheduler = self.scheduler or CMLScheduler(self.api, self.options, self.folder)
+        if self._keys is None:  # the paths, for what is not started; no file is written
+            self._keys, _ = keys.as_files(self.options.security, self.folder)
+        scheduler = self.scheduler or CMLScheduler(self.api, self.options, self.folder, self._keys)
         worker = self.make_worker(self._new_worker_name(self._i))
         return f"{scheduler.plan}\n{worker.plan}"
 

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from distributed.security import Security
+
+from dask_cml import keys
 from dask_cml.options import Options, SessionSize
 
 SCHEDULER_FILE = "scheduler.json"
@@ -81,7 +84,9 @@ class SessionPlan:
         return "\n".join([head, *(f"# env {k}={v!r}" for k, v in self.env.items()), self.code])
 
 
-def plan_scheduler(options: Options, folder: Path, host: str, port: int) -> SessionPlan:
+def plan_scheduler(
+    options: Options, folder: Path, host: str, port: int, security: Security | None = None
+) -> SessionPlan:
     """Plan the scheduler's session.
 
     Parameters
@@ -92,18 +97,23 @@ def plan_scheduler(options: Options, folder: Path, host: str, port: int) -> Sess
         The cluster's folder on the project file system; the scheduler writes its scheduler file there.
     host, port : str, int
         Where the scheduler listens in its session.
+    security : Security, optional
+        Its keys, as files.
     """
     command = _dask("scheduler", "--host", host, "--port", str(port))
     command += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
     if options.idle_timeout is not None:
         command += ["--idle-timeout", f"{options.idle_timeout} seconds"]
-    command += options.scheduler_args
+    command += [*keys.arguments(security, "scheduler"), *options.scheduler_args]
     title = f"The scheduler of the Dask cluster {options.name!r}"
     name = f"{options.name}-scheduler"
-    return _plan(options, folder, name, options.scheduler, title, command, more=_DASHBOARD)
+    env = {**options.env, **keys.environment(security)}
+    return _plan(options, folder, name, options.scheduler, title, command, env, more=_DASHBOARD)
 
 
-def plan_worker(options: Options, folder: Path, name: str, address: str | None) -> SessionPlan:
+def plan_worker(
+    options: Options, folder: Path, name: str, address: str | None, security: Security | None = None
+) -> SessionPlan:
     """Plan a worker session.
 
     Parameters
@@ -116,6 +126,8 @@ def plan_worker(options: Options, folder: Path, name: str, address: str | None) 
         The Dask worker's name. With more than one process, ``-0``, ``-1`` and so on are appended.
     address : str or None
         The scheduler's. None: it is not known yet, and the worker finds it in the scheduler file.
+    security : Security, optional
+        Its keys, as files.
     """
     meanwhile = ""
     command = _dask("worker")
@@ -133,9 +145,10 @@ def plan_worker(options: Options, folder: Path, name: str, address: str | None) 
     command += ["--no-dashboard"]
     if options.worker_class is not None:
         command += ["--worker-class", options.worker_class]
-    command += options.worker_args
+    command += [*keys.arguments(security, "worker"), *options.worker_args]
     title = f"A worker of the Dask cluster {options.name!r}"
-    return _plan(options, folder, name, options.worker, title, command, meanwhile=meanwhile)
+    env = {**options.env, **keys.environment(security)}
+    return _plan(options, folder, name, options.worker, title, command, env, meanwhile=meanwhile)
 
 
 def _dask(program: str, *arguments: str) -> list[str]:
@@ -150,9 +163,10 @@ def _plan(
     size: SessionSize,
     title: str,
     command: list[str],
+    env: Mapping[str, str],
     more: str = "",
     meanwhile: str = "",
 ) -> SessionPlan:
     log = Path(options.log_directory or folder) / f"{name}.log"
     code = _CODE.format(title=title, command=command, more=more, log=str(log), meanwhile=meanwhile)
-    return SessionPlan(name, size, code, {"PYTHONUNBUFFERED": "1", **options.env}, log)
+    return SessionPlan(name, size, code, {"PYTHONUNBUFFERED": "1", **env}, log)

@@ -14,6 +14,7 @@ from typing import Any
 import dask.config
 import yaml
 from dask.utils import parse_bytes, parse_timedelta
+from distributed.security import Security
 
 _DEFAULTS = Path(__file__).with_name("cml.yaml")
 dask.config.update_defaults(yaml.safe_load(_DEFAULTS.read_text()))
@@ -25,7 +26,11 @@ _OWN_WORKER_ARGS = {
     "--name": "name",
     "--nthreads": "nthreads",
     "--nworkers": "processes",
+    "--protocol": "security",
     "--scheduler-file": None,
+    "--tls-ca-file": "security",
+    "--tls-cert": "security",
+    "--tls-key": "security",
     "--worker-class": "worker_class",
 }
 _OWN_SCHEDULER_ARGS = {
@@ -33,7 +38,11 @@ _OWN_SCHEDULER_ARGS = {
     "--host": None,
     "--idle-timeout": "idle_timeout",
     "--port": None,
+    "--protocol": "security",
     "--scheduler-file": None,
+    "--tls-ca-file": "security",
+    "--tls-cert": "security",
+    "--tls-key": "security",
 }
 #: Parameters of launch_workers that have an option of their own here, or none.
 _OWN_LAUNCH_OPTIONS = {
@@ -73,6 +82,7 @@ class Options:
     launch_options: Mapping[str, Any]
     log_directory: str | None
     name: str
+    security: bool | Security
     scheduler_timeout: float
     worker_timeout: float
     idle_timeout: float | None
@@ -109,6 +119,7 @@ class Options:
             launch_options=get("launch_options", _launch_options),
             log_directory=get("log_directory", _folder_or_none),
             name=get("name", _name),
+            security=get("security", _security),
             scheduler_timeout=get("scheduler_timeout", _seconds),
             worker_timeout=get("worker_timeout", _seconds),
             idle_timeout=get("idle_timeout", _seconds_or_none),
@@ -245,6 +256,12 @@ def _name(argument: str, value: Any) -> str:
         raise TypeError(_message(argument, value, allowed))
     if not 1 <= len(value) <= 100 or value[0] in ".-" or "/" in value or not value.isprintable():
         raise ValueError(_message(argument, value, allowed))
+    return value
+
+
+def _security(argument: str, value: Any) -> bool | Security:
+    if not isinstance(value, (bool, Security)):
+        raise TypeError(_message(argument, value, "True, False or a distributed Security"))
     return value
 
 

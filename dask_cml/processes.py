@@ -15,6 +15,7 @@ from typing import Any
 
 from distributed.core import Status, rpc
 from distributed.deploy.spec import ProcessInterface
+from distributed.security import Security
 
 from dask_cml.commands import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
@@ -158,18 +159,23 @@ class CMLScheduler(CMLProcess):
         The cluster's.
     folder : Path
         The cluster's folder on the project file system.
+    security : Security, optional
+        The cluster's keys, as files.
     """
 
     role = "scheduler"
 
-    def __init__(self, api: WorkersAPI, options: Options, folder: Path) -> None:
+    def __init__(
+        self, api: WorkersAPI, options: Options, folder: Path, security: Security | None = None
+    ) -> None:
         self.options = options
+        self.security = security
         self.scheduler_file = folder / SCHEDULER_FILE
         # On a laptop all sessions share one network, so the port must be free, and nobody else may come in.
         shared = api.shares_host_network
         self.port = _free_port() if shared else _SCHEDULER_PORT
         host = "127.0.0.1" if shared else "0.0.0.0"
-        super().__init__(api, plan_scheduler(options, folder, host, self.port))
+        super().__init__(api, plan_scheduler(options, folder, host, self.port, security))
 
     async def start(self) -> None:
         """Launch the session and wait until the scheduler answers.
@@ -216,11 +222,12 @@ class CMLScheduler(CMLProcess):
 
     def _guess(self) -> str | None:
         """Where the scheduler must be, should the scheduler file be late, as it may be over NFS."""
-        return f"tcp://{self.ip_address}:{self.port}" if self.ip_address else None
+        protocol = "tcp" if self.security is None else "tls"
+        return f"{protocol}://{self.ip_address}:{self.port}" if self.ip_address else None
 
     async def _answers(self, address: str) -> bool:
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            async with rpc(address) as scheduler:
+            async with rpc(address, connection_args=connection_args(self.security)) as scheduler:
                 await asyncio.wait_for(scheduler.identity(), _ANSWER_TIMEOUT)
                 return True
         return False
@@ -241,15 +248,29 @@ class CMLWorker(CMLProcess):
         The cluster's.
     folder : Path
         The cluster's folder on the project file system.
+    security : Security, optional
+        The cluster's keys, as files.
     """
 
     role = "worker"
 
     def __init__(
-        self, scheduler: str | None, name: str, *, api: WorkersAPI, options: Options, folder: Path
+        self,
+        scheduler: str | None,
+        name: str,
+        *,
+        api: WorkersAPI,
+        options: Options,
+        folder: Path,
+        security: Security | None = None,
     ) -> None:
         self.options = options
-        super().__init__(api, plan_worker(options, folder, name, scheduler))
+        super().__init__(api, plan_worker(options, folder, name, scheduler, security))
+
+
+def connection_args(security: Security | None) -> dict[str, Any]:
+    """Return what a connection to the scheduler needs."""
+    return (security or Security()).get_connection_args("client")
 
 
 def _free_port() -> int:

@@ -18,6 +18,6 @@ async def cancel(*tasks: asyncio.Future | None) -> None:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_PATIENCE)
-    for task in tasks:
-        if task is not None and not task.cancelled():
-            task.exception()  # or asyncio complains that nobody asked for it
+    for over in filter(None, tasks):
+        if not over.cancelled():
+            over.exception()  # or asyncio complains that nobody asked for it

@@ -1,0 +1,105 @@
+"""TLS keys as files that their owner alone can read.
+
+Sessions are given the paths, so that no key is in code, command lines, environments or logs.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from distributed.security import Security
+
+_FOLDER = "keys"
+_FIELDS = (
+    "tls_ca_file",
+    "tls_client_cert",
+    "tls_client_key",
+    "tls_scheduler_cert",
+    "tls_scheduler_key",
+    "tls_worker_cert",
+    "tls_worker_key",
+)
+
+
+def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, dict[Path, str]]:
+    """Return the security of a cluster with every key a file, and the files to be written for that.
+
+    Parameters
+    ----------
+    security : bool or Security
+        True: new keys that serve this cluster alone. A Security is taken as it is.
+    folder : Path
+        The cluster's folder on the project file system.
+
+    Raises
+    ------
+    ImportError
+        If new keys are wanted and ``cryptography`` is not installed.
+    ValueError
+        If a Security lacks what scheduler, workers and clients need.
+    """
+    if not security:
+        return None, {}
+    given = _temporary() if security is True else security
+    missing = [field for field in _FIELDS if getattr(given, field) is None]
+    if missing:
+        raise ValueError(f"security={given!r} is not allowed; it lacks {', '.join(missing)}")
+    result = copy.copy(given)
+    files = {}
+    for field in _FIELDS:
+        value = getattr(given, field)
+        if "-----BEGIN" in value:
+            path = folder / _FOLDER / f"{field}.pem"
+            files[path] = value
+            setattr(result, field, str(path))
+        else:
+            setattr(result, field, os.path.abspath(value))
+    result.require_encryption = True
+    return result, files
+
+
+def _temporary() -> Security:
+    try:
+        return Security.temporary()
+    except ImportError as error:
+        raise ImportError(
+            'security=True needs the package cryptography: pip install "dask-cml[tls]"'
+        ) from error
+
+
+def write(files: Mapping[Path, str]) -> None:
+    """Write key files, for their owner only."""
+    for path, content in files.items():
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(content)
+
+
+def paths(security: Security | None) -> dict[str, str] | None:
+    """Return where the keys are, as a record of the cluster says it."""
+    return None if security is None else {field: getattr(security, field) for field in _FIELDS}
+
+
+def from_paths(paths: Mapping[str, str] | None) -> Security | None:
+    """Return the security of a cluster from what :func:`paths` gave."""
+    return None if paths is None else Security(require_encryption=True, **paths)
+
+
+def arguments(security: Security | None, role: str) -> list[str]:
+    """Return the command-line arguments of ``dask scheduler`` or ``dask worker``."""
+    if security is None:
+        return []
+    tls = security.get_tls_config_for_role(role)
+    return ["--protocol", "tls"] + [
+        part
+        for field in ("ca_file", "cert", "key")
+        for part in (f"--tls-{field.replace('_', '-')}", tls[field])
+    ]
+
+
+def environment(security: Security | None) -> dict[str, str]:
+    """Return the environment that makes Dask in a session refuse what is not encrypted."""
+    return {} if security is None else {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "True"}

@@ -1,0 +1,94 @@
+"""What speaks with a cluster of ``security=True`` must have its keys, which are in their files alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+from distributed.security import Security
+
+from dask_cml import CMLCluster
+
+
+@pytest.fixture
+async def cluster(platform):
+    async with CMLCluster(
+        n_workers=1, security=True, platform="local", asynchronous=True, quiet=True
+    ) as cluster:
+        yield cluster
+
+
+async def computes(address, **options):
+    async with Client(address, asynchronous=True, timeout=5, **options) as client:
+        return await client.submit(sum, [1, 2])
+
+
+async def test_a_client_of_the_cluster_finds_the_keys(cluster):
+    assert cluster.scheduler_address.startswith("tls://")
+    assert await computes(cluster) == 3
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "tls"])
+@pytest.mark.parametrize("keys", ["none", "others"])
+async def test_a_client_without_the_clusters_keys_gets_nothing(cluster, protocol, keys):
+    address = cluster.scheduler_address.replace("tls", protocol)
+    security = Security() if keys == "none" else Security.temporary()
+    security.require_encryption = False
+    with pytest.raises((OSError, TypeError)):
+        await computes(address, security=security)
+
+
+async def test_keys_are_for_their_owner_only_and_go_with_the_cluster(platform):
+    async with CMLCluster(security=True, platform="local", asynchronous=True) as cluster:
+        folder = cluster.folder / "keys"
+        assert stat.S_IMODE(cluster.folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        files = [*folder.iterdir()]
+        assert files
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert not folder.exists()
+
+
+async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, platform, holds):
+    await holds(lambda: cluster.scheduler_info["workers"])
+    secrets = {
+        line
+        for file in (cluster.folder / "keys").glob("*_key.pem")
+        for line in file.read_text().splitlines()
+        if len(line) > 40
+    }
+    assert secrets
+    told = [cluster.job_script()]
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+            if environment.get("DASK_CML_LOCAL_DIRECTORY") == os.environ["DASK_CML_LOCAL_DIRECTORY"]:
+                told += [*process.cmdline(), *environment.values()]
+        except psutil.Error:
+            continue
+    assert len(told) > 10
+    for folder in (Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]), cluster.folder):
+        files = [file for file in folder.rglob("*") if file.is_file() and "keys" not in file.parts]
+        told += [file.read_text(errors="replace") for file in files]
+    assert not [secret for secret in secrets if any(secret in text for text in told)]
+
+
+async def test_a_security_is_taken_as_it_is(platform, tmp_path):
+    security = Security.temporary()
+    for field in ("tls_ca_file", "tls_scheduler_key"):
+        (tmp_path / field).write_text(getattr(security, field))
+        setattr(security, field, str(tmp_path / field))
+    async with CMLCluster(n_workers=1, security=security, platform="local", asynchronous=True) as cluster:
+        assert cluster.security.tls_scheduler_key == str(tmp_path / "tls_scheduler_key")
+        assert await computes(cluster.scheduler_address, security=security) == 3
+    assert (tmp_path / "tls_scheduler_key").exists()
+
+
+async def test_an_incomplete_security_is_refused_before_anything_is_launched(platform):
+    with pytest.raises(ValueError, match="lacks tls_ca_file"):
+        await CMLCluster(security=Security(require_encryption=True), platform="local", asynchronous=True)
+    assert platform.list_workers() == []
