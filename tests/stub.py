@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -113,12 +113,11 @@ class Stub:
     ) -> None:
         self.advances, self.latency, self.ends = advances, latency, ends
         self.calls: list[Call] = []
-        self.most_at_once: Counter[str] = Counter()
+        self.under_way = self.most_at_once = 0
         self.all: dict[str, StubSession] = {}
         self.quota: dict[str, float] = {}
         self.launch_workers = self._newer_launch if newer else self._older_launch
         self._lock = threading.RLock()
-        self._under_way: Counter[str] = Counter()
         self._errors: dict[str, deque[Exception]] = {}
         self._refusals: deque[dict[str, str]] = deque()
         self._stop_codes: deque[int] = deque()
@@ -156,9 +155,14 @@ class Stub:
         """Answer the next requests to stop a session with these codes, one each; below 400 it is stopped."""
         self._stop_codes.extend(codes)
 
+    def heal(self) -> None:
+        """Fail and refuse no more."""
+        for planned in (*self._errors.values(), self._refusals, self._stop_codes):
+            planned.clear()
+
     @contextmanager
     def held(self, function: str) -> Iterator[Callable[[], None]]:
-        """Let calls of a function wait, before they do anything, for the block's end or a call of its value."""
+        """Let calls of a function wait, before they do anything, for the block's end or its value's call."""
         gate = self._gates[function] = threading.Event()
         try:
             yield gate.set
@@ -248,8 +252,8 @@ class Stub:
     def _call(self, function: str, arguments: Any) -> Iterator[None]:
         with self._lock:
             self.calls.append(Call(function, arguments, threading.current_thread().name))
-            self._under_way[function] += 1
-            self.most_at_once[function] = max(self.most_at_once[function], self._under_way[function])
+            self.under_way += 1
+            self.most_at_once = max(self.most_at_once, self.under_way)
             errors = self._errors.get(function)
             error = errors.popleft() if errors else None
         try:
@@ -262,7 +266,7 @@ class Stub:
             yield
         finally:
             with self._lock:
-                self._under_way[function] -= 1
+                self.under_way -= 1
 
     def _request(self) -> None:
         if self.latency:
