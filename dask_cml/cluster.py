@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import shutil
 import threading
 from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from dask_cml.options import Options, gibibytes, integer, positive, state_direct
 from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
 from dask_cml.reconciler import Reconciler
 from dask_cml.tasks import cancel
+from dask_cml.views import first_line, sessions_html, show_start
 from dask_cml.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -153,6 +155,7 @@ class CMLCluster(SpecCluster):
     ) -> None:
         # What ends a cluster is needed even if this constructor fails.
         self.status = Status.closed
+        self._pid = os.getpid()
         self.options = Options.read(
             n_workers=n_workers,
             cpu=cpu,
@@ -240,6 +243,7 @@ class CMLCluster(SpecCluster):
             while len(self.worker_spec) < self.wanted:
                 self.worker_spec.update(self.new_worker_spec())
         self.workers = {key: self.make_worker(key) for key in self.worker_spec}
+        showing = asyncio.create_task(show_start(self))
         # All at the same moment: a session takes long to start. The workers find the scheduler by its file.
         tasks = [asyncio.ensure_future(p) for p in (self.scheduler, *self.workers.values())]
         try:
@@ -247,6 +251,8 @@ class CMLCluster(SpecCluster):
         except BaseException:
             await cancel(*tasks)
             raise
+        finally:
+            await cancel(showing)
         self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self._keys))
         await Cluster._start(self)
         self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
@@ -452,6 +458,27 @@ class CMLCluster(SpecCluster):
         session = self.scheduler.session
         return f"{session.app_url.rstrip('/')}/status" if session and session.app_url else ""
 
+    @property
+    def n_pending(self) -> int:
+        """How many of the wanted worker sessions have not arrived yet."""
+        return len(self.worker_spec) - len(self.arrived)
+
+    @property
+    def _cluster_class_name(self) -> str:
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        n = len(self.scheduler_info["workers"])
+        if self.n_pending:
+            text = text.replace(f"workers={n}", f"workers={n} ({self.n_pending} pending)", 1)
+        if self.reconciler.trouble:
+            text = f"{text[:-1]}, trouble: {first_line(self.reconciler.trouble)})"
+        return text
+
+    def _repr_html_(self, cluster_status: str | None = None) -> str:
+        return super()._repr_html_(cluster_status=(cluster_status or "") + sessions_html(self))
+
     def job_script(self) -> str:
         """Return what the scheduler's session and a worker's are launched with.
 
@@ -484,10 +511,19 @@ class CMLCluster(SpecCluster):
         """
         if self.asynchronous:
             return super().close(timeout)
+        if self._is_a_forks_copy:
+            return None
         with self._close_lock:  # the second of two threads would wait for a loop that the first has stopped
             return super().close(timeout)
 
+    @property
+    def _is_a_forks_copy(self) -> bool:
+        """Whether this is in a process forked from that of the cluster, whose end must not be the cluster's."""
+        return self._pid != os.getpid()
+
     async def _close(self) -> None:
+        if self._is_a_forks_copy:
+            return
         if self._closing is None:
             self._closing = asyncio.create_task(self._close_once())
         await asyncio.shield(self._closing)

@@ -19,7 +19,7 @@ from distributed.security import Security
 
 from dask_cml.commands import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
-from dask_cml.options import Options
+from dask_cml.options import Options, SessionSize
 from dask_cml.tasks import cancel
 from dask_cml.workers_api import SessionInfo, WorkersAPI, has_ended
 
@@ -50,6 +50,8 @@ class Session:
         Where the platform serves what listens on its ``CDSW_APP_PORT``.
     since : datetime.datetime
         When it was launched.
+    size : SessionSize
+        Its virtual CPUs, memory in GiB, and GPUs.
     """
 
     id: str
@@ -59,6 +61,7 @@ class Session:
     address: str | None
     app_url: str | None
     since: datetime
+    size: SessionSize
 
 
 class CMLProcess(ProcessInterface):
@@ -117,6 +120,7 @@ class CMLProcess(ProcessInterface):
             address=self.ip_address,
             app_url=self._info.get("app_url"),
             since=self._since,
+            size=self.plan.size,
         )
 
     @property

@@ -145,12 +145,11 @@ class Reconciler:
             return {}
         if not scheduler_answers:
             return {}
-        reasons = {key: self._why_lost(key, workers[key], listing) for key in missing}
+        ended = {key for key, worker in workers.items() if worker.update(listing)}
+        reasons = {key: "ended" if key in ended else self._why_late(key, workers[key]) for key in missing}
         return {key: await workers[key].failure(why) for key, why in reasons.items() if why}
 
-    def _why_lost(self, key: str, worker: CMLWorker, listing: dict) -> str | None:
-        if worker.update(listing):
-            return "ended"
+    def _why_late(self, key: str, worker: CMLWorker) -> str | None:
         now = time.monotonic()
         if key in self._arrived:
             patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))

@@ -1,0 +1,57 @@
+"""What a cluster shows of itself: its sessions in a notebook, and a line while it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from dask.widgets.widgets import TEMPLATE_PATHS, get_template
+
+if TYPE_CHECKING:
+    from dask_cml.cluster import CMLCluster
+
+# Where Dask looks for the templates of what is shown in notebooks.
+TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
+
+_INTERVAL = 0.25
+_WIDTH = 100
+
+
+def sessions_html(cluster: CMLCluster) -> str:
+    """Return rows for the table of the cluster's HTML representation."""
+    template = get_template("cml_sessions.html.j2")
+    return template.render(
+        sessions=cluster.sessions, pending=cluster.n_pending, trouble=cluster.reconciler.trouble
+    )
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text that may hold a session's output."""
+    return text.partition("\n")[0].rstrip(":; ")
+
+
+async def show_start(cluster: CMLCluster, out: TextIO | None = None) -> None:
+    """Keep one line on what is waited for, until cancelled. Nothing, where nobody would see it move."""
+    out = out or sys.stdout
+    if cluster.quiet or not _is_live(out):
+        return
+    started = time.monotonic()
+    try:
+        while True:
+            session = cluster.scheduler and cluster.scheduler.session
+            state = f"{session.id} is {session.status}" if session else "is being launched"
+            line = f"{cluster.name}: the scheduler's session {state}, {time.monotonic() - started:.0f} s"
+            out.write(f"\r{line[:_WIDTH]:<{_WIDTH}}")
+            out.flush()
+            await asyncio.sleep(_INTERVAL)
+    finally:
+        out.write(f"\r{'':{_WIDTH}}\r")
+        out.flush()
+
+
+def _is_live(out: TextIO) -> bool:
+    """Whether this is a terminal, or a notebook's output, which moves as one does."""
+    return out.isatty() or type(out).__module__.startswith("ipykernel")
