@@ -1,0 +1,298 @@
+"""What sessions run: the code is run for real, by IPython as on the platform, and by Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import dask.config
+import pytest
+
+from dask_cml.commands import SCHEDULER_FILE, plan_scheduler, plan_worker
+from dask_cml.options import Options
+
+#: Text that shells, format strings and IPython each read something into.
+NASTY = "a b'c\"d $HOME {1+1} {{x}} \\n \\ % ! ? é字"
+
+#: Stands in for `python -m dask`. What it does besides telling its arguments is in the file beside it.
+PROGRAM = """\
+#!{python}
+import json, os, sys, time
+print(json.dumps(sys.argv[1:]), flush=True)
+exec(open(__file__ + '.more').read())
+"""
+
+#: Runs code as a kernel does, and tells its failure by the exit status.
+IPYTHON = """\
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.history_manager.enabled = False
+sys.exit(not shell.run_cell(open(sys.argv[1], encoding='utf-8').read(), store_history=False).success)
+"""
+
+TERMINATED = 15
+
+
+@pytest.fixture(params=["plain", NASTY], ids=["plain", "nasty"])
+def folder(request, tmp_path):
+    """The cluster's folder."""
+    folder = tmp_path / request.param
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def program(folder, monkeypatch):
+    """Put a small program in Python's place, in a folder of the same name; return what makes it do more."""
+    path = folder / "python"
+    path.write_text(PROGRAM.format(python=sys.executable))
+    path.chmod(0o755)
+    more = Path(f"{path}.more")
+    more.touch()
+    real = sys.executable
+    monkeypatch.setattr("dask_cml.commands.sys", SimpleNamespace(executable=str(path)))
+    assert sys.executable == real
+    return more.write_text
+
+
+@pytest.fixture(params=["python", "ipython"])
+def run(request, tmp_path):
+    """Run a plan's code and return what came out of it. It must be quick to end."""
+
+    def run(plan, **environment):
+        code = tmp_path / "code.py"
+        code.write_text(plan.code, encoding="utf-8")
+        kernel = tmp_path / "kernel.py"
+        kernel.write_text(IPYTHON)
+        # Neither the current folder nor site-packages: a session's code must do without dask_cml.
+        arguments = ["-I", "-S", code] if request.param == "python" else [kernel, code]
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "IPYTHONDIR": str(tmp_path), **plan.env, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def arguments(done):
+    """The arguments that the program told."""
+    return json.loads(done.stdout.splitlines()[0])
+
+
+def values(argv, option):
+    return [value for name, value in pairwise(argv) if name == option]
+
+
+def read(**options):
+    return Options.read(**{"name": "mine", **options})
+
+
+# -- run for real
+
+
+def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, run, folder):
+    program("print('registered'); os.write(2, b'not UTF-8: \\xff\\n')")
+    name = folder.name
+    lines = f'{name}\n\t"""!ls'
+    options = read(name=name, worker_class=name, worker_args=["--preload", lines], cpu=4, memory=8)
+    plan = plan_worker(options, folder, f"{name}-0", "tcp://10.0.0.1:8786")
+    done = run(plan)
+    assert done.returncode == 0, done.stderr + done.stdout
+    expected = ["-m", "dask", "worker", "tcp://10.0.0.1:8786"]
+    expected += ["--name", f"{name}-0", "--nworkers", "1", "--nthreads", "4"]
+    expected += ["--memory-limit", str(8 * 2**30), "--death-timeout", "90.0", "--no-dashboard"]
+    expected += ["--worker-class", name, "--preload", lines]
+    assert arguments(done) == expected
+    assert "registered" in done.stdout
+    assert "not UTF-8: \ufffd" in done.stdout
+    assert plan.log == folder / f"{name}-0.log"
+    logged = plan.log.read_bytes()
+    assert json.loads(logged.splitlines()[0]) == expected
+    assert b"registered\n" in logged
+    assert b"not UTF-8: \xff\n" in logged
+
+
+def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
+    program, run, folder, monkeypatch
+):
+    monkeypatch.setenv("CDSW_APP_PORT", "1111")
+    name = folder.name
+    options = read(name=name, scheduler_args=["--preload", name], idle_timeout="1 hour")
+    plan = plan_scheduler(options, folder, "0.0.0.0", 8786)
+    done = run(plan, CDSW_APP_PORT="8100", CDSW_READONLY_PORT="8200")
+    assert done.returncode == 0, done.stderr + done.stdout
+    expected = ["-m", "dask", "scheduler", "--host", "0.0.0.0", "--port", "8786"]
+    expected += ["--scheduler-file", str(folder / SCHEDULER_FILE), "--idle-timeout", "3600.0 seconds"]
+    expected += ["--preload", name, "--dashboard-address", "127.0.0.1:8100"]
+    assert arguments(done) == expected
+    assert plan.log == folder / f"{name}-scheduler.log"
+    assert json.loads(plan.log.read_text()) == expected
+
+
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+@pytest.mark.parametrize("how", ["sys.exit(3)", "1 / 0", "os.kill(os.getpid(), 9)"])
+def test_a_failing_program_makes_the_code_fail(program, run, folder, how):
+    program(f"print('the last words', flush=True); {how}")
+    plan = plan_worker(read(), folder, "mine-0", "tcp://10.0.0.1:8786")
+    done = run(plan)
+    assert done.returncode == 1
+    assert "worker ended with exit status" in done.stdout + done.stderr
+    assert "the last words" in plan.log.read_text()
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("environment", "port"),
+    [
+        ({"CDSW_APP_PORT": "8100", "CDSW_READONLY_PORT": "8200"}, "8100"),
+        ({"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "8200"}, "8200"),
+        ({"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": ""}, "8787"),
+    ],
+)
+def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, folder, environment, port):
+    done = run(plan_scheduler(read(), folder, "0.0.0.0", 8786), **environment)
+    assert values(arguments(done), "--dashboard-address") == [f"127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+def test_a_worker_without_an_address_ends_its_program_when_no_scheduler_file_comes(program, run, folder):
+    program("time.sleep(600)")
+    plan = plan_worker(read(scheduler_timeout=0.2), folder, "mine-0", None)
+    done = run(plan)
+    assert done.returncode == 1
+    assert f"exit status -{TERMINATED}" in done.stderr
+    assert values(argv(plan), "--scheduler-file") == [str(folder / SCHEDULER_FILE)]
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+def test_a_worker_without_an_address_runs_on_when_there_is_a_scheduler_file(program, run, folder):
+    (folder / SCHEDULER_FILE).touch()
+    program("time.sleep(1); print('runs on')")
+    done = run(plan_worker(read(scheduler_timeout=0.2), folder, "mine-0", None))
+    assert done.returncode == 0, done.stderr
+    assert "runs on" in done.stdout
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_a_worker_that_ends_by_itself_is_not_waited_for(program, run, folder):
+    begin = time.monotonic()
+    assert run(plan_worker(read(scheduler_timeout=100), folder, "mine-0", None)).returncode == 0
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.xfail(
+    reason="the thread that waits ends with the first error of listdir, and nobody waits any more"
+)
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_a_worker_ends_its_program_though_the_folder_cannot_be_listed(program, run, folder):
+    program("time.sleep(1.5)")
+    plan = plan_worker(read(scheduler_timeout=0.2), folder / "not seen yet", "mine-0", None)
+    assert f"exit status -{TERMINATED}" in run(plan).stderr
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_a_log_that_cannot_be_written_stops_nothing(program, run, folder):
+    plan = plan_worker(read(log_directory="/no/such/folder"), folder, "mine-0", "tcp://10.0.0.1:8786")
+    done = run(plan)
+    assert done.returncode == 0
+    assert arguments(done)[:3] == ["-m", "dask", "worker"]
+    assert plan.log == Path("/no/such/folder/mine-0.log")
+
+
+# -- as planned
+
+
+def argv(plan):
+    """The command of a plan as its code has it."""
+    [line] = [line for line in plan.code.splitlines() if line.startswith("command = ")]
+    scope = {}
+    exec(line, scope)
+    return scope["command"]
+
+
+@pytest.mark.parametrize(
+    ("options", "nthreads", "memory"),
+    [
+        ({"cpu": 4, "memory": 16}, 4, 16 * 2**30),
+        ({"cpu": 4, "memory": 16, "processes": 4}, 1, 4 * 2**30),
+        ({"cpu": 4, "memory": 16, "processes": 2}, 2, 8 * 2**30),
+        ({"cpu": 2, "memory": 1, "nthreads": 9, "processes": 3}, 3, 2**30 // 3),
+    ],
+)
+def test_processes_share_threads_and_memory_evenly(tmp_path, options, nthreads, memory):
+    command = argv(plan_worker(read(**options), tmp_path, "mine-0", "tcp://10.0.0.1:8786"))
+    assert values(command, "--nworkers") == [str(options.get("processes", 1))]
+    assert values(command, "--nthreads") == [str(nthreads)]
+    assert values(command, "--memory-limit") == [str(memory)]
+
+
+def test_the_command_is_the_launchers_python_and_needs_no_program_on_the_path(tmp_path):
+    for plan, program in (
+        (plan_worker(read(), tmp_path, "mine-0", "tcp://10.0.0.1:8786"), "worker"),
+        (plan_scheduler(read(), tmp_path, "0.0.0.0", 8786), "scheduler"),
+    ):
+        assert argv(plan)[:4] == [sys.executable, "-m", "dask", program]
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:8786", None])
+def test_the_users_worker_arguments_come_last(tmp_path, address):
+    mine = ["--lifetime", "1h", "--no-nanny"]
+    command = argv(plan_worker(read(worker_args=mine), tmp_path, "mine-0", address))
+    assert command[-len(mine) :] == mine
+
+
+def test_no_line_of_the_code_is_a_command_of_ipython(tmp_path):
+    for plan in (
+        plan_worker(read(), tmp_path, "mine-0", None),
+        plan_scheduler(read(), tmp_path, "0.0.0.0", 8786),
+    ):
+        compile(plan.code, "session", "exec")
+        assert not [line for line in plan.code.splitlines() if line.lstrip().startswith(("!", "%"))]
+
+
+def test_a_plan_has_the_size_and_environment_of_its_role(tmp_path):
+    options = read(cpu=4, memory=16, nvidia_gpu=1, scheduler_cpu=2, scheduler_memory=8, env={"A": NASTY})
+    worker = plan_worker(options, tmp_path, "mine-0", None)
+    scheduler = plan_scheduler(options, tmp_path, "0.0.0.0", 8786)
+    assert (worker.size, scheduler.size) == (options.worker, options.scheduler)
+    assert worker.env["A"] == scheduler.env["A"] == NASTY
+    assert "--idle-timeout" not in argv(scheduler)
+
+
+def test_the_users_environment_goes_over_our_own(tmp_path):
+    plan = plan_worker(read(), tmp_path, "mine-0", None)
+    assert plan.env == {"PYTHONUNBUFFERED": "1"}
+    plan = plan_worker(read(env={"PYTHONUNBUFFERED": ""}), tmp_path, "mine-0", None)
+    assert plan.env == {"PYTHONUNBUFFERED": ""}
+
+
+def test_a_plan_as_text_shows_size_environment_and_code(tmp_path):
+    plan = plan_worker(read(cpu=4, memory=16, env={"A": "1"}), tmp_path, "mine-0", None)
+    text = str(plan)
+    assert text.startswith("# mine-0: cpu=4 memory=16 nvidia_gpu=0\n")
+    assert "# env A='1'\n" in text
+    assert text.endswith(plan.code)
+    compile(text, "session", "exec")
+
+
+def test_state_that_the_plan_does_not_name_is_not_read(tmp_path):
+    """The same options make the same code, whatever the configuration says meanwhile."""
+    options = read()
+    before = plan_worker(options, tmp_path, "mine-0", None)
+    with dask.config.set({"cml.cpu": 64, "cml.worker-args": ["--no-nanny"]}):
+        assert plan_worker(options, tmp_path, "mine-0", None) == before
