@@ -116,6 +116,7 @@ class Stub:
         self.under_way = self.most_at_once = 0
         self.all: dict[str, StubSession] = {}
         self.quota: dict[str, float] = {}
+        self.first_status = "scheduling"
         self.launch_workers = self._newer_launch if newer else self._older_launch
         self._lock = threading.RLock()
         self._errors: dict[str, deque[Exception]] = {}
@@ -288,6 +289,7 @@ class Stub:
                 master=os.environ.get("CDSW_ENGINE_ID", ""),
                 launched_with=options,
                 half_made=refusal is not None,
+                status=self.first_status,
             )
             self.all[session.id] = session
             if refusal is not None:

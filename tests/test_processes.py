@@ -1,0 +1,426 @@
+"""One session each for scheduler and worker: launched, watched, closed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from datetime import datetime, timezone
+
+import dask.config
+import pytest
+from distributed import Scheduler
+from distributed.core import Status
+from stub import HTTPError, Stub, eventually
+
+from dask_cml import CMLError, LaunchRefused, SchedulerTimeout, SessionFailed, processes, workers_api
+from dask_cml.commands import SCHEDULER_FILE
+from dask_cml.options import Options
+from dask_cml.processes import CMLScheduler, CMLWorker
+from dask_cml.workers_api import WorkersAPI
+
+#: Nowhere does anything listen on this port.
+NOWHERE = "tcp://127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(processes, "_LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr(processes, "_ANSWER_TIMEOUT", 1)
+    monkeypatch.setattr(workers_api, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(workers_api, "_LONGEST_PAUSE", 0.004)
+    with dask.config.set({"cml.api.poll-interval": "10ms", "cml.api.retries": 3}):
+        yield
+
+
+@pytest.fixture
+def stub():
+    """The platform, with another session of the user's that must run on. Tests say how ours get on."""
+    stub = Stub(advances=False)
+    [others] = stub.launch_workers(1, 1, 1)
+    stub.calls.clear()
+    yield stub
+    assert () not in stub.arguments("stop_workers")
+    assert stub.live == [others["id"]]
+
+
+@pytest.fixture
+def api(stub):
+    api = WorkersAPI(stub)
+    yield api
+    stub.heal()
+    api.end()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def make(api, folder):
+    """Make the scheduler's session, unlaunched."""
+    return lambda **options: CMLScheduler(api, read(**options), folder)
+
+
+@pytest.fixture
+def make_worker(api, folder):
+    """Make a worker's session, unlaunched."""
+
+    def make_worker(name="mine-0", address="tcp://10.0.0.1:8786", **options):
+        return CMLWorker(address, name, api=api, options=read(**options), folder=folder)
+
+    return make_worker
+
+
+@pytest.fixture
+async def running():
+    """A scheduler that answers."""
+    async with Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler:
+        yield scheduler
+
+
+@pytest.fixture
+def connects_to(monkeypatch):
+    """The addresses at which a scheduler was looked for."""
+    addresses = []
+    real = processes.rpc
+
+    def rpc(address, *rest, **more):
+        addresses.append(address)
+        return real(address, *rest, **more)
+
+    monkeypatch.setattr(processes, "rpc", rpc)
+    return addresses
+
+
+def read(**options):
+    return Options.read(**{"name": "mine", "scheduler_timeout": 600, **options})
+
+
+def write_scheduler_file(folder, address):
+    new = folder / "new"
+    new.write_text(json.dumps({"type": "Scheduler", "id": "x", "address": address}))
+    new.rename(folder / SCHEDULER_FILE)
+
+
+async def begin(stub, scheduler):
+    """Start it, and wait until its session is launched and looked at."""
+    starting = asyncio.create_task(scheduler.start())
+    await eventually(lambda: starting.done() or stub.count("list_workers") >= 2)
+    return starting
+
+
+async def listings(stub, n):
+    """Wait for so many more listings."""
+    enough = stub.count("list_workers") + n
+    await eventually(lambda: stub.count("list_workers") >= enough)
+
+
+# -- the scheduler's start
+
+
+async def test_start_returns_once_the_scheduler_answers(stub, make, folder, running):
+    scheduler = make()
+    starting = await begin(stub, scheduler)
+    assert not starting.done()
+    write_scheduler_file(folder, running.address)
+    await starting
+    assert scheduler.address == running.address
+    assert scheduler.status == Status.running
+    assert stub.arguments("stop_workers") == []
+
+
+async def test_awaiting_it_twice_launches_once(stub, make, folder, running):
+    write_scheduler_file(folder, running.address)
+    scheduler = make()
+    await asyncio.gather(scheduler, scheduler)
+    await scheduler
+    assert stub.count("launch_workers") == 1
+
+
+async def test_nobody_looks_any_more_after_the_start(stub, make, folder, running, connects_to):
+    write_scheduler_file(folder, running.address)
+    await make().start()
+    looks, listed = len(connects_to), stub.count("list_workers")
+    await asyncio.sleep(0.1)
+    assert len(connects_to) == looks
+    assert stub.count("list_workers") <= listed + 1
+
+
+@pytest.mark.parametrize("status", ["succeeded", "failed", "stopped", "timedout"])
+async def test_a_session_that_ends_first_fails_the_start_whatever_its_status(stub, make, status):
+    scheduler = make()
+    scheduler.plan.log.write_text("".join(f"line {i}\n" for i in range(1000)))
+    starting = await begin(stub, scheduler)
+    stub.set(scheduler.session_id, status, message="the node went away")
+    with pytest.raises(SessionFailed) as caught:
+        await starting
+    message = str(caught.value)
+    assert scheduler.session_id in message
+    assert f"its status is {status}" in message
+    assert "the node went away" in message
+    assert message.endswith("line 998\nline 999")
+    assert "line 900\n" not in message
+
+
+async def test_a_session_that_ends_first_without_output_says_so(stub, make):
+    scheduler = make()
+    starting = await begin(stub, scheduler)
+    stub.set(scheduler.session_id, "failed")
+    with pytest.raises(SessionFailed, match="it wrote no output"):
+        await starting
+
+
+async def test_output_that_is_not_utf8_is_shown_as_well_as_it_can_be(stub, make):
+    scheduler = make()
+    scheduler.plan.log.write_bytes(b"bad \xff byte\n")
+    starting = await begin(stub, scheduler)
+    stub.set(scheduler.session_id, "failed")
+    with pytest.raises(SessionFailed, match="bad \ufffd byte"):
+        await starting
+
+
+@pytest.mark.parametrize("status", ["scheduling", "starting", "running"])
+async def test_a_scheduler_that_does_not_answer_in_time_is_told_with_session_and_status(stub, make, status):
+    stub.first_status = status
+    scheduler = make(scheduler_timeout=0.3)
+    with pytest.raises(SchedulerTimeout) as caught:
+        await scheduler.start()
+    assert isinstance(caught.value, TimeoutError)
+    assert scheduler.session_id in str(caught.value)
+    assert "within 0.3 s" in str(caught.value)
+    assert f"its status is {status}" in str(caught.value)
+
+
+async def test_a_port_that_takes_connections_and_never_answers_is_no_scheduler(make, folder):
+    async def keep_silent(reader, writer):
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(keep_silent, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        write_scheduler_file(folder, f"tcp://127.0.0.1:{port}")
+        with pytest.raises(SchedulerTimeout):
+            await make(scheduler_timeout=0.3).start()
+
+
+async def test_an_unknown_ip_address_is_never_connected_to(stub, make, running, connects_to, monkeypatch):
+    monkeypatch.setattr(processes, "_SCHEDULER_PORT", running.port)
+    scheduler = make()
+    starting = await begin(stub, scheduler)
+    for address in "unknown", "", None:
+        stub.set(scheduler.session_id, "running", ip_address=address)
+        await listings(stub, 3)
+    assert connects_to == []
+    stub.set(scheduler.session_id, ip_address="127.0.0.1")
+    await starting
+    assert set(connects_to) == {f"tcp://127.0.0.1:{running.port}"}
+
+
+async def test_the_listed_address_is_tried_when_the_scheduler_file_is_late(
+    stub, make, folder, running, monkeypatch
+):
+    monkeypatch.setattr(processes, "_SCHEDULER_PORT", running.port)
+    scheduler = make()
+    starting = await begin(stub, scheduler)
+    stub.set(scheduler.session_id, "running", ip_address="127.0.0.1")
+    await starting
+    assert scheduler.address == f"tcp://127.0.0.1:{running.port}"
+    assert not (folder / SCHEDULER_FILE).exists()
+
+
+@pytest.mark.parametrize("content", ["", '{"type": "Sched', "{}"])
+async def test_a_scheduler_file_that_is_not_wholly_written_is_looked_at_again(
+    stub, make, folder, running, content
+):
+    (folder / SCHEDULER_FILE).write_text(content)
+    starting = await begin(stub, make())
+    assert not starting.done()
+    write_scheduler_file(folder, running.address)
+    await starting
+
+
+async def test_an_address_that_does_not_answer_is_not_the_last_word(
+    stub, make, folder, running, connects_to, monkeypatch
+):
+    monkeypatch.setattr(processes, "_ANSWER_TIMEOUT", 0.1)
+    write_scheduler_file(folder, NOWHERE)
+    scheduler = make()
+    starting = await begin(stub, scheduler)
+    await eventually(lambda: len(connects_to) >= 2)
+    write_scheduler_file(folder, running.address)
+    monkeypatch.setattr(processes, "_ANSWER_TIMEOUT", 30)
+    await starting
+    assert scheduler.address == running.address
+
+
+async def test_a_session_that_is_not_listed_for_a_while_is_not_taken_for_ended(stub, make, folder, running):
+    scheduler = make()
+    starting = await begin(stub, scheduler)
+    stub.set(scheduler.session_id, "starting")
+    await listings(stub, 2)
+    stub.set(scheduler.session_id, "running", listed=False)
+    await listings(stub, 3)
+    assert not starting.done()
+    assert scheduler.session.status == "starting"
+    write_scheduler_file(folder, running.address)
+    await starting
+
+
+async def test_a_listing_that_fails_for_a_while_does_not_fail_the_start(stub, make, folder, running):
+    starting = await begin(stub, make())
+    stub.fail("list_workers", HTTPError(503), ConnectionError("broken"))
+    await listings(stub, 4)
+    write_scheduler_file(folder, running.address)
+    await starting
+
+
+async def test_a_listing_that_is_not_allowed_fails_the_start_with_its_own_error(stub, make):
+    starting = await begin(stub, make())
+    stub.fail("list_workers", HTTPError(403))
+    with pytest.raises(HTTPError):
+        await starting
+
+
+async def test_a_refused_launch_is_told_and_there_is_no_session(stub, make, connects_to):
+    stub.refuse(k8s_message="exceeded quota: memory")
+    scheduler = make()
+    with pytest.raises(LaunchRefused, match=r"mine-scheduler.*exceeded quota: memory"):
+        await scheduler.start()
+    assert scheduler.session_id is None
+    assert scheduler.session is None
+    assert stub.count("launch_workers") == stub.count("stop_workers") == 1
+    await scheduler.close()
+    assert stub.count("stop_workers") == 1
+    assert connects_to == []
+
+
+async def test_a_start_that_is_cancelled_looks_no_more_and_its_session_is_stopped_at_the_end(
+    stub, make, api, connects_to
+):
+    scheduler = make()
+    starting = await begin(stub, scheduler)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+    listed = stub.count("list_workers")
+    await asyncio.sleep(0.1)
+    assert stub.count("list_workers") <= listed + 1
+    await api.close()
+    assert stub.arguments("stop_workers") == [(scheduler.session_id,)]
+
+
+@pytest.mark.parametrize(("shared", "host"), [(False, "0.0.0.0"), (True, "127.0.0.1")])
+async def test_it_listens_for_all_unless_sessions_share_the_machines_ports(stub, make, shared, host):
+    stub.shares_host_network = lambda: shared
+    first, second = make(), make()
+    assert f"'--host', '{host}', '--port', '{first.port}'" in first.plan.code
+    assert (first.port == second.port == 8786) is not shared
+
+
+# -- a worker's start
+
+
+async def test_a_workers_start_returns_once_its_launch_is_accepted(stub, make_worker):
+    worker = make_worker(cpu=4, memory=16, nvidia_gpu=1, env={"A": "1"}, launch_options={"kernel": "r"})
+    assert worker.session is None
+    await worker
+    [sent] = stub.arguments("launch_workers")
+    assert (sent["cpu"], sent["memory"], sent["nvidia_gpu"]) == (4, 16, 1)
+    assert (sent["name"], sent["kernel"], sent["code"]) == ("mine-0", "r", worker.plan.code)
+    assert sent["env"]["A"] == "1"
+    assert worker.status == Status.running
+    assert worker.launched_at is not None
+    assert stub.count("list_workers") == 0
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:8786", None])
+async def test_a_worker_is_given_the_schedulers_address_or_its_file(make_worker, folder, address):
+    code = make_worker(address=address).plan.code
+    assert ("tcp://10.0.0.1:8786" in code) is (address is not None)
+    assert (f"'--scheduler-file', '{folder / SCHEDULER_FILE}'" in code) is (address is None)
+
+
+async def test_what_is_known_of_a_session_is_what_was_listed_last(stub, api, make_worker):
+    before = datetime.now(timezone.utc)
+    worker = make_worker()
+    await worker
+    session = worker.session
+    assert (session.id, session.role, session.name) == (worker.session_id, "worker", "mine-0")
+    assert (session.status, session.address) == ("scheduling", None)
+    assert session.app_url == f"https://{session.id}.cml.example.com/"
+    assert before <= session.since <= datetime.now(timezone.utc)
+    assert not worker.is_known_to_run
+
+    stub.set(session.id, "running")
+    assert not worker.update(await api.sessions())
+    assert (worker.session.status, worker.session.address) == ("running", None)
+    assert not worker.is_known_to_run
+
+    stub.set(session.id, ip_address="10.0.0.7")
+    assert not worker.update(await api.sessions())
+    assert worker.session.address == "10.0.0.7"
+    assert worker.is_known_to_run
+    assert not worker.update({})
+    assert worker.is_known_to_run
+
+    stub.set(session.id, "timedout")
+    assert worker.update(await api.sessions())
+    assert worker.session.status == "timedout"
+    assert not worker.is_known_to_run
+
+
+async def test_a_failure_is_described_with_session_status_and_output(stub, api, make_worker):
+    worker = make_worker()
+    await worker
+    worker.plan.log.write_text("Killed\n")
+    stub.set(worker.session_id, "failed", k8sMessage="OOMKilled")
+    worker.update(await api.sessions())
+    assert await worker.failure("ended") == (
+        f"the worker's session {worker.session_id} ended, its status is failed (OOMKilled); "
+        "the last lines of its output:\nKilled"
+    )
+
+
+# -- close
+
+
+async def test_close_stops_exactly_its_session_and_may_be_called_again(stub, make_worker):
+    first, second = make_worker("mine-0"), make_worker("mine-1")
+    await asyncio.gather(first, second)
+    await first.close()
+    await first.close()
+    assert stub.arguments("stop_workers") == [(first.session_id,)]
+    assert first.status == Status.closed
+    assert first.session.status == "stopped"
+    assert second.session_id in stub.live
+    await asyncio.wait_for(first.finished(), 30)
+
+
+async def test_close_of_what_was_never_launched_calls_nothing(stub, make, make_worker):
+    for process in make(), make_worker():
+        await process.close()
+        assert process.status == Status.closed
+    assert stub.calls == []
+
+
+async def test_close_leaves_a_session_that_was_left_to_others(stub, api, make_worker):
+    worker = make_worker()
+    await worker
+    api.forget(worker.session_id)
+    await worker.close()
+    assert stub.count("stop_workers") == 0
+    stub.stop_workers(worker.session_id)
+
+
+async def test_close_that_fails_can_be_called_again(stub, make_worker):
+    worker = make_worker()
+    await worker
+    stub.answer_stop(403)
+    with pytest.raises(CMLError, match=worker.session_id):
+        await worker.close()
+    assert worker.status != Status.closed
+    await worker.close()
+    assert worker.session_id not in stub.live
