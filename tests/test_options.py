@@ -15,6 +15,7 @@ from pathlib import Path
 import dask.config
 import pytest
 import yaml
+from distributed import Security
 from stub import Stub
 
 import dask_cml
@@ -42,6 +43,7 @@ EXAMPLES = {
     "worker_class": ("my.Worker", "my.Worker", "worker_class", "my.Worker"),
     "launch_options": ({"kernel": "r"}, '{"kernel": "r"}', "launch_options", {"kernel": "r"}),
     "name": ("mine", "mine", "name", "mine"),
+    "security": (True, "True", "security", True),
     "scheduler_timeout": ("2 minutes", "2 minutes", "scheduler_timeout", 120),
     "worker_timeout": (30, "30", "worker_timeout", 30),
     "idle_timeout": ("1 hour", "1 hour", "idle_timeout", 3600),
@@ -90,7 +92,7 @@ def test_without_arguments_and_configuration_the_defaults_stand():
         (),
     )
     assert (options.worker_class, options.log_directory) == (None, None)
-    assert (options.shutdown_on_close, options.platform) == (True, "auto")
+    assert (options.security, options.shutdown_on_close, options.platform) == (False, True, "auto")
 
 
 @pytest.mark.parametrize("argument", EXAMPLES)
@@ -229,6 +231,11 @@ def test_a_log_directory_may_be_a_path_in_the_home_folder(monkeypatch):
     assert Options.read(log_directory=Path("~/logs")).log_directory == "/home/someone/logs"
 
 
+def test_a_security_is_taken_as_it_is():
+    security = Security(require_encryption=True)
+    assert Options.read(security=security).security is security
+
+
 def test_later_changes_of_what_was_given_change_nothing():
     env, arguments = {"A": "1"}, ["--no-show"]
     options = Options.read(env=env, scheduler_args=arguments)
@@ -325,6 +332,10 @@ REFUSED = [
     ("name", "two\nlines", ValueError, NAME),
     ("name", "x" * 101, ValueError, NAME),
     ("name", 3, TypeError, NAME),
+    ("worker_args", ["--tls-key", "/file"], ValueError, "use the argument security"),
+    ("scheduler_args", ["--protocol=tls"], ValueError, "use the argument security"),
+    ("security", "yes", TypeError, "True, False or a distributed Security"),
+    ("security", 1, TypeError, "True, False or a distributed Security"),
     ("scheduler_timeout", 0, ValueError, SECONDS),
     ("scheduler_timeout", "soon", ValueError, SECONDS),
     ("scheduler_timeout", "-5s", ValueError, SECONDS),
