@@ -1,10 +1,14 @@
-"""The end of clusters with the interpreter."""
+"""The end of clusters with the interpreter, whichever way that ends."""
 
 from __future__ import annotations
 
+import concurrent.futures.thread as executors
 import logging
+import os
+import signal
 import threading
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 
@@ -16,35 +20,91 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = 30.0
-_clusters: set[CMLCluster] = set()
+_clusters: dict[CMLCluster, weakref.ref[threading.Thread]] = {}
 
 
 def end_at_exit(cluster: CMLCluster) -> None:
     """End this cluster with the interpreter, if it is not closed before."""
-    _clusters.add(cluster)
+    _clusters[cluster] = weakref.ref(threading.current_thread())
+    _mind_sigterm()
 
 
 def no_longer_end_at_exit(cluster: CMLCluster) -> None:
     """Forget a cluster that is closed."""
-    _clusters.discard(cluster)
+    _clusters.pop(cluster, None)
+    _mind_sigterm()
+
+
+def _mind_sigterm() -> None:
+    """Let SIGTERM end the program as sys.exit does while there are clusters, unless it is minded already."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python lets no other set handlers
+    handler = signal.getsignal(signal.SIGTERM)
+    if _clusters and handler is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
+    elif not _clusters and handler is _exit:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(signum: int, _: Any) -> None:
+    if _clusters:
+        # By default no exit function would run. What a shell tells of a program that a signal ended:
+        raise SystemExit(128 + signum)
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
 
 
 def _end_all() -> None:
+    terminated = False
+    try:
+        _wait_for_makers()
+    except SystemExit:  # if it went further, the interpreter would not tell thread pools that this is the end
+        terminated = True
+    if minded := signal.getsignal(signal.SIGTERM) is _exit:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for cluster in [*_clusters]:
-        try:
-            if not cluster.asynchronous:
-                cluster.close(timeout=_TIMEOUT)
-        except Exception as error:
-            logger.info("The cluster %s is ended by plain calls, after %r", cluster.name, error)
-        try:
-            # The loop may be gone, as after asyncio.run; then this is all that can be done, and enough.
-            if cluster.options.shutdown_on_close:
-                cluster.api.end()
-        except CMLError as error:
-            logger.error("%s", error)
+        _end(cluster)
+    if minded:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if terminated:  # the interpreter would go on to wait for the threads
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _wait_for_makers() -> None:
+    """Wait for the threads that made clusters and may still use them; the interpreter waits for them, too."""
+    # But not for those of thread pools: they wait to be told that this is the end.
+    pooled = [*executors._threads_queues]
+    for maker in [ref() for ref in _clusters.values()]:
+        if maker and not maker.daemon and maker not in (*pooled, threading.current_thread()):
+            maker.join()
+
+
+def _end(cluster: CMLCluster) -> None:
+    try:
+        if cluster.loop.asyncio_loop.is_running():
+            cluster.close(timeout=_TIMEOUT)
+    except CMLError as error:  # it has tried all that there is to try
+        logger.error("%s", error)
+    except Exception as error:
+        logger.info("The cluster %s is ended by plain calls, after %r", cluster.name, error)
+    try:
+        # The loop may be gone, as after asyncio.run; then this is all that can be done, and enough.
+        if cluster.status != Status.closed and cluster.options.shutdown_on_close:
+            cluster.api.end()
+    except CMLError as error:
+        logger.error("%s", error)
+    cluster.status = Status.closed
+
+
+def _forget_all() -> None:
+    """Leave the clusters to the process that this one was forked from."""
+    for cluster in _clusters:
         cluster.status = Status.closed
+    _clusters.clear()
+    _mind_sigterm()
 
 
 # Thread pools are shut down before atexit functions run, the platform's own as well as ours: nothing
-# could be stopped from there. These functions run before that.
+# could be stopped from there. Of these functions the last registered runs first, so ours runs before those.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,350 @@
+"""However a program ends, its clusters' sessions end with it, quickly and without a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from dask_cml import CMLCluster, ending
+
+#: Seconds within which a program must have ended; Dask's own time-outs are 30 s and more.
+PATIENCE = 25
+
+
+class Program:
+    """A Python program that makes clusters; it prints "ready" when it may be disturbed.
+
+    Parameters
+    ----------
+    code : str
+        Runs as its main module, with what tests need most imported. Indented lines are dedented.
+    **variables : str
+        More environment variables.
+    """
+
+    def __init__(self, code: str, **variables: str) -> None:
+        head = "import asyncio, os, signal, sys, threading, time\nfrom dask_cml import CMLCluster\n"
+        head += "from distributed import Client\n"
+        self.process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-c", head + textwrap.dedent(code)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "DASK_CML__PLATFORM": "local", **variables},
+        )
+
+    def when_ready(self) -> Program:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line == "ready\n", line + self.process.communicate()[1]
+        return self
+
+    def ends(self, patience: float = PATIENCE) -> tuple[int, str, str]:
+        """Return its exit status and what it wrote; it is killed if it does not end."""
+        try:
+            out, err = self.process.communicate(timeout=patience)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            raise AssertionError("the program did not end: " + self.process.communicate()[1]) from None
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def all_stopped(platform):
+    """Assert that there were sessions and that each is stopped, by its id."""
+
+    def all_stopped(n: int | None = None) -> None:
+        sessions = platform.sessions()
+        assert sessions
+        assert n is None or len(sessions) == n
+        assert [each for each in sessions if not (each["stop_requested"] or each["finished_at"])] == []
+
+    return all_stopped
+
+
+SYNC = """
+cluster = CMLCluster(n_workers=1, quiet=True)
+print("ready", flush=True)
+"""
+BLOCK = """
+with CMLCluster(n_workers=1, quiet=True) as cluster:
+    print("ready", flush=True)
+    time.sleep(3600)
+"""
+CLIENT = SYNC + "client = Client(cluster)\nassert client.submit(sum, [1, 2]).result() == 3\n"
+UNCLOSED = """
+async def main():
+    global cluster
+    cluster = await CMLCluster(n_workers=1, quiet=True, asynchronous=True)
+    print("ready", flush=True)
+"""
+ASYNC_BLOCK = """
+async def main():
+    async with CMLCluster(n_workers=1, quiet=True, asynchronous=True):
+        print("ready", flush=True)
+        await asyncio.sleep(3600)
+asyncio.run(main())
+"""
+THREAD = """
+def work():
+    global cluster
+    cluster = CMLCluster(n_workers=1, quiet=True)
+    print("ready", flush=True)
+thread = threading.Thread(target=work, daemon={daemon})
+thread.start()
+thread.join()
+"""
+LOOP_IN_A_THREAD = (
+    UNCLOSED
+    + """
+    await asyncio.sleep(3600)
+threading.Thread(target=asyncio.run, args=[main()], daemon=True).start()
+while "cluster" not in globals() or cluster.status.name != "running":
+    time.sleep(0.05)
+"""
+)
+
+ENDS = {
+    "end of the script": (SYNC, 0),
+    "end of the script, with a client": (CLIENT, 0),
+    "sys.exit": (SYNC + "sys.exit(7)", 7),
+    "end of asyncio.run": (UNCLOSED + "asyncio.run(main())", 0),
+    "end of another loop, which stays open": (
+        UNCLOSED + "asyncio.new_event_loop().run_until_complete(main())",
+        0,
+    ),
+    "a thread made it": (THREAD.format(daemon=False), 0),
+    "a daemon thread made it": (THREAD.format(daemon=True), 0),
+    "its loop runs in a daemon thread": (LOOP_IN_A_THREAD, 0),
+}
+
+
+@pytest.mark.parametrize(("code", "status"), ENDS.values(), ids=ENDS)
+def test_the_end_of_a_program_leaves_no_session_and_no_traceback(platform, all_stopped, code, status):
+    returned, _, err = Program(code).ends()
+    assert returned == status
+    assert err == ""
+    all_stopped(2)
+
+
+@pytest.mark.parametrize(
+    "code", [SYNC + "1 / 0", UNCLOSED + "    1 / 0\nasyncio.run(main())"], ids=["sync", "async"]
+)
+def test_an_exception_that_nobody_handles_leaves_no_session(platform, all_stopped, code):
+    returned, _, err = Program(code).ends()
+    assert returned == 1
+    assert err.count("Traceback") == err.count("ZeroDivisionError: division by zero") == 1
+    all_stopped(2)
+
+
+WAITS = {
+    "sync": SYNC + "time.sleep(3600)",
+    "sync, in a block": BLOCK,
+    "sync, with a client": CLIENT + "time.sleep(3600)",
+    "async, in a block": ASYNC_BLOCK,
+    "async, unclosed": UNCLOSED + "    await asyncio.sleep(3600)\nasyncio.run(main())",
+}
+
+
+@pytest.mark.parametrize("code", WAITS.values(), ids=WAITS)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_leaves_no_session(platform, all_stopped, code, signum):
+    program = Program(code).when_ready()
+    program.process.send_signal(signum)
+    returned, _, err = program.ends()
+    if signum == signal.SIGINT:
+        assert returned in (-signal.SIGINT, 130)
+        # asyncio.run shows the CancelledError as its cause.
+        assert err.rstrip().endswith("KeyboardInterrupt")
+        assert "Exception ignored" not in err
+        assert "Error in" not in err
+    else:
+        assert returned == 128 + signal.SIGTERM
+        assert err == ""
+    all_stopped(2)
+
+
+def test_sigterm_in_the_constructor_leaves_no_session(platform, all_stopped, until):
+    platform.inject("stuck", times=3)
+    program = Program('print("ready", flush=True)\nCMLCluster(n_workers=2, quiet=True)').when_ready()
+    until(lambda: len(platform.sessions()) == 3)
+    program.process.send_signal(signal.SIGTERM)
+    returned, _, err = program.ends()
+    assert (returned, err) == (128 + signal.SIGTERM, "")
+    all_stopped(3)
+
+
+def test_a_second_sigterm_does_not_hinder_the_end(platform, all_stopped):
+    platform.configure(latency=0.3)
+    program = Program(SYNC + "time.sleep(3600)").when_ready()
+    program.process.send_signal(signal.SIGTERM)
+    while program.process.poll() is None:
+        program.process.send_signal(signal.SIGTERM)
+        try:
+            program.process.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue
+    assert program.ends()[0] == 128 + signal.SIGTERM
+    all_stopped(2)
+
+
+def test_a_thread_uses_its_cluster_to_the_end_after_the_main_thread(platform, all_stopped):
+    code = """
+    def work():
+        with CMLCluster(n_workers=0, quiet=True) as cluster, Client(cluster) as client:
+            print("ready", flush=True)
+            threading.main_thread().join()
+            print(client.run_on_scheduler(lambda: "still there"), flush=True)
+    threading.Thread(target=work).start()
+    time.sleep(1)
+    """
+    returned, out, err = Program(code).ends()
+    assert (returned, out, err) == (0, "ready\nstill there\n", "")
+    all_stopped(1)
+
+
+def test_sigterm_ends_a_program_that_waits_for_the_thread_of_a_cluster(platform, all_stopped):
+    code = """
+    def work():
+        global cluster
+        cluster = CMLCluster(n_workers=0, quiet=True)
+        threading.main_thread().join(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(3600)
+    CMLCluster(n_workers=0, quiet=True).close()
+    other = CMLCluster(n_workers=0, quiet=True)
+    threading.Thread(target=work).start()
+    """
+    returned, _, err = Program(code).ends()
+    assert returned in (128 + signal.SIGTERM, -signal.SIGTERM)
+    assert "Traceback" not in err
+    all_stopped(3)
+
+
+def test_an_api_that_fails_at_exit_is_told_with_the_sessions_that_are_left(platform):
+    program = Program(SYNC + "sys.stdin.read()", DASK_CML__API__RETRIES="1").when_ready()
+    platform.inject("error", function="stop_workers", status=503, seconds=PATIENCE)
+    program.process.terminate()
+    returned, _, err = program.ends()
+    assert returned == 128 + signal.SIGTERM
+    # Without its scheduler the worker ends by itself some time, and nobody can stop either by these words.
+    [line] = err.splitlines()
+    assert "these sessions may still run" in line
+    for each in platform.sessions():
+        assert each["id"] in line
+        assert not each["stop_requested"]
+    platform.clear_faults()
+    platform.stop_workers(*[each["id"] for each in platform.sessions()])
+
+
+def test_a_cluster_that_outlives_its_program_is_not_ended(platform):
+    returned, out, err = Program(SYNC.replace("quiet=True", "quiet=True, shutdown_on_close=False")).ends()
+    assert (returned, out, err) == (0, "ready\n", "")
+    sessions = platform.sessions()
+    assert len(sessions) == 2
+    assert [each for each in sessions if each["stop_requested"] or each["finished_at"]] == []
+    platform.stop_workers(*[each["id"] for each in sessions])
+
+
+FORKS = {
+    "os.fork, sys.exit": """
+        if os.fork() == 0:
+            sys.exit()
+    """,
+    "os.fork, close": """
+        if os.fork() == 0:
+            cluster.close()
+            os._exit(0)
+    """,
+    "os.fork in a block": """
+        if os.fork() == 0:
+            with cluster:
+                sys.exit()
+    """,
+    "multiprocessing": """
+        import multiprocessing
+        child = multiprocessing.get_context("fork").Process(target=print)
+        child.start()
+        child.join()
+    """,
+    "multiprocessing, terminated": """
+        import multiprocessing
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[3600])
+        child.start()
+        child.terminate()
+        child.join()
+        assert child.exitcode == -signal.SIGTERM, child.exitcode
+    """,
+}
+
+
+@pytest.mark.parametrize("fork", FORKS.values(), ids=FORKS)
+def test_the_end_of_a_forked_child_is_not_that_of_the_cluster(platform, all_stopped, fork):
+    code = textwrap.dedent(fork) + textwrap.dedent(
+        """
+        if "multiprocessing" not in sys.modules or "child" not in globals():
+            assert os.wait()[1] == 0
+        with Client(cluster) as client:
+            assert client.submit(sum, [1, 2]).result() == 3
+        assert cluster.status.name == "running"
+        """
+    )
+    returned, _, err = Program("import warnings; warnings.simplefilter('ignore')\n" + SYNC + code).ends()
+    assert (returned, err) == (0, "")
+    all_stopped(2)
+
+
+# -- the handler of SIGTERM
+
+
+@pytest.fixture
+def default_sigterm():
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+async def test_sigterm_is_minded_only_while_there_are_clusters(platform, default_sigterm):
+    one = CMLCluster(platform="local", asynchronous=True)
+    assert signal.getsignal(signal.SIGTERM) is ending._exit
+    two = CMLCluster(platform="local", asynchronous=True)
+    await one.close()
+    assert signal.getsignal(signal.SIGTERM) is ending._exit
+    await two.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None], ids=["ignored", "own"])
+async def test_a_handler_that_somebody_set_stays(platform, default_sigterm, handler):
+    signal.signal(signal.SIGTERM, handler)
+    cluster = CMLCluster(platform="local", asynchronous=True)
+    assert signal.getsignal(signal.SIGTERM) is handler
+    await cluster.close()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+async def test_a_handler_that_somebody_sets_later_stays(platform, default_sigterm):
+    cluster = CMLCluster(platform="local", asynchronous=True)
+    own = lambda *_: None  # noqa: E731
+    signal.signal(signal.SIGTERM, own)
+    await cluster.close()
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+def test_sigterm_after_the_last_cluster_ends_the_program_as_ever(platform, all_stopped):
+    """Even if a thread closed it, from where no handler can be set."""
+    code = """
+    cluster = CMLCluster(n_workers=0, quiet=True)
+    thread = threading.Thread(target=cluster.close)
+    thread.start()
+    thread.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3600)
+    """
+    assert Program(code).ends() == (-signal.SIGTERM, "", "")
+    all_stopped(1)
