@@ -29,7 +29,7 @@ def main():
     ):
         wait_for(cluster, 2)
         for session in cluster.sessions:
-            print(f"         {session.role:9} in session {session.id}")
+            print(f"         {session.role:9} {session.status} in session {session.id}")
         say(f"Dashboard: {cluster.dashboard_link}")
 
         say(f"Cross-validating {len(GRID)} support vector machines on 1797 images of digits ...")
