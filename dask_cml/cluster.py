@@ -403,7 +403,8 @@ class CMLCluster(SpecCluster):
     @property
     def arrived(self) -> set[str]:
         """The worker sessions of which a Dask worker has registered."""
-        return {key for key in [*self.worker_spec] if self.reconciler.names(key) & self.observed}
+        observed = self.observed
+        return {key for key in [*self.worker_spec] if not self.reconciler.names(key).isdisjoint(observed)}
 
     def _new_worker_name(self, worker_number: int) -> str:
         return f"{self.options.name}-{worker_number}"
