@@ -98,9 +98,10 @@ class Reconciler:
 
     async def choose(self, n: int) -> list[str]:
         """Pick the `n` sessions whose end costs least, those that have not arrived yet before others."""
+        present = self.cluster.arrived
         spec = self.cluster.worker_spec
-        arrived = [key for key in spec if self.names(key) & self.cluster.observed]
-        chosen = [key for key in reversed(spec) if key not in arrived][:n]
+        arrived = [key for key in spec if key in present]
+        chosen = [key for key in reversed(spec) if key not in present][:n]
         n -= len(chosen)
         if not n:
             return chosen
@@ -254,8 +255,7 @@ class Reconciler:
         if not others & cluster.observed:
             return set()
         left = present - {info["name"] for info in retired.values()}
-        still_there = {name for name in left if name in cluster.observed}
-        return {names[name] for name in still_there}
+        return {names[name] for name in left & cluster.observed}
 
     async def _launch_missing(self) -> None:
         cluster = self.cluster
@@ -266,13 +266,14 @@ class Reconciler:
             return
         refusals: list[LaunchRefused] = []
         failures: list[CMLError] = []
-        # No more than the API takes at once, so that a quota met by a hundred launches is not asked for each.
-        turns = asyncio.Semaphore(dask.config.get("cml.api.threads"))
+        queue = iter(missing)
 
-        async def launch(key: str) -> None:
-            async with turns:
-                if refusals or key not in cluster.worker_spec:
+        async def launch() -> None:
+            for key in queue:
+                if refusals:
                     return
+                if key not in cluster.worker_spec:
+                    continue
                 worker = cluster.make_worker(key)
                 try:
                     await worker
@@ -283,7 +284,8 @@ class Reconciler:
                 else:
                     cluster.workers[key] = worker
 
-        await asyncio.gather(*map(launch, missing))
+        # No more than the API takes at once, so that a quota met by a hundred launches is not asked for each.
+        await asyncio.gather(*[launch() for _ in range(dask.config.get("cml.api.threads"))])
         if refusals:
             self._accept_refusal(missing, refusals[0])
         elif failures:
