@@ -85,7 +85,12 @@ class SessionPlan:
 
 
 def plan_scheduler(
-    options: Options, folder: Path, host: str, port: int, security: Security | None = None
+    options: Options,
+    folder: Path,
+    host: str,
+    port: int,
+    security: Security | None = None,
+    dashboard_port: int | None = None,
 ) -> SessionPlan:
     """Plan the scheduler's session.
 
@@ -99,16 +104,21 @@ def plan_scheduler(
         Where the scheduler listens in its session.
     security : Security, optional
         Its keys, as files.
+    dashboard_port : int, optional
+        Where its dashboard listens on the session's loopback. Default: where the platform forwards to.
     """
     command = _dask("scheduler", "--host", host, "--port", str(port))
     command += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
     if options.idle_timeout is not None:
         command += ["--idle-timeout", f"{options.idle_timeout} seconds"]
+    if dashboard_port is not None:
+        command += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
     command += [*keys.arguments(security, "scheduler"), *options.scheduler_args]
     title = f"The scheduler of the Dask cluster {options.name!r}"
     name = f"{options.name}-scheduler"
     env = {**options.env, **keys.environment(security)}
-    return _plan(options, folder, name, options.scheduler, title, command, env, more=_DASHBOARD)
+    more = _DASHBOARD if dashboard_port is None else ""
+    return _plan(options, folder, name, options.scheduler, title, command, env, more=more)
 
 
 def plan_worker(

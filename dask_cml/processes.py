@@ -107,6 +107,11 @@ class CMLProcess(ProcessInterface):
         return self._info.get("id")
 
     @property
+    def info(self) -> SessionInfo:
+        """What the platform said last of the session; empty before it is launched."""
+        return self._info
+
+    @property
     def session(self) -> Session | None:
         """The session as last heard of, once it is launched."""
         if self.session_id is None:
@@ -165,12 +170,19 @@ class CMLScheduler(CMLProcess):
         The cluster's folder on the project file system.
     security : Security, optional
         The cluster's keys, as files.
+    dashboard_port : int, optional
+        Where its dashboard listens on the session's loopback. Default: where the platform forwards to.
     """
 
     role = "scheduler"
 
     def __init__(
-        self, api: WorkersAPI, options: Options, folder: Path, security: Security | None = None
+        self,
+        api: WorkersAPI,
+        options: Options,
+        folder: Path,
+        security: Security | None = None,
+        dashboard_port: int | None = None,
     ) -> None:
         self.options = options
         self.security = security
@@ -179,7 +191,7 @@ class CMLScheduler(CMLProcess):
         shared = api.shares_host_network
         self.port = _free_port() if shared else _SCHEDULER_PORT
         host = "127.0.0.1" if shared else "0.0.0.0"
-        super().__init__(api, plan_scheduler(options, folder, host, self.port, security))
+        super().__init__(api, plan_scheduler(options, folder, host, self.port, security, dashboard_port))
 
     async def start(self) -> None:
         """Launch the session and wait until the scheduler answers.
