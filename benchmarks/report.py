@@ -1,0 +1,93 @@
+"""What every benchmark hands in: a table, its figures as JSON, and a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dask
+import distributed
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+IMAGES = HERE.parent / "docs" / "images"
+
+
+@dataclass
+class Report:
+    """The result of one benchmark.
+
+    Parameters
+    ----------
+    name : str
+        Names the files.
+    title : str
+        Stands above the table.
+    columns : sequence of str
+        Heads of the table's columns.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[str]
+    rows: list[Sequence[Any]] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.time)
+    load_before: float = field(default_factory=lambda: os.getloadavg()[0])
+
+    def save(self, results: Path = RESULTS) -> None:
+        """Print the table and write the figures."""
+        table = Table(title=self.title)
+        for i, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if i == 0 else "right")
+        for row in self.rows:
+            table.add_row(*[cell if isinstance(cell, str) else f"{cell:.3g}" for cell in row])
+        Console(width=140).print(table)
+        content = {
+            "benchmark": self.name,
+            "machine": {
+                "cpus": os.cpu_count(),
+                "load before and after": [self.load_before, os.getloadavg()[0]],
+                "seconds": round(time.time() - self.started, 1),
+                "python": platform.python_version(),
+                "dask": dask.__version__,
+                "distributed": distributed.__version__,
+            },
+            **self.figures,
+        }
+        results.mkdir(parents=True, exist_ok=True)
+        (results / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, least and greatest of some values."""
+    return {
+        "median": round(statistics.median(values), 3),
+        "min": round(min(values), 3),
+        "max": round(max(values), 3),
+    }
+
+
+def figure(width: float = 8, height: float = 4) -> tuple[Any, Any]:
+    """Return an empty figure and its axes."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, name: str, images: Path = IMAGES) -> None:
+    """Write a plot into the documentation."""
+    images.mkdir(parents=True, exist_ok=True)
+    figure.savefig(images / f"benchmark-{name}.png", dpi=110)
