@@ -21,7 +21,7 @@ from dask_cml.commands import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.options import Options, SessionSize
 from dask_cml.tasks import cancel
-from dask_cml.workers_api import SessionInfo, WorkersAPI, has_ended
+from dask_cml.workers_api import SessionInfo, WorkersAPI, has_ended, ip_address
 
 #: Dask's own port, which a session on CML has for itself.
 _SCHEDULER_PORT = 8786
@@ -131,8 +131,7 @@ class CMLProcess(ProcessInterface):
     @property
     def ip_address(self) -> str | None:
         """The session's IP address, once the platform tells it."""
-        ip = self._info.get("ip_address")
-        return ip if ip and ip != "unknown" else None
+        return ip_address(self._info)
 
     @property
     def is_known_to_run(self) -> bool:
@@ -282,6 +281,12 @@ class CMLWorker(CMLProcess):
     ) -> None:
         self.options = options
         super().__init__(api, plan_worker(options, folder, name, scheduler, security))
+
+    @property
+    def dask_names(self) -> list[str]:
+        """The names of the Dask workers in the session."""
+        processes = self.options.processes
+        return [f"{self.name}-{i}" for i in range(processes)] if processes > 1 else [self.name]
 
 
 def connection_args(security: Security | None) -> dict[str, Any]:

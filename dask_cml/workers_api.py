@@ -39,6 +39,12 @@ def has_ended(session: SessionInfo) -> bool:
     return session.get("status") in _ENDED
 
 
+def ip_address(session: SessionInfo) -> str | None:
+    """Return a session's IP address, once the platform tells it."""
+    ip = session.get("ip_address")
+    return ip if ip and ip != "unknown" else None
+
+
 def load_platform(platform: str = "auto") -> Any:
     """Import the module that offers ``launch_workers`` and its three companions.
 
