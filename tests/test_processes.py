@@ -77,7 +77,7 @@ def make_worker(api, folder):
 @pytest.fixture
 async def running():
     """A scheduler that answers."""
-    async with Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler:
+    async with Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler:
         yield scheduler
 
 
