@@ -26,7 +26,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setenv("DASK_CML_LOCAL_DIRECTORY", str(directory / "local"))
     monkeypatch.setenv("DASK_CML__STATE_DIRECTORY", state_directory)
     (directory / "local").mkdir(mode=0o700)
-    local.configure(variables={"DASK_CML__STATE_DIRECTORY": state_directory})
+    local.configure(stop_grace=0.3, variables={"DASK_CML__STATE_DIRECTORY": state_directory})
     with dask.config.set({"cml.state-directory": state_directory}):
         yield local
     local.configure(latency=0.0)

@@ -356,7 +356,7 @@ def test_silence_logs_is_undone_at_the_end(platform):
     logger = logging.getLogger("distributed")
 
     def threshold():
-        return max(logger.level, *(handler.level for handler in logger.handlers))
+        return max([logger.level, *(handler.level for handler in logger.handlers)])
 
     before = threshold()
     with CMLCluster(platform="local", silence_logs=logging.CRITICAL):
