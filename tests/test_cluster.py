@@ -353,15 +353,14 @@ def test_another_session_of_the_user_survives(platform, until):
 
 
 def test_silence_logs_is_undone_at_the_end(platform):
-    logger = logging.getLogger("distributed")
-
-    def threshold():
-        return max([logger.level, *(handler.level for handler in logger.handlers)])
-
-    before = threshold()
-    with CMLCluster(platform="local", silence_logs=logging.CRITICAL):
-        assert threshold() == logging.CRITICAL
-    assert threshold() == before < logging.CRITICAL
+    handler = logging.StreamHandler()
+    logging.getLogger("distributed").addHandler(handler)
+    try:
+        with CMLCluster(platform="local", silence_logs=logging.CRITICAL):
+            assert handler.level == logging.CRITICAL
+        assert handler.level == logging.NOTSET
+    finally:
+        logging.getLogger("distributed").removeHandler(handler)
 
 
 def test_what_happens_is_printed_unless_quiet(platform, capsys):
