@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from dask_cml import CMLAdaptive
 from dask_cml.reconciler import Reconciler
-
-
-class Options:
-    processes = 1
 
 
 class SchedulerComm:
@@ -32,8 +29,8 @@ class Cluster:
     """As much of a cluster as adaptive scaling sees, with the real choice of what to close."""
 
     def __init__(self, processes=1, planned=0, launched=None, arrived=None):
-        self.options = Options()
-        self.options.processes = processes
+        self.options = SimpleNamespace(processes=processes, nthreads=processes)
+        self.scheduler = SimpleNamespace(start_time=None)  # how long sessions take to start is not known
         self.new_spec = {"group": [f"-{i}" for i in range(processes)]} if processes > 1 else {}
         keys = [f"mine-{i}" for i in range(planned)]
         self.worker_spec = dict.fromkeys(keys)
