@@ -174,6 +174,8 @@ class CMLScheduler(CMLProcess):
     """
 
     role = "scheduler"
+    #: Seconds from its launch until it answered.
+    start_time: float | None = None
 
     def __init__(
         self,
@@ -204,6 +206,7 @@ class CMLScheduler(CMLProcess):
         SchedulerTimeout
             If the scheduler does not answer within ``scheduler_timeout``.
         """
+        begin = time.monotonic()
         await super().start()
         watch = asyncio.create_task(self._watch())
         look = asyncio.create_task(self._look())
@@ -215,6 +218,7 @@ class CMLScheduler(CMLProcess):
             )
             if look in done:
                 self.address = look.result()
+                self.start_time = time.monotonic() - begin
             elif watch in done:
                 raise watch.exception() or CMLError("the scheduler's session is not watched any more")
             else:
