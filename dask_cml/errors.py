@@ -33,3 +33,35 @@ class SessionFailed(CMLError):
 
 class SchedulerTimeout(CMLError, TimeoutError):
     """The scheduler did not answer within ``scheduler_timeout``."""
+
+
+class ClusterExists(CMLError):
+    """A cluster of this name is there already.
+
+    Parameters
+    ----------
+    name : str
+        The cluster's.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is a cluster named {name!r} already; take another name, or delete it first")
+        self.name = name
+
+
+class NoSuchCluster(CMLError, LookupError):
+    """No record of a cluster of this name is there.
+
+    Parameters
+    ----------
+    name : str
+        What was looked for.
+    known : tuple of str
+        The names of the clusters that are there.
+    """
+
+    def __init__(self, name: str, known: tuple[str, ...] = ()) -> None:
+        there = f"there are {', '.join(map(repr, sorted(known)))}" if known else "there is none at all"
+        super().__init__(f"there is no cluster named {name!r}; {there}")
+        self.name = name
+        self.known = known
