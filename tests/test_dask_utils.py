@@ -1,0 +1,365 @@
+"""The prototype's functions on real sessions: their contract, and what they leave when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import inspect
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import dask
+import pytest
+from distributed import Client
+
+from dask_cml import LaunchRefused, NotOnCML, SchedulerTimeout, SessionFailed, dask_utils
+from dask_cml.dask_utils import (
+    get_dashboard_url,
+    get_scheduler_url,
+    run_dask_cluster,
+    run_dask_workers,
+    run_scheduler,
+)
+from dask_cml.options import state_directory
+
+LIVE = ("scheduling", "starting", "running")
+
+
+@pytest.fixture
+def workers_v1(platform, monkeypatch):
+    """The platform, where code that is written for CML finds it."""
+    monkeypatch.delenv("CDSW_READONLY_PORT", raising=False)
+    for name in ("cml", "cml.workers_v1"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that it is forgotten after the test
+    platform.install()
+    from cml import workers_v1
+
+    return workers_v1
+
+
+@pytest.fixture
+def scheduler(workers_v1):
+    """A scheduler alone."""
+    scheduler = run_scheduler(dashboard_port=free_port())
+    yield scheduler
+    stop(workers_v1, *scheduler)
+
+
+@pytest.fixture
+def other(workers_v1):
+    """A session of other work, which must survive whatever happens to ours."""
+    [session] = workers_v1.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
+    yield session
+    assert session["id"] in live(workers_v1)
+    stop(workers_v1, session)
+
+
+def stop(workers_v1, *sessions):
+    workers_v1.stop_workers(*[session["id"] for session in sessions])
+
+
+def live(workers_v1):
+    return [each["id"] for each in workers_v1.list_workers() if each["status"] in LIVE]
+
+
+def left(platform, *others):
+    """The sessions, but for others, that nobody has stopped."""
+    kept = {other["id"] for other in others}
+    return [
+        each["id"]
+        for each in platform.sessions()
+        if each["status"] in LIVE and not each["stop_requested"] and each["id"] not in kept
+    ]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def page(url):
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.status
+
+
+def test_their_parameters_are_the_prototypes():
+    required = inspect.Parameter.empty
+
+    def parameters(function):
+        return {p.name: p.default for p in inspect.signature(function).parameters.values()}
+
+    of_a_worker = {"num_workers": required, "cpu": required, "memory": required, "nvidia_gpu": 0}
+    assert parameters(run_dask_cluster) == {**of_a_worker, "dashboard_port": None}
+    assert parameters(run_scheduler) == {"dashboard_port": required, "num_workers": 1, "cpu": 1, "memory": 2}
+    assert parameters(run_dask_workers) == {"scheduler_url": required, **of_a_worker}
+    assert parameters(get_scheduler_url) == {"dask_scheduler": required}
+    assert parameters(get_dashboard_url) == {"dask_scheduler": required}
+
+
+def test_the_prototypes_notebook_with_its_import_changed(workers_v1, other):
+    NUM_WORKERS = 2
+    CPU_PER_WORKER = 1
+    MEM_PER_WORKER = 2
+    DASHBOARD_PORT = free_port()
+
+    dask_cluster = run_dask_cluster(
+        num_workers=NUM_WORKERS, cpu=CPU_PER_WORKER, memory=MEM_PER_WORKER, dashboard_port=DASHBOARD_PORT
+    )
+    client = Client(dask_cluster["scheduler_address"])
+    workers = client.scheduler_info()["workers"].values()
+    assert len(workers) == NUM_WORKERS
+    assert {worker["nthreads"] for worker in workers} == {CPU_PER_WORKER}
+    assert {worker["memory_limit"] for worker in workers} == {MEM_PER_WORKER * 2**30}
+    assert client.gather(client.map(lambda x: x**2, range(10))) == [x**2 for x in range(10)]
+    assert page(f"http://127.0.0.1:{DASHBOARD_PORT}/status") == 200
+    client.close()
+
+    workers_v1.stop_workers(*[w["id"] for w in dask_cluster["scheduler"] + dask_cluster["workers"]])
+    assert left(workers_v1, other) == []
+
+
+def test_what_run_dask_cluster_returns(workers_v1):
+    cluster = run_dask_cluster(2, 1, 1)
+    try:
+        assert {*cluster} == {"scheduler", "workers", "scheduler_address", "dashboard_address"}
+        [scheduler] = cluster["scheduler"]
+        sizes = {each["id"]: (each["cpu"], each["memory"]) for each in workers_v1.list_workers()}
+        assert sizes == {
+            scheduler["id"]: (1, 2),
+            **{worker["id"]: (1, 1) for worker in cluster["workers"]},
+        }
+        assert len(cluster["workers"]) == 2
+        assert all(worker["app_url"] for worker in cluster["workers"])
+        assert cluster["scheduler_address"] == get_scheduler_url(cluster["scheduler"])
+        assert cluster["dashboard_address"] == get_dashboard_url(cluster["scheduler"])
+        # Outside of sessions no port is told, so it is that of the scheduler's session.
+        assert page(cluster["dashboard_address"]) == 200
+    finally:
+        stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
+
+
+def test_the_functions_one_by_one(workers_v1):
+    port = free_port()
+    scheduler = run_scheduler(dashboard_port=str(port), cpu=2, memory=1)
+    url = get_scheduler_url(scheduler)
+    workers = run_dask_workers(url, num_workers=1, cpu=2, memory=1)
+    more = run_dask_workers(scheduler_url=url, num_workers=1, cpu=1, memory=1)
+    try:
+        assert page(f"http://127.0.0.1:{port}/status") == 200
+        assert [(s["cpu"], s["memory"]) for s in scheduler] == [(2, 1)]
+        with Client(url) as client:
+            assert sorted(client.nthreads().values()) == [1, 2]
+    finally:
+        stop(workers_v1, *scheduler, *workers, *more)
+
+
+def test_the_default_port_is_read_when_called(workers_v1, monkeypatch):
+    monkeypatch.setenv("CDSW_READONLY_PORT", str(free_port()))
+    cluster = run_dask_cluster(0, 1, 1)
+    try:
+        assert cluster["workers"] == []
+        assert page(f"http://127.0.0.1:{os.environ['CDSW_READONLY_PORT']}/status") == 200
+    finally:
+        stop(workers_v1, *cluster["scheduler"])
+
+
+def test_the_platform_may_be_configured_instead(platform):
+    with pytest.raises(NotOnCML, match="DASK_CML__PLATFORM=local"):
+        run_dask_cluster(1, 1, 1)
+    with dask.config.set({"cml.platform": "local"}):
+        cluster = run_dask_cluster(1, 1, 1)
+    stop(platform, *cluster["scheduler"], *cluster["workers"])
+
+
+def test_workers_with_several_processes_are_waited_for(workers_v1, scheduler):
+    url = get_scheduler_url(scheduler)
+    with dask.config.set({"cml.processes": 2}):
+        workers = run_dask_workers(url, num_workers=1, cpu=2, memory=2)
+    try:
+        with Client(url) as client:
+            assert [*client.nthreads().values()] == [1, 1]
+    finally:
+        stop(workers_v1, *workers)
+
+
+def test_the_address_is_waited_for_while_the_platform_does_not_tell_it(workers_v1, scheduler):
+    [session] = scheduler
+    workers_v1.inject("unknown_ip", seconds=2)
+    [late] = workers_v1.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
+    try:
+        assert get_scheduler_url([late]) == "tcp://127.0.0.1:8786"
+        assert get_scheduler_url([{**session, "ip_address": "unknown"}]).endswith(
+            f":{session['scheduler_port']}"
+        )
+    finally:
+        stop(workers_v1, late)
+
+
+def test_a_session_without_address_is_told(workers_v1):
+    workers_v1.inject("stuck")
+    [stuck] = workers_v1.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
+    with (
+        dask.config.set({"cml.scheduler-timeout": 1}),
+        pytest.raises(RuntimeError, match=f"{stuck['id']} has no address, its status is scheduling"),
+    ):
+        get_scheduler_url([stuck])
+    stop(workers_v1, stuck)
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_the_dashboards_address_has_one_slash(slash):
+    assert get_dashboard_url([{"id": "x", "app_url": f"https://x.example.com{slash}"}]) == (
+        "https://x.example.com/status"
+    )
+
+
+def test_they_work_where_an_event_loop_runs(workers_v1):
+    async def notebook():
+        cluster = run_dask_cluster(1, 1, 1)
+        async with Client(cluster["scheduler_address"], asynchronous=True) as client:
+            result = await client.submit(sum, [1, 2])
+        assert get_scheduler_url(cluster["scheduler"]) == cluster["scheduler_address"]
+        stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
+        return result
+
+    assert asyncio.run(notebook()) == 3
+
+
+def test_they_leave_no_thread(workers_v1):
+    before = {*threading.enumerate()}
+    cluster = run_dask_cluster(1, 1, 1)
+    stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
+    assert {thread.name for thread in threading.enumerate() if thread not in before} == set()
+
+
+@pytest.mark.parametrize(("fault", "status"), [("succeeds", "succeeded"), ("fails", "failed")])
+def test_an_ended_scheduler_session_is_an_error(workers_v1, other, fault, status):
+    workers_v1.inject(fault, match="-scheduler")
+    with pytest.raises(SessionFailed, match=f"its status is {status}"):
+        run_dask_cluster(2, 1, 1)
+    assert left(workers_v1, other) == []
+    assert not any(state_directory().iterdir())
+
+
+def test_a_scheduler_that_does_not_answer_is_an_error(workers_v1, other):
+    workers_v1.inject("hangs", match="-scheduler")
+    with (
+        dask.config.set({"cml.scheduler-timeout": "3s"}),
+        pytest.raises(SchedulerTimeout, match="did not answer within 3 s"),
+    ):
+        run_scheduler(dashboard_port=8090)
+    assert left(workers_v1, other) == []
+
+
+@pytest.mark.parametrize("granted", [1, 3])
+def test_a_quota_that_grants_less_is_an_error(workers_v1, other, granted):
+    """It refuses the scheduler, or the second of two workers."""
+    workers_v1.configure(quota={"sessions": granted})
+    with pytest.raises(LaunchRefused, match="exceeded quota"):
+        run_dask_cluster(2, 1, 1)
+    assert left(workers_v1, other) == []
+
+
+@pytest.mark.parametrize("fault", ["succeeds", "fails"])
+def test_a_worker_that_ends_is_an_error(workers_v1, scheduler, other, fault):
+    workers_v1.inject(fault, skip=1)
+    with pytest.raises(SessionFailed, match=r"the worker's session .* ended"):
+        run_dask_workers(get_scheduler_url(scheduler), 2, 1, 1)
+    assert left(workers_v1, other) == [scheduler[0]["id"]]
+
+
+def test_a_worker_that_does_not_register_is_an_error(workers_v1, scheduler, other):
+    workers_v1.inject("hangs", skip=1)
+    with (
+        dask.config.set({"cml.worker-timeout": "10s"}),
+        pytest.raises(RuntimeError, match="did not register within 10 s, its status is running"),
+    ):
+        run_dask_workers(get_scheduler_url(scheduler), 2, 1, 1)
+    assert left(workers_v1, other) == [scheduler[0]["id"]]
+
+
+def test_a_worker_that_fails_takes_the_scheduler_along(workers_v1, other):
+    workers_v1.inject("succeeds", match="dask', 'worker'")
+    with pytest.raises(SessionFailed, match="worker"):
+        run_dask_cluster(2, 1, 1)
+    assert left(workers_v1, other) == []
+
+
+def test_a_scheduler_that_is_lost_meanwhile_is_an_error(workers_v1, other, until):
+    def lose():
+        def worker():
+            return [each for each in workers_v1.sessions() if each["name"].endswith("-0")]
+
+        until(worker)
+        [scheduler] = [each for each in workers_v1.sessions() if each["name"].endswith("-scheduler")]
+        workers_v1.evict(scheduler["id"])
+
+    workers_v1.inject("hangs", match="dask', 'worker'")
+    thread = threading.Thread(target=lose)
+    thread.start()
+    with pytest.raises(SessionFailed, match="the scheduler's session"):
+        run_dask_cluster(1, 1, 1)
+    thread.join()
+    assert left(workers_v1, other) == []
+
+
+def test_ctrl_c_leaves_no_session(workers_v1, other, until):
+    def interrupt():
+        until(lambda: len(workers_v1.sessions()) > 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    workers_v1.inject("hangs", match="-scheduler")
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_dask_cluster(1, 1, 1)
+    assert time.monotonic() - started < 30
+    thread.join()
+    assert left(workers_v1, other) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"num_workers": "2"}, "num_workers='2'"),
+        ({"cpu": 0}, "cpu=0"),
+        ({"memory": 0}, "memory=0"),
+        ({"nvidia_gpu": -1}, "nvidia_gpu=-1"),
+        ({"dashboard_port": "http"}, "dashboard_port='http'"),
+        ({"dashboard_port": 0}, "dashboard_port=0"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_launched(workers_v1, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        run_dask_cluster(**{"num_workers": 1, "cpu": 1, "memory": 1, **arguments})
+    assert workers_v1.sessions() == []
+
+
+def test_a_second_scheduler_is_not_launched(workers_v1):
+    with pytest.raises(ValueError, match="num_workers=2"):
+        run_scheduler(8090, num_workers=2)
+    assert workers_v1.sessions() == []
+
+
+def test_what_is_configured_to_be_encrypted_is_not_launched_open(workers_v1):
+    with dask.config.set({"cml.security": True}), pytest.raises(ValueError, match="CMLCluster"):
+        run_dask_cluster(1, 1, 1)
+    assert workers_v1.sessions() == []
+
+
+def test_importing_needs_no_platform_and_no_port():
+    code = "import os; os.environ.pop('CDSW_READONLY_PORT', None); import dask_cml.dask_utils"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_examples_in_the_docstrings(workers_v1):
+    assert doctest.testmod(dask_utils).failed == 0
