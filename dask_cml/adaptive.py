@@ -1,8 +1,11 @@
-"""Adaptive scaling in units of sessions."""
+"""Adaptive scaling in units of sessions, for sessions that take long to start."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from statistics import fmean
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from distributed.deploy.adaptive import Adaptive
@@ -10,12 +13,32 @@ from distributed.deploy.adaptive import Adaptive
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
+#: In start times, the least work that makes a session worth its launch: while there is none yet, and later.
+_FIRST, _MORE = 0.25, 1.0
+_LAST_STARTS = 20
+
 
 class CMLAdaptive(Adaptive):
-    """Dask's Adaptive, counting worker sessions and not the Dask workers in them.
+    """Dask's Adaptive, made for sessions that take from seconds to minutes to start.
 
-    ``minimum`` and ``maximum`` are sessions, too. See :class:`distributed.deploy.Adaptive` for the
-    parameters.
+    It counts worker sessions, not the Dask workers in them; ``minimum`` and ``maximum`` are sessions, too. It
+    goes by the *start time*, from the launch of a session until its Dask worker registers, which it learns
+    from the scheduler's session first, and then from those that come.
+
+    - It launches as many sessions as are needed to finish the work that is known within ``target_duration``
+      after they have come. What is there, or on its way, works until then: nothing is launched for work that
+      will be over before.
+    - A session should have work for at least as long as it takes to start, so ``target_duration`` is
+      taken to be no less. While there are no more than ``minimum`` sessions, a quarter of that will do.
+    - No session on its way is closed while work waits. When none does, a session that is not needed is kept
+      for ``wait_count`` times ``interval`` and as long as another one would take to start.
+
+    Parameters
+    ----------
+    cluster : CMLCluster
+        The cluster to scale.
+    **kwargs
+        As for :class:`distributed.deploy.Adaptive`, whose defaults these are.
 
     Examples
     --------
@@ -24,6 +47,12 @@ class CMLAdaptive(Adaptive):
 
     cluster: CMLCluster
 
+    def __init__(self, cluster: CMLCluster, **kwargs: Any) -> None:
+        super().__init__(cluster, **kwargs)
+        self._least_wait_count = self.wait_count
+        self._starts: deque[float] = deque(maxlen=_LAST_STARTS)
+        self._seen = self.observed
+
     @property
     def plan(self) -> set[Any]:
         """The sessions that should exist."""
@@ -31,18 +60,65 @@ class CMLAdaptive(Adaptive):
 
     @property
     def requested(self) -> set[Any]:
-        """The sessions that the platform has granted."""
-        return self.plan & set(self.cluster.workers)
+        """The same: one that is planned but not launched yet is closed like others that are not there."""
+        return self.plan
 
     @property
     def observed(self) -> set[Any]:
         """The sessions of which a Dask worker has registered."""
         return self.cluster.arrived
 
+    @property
+    def start_time(self) -> float:
+        """How long a session takes to start, in seconds, as far as is known."""
+        if self._starts:
+            return fmean(self._starts)
+        return getattr(self.cluster.scheduler, "start_time", None) or 0.0
+
     async def target(self) -> int:
-        """Return how many sessions the work at hand can use."""
-        target = math.ceil(await super().target() / self.cluster.options.processes)
+        """Return how many sessions there should be for the work that is known."""
+        arrived = self.observed
+        self._learn(arrived)
+        start = self.start_time
+        worth = _FIRST if len(self.plan) <= self.minimum else _MORE
+        duration = max(self.target_duration, worth * start)
+        if self.interval:
+            self.wait_count = self._least_wait_count + math.ceil(start / self.interval)
+        useful = await self._sessions_to_finish_in(duration)
+        target = useful
+        if useful > len(arrived):
+            # What is there, or will come before a session that is launched now, does some of the work.
+            needed = useful - math.ceil(self._done_meanwhile(arrived) / duration)
+            # The scheduler never says more than there are tasks. So this is for few long ones.
+            needed = max(needed, await self._sessions_to_finish_in(start + duration))
+            target = max(len(self.plan), min(useful, needed))
         return self.cluster.reconciler.affordable(target)
+
+    async def _sessions_to_finish_in(self, duration: float) -> int:
+        n: int = await self.scheduler.adaptive_target(target_duration=duration)
+        # Without any worker the scheduler takes one to have one thread.
+        options = self.cluster.options
+        return math.ceil(n / (options.processes if self.cluster.observed else options.nthreads))
+
+    def _learn(self, arrived: set[Any]) -> None:
+        now = monotonic()
+        for key in arrived - self._seen:
+            worker = self.cluster.workers.get(key)
+            if worker is not None and worker.launched_at is not None:
+                self._starts.append(now - worker.launched_at)
+        self._seen = arrived
+
+    def _done_meanwhile(self, arrived: set[Any]) -> float:
+        """Return the session seconds of work done before a session that is launched now would come."""
+        now, start = monotonic(), self.start_time
+        done = 0.0
+        for key in self.plan:
+            worker = self.cluster.workers.get(key)
+            if key in arrived:
+                done += start
+            elif worker is not None and worker.launched_at is not None:
+                done += min(now - worker.launched_at, start)
+        return done
 
     async def workers_to_close(self, target: int) -> list[str]:
         """Return the sessions to close to have `target` of them."""
