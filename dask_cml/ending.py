@@ -21,11 +21,21 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT = 30.0
 _clusters: dict[CMLCluster, weakref.ref[threading.Thread]] = {}
+_is_over = False
 
 
 def end_at_exit(cluster: CMLCluster) -> None:
-    """End this cluster with the interpreter, if it is not closed before."""
+    """End this cluster with the interpreter, if it is not closed before.
+
+    Raises
+    ------
+    CMLError
+        If the interpreter is ending already.
+    """
     _clusters[cluster] = weakref.ref(threading.current_thread())
+    if _is_over:
+        _clusters.pop(cluster, None)
+        raise CMLError(f"the cluster {cluster.options.name} is not started: the program ends")
     _mind_sigterm()
 
 
@@ -55,11 +65,13 @@ def _exit(signum: int, _: Any) -> None:
 
 
 def _end_all() -> None:
+    global _is_over
     terminated = False
     try:
         _wait_for_makers()
     except SystemExit:  # if it went further, the interpreter would not tell thread pools that this is the end
         terminated = True
+    _is_over = True
     if minded := signal.getsignal(signal.SIGTERM) is _exit:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for cluster in [*_clusters]:
@@ -73,27 +85,30 @@ def _end_all() -> None:
 def _wait_for_makers() -> None:
     """Wait for the threads that made clusters and may still use them; the interpreter waits for them, too."""
     # But not for those of thread pools: they wait to be told that this is the end.
-    pooled = [*executors._threads_queues]
-    for maker in [ref() for ref in _clusters.values()]:
-        if maker and not maker.daemon and maker not in (*pooled, threading.current_thread()):
+    exempt = {threading.current_thread(), *executors._threads_queues}
+    while makers := {ref() for ref in [*_clusters.values()]} - exempt:
+        maker = makers.pop()
+        exempt.add(maker)
+        if maker and not maker.daemon:
             maker.join()
 
 
 def _end(cluster: CMLCluster) -> None:
     try:
         if cluster.loop.asyncio_loop.is_running():
-            cluster.close(timeout=_TIMEOUT)
+            cluster.close(timeout=_TIMEOUT) if cluster.shutdown_on_close else cluster.leave()
     except CMLError as error:  # it has tried all that there is to try
         logger.error("%s", error)
     except Exception as error:
         logger.info("The cluster %s is ended by plain calls, after %r", cluster.name, error)
     try:
         # The loop may be gone, as after asyncio.run; then this is all that can be done, and enough.
-        if cluster.status != Status.closed and cluster.options.shutdown_on_close:
+        if cluster.status != Status.closed and cluster.shutdown_on_close:
             cluster.api.end()
     except CMLError as error:
         logger.error("%s", error)
     cluster.status = Status.closed
+    _clusters.pop(cluster, None)
 
 
 def _forget_all() -> None:
