@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from dask_cml.adaptive import CMLAdaptive
     from dask_cml.cluster import CMLCluster
     from dask_cml.errors import (
+        ClusterExists,
         CMLError,
         LaunchRefused,
+        NoSuchCluster,
         NotOnCML,
         SchedulerTimeout,
         SessionFailed,
@@ -21,7 +23,9 @@ __all__ = [
     "CMLAdaptive",
     "CMLCluster",
     "CMLError",
+    "ClusterExists",
     "LaunchRefused",
+    "NoSuchCluster",
     "NotOnCML",
     "SchedulerTimeout",
     "Session",

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import threading
 from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from distributed.deploy.spec import SpecCluster
 from distributed.security import Security
 from distributed.utils import NoOpAwaitable, silence_logging_cmgr
 
-from dask_cml import keys
+from dask_cml import keys, registry
 from dask_cml.adaptive import CMLAdaptive
-from dask_cml.commands import SCHEDULER_FILE
 from dask_cml.ending import end_at_exit, no_longer_end_at_exit
 from dask_cml.errors import CMLError
+from dask_cml.lifecycle import take_name
 from dask_cml.options import Options, gibibytes, integer, positive, state_directory
 from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
 from dask_cml.reconciler import Reconciler
+from dask_cml.registry import Record
 from dask_cml.tasks import cancel
 from dask_cml.views import first_line, sessions_html, show_start
 from dask_cml.workers_api import WorkersAPI, load_platform
@@ -35,6 +36,7 @@ from dask_cml.workers_api import WorkersAPI, load_platform
 logger = logging.getLogger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
+SCHEDULER = "scheduler"
 
 
 class CMLCluster(SpecCluster):
@@ -120,6 +122,7 @@ class CMLCluster(SpecCluster):
 
     scheduler: CMLScheduler
     scheduler_comm: Any
+    _record: Record
     loop: Any
     _watch_worker_status_task: Any
     workers: dict[str, CMLWorker]
@@ -152,6 +155,7 @@ class CMLCluster(SpecCluster):
         loop: Any = None,
         silence_logs: int | str | bool = False,
         quiet: bool = False,
+        _record: Record | None = None,
     ) -> None:
         # What ends a cluster is needed even if this constructor fails.
         self.status = Status.closed
@@ -186,6 +190,12 @@ class CMLCluster(SpecCluster):
         self.wanted = self.options.n_workers
         self.spec_lock = threading.RLock()
         self.reconciler = Reconciler(self)
+        if _record is not None:
+            self._record = _record
+        self._recorded: set[str] = set()
+        self._record_changed = asyncio.Event()
+        self._recording: asyncio.Task[None] | None = None
+        self._adopts = _record is not None
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -208,7 +218,7 @@ class CMLCluster(SpecCluster):
                 shutdown_on_close=self.options.shutdown_on_close,
             )
         except BaseException:  # Ctrl-C, too, must leave no session
-            self.close()
+            self._end(None, shutdown=not self._adopts)
             raise
 
     # -- start
@@ -223,21 +233,36 @@ class CMLCluster(SpecCluster):
             await self._starting
         except asyncio.CancelledError:
             closed_meanwhile = self._closing is not None
-            await self._close()
+            await self._close(shutdown=not self._adopts)
             if closed_meanwhile:
                 raise CMLError(f"the cluster {self.name} was closed while it started") from None
             raise
         except BaseException:
             # SpecCluster's `__await__` does not close a cluster whose start fails, and its `_start` makes a
             # bare RuntimeError of every error.
-            await self._close()
+            await self._close(shutdown=not self._adopts)
             raise
 
     async def _start_once(self) -> None:
         self.quiet = self._quiet
         self._lock = asyncio.Lock()
-        await asyncio.to_thread(self._make_folder)
+        self.api.on_change = self._record_changed.set
+        await (self._adopt() if self._adopts else self._launch())
+        self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self._keys))
+        await Cluster._start(self)
+        self._record_changed.set()
+        self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
+        self._keeping = asyncio.create_task(self.reconciler.run())
+
+    async def _launch(self) -> None:
+        self._keys, files = await asyncio.to_thread(keys.as_files, self.options.security, self.folder)
         self.security = self._keys or Security()
+        self._record = Record(
+            self.options.name, options=self.options.arguments(), security=keys.paths(self._keys)
+        )
+        await take_name(self._record, self.api)
+        await asyncio.to_thread(self._write_files, files)
+        self._recording = asyncio.create_task(self._keep_record())
         self.scheduler = CMLScheduler(self.api, self.options, self.folder, self._keys)
         with self.spec_lock:
             while len(self.worker_spec) < self.wanted:
@@ -253,18 +278,119 @@ class CMLCluster(SpecCluster):
             raise
         finally:
             await cancel(showing)
-        self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self._keys))
-        await Cluster._start(self)
-        self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
-        self._keeping = asyncio.create_task(self.reconciler.run())
 
-    def _make_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self.folder / SCHEDULER_FILE).unlink(missing_ok=True)
-        self._keys, files = keys.as_files(self.options.security, self.folder)
+    def _write_files(self, files: Mapping[Path, str]) -> None:
         keys.write(files)
         if self.options.log_directory is not None:
             Path(self.options.log_directory).mkdir(parents=True, exist_ok=True)
+
+    async def _adopt(self) -> None:
+        record = self._record
+        if not await registry.is_alive(record):
+            raise CMLError(
+                f"the scheduler of the cluster {record.name!r}, {record.scheduler_address}, does not answer; "
+                "`dask cml delete` ends what may be left of it"
+            )
+        self._keys = record.get_security()
+        self.security = self._keys or Security()
+        self.scheduler = CMLScheduler(self.api, self.options, self.folder, self._keys)
+        self.scheduler.address = record.scheduler_address
+        self.scheduler.adopt(record.scheduler_session or "", record.app_url)
+        for session_id, key in record.sessions.items():
+            if key != SCHEDULER:
+                self.adopt_worker(key, session_id)
+        self.wanted = len(self.worker_spec)
+        self._recording = asyncio.create_task(self._keep_record())
+
+    def adopt_worker(self, key: str, session_id: str) -> None:
+        """Take a worker over that another manager has launched."""
+        worker = self.make_worker(key)
+        worker.adopt(session_id)
+        self.workers[key] = worker
+        with self.spec_lock:
+            self.worker_spec.setdefault(key, self.new_spec)
+            number = key.rpartition("-")[2]
+            if number.isdecimal():  # no two workers have the same name, whoever launches them
+                self._i = max(self._i, int(number) + 1)
+
+    async def _keep_record(self) -> None:
+        """Write every session's id into the cluster's record as soon as it is known."""
+        while True:
+            await self._record_changed.wait()
+            self._record_changed.clear()
+            try:
+                await asyncio.to_thread(self._write_record)
+            except (OSError, CMLError) as error:
+                logger.warning("The record of the cluster %s cannot be written: %s", self.name, error)
+
+    def _write_record(self) -> None:
+        sessions = self.api.named_sessions()
+        scheduler = self.scheduler.session
+        gone = self._recorded - sessions.keys()
+
+        def change(record: Record) -> Record:
+            kept = {each: key for each, key in record.sessions.items() if each not in gone}
+            roles = {each: SCHEDULER if key == self.scheduler.name else key for each, key in sessions.items()}
+            return replace(
+                record,
+                sessions={**kept, **roles},
+                scheduler_session=scheduler.id if scheduler else record.scheduler_session,
+                app_url=scheduler.app_url if scheduler else record.app_url,
+                scheduler_address=self.scheduler.address or record.scheduler_address,
+                scheduler_id=str(self.scheduler_info.get("id") or "") or record.scheduler_id,
+            )
+
+        registry.update(self.options.name, change, id=self._record.id)
+        self._recorded = set(sessions)
+
+    @classmethod
+    def from_name(  # type: ignore[override]
+        cls,
+        name: str,
+        *,
+        shutdown_on_close: bool = False,
+        asynchronous: bool = False,
+        loop: Any = None,
+        silence_logs: int | str | bool = False,
+        quiet: bool = False,
+    ) -> CMLCluster:
+        """Rebuild the manager of a cluster that another process of the project has made.
+
+        The cluster lives on when this object goes, with its ``with`` block or its process; :meth:`close`
+        ends it.
+
+        Parameters
+        ----------
+        name : str
+            The cluster's.
+        shutdown_on_close : bool
+            Whether the cluster ends with this object.
+        asynchronous, loop, silence_logs, quiet
+            As for a new cluster.
+
+        Raises
+        ------
+        NoSuchCluster
+            If there is none of this name. It lists those that there are.
+        CMLError
+            If its scheduler does not answer.
+
+        Examples
+        --------
+        >>> with CMLCluster.from_name("mine") as cluster:  # doctest: +SKIP
+        ...     cluster.scale(3)
+        """
+        record = registry.read(name)
+        return cls(
+            **record.options,
+            name=name,
+            shutdown_on_close=shutdown_on_close,
+            asynchronous=asynchronous,
+            loop=loop,
+            silence_logs=silence_logs,
+            quiet=quiet,
+            _record=record,
+        )
 
     def __await__(self) -> Generator[Any, Any, CMLCluster]:
         return self._ready().__await__()
@@ -498,7 +624,9 @@ class CMLCluster(SpecCluster):
     # -- end
 
     def close(self, timeout: float | None = None) -> Awaitable[None] | None:
-        """Stop every session and close the cluster.
+        """Stop every session and close the cluster, unless it was made with ``shutdown_on_close=False``.
+
+        One that :meth:`from_name` gave is ended, too; see :meth:`leave`.
 
         Parameters
         ----------
@@ -510,37 +638,64 @@ class CMLCluster(SpecCluster):
         CMLError
             If the platform did not stop sessions. It names them.
         """
+        return self._end(timeout, self.shutdown_on_close or self._adopts)
+
+    def leave(self) -> Awaitable[None] | None:
+        """Close this object only: scheduler and workers run on.
+
+        Examples
+        --------
+        >>> CMLCluster.from_name("mine").leave()  # doctest: +SKIP
+        """
+        return self._end(None, shutdown=False)
+
+    def _end(self, timeout: float | None, shutdown: bool) -> Awaitable[None] | None:
         if self.asynchronous:
-            return super().close(timeout)
+            return self.sync(self._close, shutdown, callback_timeout=timeout)
         if self._is_a_forks_copy:
             return None
         with self._close_lock:  # the second of two threads would wait for a loop that the first has stopped
-            return super().close(timeout)
+            try:
+                if self.status != Status.closed:
+                    self.sync(self._close, shutdown, callback_timeout=timeout)
+            finally:
+                self._loop_runner.stop()
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._end(None, self.shutdown_on_close)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close(self.shutdown_on_close)
 
     @property
     def _is_a_forks_copy(self) -> bool:
-        """Whether this is in a process forked from that of the cluster, whose end must not be the cluster's."""
+        """Whether this is in a fork of the cluster's process, whose end must not be the cluster's."""
         return self._pid != os.getpid()
 
-    async def _close(self) -> None:
-        if self._is_a_forks_copy:
+    async def _close(self, shutdown: bool = True) -> None:
+        if self._is_a_forks_copy or self.status == Status.closed:
             return
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close_once())
+            self._closing = asyncio.create_task(self._close_once(shutdown))
         await asyncio.shield(self._closing)
 
-    async def _close_once(self) -> None:
+    async def _close_once(self, shutdown: bool) -> None:
         # Not SpecCluster's, which retires every worker first and waits long for a scheduler that is gone.
         if self._adaptive is not None:
             self._adaptive.stop(reason="the cluster closes")
         self.status = Status.closing
-        await cancel(self._starting, self._keeping, self._correct_state_waiting)
+        await cancel(self._starting, self._keeping, self._correct_state_waiting, self._recording)
         try:
-            if self.options.shutdown_on_close:
+            if shutdown:
                 await self._say_goodbye()
             else:
+                if self._recording is not None:
+                    await asyncio.to_thread(self._write_record)
                 self.api.forget(*self.api.live)
             await self.api.close()
+            if shutdown and self._recording is not None:
+                await asyncio.to_thread(registry.remove, self.options.name, id=self._record.id)
         finally:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(Cluster._close(self), _GOODBYE_TIMEOUT)
@@ -551,8 +706,6 @@ class CMLCluster(SpecCluster):
                     process.status = Status.closed
             self.worker_spec.clear()
             self.workers.clear()
-            if self.options.shutdown_on_close:
-                await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
             no_longer_end_at_exit(self)
 
     async def _say_goodbye(self) -> None:
@@ -563,4 +716,4 @@ class CMLCluster(SpecCluster):
 
     def _end_soon(self) -> None:
         """Close from within one of the cluster's own tasks, which close() waits for."""
-        self._closing = self._closing or asyncio.create_task(self._close_once())
+        self._closing = self._closing or asyncio.create_task(self._close_once(shutdown=True))

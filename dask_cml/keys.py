@@ -83,11 +83,6 @@ def paths(security: Security | None) -> dict[str, str] | None:
     return None if security is None else {field: getattr(security, field) for field in _FIELDS}
 
 
-def from_paths(paths: Mapping[str, str] | None) -> Security | None:
-    """Return the security of a cluster from what :func:`paths` gave."""
-    return None if paths is None else Security(require_encryption=True, **paths)
-
-
 def arguments(security: Security | None, role: str) -> list[str]:
     """Return the command-line arguments of ``dask scheduler`` or ``dask worker``."""
     if security is None:

@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,21 @@ class Options:
             shutdown_on_close=get("shutdown_on_close", _boolean),
             platform=get("platform", _choice, ("auto", "local")),
         )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that make these options again, as JSON can hold them."""
+        same = ("nthreads", "processes", "worker_class", "log_directory", "platform", "n_workers")
+        times = ("scheduler_timeout", "worker_timeout", "idle_timeout")
+        return {
+            **{name: getattr(self, name) for name in same + times},
+            **asdict(self.worker),
+            "scheduler_cpu": self.scheduler.cpu,
+            "scheduler_memory": self.scheduler.memory,
+            "worker_args": [*self.worker_args],
+            "scheduler_args": [*self.scheduler_args],
+            "env": dict(self.env),
+            "launch_options": dict(self.launch_options),
+        }
 
 
 def state_directory() -> Path:

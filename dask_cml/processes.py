@@ -78,6 +78,7 @@ class CMLProcess(ProcessInterface):
         self.launched_at: float | None = None
         self._since = datetime.now(timezone.utc)
         self._info: SessionInfo = {}
+        self._adopted = False
 
     async def start(self) -> None:
         """Launch the session; it is accepted when this returns, and need not run yet.
@@ -93,6 +94,14 @@ class CMLProcess(ProcessInterface):
         )
         self.launched_at = time.monotonic()
         await super().start()
+
+    def adopt(self, session_id: str, app_url: str | None = None) -> None:
+        """Take a session over that another process has launched, which the platform may not list here."""
+        self.api.adopt(session_id, self.name)
+        self._info = {"id": session_id, "status": "running", "app_url": app_url}
+        self._adopted = True
+        self.launched_at = time.monotonic()
+        self.status = Status.running
 
     async def close(self) -> None:
         """Stop the session, if there is one."""
@@ -136,7 +145,7 @@ class CMLProcess(ProcessInterface):
     @property
     def is_known_to_run(self) -> bool:
         """Whether the platform has said that the session runs, and where."""
-        return self._info.get("status") == "running" and self.ip_address is not None
+        return self._adopted or (self._info.get("status") == "running" and self.ip_address is not None)
 
     def update(self, listing: Mapping[str, SessionInfo]) -> bool:
         """Take in what the platform lists; return whether the session has ended.

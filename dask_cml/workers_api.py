@@ -78,7 +78,8 @@ class WorkersAPI:
 
     Every session that it launched and did not stop is in :attr:`live`, from the moment at which the
     platform's answer came, in whichever thread that was; :meth:`end` stops them, also when no event
-    loop is left.
+    loop is left. :attr:`names` is what each was launched as; :attr:`on_change` is called in the event loop
+    when a session was launched or stopped.
 
     Parameters
     ----------
@@ -95,6 +96,8 @@ class WorkersAPI:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.live: set[str] = set()
+        self.names: dict[str, str] = {}
+        self.on_change: Callable[[], None] = lambda: None
         self._threads = concurrent.futures.ThreadPoolExecutor(
             dask.config.get("cml.api.threads"), thread_name_prefix="cml-api"
         )
@@ -183,7 +186,9 @@ class WorkersAPI:
             # A refused launch may have made half a session, which counts and costs as a whole one does.
             half_made = None if session.get("id") else session.get("engineId")
             with self._lock:
-                self.live.update(filter(None, [session.get("id"), half_made]))
+                for session_id in filter(None, [session.get("id"), half_made]):
+                    self.live.add(session_id)
+                    self.names[session_id] = name
                 too_late = self._ended
             if half_made or (too_late and session.get("id")):
                 self._stop_now([half_made or session["id"]])
@@ -192,7 +197,9 @@ class WorkersAPI:
                 raise LaunchRefused(name, ". ".join(w for w in words if w) or f"it answers {answer!r}")
             return session
 
-        return await self._call(launch)
+        session: SessionInfo = await self._call(launch)
+        self.on_change()
+        return session
 
     async def sessions(self) -> dict[str, SessionInfo]:
         """Return the sessions by id, as the platform lists them next.
@@ -222,6 +229,7 @@ class WorkersAPI:
         if not ids or not all(ids):
             raise ValueError(f"stop() needs the ids of sessions, it got {ids!r}")
         await self._call(lambda: self._stop_now(ids))
+        self.on_change()
 
     def _stop_now(self, ids: Iterable[str]) -> None:
         ids = [*ids]
@@ -289,6 +297,17 @@ class WorkersAPI:
         concurrent.futures.wait(tuple(self._under_way), timeout=self._patience)
         self._stop_all()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def adopt(self, session_id: str, name: str) -> None:
+        """Take a session over that was launched elsewhere."""
+        with self._lock:
+            self.live.add(session_id)
+            self.names[session_id] = name
+
+    def named_sessions(self) -> dict[str, str]:
+        """Return what each session in :attr:`live` was launched as, by its id."""
+        with self._lock:
+            return {session_id: self.names[session_id] for session_id in self.live}
 
     def forget(self, *ids: str) -> None:
         """Leave sessions to others: :meth:`end` does not stop them."""

@@ -1,0 +1,23 @@
+"""What dask-ctl finds the clusters of a project by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from dask_cml import registry
+from dask_cml.cluster import CMLCluster
+
+
+async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
+    """Yield the names of the clusters whose schedulers answer, each with the class that rebuilds them.
+
+    Examples
+    --------
+    >>> [name async for name, _ in discover()]  # doctest: +SKIP
+    ['mine']
+    """
+    records = await asyncio.to_thread(registry.records)
+    # dask-ctl gives a discovery 5 s in all, and stale records must not use them up.
+    for name in await registry.identities(records, timeout=2.0):
+        yield name, CMLCluster
