@@ -1,0 +1,215 @@
+"""Adaptive scaling: sessions launched and time to finish, with slow sessions."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import dask
+
+from benchmarks.report import Report, figure, save_figure
+from benchmarks.stand_in import StandIn
+
+MAXIMUM = 20  # sessions, of one thread each
+TASK = 1.0  # seconds
+START_DELAYS = (0, 5, 20)
+LATENCY = 0.05
+#: Between two bursts, in seconds.
+GAP = 60.0
+#: By workload, the times at which the tasks of each phase are submitted, in seconds.
+WORKLOADS: dict[str, list[list[float]]] = {
+    "one burst": [[0.0] * 600],
+    "two bursts": [[0.0] * 600, [0.0] * 600],
+    "trickle": [[i / 7.5 for i in range(2250)]],
+}
+POLICIES = ("best", "Dask", "dask-cml")
+#: Seconds within which the sessions must be gone once there is nothing to do.
+_AFTERGLOW = 60.0
+
+
+def sessions_needed(workload: str, start_delay: float) -> int:
+    """Return the fewest sessions that could be launched to finish in 1.1 times the best time.
+
+    They are those of somebody who knows the work, and launches them when a phase begins, for that phase.
+    """
+    total = 0
+    for times in WORKLOADS[workload]:
+        best = _ideal_seconds(times, MAXIMUM, start_delay)
+        total += next(
+            n for n in range(1, MAXIMUM + 1) if _ideal_seconds(times, n, start_delay) <= 1.1 * best
+        )
+    return total
+
+
+def _ideal_seconds(times: Sequence[float], sessions: int, start_delay: float) -> float:
+    free = [start_delay] * sessions
+    for moment in times:
+        heapq.heapreplace(free, max(free[0], moment) + TASK)
+    return max(free)
+
+
+def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
+    """Run a workload under a policy, in this process."""
+    from distributed import Client, wait
+    from distributed.deploy.adaptive import Adaptive
+
+    from dask_cml import CMLAdaptive, CMLCluster
+
+    logging.disable(logging.ERROR)
+    phases = WORKLOADS[workload]
+    platform = StandIn(latency=LATENCY, start_delay=start_delay, workers=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        dask.config.set({"cml.state-directory": folder}),
+        platform.installed(),
+        CMLCluster(quiet=True) as cluster,
+        Client(cluster) as client,
+    ):
+        if policy != "best":
+            cluster.adapt(
+                Adaptive=Adaptive if policy == "Dask" else CMLAdaptive, minimum=0, maximum=MAXIMUM
+            )
+        seconds = []
+        for i, times in enumerate(phases):
+            if i:
+                time.sleep(GAP)
+            begin = time.monotonic()
+            if policy == "best":
+                cluster.scale(MAXIMUM)
+            futures = []
+            if len({*times}) == 1:
+                futures = client.map(time.sleep, [TASK] * len(times), pure=False, key="work")
+            else:
+                for moment in times:
+                    time.sleep(max(0.0, begin + moment - time.monotonic()))
+                    futures.append(client.submit(time.sleep, TASK, pure=False))
+            wait(futures)
+            seconds.append(time.monotonic() - begin)
+            del futures
+            if policy == "best":
+                cluster.scale(0)
+        deadline = time.monotonic() + _AFTERGLOW
+        while len(platform.live) > 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        now = time.monotonic()
+        _, *sessions = platform.launched_at  # the scheduler's is the first
+        used = sum(platform.stopped_at.get(each, now) - platform.launched_at[each] for each in sessions)
+        left = len(platform.live) - 1
+    return {
+        "seconds": round(sum(seconds), 2),
+        "launched": len(sessions),
+        "session seconds": round(used),
+        "left": left,
+    }
+
+
+def run(repeats: int = 1, at_once: int = 6) -> Report:
+    """Run every workload at every start delay under every policy, some at once, and report."""
+    report = Report(
+        "adapt",
+        f"Adaptive scaling, at most {MAXIMUM} sessions, tasks of {TASK:g} s",
+        ["workload", "start s", "policy", "seconds", "of best", "launched", "of needed", "session seconds"],
+    )
+    cases = [
+        (workload, delay, policy)
+        for workload in reversed(WORKLOADS)  # the longest first
+        for delay in START_DELAYS
+        for policy in POLICIES
+    ]
+
+    def measure(case: tuple[str, float, str]) -> dict[str, Any]:
+        command = [sys.executable, "-m", "benchmarks.adapt", case[0], str(case[1]), case[2]]
+        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        return json.loads(out.splitlines()[-1])
+
+    with ThreadPoolExecutor(at_once) as threads:
+        results = [*threads.map(measure, cases * repeats)]
+    figures = []
+    for workload in WORKLOADS:
+        for delay in START_DELAYS:
+            needed = sessions_needed(workload, delay)
+            runs = {
+                policy: [
+                    result
+                    for case, result in zip(cases * repeats, results, strict=True)
+                    if case == (workload, delay, policy)
+                ]
+                for policy in POLICIES
+            }
+            best = _middle(runs["best"], "seconds")
+            for policy in POLICIES:
+                seconds, launched, used = (
+                    _middle(runs[policy], key) for key in ("seconds", "launched", "session seconds")
+                )
+                figures.append(
+                    {
+                        "workload": workload,
+                        "start delay": delay,
+                        "policy": policy,
+                        "needed": needed,
+                        "of best": round(seconds / best, 3),
+                        "of needed": round(launched / needed, 3),
+                        "runs": runs[policy],
+                    }
+                )
+                report.rows.append(
+                    (
+                        workload,
+                        str(delay),
+                        policy,
+                        f"{seconds:.1f}",
+                        f"{seconds / best:.2f}",
+                        f"{launched:g} / {needed}",
+                        f"{launched / needed:.2f}",
+                        f"{used:.0f}",
+                    )
+                )
+    report.figures = {"maximum": MAXIMUM, "latency": LATENCY, "at once": at_once, "cases": figures}
+    return report
+
+
+def _middle(runs: Sequence[dict[str, float]], key: str) -> float:
+    values = sorted(run[key] for run in runs)
+    return values[len(values) // 2]
+
+
+def plot(report: Report) -> None:
+    """Draw sessions launched and time to finish of every case."""
+    fig, axes = figure(8, 4.5)
+    cases = report.figures["cases"]
+    for policy, marker, colour in (("Dask", "s", "tab:orange"), ("dask-cml", "o", "tab:blue")):
+        chosen = [case for case in cases if case["policy"] == policy]
+        axes.scatter(
+            [case["of needed"] for case in chosen],
+            [case["of best"] for case in chosen],
+            marker=marker,
+            color=colour,
+            label=f"{policy}'s Adaptive",
+            alpha=0.8,
+        )
+        for case in chosen:
+            if case["of needed"] > 1.2 or case["of best"] > 1.1:
+                text = f"{case['workload']}, {case['start delay']} s"
+                where = (case["of needed"], case["of best"])
+                axes.annotate(text, where, textcoords="offset points", xytext=(6, 4), fontsize=8)
+    axes.axvline(1.2, color="tab:grey", linestyle=":")
+    axes.axhline(1.1, color="tab:grey", linestyle=":")
+    axes.set_xlabel("sessions launched / sessions needed")
+    axes.set_ylabel("time / best time")
+    axes.set_ylim(bottom=min(0.95, math.floor(20 * min(case["of best"] for case in cases)) / 20))
+    axes.legend()
+    axes.set_title("Adaptive scaling of three workloads, sessions starting in 0, 5 and 20 s")
+    save_figure(fig, report.name)
+
+
+if __name__ == "__main__":
+    print(json.dumps(one_run(sys.argv[1], float(sys.argv[2]), sys.argv[3])), flush=True)
