@@ -44,9 +44,7 @@ def sessions_needed(workload: str, start_delay: float) -> int:
     total = 0
     for times in WORKLOADS[workload]:
         best = _ideal_seconds(times, MAXIMUM, start_delay)
-        total += next(
-            n for n in range(1, MAXIMUM + 1) if _ideal_seconds(times, n, start_delay) <= 1.1 * best
-        )
+        total += next(n for n in range(1, MAXIMUM + 1) if _ideal_seconds(times, n, start_delay) <= 1.1 * best)
     return total
 
 
@@ -75,9 +73,7 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
         Client(cluster) as client,
     ):
         if policy != "best":
-            cluster.adapt(
-                Adaptive=Adaptive if policy == "Dask" else CMLAdaptive, minimum=0, maximum=MAXIMUM
-            )
+            cluster.adapt(Adaptive=Adaptive if policy == "Dask" else CMLAdaptive, minimum=0, maximum=MAXIMUM)
         seconds = []
         for i, times in enumerate(phases):
             if i:

@@ -1,8 +1,8 @@
 """A platform in memory: as many sessions as one likes, on one machine.
 
 It follows the Workers API in what costs time: every request takes ``latency``, ``launch_workers`` and
-``stop_workers`` make one a session from a pool of 10 threads, and what ``list_workers`` returns is parsed from
-JSON. The scheduler's session is a process that runs its code. Worker sessions are names and nothing more, or,
+``stop_workers`` make one a session from a pool of 10 threads, and what ``list_workers`` returns is
+parsed from JSON. The scheduler's session is a process that runs its code. Worker sessions are names and nothing more, or,
 with ``workers=True``, Dask workers in a thread of this process.
 """
 
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _THREADS = 10
@@ -155,14 +156,7 @@ class StandIn(types.ModuleType):
     async def _run_worker(self, session_id: str, name: str, command: list[str]) -> None:
         from distributed import Worker
 
-        if "--scheduler-file" in command:
-            file = command[command.index("--scheduler-file") + 1]
-            while not os.path.exists(file):
-                await asyncio.sleep(0.05)
-            with open(file) as text:
-                address = json.load(text)["address"]
-        else:
-            address = next(word for word in command if word.startswith("tcp://"))
+        address = await asyncio.to_thread(_scheduler_address, command)
         nthreads = int(command[command.index("--nthreads") + 1])
         worker = Worker(address, name=name, nthreads=nthreads, memory_limit=0, dashboard=False)
         self._stops[session_id] = lambda: asyncio.run_coroutine_threadsafe(self._end(worker), self._loop)
@@ -203,3 +197,14 @@ def _described(session_id: str, status: str) -> str:
 def _command(code: str) -> list[str]:
     [line] = [line for line in code.splitlines() if line.startswith("command = ")]
     return ast.literal_eval(line.removeprefix("command = "))
+
+
+def _scheduler_address(command: list[str]) -> str:
+    if "--scheduler-file" not in command:
+        return next(word for word in command if word.startswith("tcp://"))
+    file = Path(command[command.index("--scheduler-file") + 1])
+    while True:
+        try:
+            return json.loads(file.read_text())["address"]
+        except (OSError, ValueError):
+            time.sleep(0.05)

@@ -1,0 +1,50 @@
+"""The local platform, with a state of its own for a measurement."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import dask
+
+from dask_cml import local
+
+_ENDED = ("succeeded", "failed", "stopped", "timedout")
+
+
+@contextlib.contextmanager
+def local_platform(**settings: Any) -> Iterator[tuple[ModuleType, Path]]:
+    """Have the local platform configured so, and a folder that is on its project file system."""
+    variable = "DASK_CML_LOCAL_DIRECTORY"
+    before = os.environ.get(variable)
+    # A short path, because it becomes part of sockets' names.
+    with tempfile.TemporaryDirectory(prefix="cml-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "local").mkdir(mode=0o700)
+        os.environ[variable] = str(folder / "local")
+        try:
+            local.configure(variables={"DASK_CML__STATE_DIRECTORY": name}, **settings)
+            with dask.config.set({"cml.state-directory": name, "cml.platform": "local"}):
+                yield local, folder
+        finally:
+            local.configure(latency=0.0)
+            end_all()
+            os.environ.pop(variable)
+            if before is not None:
+                os.environ[variable] = before
+
+
+def end_all() -> None:
+    """Stop what lives, and wait until its processes are gone."""
+    deadline = time.monotonic() + 30
+    while live := [each["id"] for each in local.list_workers() if each["status"] not in _ENDED]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"sessions do not end: {live}")
+        local.stop_workers(*live)
+        time.sleep(0.1)
