@@ -2,8 +2,8 @@
 
 It follows the Workers API in what costs time: every request takes ``latency``, ``launch_workers`` and
 ``stop_workers`` make one a session from a pool of 10 threads, and what ``list_workers`` returns is
-parsed from JSON. The scheduler's session is a process that runs its code. Worker sessions are names and nothing more, or,
-with ``workers=True``, Dask workers in a thread of this process.
+parsed from JSON. The scheduler's session is a process that runs its code. Worker sessions are names and
+nothing more, or, with ``workers=True``, Dask workers in a thread of this process.
 """
 
 from __future__ import annotations
