@@ -17,6 +17,7 @@ from distributed.core import Status, rpc
 from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
+from distributed.protocol import pickle
 from distributed.security import Security
 from distributed.utils import NoOpAwaitable, silence_logging_cmgr
 
@@ -25,10 +26,12 @@ from dask_cml.adaptive import CMLAdaptive
 from dask_cml.ending import end_at_exit, no_longer_end_at_exit
 from dask_cml.errors import CMLError
 from dask_cml.lifecycle import take_name
+from dask_cml.membership import Membership
 from dask_cml.options import Options, gibibytes, integer, positive, state_directory
 from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
 from dask_cml.reconciler import Reconciler
 from dask_cml.registry import Record
+from dask_cml.shared import SharedStatePlugin
 from dask_cml.tasks import cancel
 from dask_cml.views import first_line, sessions_html, show_start
 from dask_cml.workers_api import WorkersAPI, load_platform
@@ -190,6 +193,7 @@ class CMLCluster(SpecCluster):
         self.wanted = self.options.n_workers
         self.spec_lock = threading.RLock()
         self.reconciler = Reconciler(self)
+        self.membership = Membership(self, leads=_record is None)
         if _record is not None:
             self._record = _record
         self._recorded: set[str] = set()
@@ -198,6 +202,7 @@ class CMLCluster(SpecCluster):
         self._adopts = _record is not None
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._close_lock = threading.Lock()
         self._silence = contextlib.ExitStack()
@@ -252,7 +257,9 @@ class CMLCluster(SpecCluster):
         await Cluster._start(self)
         self._record_changed.set()
         self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
+        await self._register_plugin()
         self._keeping = asyncio.create_task(self.reconciler.run())
+        self._beating = asyncio.create_task(self.membership.beat())
 
     async def _launch(self) -> None:
         self._keys, files = await asyncio.to_thread(keys.as_files, self.options.security, self.folder)
@@ -312,6 +319,27 @@ class CMLCluster(SpecCluster):
             number = key.rpartition("-")[2]
             if number.isdecimal():  # no two workers have the same name, whoever launches them
                 self._i = max(self._i, int(number) + 1)
+
+    def drop_worker(self, key: str) -> None:
+        """Forget a worker that another manager has stopped."""
+        worker = self.workers.pop(key, None)
+        if worker is not None and worker.session_id is not None:
+            self.api.forget(worker.session_id)
+        with self.spec_lock:
+            self.worker_spec.pop(key, None)
+
+    def follow(self, wanted: int, workers: Iterable[str] | None) -> None:
+        """Take over what another manager wants: how many workers, and which, if that is settled."""
+        with self.spec_lock:
+            self.wanted = wanted
+            if workers is not None:
+                self.worker_spec = dict.fromkeys(workers, self.new_spec)
+
+    async def _register_plugin(self) -> None:
+        plugin = SharedStatePlugin()
+        await self.scheduler_comm.register_scheduler_plugin(
+            plugin=pickle.dumps(plugin), name=plugin.name, idempotent=True
+        )
 
     async def _keep_record(self) -> None:
         """Write every session's id into the cluster's record as soon as it is known."""
@@ -448,6 +476,7 @@ class CMLCluster(SpecCluster):
             if self.status in (Status.closing, Status.closed):
                 return
             self.wanted = n
+            self.membership.claim()
             # Those to close are picked later, with the scheduler's help.
             while len(self.worker_spec) < n:
                 self.worker_spec.update(self.new_worker_spec())
@@ -465,6 +494,7 @@ class CMLCluster(SpecCluster):
             for key in {names.get(worker, worker) for worker in workers}:
                 self.worker_spec.pop(key, None)
             self.wanted = len(self.worker_spec)
+            self.membership.claim()
         await self._correct_state()
 
     def adapt(
@@ -552,7 +582,7 @@ class CMLCluster(SpecCluster):
     async def _correct_state_internal(self) -> None:
         async with self._lock:
             self._correct_state_waiting = None
-            if self.status == Status.running:
+            if self.status == Status.running and await self.membership.sync():
                 await self.reconciler.step()
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
@@ -685,12 +715,15 @@ class CMLCluster(SpecCluster):
         if self._adaptive is not None:
             self._adaptive.stop(reason="the cluster closes")
         self.status = Status.closing
-        await cancel(self._starting, self._keeping, self._correct_state_waiting, self._recording)
+        await cancel(
+            self._starting, self._keeping, self._correct_state_waiting, self._recording, self._beating
+        )
         try:
             if shutdown:
                 await self._say_goodbye()
             else:
                 if self._recording is not None:
+                    await self.membership.leave()
                     await asyncio.to_thread(self._write_record)
                 self.api.forget(*self.api.live)
             await self.api.close()

@@ -77,7 +77,8 @@ class Reconciler:
             self._changed.clear()
             try:
                 lost = await self._find_lost()
-                self._replace(lost)
+                if self.cluster.membership.leads:
+                    self._replace(lost)
                 await self.cluster._correct_state()
             except CMLError as error:
                 logger.warning("The cluster %s cannot be looked after: %s", self.cluster.name, error)
@@ -229,6 +230,7 @@ class Reconciler:
             with cluster.spec_lock:
                 cluster.worker_spec[key] = cluster.new_spec
                 cluster.wanted = max(cluster.wanted, len(cluster.worker_spec))
+            cluster.membership.claim()
             del unwanted[key]
             cluster._log(f"The worker {key} stays: no other worker can take its data")
         ids = {w.session_id for w in unwanted.values() if w.session_id} & cluster.api.live
@@ -300,6 +302,7 @@ class Reconciler:
                 if key not in cluster.workers:
                     cluster.worker_spec.pop(key, None)
             cluster.wanted = granted = len(cluster.worker_spec)
+        cluster.membership.claim()
         known = self._ceiling is not None and self._ceiling[0] == granted
         self._ceiling = (granted, time.monotonic())
         self.trouble = f"{granted} of {asked} workers granted: {refusal.reason}"

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.scheduler import Scheduler
+
 
 @dataclass
 class SharedState:
@@ -77,3 +80,18 @@ class SharedState:
         now = time.monotonic()
         self.heard = {m: when for m, when in self.heard.items() if now - when < self.silence}
         return [*self.heard]
+
+
+class SharedStatePlugin(SchedulerPlugin):
+    """Have the scheduler keep a :class:`SharedState`, and answer the managers that ask for it."""
+
+    name = "cml-shared-state"
+    idempotent = True
+
+    def __init__(self) -> None:
+        self.state = SharedState()
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Answer ``cml_sync`` and ``cml_leave``."""
+        scheduler.handlers["cml_sync"] = self.state.sync
+        scheduler.handlers["cml_leave"] = self.state.leave

@@ -1,0 +1,184 @@
+"""Clusters apart from the process that made them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+from distributed import Client
+
+from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, lifecycle, registry
+from dask_cml.discovery import discover
+
+MAKER = """
+import time
+from dask_cml import CMLCluster
+
+if __name__ == "__main__":
+    cluster = CMLCluster(n_workers=2, name="made", platform="local", security={security})
+    while len(cluster.arrived) < 2:
+        time.sleep(0.05)
+    print("ready", flush=True)
+    time.sleep(3600)
+"""
+
+
+def make_and_kill(security=False):
+    """Have another process make a cluster, and kill it."""
+    code = MAKER.format(security=security)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout.readline() == "ready\n"
+        maker.kill()
+
+
+def make(**options):
+    return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
+
+
+def rebuild(name, **options):
+    return CMLCluster.from_name(name, quiet=True, asynchronous=True, **options)
+
+
+def live(platform):
+    return [
+        each for each in platform.sessions() if each["status"] == "running" and not each["stop_requested"]
+    ]
+
+
+@pytest.mark.parametrize("security", [False, True])
+async def test_a_cluster_whose_maker_was_killed_is_rebuilt_steered_and_ended(platform, holds, security):
+    await asyncio.to_thread(make_and_kill, security)
+    [row] = await lifecycle.describe(registry.records())
+    assert (row["name"], row["status"], row["workers"]) == ("made", "running", 2)
+    async with rebuild("made") as cluster, Client(cluster, asynchronous=True) as client:
+        assert await client.submit(sum, [1, 2]) == 3
+        cluster.scale(3)
+        await holds(lambda: len(cluster.scheduler_info["workers"]) == 3)
+        cluster.scale(1)
+        await holds(lambda: len(cluster.workers) == len(cluster.scheduler_info["workers"]) == 1)
+        assert await client.submit(sum, [3, 4]) == 7
+        assert "Scheduler at" in (await cluster.get_logs())["Scheduler"]
+    assert len(live(platform)) == 2
+    cluster = await rebuild("made")
+    folder = cluster.folder
+    await cluster.close()
+    assert not live(platform)
+    assert not folder.exists()
+
+
+async def test_from_another_session_which_does_not_list_these(platform, holds, monkeypatch):
+    await asyncio.to_thread(make_and_kill)
+    monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
+    assert platform.list_workers() == []
+    async with rebuild("made") as cluster:
+        cluster.scale(1)
+        await holds(lambda: len(cluster.scheduler_info["workers"]) == 1)
+        cluster.adapt(minimum=0, maximum=1, interval="100 ms", wait_count=1)
+        await holds(lambda: not cluster.scheduler_info["workers"])
+        await cluster.close()
+    assert not live(platform)
+
+
+async def test_an_unknown_name_lists_the_known_ones(platform):
+    async with make(name="known"):
+        with pytest.raises(NoSuchCluster, match="'known'"):
+            CMLCluster.from_name("unknown")
+
+
+async def test_the_name_of_a_live_cluster_is_taken(platform):
+    async with make(name="taken") as cluster:
+        with pytest.raises(ClusterExists, match="taken"):
+            await make(name="taken")
+        assert len(live(platform)) == 1
+        assert cluster.folder.is_dir()
+
+
+async def test_the_name_of_a_dead_cluster_is_free_and_what_is_left_of_it_is_ended(platform, holds):
+    await asyncio.to_thread(make_and_kill)
+    record = registry.read("made")
+    platform.evict(record.scheduler_session)
+    async with make(name="made") as cluster:
+        assert {each["id"] for each in live(platform)} == {each.id for each in cluster.sessions}
+
+
+async def test_a_cluster_that_does_not_answer_is_not_rebuilt(platform):
+    await asyncio.to_thread(make_and_kill)
+    platform.evict(registry.read("made").scheduler_session)
+    with pytest.raises(CMLError, match="does not answer"):
+        await rebuild("made")
+    assert await lifecycle.prune() == {"made": None}
+    assert not live(platform)
+    assert registry.records() == []
+
+
+async def test_shutdown_on_close_false_leaves_the_cluster_running(platform):
+    async with make(n_workers=1, name="left", shutdown_on_close=False):
+        pass
+    assert len(live(platform)) == 2
+    cluster = await rebuild("left", shutdown_on_close=True)
+    async with cluster:
+        pass
+    assert not live(platform)
+
+
+async def test_discovery_yields_what_answers(platform):
+    async with make(name="here"):
+        assert [item async for item in discover()] == [("here", CMLCluster)]
+    assert [item async for item in discover()] == []
+
+
+async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(platform, holds):
+    def settled(n):
+        return all(
+            len(manager.workers) == len(manager.scheduler_info["workers"]) == manager.wanted == n
+            for manager in (maker, other)
+        )
+
+    async with make(n_workers=1, name="shared") as maker:
+        await holds(lambda: len(maker.arrived) == 1)
+        async with rebuild("shared") as other:
+            await holds(lambda: settled(1))
+            other.scale(3)
+            await holds(lambda: settled(3))
+            maker.scale(2)
+            await holds(lambda: settled(2))
+            other.scale(1)
+            await holds(lambda: settled(1))
+            assert maker.workers.keys() == other.workers.keys()
+            assert len(live(platform)) == 2
+
+
+async def test_a_lost_worker_is_replaced_once_by_whom_of_two_managers_leads(platform, holds):
+    async with make(n_workers=1, name="shared") as maker:
+        await holds(lambda: len(maker.arrived) == 1)
+        async with rebuild("shared") as other:
+            [lost] = maker.workers
+            platform.evict(maker.workers[lost].session_id)
+            await holds(lambda: maker.arrived and maker.arrived != {lost})
+            await holds(lambda: other.arrived == maker.arrived)
+            assert len(live(platform)) == 2
+
+
+async def test_the_next_manager_leads_when_the_leader_goes(platform, holds):
+    async with make(n_workers=1, name="shared") as maker:
+        other = await rebuild("shared")
+        other.scale(2)
+        await holds(lambda: other.membership.leads and not maker.membership.leads)
+        await holds(lambda: len(other.arrived) == 2)
+        await other.leave()
+        await holds(lambda: maker.membership.leads)
+        await holds(lambda: len(maker.workers) == maker.wanted == 2)
+
+
+def test_the_record_holds_every_session_and_is_its_owners_only(platform, until):
+    with CMLCluster(n_workers=2, name="recorded", platform="local", quiet=True) as cluster:
+        until(lambda: len(registry.read("recorded").sessions) == 3)
+        file = cluster.folder / "record.json"
+        assert os.stat(file).st_mode & 0o777 == 0o600
+        assert set(registry.read("recorded").sessions) == {each.id for each in cluster.sessions}
+        cluster.scale(1)
+        until(lambda: len(registry.read("recorded").sessions) == 2)
+    assert registry.records() == []
