@@ -316,6 +316,8 @@ def test_ctrl_c_leaves_no_session(workers_v1, other, until):
         os.kill(os.getpid(), signal.SIGINT)
 
     workers_v1.inject("hangs", match="-scheduler")
+    # What a shell starts in the background ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
     started = time.monotonic()
@@ -323,6 +325,7 @@ def test_ctrl_c_leaves_no_session(workers_v1, other, until):
         run_dask_cluster(1, 1, 1)
     assert time.monotonic() - started < 30
     thread.join()
+    signal.signal(signal.SIGINT, before)
     assert left(workers_v1, other) == []
 
 

@@ -1,0 +1,57 @@
+"""The examples run to their end on the local platform and leave no session, which `platform` checks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOKS = [pytest.param(path, id=path.name) for path in sorted(EXAMPLES.glob("*.ipynb"))]
+SCRIPTS = [pytest.param(path, id=path.name) for path in sorted(EXAMPLES.glob("*.py"))]
+
+
+@pytest.fixture
+def laptop(platform, monkeypatch, tmp_path):
+    """A folder on a machine that is no CML session; there goes what Jupyter writes to home folders."""
+    monkeypatch.delenv("CDSW_ENGINE_ID", raising=False)
+    for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    yield tmp_path
+    assert platform.sessions()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_notebook_runs(laptop, path):
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(laptop)}}).execute()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_script_runs(laptop, path):
+    subprocess.run([sys.executable, str(path)], cwd=laptop, check=True, timeout=240)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_notebook_is_kept_with_what_it_shows(path):
+    """It was run from top to end, without warnings, and tells nothing of the machine that did."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert outputs
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert {output.name for output in outputs if output.output_type == "stream"} <= {"stdout"}
+    texts = [output.text for output in outputs if output.output_type == "stream"]
+    texts += [
+        str(data) for output in outputs for kind, data in output.get("data", {}).items() if "text" in kind
+    ]
+    assert not [text for text in texts if re.search(r"/(home|Users|root|tmp|var)/", text)]
