@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import importlib
 import inspect
 import logging
@@ -191,7 +192,7 @@ class WorkersAPI:
                     self.names[session_id] = name
                 too_late = self._ended
             if half_made or (too_late and session.get("id")):
-                self._stop_now([half_made or session["id"]])
+                self._try_to_stop(half_made or session["id"])
             if not session.get("id"):
                 words = [session.get("message"), session.get("k8sMessage")]
                 raise LaunchRefused(name, ". ".join(w for w in words if w) or f"it answers {answer!r}")
@@ -205,10 +206,21 @@ class WorkersAPI:
         """Return the sessions by id, as the platform lists them next.
 
         One call of ``list_workers`` serves all who wait, and there is none when nobody does.
+
+        Raises
+        ------
+        CMLError
+            If :meth:`close` is called meanwhile.
         """
         if self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(self._list())
-        return await asyncio.shield(self._listing)
+            # All who wait may be cancelled, and then nobody asks for its error.
+            self._listing.add_done_callback(lambda listing: listing.cancelled() or listing.exception())
+        listing = self._listing
+        await asyncio.wait([listing])
+        if listing.cancelled():  # by close(), while this task itself is not cancelled
+            raise CMLError("the sessions are not listed any more: the cluster has ended")
+        return listing.result()
 
     async def _list(self) -> dict[str, SessionInfo]:
         await asyncio.sleep(self._next_listing - time.monotonic())
@@ -244,6 +256,13 @@ class WorkersAPI:
         with self._lock:
             self.live.difference_update(ids)
 
+    def _try_to_stop(self, session_id: str) -> None:
+        """Stop a session that nobody waits for. What fails here is left to :meth:`end`."""
+        try:
+            self._stop_now([session_id])
+        except Exception as error:
+            logger.warning("The session %s is not stopped yet: %r", session_id, error)
+
     async def _call(self, function: Callable[[], Any]) -> Any:
         """Call in the thread pool; try again while what is wrong may pass."""
         for pause in [*self._pauses(), None]:
@@ -264,7 +283,10 @@ class WorkersAPI:
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         # Not run_in_executor: when the awaiting task is cancelled the thread goes on, and end() must know it.
-        future = self._threads.submit(function)
+        try:
+            future = self._threads.submit(function)
+        except RuntimeError as error:  # the pool is shut down, or the interpreter ends
+            raise CMLError(f"the Workers API is not called any more: {error}") from error
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
         return await asyncio.wrap_future(future)
@@ -293,10 +315,14 @@ class WorkersAPI:
         """
         with self._lock:
             self._ended = True
-        self._stop_all()
-        concurrent.futures.wait(tuple(self._under_way), timeout=self._patience)
-        self._stop_all()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        # Once only, because what fails here is tried again below, for as long as it takes.
+        with contextlib.suppress(Exception):
+            self._stop_now(self.named_sessions())
+        try:
+            concurrent.futures.wait(tuple(self._under_way), timeout=self._patience)
+            self._stop_all()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def adopt(self, session_id: str, name: str) -> None:
         """Take a session over that was launched elsewhere."""
@@ -340,4 +366,6 @@ def may_pass(error: Exception) -> bool:
     status = getattr(response, "status_code", None) or getattr(error, "code", None)
     if isinstance(status, int):
         return status >= 500 or status in (408, 429)
-    return not isinstance(error, _OUR_FAULT)
+    # An OSError comes from outside whatever else it is: the one of `requests` for an answer that is no JSON,
+    # such as the page of a gateway, is a ValueError, too.
+    return isinstance(error, OSError) or not isinstance(error, _OUR_FAULT)

@@ -153,7 +153,6 @@ async def test_an_answer_without_an_id_is_a_refusal(stub, api, answer, words):
     assert stub.count("stop_workers") == 0
 
 
-@pytest.mark.xfail(reason="the failed stop is taken for the launch's failure, and the launch is tried again")
 @pytest.mark.parametrize("code", [503, 403])
 async def test_a_refusal_is_told_though_the_half_made_session_cannot_be_stopped_now(stub, api, left, code):
     stub.refuse()
@@ -181,7 +180,7 @@ async def test_a_refusal_is_told_though_the_half_made_session_cannot_be_stopped_
         TimeoutError("timed out"),
         OSError("no route to host"),
         ProtocolError("incomplete read"),
-        pytest.param(BrokenJSON("no JSON"), marks=pytest.mark.xfail(reason="is a ValueError, too")),
+        BrokenJSON("no JSON"),
     ],
     ids=repr,
 )
@@ -309,6 +308,29 @@ async def test_a_failed_listing_fails_for_all_and_the_next_is_tried_anew(stub, a
     errors = await asyncio.gather(*[api.sessions() for _ in range(3)], return_exceptions=True)
     assert [type(error) for error in errors] == [HTTPError] * 3
     assert await api.sessions()
+
+
+async def test_the_end_is_told_to_all_who_wait_for_a_listing_and_cancels_none_of_them(stub, api):
+    with stub.held("list_workers"):
+        waiting = [asyncio.create_task(api.sessions()) for _ in range(2)]
+        await eventually(lambda: stub.under_way)
+        waiting.append(asyncio.create_task(api.sessions()))
+        closing = asyncio.create_task(api.close())
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    await closing
+    assert [type(outcome) for outcome in outcomes] == [CMLError] * 3
+
+
+async def test_one_who_is_cancelled_while_the_api_ends_is_cancelled(stub, api):
+    with stub.held("list_workers"):
+        waiting = asyncio.create_task(api.sessions())
+        await eventually(lambda: stub.under_way)
+        closing = asyncio.create_task(api.close())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    await closing
+    assert waiting.cancelled()
 
 
 async def test_ended_sessions_are_listed_too_and_known_as_ended(stub, api):
@@ -467,7 +489,6 @@ async def test_nothing_is_launched_after_the_end(stub, api):
     assert stub.calls == []
 
 
-@pytest.mark.xfail(reason="the pool's RuntimeError is taken for a broken connection and tried again")
 async def test_a_launch_after_the_end_is_refused_at_once(api, caplog):
     caplog.set_level("INFO", "dask_cml")
     await api.close()
@@ -503,7 +524,6 @@ async def test_sessions_that_could_not_be_stopped_are_named_and_a_later_close_st
     assert not left()
 
 
-@pytest.mark.xfail(reason="after the first error end() does not wait for launches that are under way")
 async def test_sessions_of_launches_under_way_are_named_too(stub, api, left):
     await launch(api)
     stub.fail("stop_workers", *[HTTPError(403)] * 10)
@@ -517,6 +537,22 @@ async def test_sessions_of_launches_under_way_are_named_too(stub, api, left):
     assert all(session_id in str(error) for session_id in left())
 
 
+async def test_the_end_waits_for_launches_under_way_also_after_a_failed_stop(stub, api, left):
+    await launch(api)
+    stub.answer_stop(403)
+    with stub.held("launch_workers") as release:
+        launching = asyncio.create_task(launch(api))
+        await eventually(lambda: stub.under_way)
+        closing = asyncio.create_task(api.close())
+        await eventually(lambda: stub.count("stop_workers"))
+        assert not closing.done()
+        release()
+        await closing
+    await asyncio.wait([launching])
+    assert not left()
+    assert not api.live
+
+
 async def test_close_does_not_wait_for_an_api_that_does_not_answer(stub, left):
     with dask.config.set({"cml.api.timeout": "10ms", "cml.api.threads": 2}):
         api = WorkersAPI(stub)
@@ -527,6 +563,56 @@ async def test_close_does_not_wait_for_an_api_that_does_not_answer(stub, left):
         await api.close()
         assert not left()
     await asyncio.wait(tasks)
+
+
+# -- sessions that were launched elsewhere, and what each is
+
+
+async def test_an_adopted_session_is_stopped_at_the_end_like_those_launched_here(stub, api, left):
+    [elsewhere] = stub.launch_workers(1, 1, 1)
+    [here] = await launch(api)
+    api.adopt(elsewhere["id"], "theirs")
+    assert api.live == left() == {elsewhere["id"], here}
+    await api.close()
+    assert not left()
+
+
+async def test_live_sessions_have_the_names_that_they_were_launched_as(stub, api):
+    first, second, third = await launch(api, 3)
+    api.adopt("stub000000000099", "theirs")
+    assert api.named_sessions() == {first: "s0", second: "s1", third: "s2", "stub000000000099": "theirs"}
+    await api.stop(first, "stub000000000099")
+    api.forget(second)
+    assert api.named_sessions() == {third: "s2"}
+
+
+async def test_a_half_made_session_has_its_name_while_it_is_not_stopped(stub, api):
+    stub.refuse()
+    stub.answer_stop(503)
+    with pytest.raises(LaunchRefused):
+        await api.launch("mine", SIZE, "pass")
+    assert api.named_sessions() == {[*stub.all][-1]: "mine"}
+
+
+async def test_what_is_launched_and_stopped_is_told_in_the_event_loop(stub, api):
+    seen = []
+    api.on_change = lambda: seen.append((threading.current_thread(), {*api.live}))
+    [session_id] = await launch(api)
+    await api.stop(session_id)
+    assert seen == [(threading.current_thread(), {session_id}), (threading.current_thread(), set())]
+
+
+async def test_a_change_is_not_told_where_there_was_none(stub, api):
+    [session_id] = await launch(api)
+    seen = []
+    api.on_change = lambda: seen.append("called")
+    stub.fail("launch_workers", HTTPError(403))
+    stub.answer_stop(403)
+    with pytest.raises(HTTPError):
+        await launch(api)
+    with pytest.raises(CMLError):
+        await api.stop(session_id)
+    assert not seen
 
 
 # -- threads
