@@ -1,0 +1,352 @@
+"""What runs in the scheduler: it ends a cluster that nobody has any more, and shows its dashboard.
+
+A manager registers the plugin on a running scheduler, so that nothing of it need be on the command line, and
+says every few seconds that it is there. Its `Presence` does both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed.comm.core import Comm
+from distributed.comm.utils import get_tcp_server_addresses
+from distributed.core import Status, rpc
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.protocol.pickle import dumps
+from distributed.scheduler import Scheduler
+from distributed.utils import wait_for
+from tornado.ioloop import PeriodicCallback
+
+from dask_cml.errors import CMLError
+from dask_cml.forwarding import FORWARD, Tunnel
+from dask_cml.tasks import cancel
+
+# The scheduler's own logs, as cluster.get_logs() returns them, are those below this name.
+logger = logging.getLogger("distributed.scheduler.dask_cml")
+
+NAME = "dask-cml"
+HEARTBEAT = "cml_manager_heartbeat"
+GOODBYE = "cml_manager_goodbye"
+MANAGERS = "cml_managers"
+
+_LOOK_INTERVAL = 0.5
+_LATE = 2.0
+_BEAT_INTERVAL = 2.0
+#: A manager whose network is silent rather than closed is gone after so long; a client after the other, for
+#: it sends a heartbeat every 5 s, or less often when there are very many.
+_MANAGER_SILENCE = 15.0
+_CLIENT_SILENCE = 60.0
+_GOODBYE_TIMEOUT = 2.0
+#: These are no programs of users: Dask's own for tasks that nobody waits for, and those of tasks in workers.
+_NO_USERS = ("fire-and-forget", "Client-worker-")
+
+
+@dataclass
+class _Manager:
+    info: Mapping[str, Any]
+    silence: float
+    comm: Comm
+    heard: float
+    since: float = field(default_factory=time.time)
+
+
+class CMLSchedulerPlugin(SchedulerPlugin):
+    """Ends a scheduler that has no manager and no client, and carries its dashboard's bytes.
+
+    Parameters
+    ----------
+    orphan_timeout : float or None
+        Seconds without a manager and without a client after which the scheduler closes. None: never.
+    """
+
+    name = NAME
+    idempotent = True
+
+    def __init__(self, orphan_timeout: float | None) -> None:
+        self.orphan_timeout = orphan_timeout
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Add the handlers to the scheduler, and begin to look who is there."""
+        # Here nothing may wait: another registration would come in between.
+        self._scheduler = scheduler
+        self._managers: dict[str, _Manager] = {}
+        self._clients: dict[str, tuple[float, float]] = {}
+        self._forwards: set[Comm] = set()
+        self._alone_since: float | None = None
+        self._looked = time.monotonic()
+        scheduler.handlers[HEARTBEAT] = self.heartbeat
+        scheduler.handlers[GOODBYE] = self.goodbye
+        scheduler.handlers[MANAGERS] = self.managers
+        scheduler.handlers[FORWARD] = self.forward
+        self._looking = PeriodicCallback(self._look, _LOOK_INTERVAL * 1000)
+        self._looking.start()
+
+    async def close(self) -> None:
+        """End with the scheduler."""
+        self._looking.stop()
+        for comm in [*self._forwards]:
+            comm.abort()
+
+    # -- managers
+
+    def heartbeat(
+        self, comm: Comm, manager: str, info: Mapping[str, Any], silence: float, **more: Any
+    ) -> dict[str, Any]:
+        """Note that a manager is there; return all that are.
+
+        Parameters
+        ----------
+        comm : Comm
+            When it closes, the manager is gone.
+        manager : str
+            Its id.
+        info : mapping
+            What it tells the others of itself.
+        silence : float
+            Seconds after which it is gone if nothing more is heard of it.
+        **more
+            ``orphan_timeout``, if it is to be changed.
+        """
+        now = time.monotonic()
+        known = self._managers.get(manager)
+        if known is None:
+            logger.info("The manager %s has come: %s", manager, dict(info))
+            known = self._managers[manager] = _Manager(info, silence, comm, now)
+        known.info, known.silence, known.comm, known.heard = info, silence, comm, now
+        self._alone_since = None
+        if "orphan_timeout" in more:
+            self.orphan_timeout = more["orphan_timeout"]
+        return self.managers()
+
+    def goodbye(self, manager: str, **more: Any) -> None:
+        """Forget a manager that leaves.
+
+        Parameters
+        ----------
+        manager : str
+            Its id.
+        **more
+            ``orphan_timeout``, if it is to be changed.
+        """
+        if self._managers.pop(manager, None):
+            logger.info("The manager %s has left", manager)
+        if "orphan_timeout" in more:
+            self.orphan_timeout = more["orphan_timeout"]
+
+    def managers(self, **more: Any) -> dict[str, Any]:
+        """Return what the managers that are there tell of themselves, by their ids."""
+        now = time.monotonic()
+        return {
+            "orphan_timeout": self.orphan_timeout,
+            "managers": {
+                key: {"info": each.info, "since": each.since, "silent_for": now - each.heard}
+                for key, each in self._managers.items()
+            },
+        }
+
+    # -- orphans
+
+    async def _look(self) -> None:
+        reason = self.look(time.monotonic())
+        if reason is not None:
+            logger.warning("The scheduler closes: %s", reason)
+            await self._scheduler.close(reason=reason)
+
+    def look(self, now: float) -> str | None:
+        """Look who is there, and return why the scheduler must close, if it must.
+
+        Parameters
+        ----------
+        now : float
+            The monotonic time.
+        """
+        late = now - self._looked > _LATE
+        self._looked = now
+        seen = {key: client.last_seen for key, client in self._scheduler.clients.items()}
+        seen = {key: each for key, each in seen.items() if not key.startswith(_NO_USERS)}
+        # Not the age of last_seen: that would be wrong when the clock is set.
+        old = self._clients
+        self._clients = {
+            key: old[key] if key in old and old[key][0] == each else (each, now) for key, each in seen.items()
+        }
+        if late:
+            # The process or its loop stood still: what was sent meanwhile is heard only now.
+            self._alone_since = None
+            self._clients = {key: (each, now) for key, each in seen.items()}
+            for manager in self._managers.values():
+                manager.heard = now
+        for key, each in [*self._managers.items()]:
+            if each.comm.closed() or now - each.heard > each.silence:
+                logger.info("The manager %s is gone without a goodbye", key)
+                del self._managers[key]
+        clients = [key for key, (_, heard) in self._clients.items() if now - heard <= _CLIENT_SILENCE]
+        if self._managers or clients or self.orphan_timeout is None:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since >= self.orphan_timeout:
+            return f"orphaned: no manager and no client for {self.orphan_timeout:g} s"
+        return None
+
+    # -- the dashboard
+
+    async def forward(self, comm: Comm, **more: Any) -> Any:
+        """Connect a comm with the dashboard, and carry bytes until both have ended.
+
+        Parameters
+        ----------
+        comm : Comm
+            It is used for nothing else any more.
+        """
+        try:
+            # The dashboard and nothing else: whoever asks has no say in where this leads.
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._dashboard_port())
+        except OSError as error:
+            return {"status": "error", "message": f"its dashboard does not answer: {error}"}
+        self._forwards.add(comm)
+        try:
+            await comm.write({"status": "OK"})
+            await Tunnel(comm, reader, writer).run()
+        except OSError as error:
+            logger.debug("A connection to the dashboard ends: %r", error)
+        finally:
+            self._forwards.discard(comm)
+            comm.abort()
+            writer.transport.abort()
+        return Status.dont_reply
+
+    def _dashboard_port(self) -> int:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            for host, port, *_ in get_tcp_server_addresses(self._scheduler.http_server):
+                if host in ("127.0.0.1", "0.0.0.0"):
+                    return int(port)
+        raise OSError("it does not listen on 127.0.0.1")
+
+
+class Presence:
+    """A manager's side: has the plugin registered, and says that the manager is there until it is closed.
+
+    Parameters
+    ----------
+    address : str
+        The scheduler's.
+    connection_args : mapping, optional
+        As ``Security.get_connection_args("client")`` returns them.
+    orphan_timeout : float or None, optional
+        Seconds without a manager and without a client after which the scheduler closes; None means never.
+        Not given: it stays what another manager said, and is never if this is the first one.
+    info : mapping, optional
+        What other managers are to know of this one, beside its host and process id.
+    interval : float
+        Seconds between two heartbeats.
+
+    Attributes
+    ----------
+    id : str
+        Tells this manager from others.
+    managers : dict
+        All managers of the cluster that were there at the last heartbeat, by their ids: ``info``, ``since``
+        (seconds since 1970) and ``silent_for`` (seconds).
+
+    Examples
+    --------
+    >>> presence = Presence("tcp://10.0.0.1:8786", orphan_timeout=300)
+    >>> await presence.start()  # doctest: +SKIP
+    >>> await presence.close()  # doctest: +SKIP
+    """
+
+    KEEP: Any = object()
+
+    def __init__(
+        self,
+        address: str,
+        connection_args: Mapping[str, Any] | None = None,
+        *,
+        orphan_timeout: float | None = KEEP,
+        info: Mapping[str, Any] | None = None,
+        interval: float = _BEAT_INTERVAL,
+    ) -> None:
+        self.id = secrets.token_hex(8)
+        self.info = {"host": socket.gethostname(), "pid": os.getpid(), **(info or {})}
+        self.managers: dict[str, Any] = {}
+        self._orphan_timeout = orphan_timeout
+        self._interval = interval
+        self._silence = max(_MANAGER_SILENCE, 4 * interval)
+        # A connection of its own: nothing else is in front of a heartbeat, and its end is the manager's.
+        self._scheduler = rpc(address, connection_args=dict(connection_args or {}))
+        self._beating: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Register the plugin, and begin to send heartbeats.
+
+        Raises
+        ------
+        OSError
+            If the scheduler cannot be reached.
+        CMLError
+            If it does not take the plugin.
+        """
+        change = {} if self._orphan_timeout is self.KEEP else {"orphan_timeout": self._orphan_timeout}
+        await self._beat(register=True, **change)
+        if self._beating is None:
+            self._beating = asyncio.create_task(self._keep_beating())
+
+    async def close(self, **change: float | None) -> None:
+        """Say goodbye, if the scheduler is there to hear it.
+
+        Parameters
+        ----------
+        **change
+            ``orphan_timeout``, if it is to be changed.
+        """
+        beating, self._beating = self._beating, None
+        await cancel(beating)
+        if beating is not None:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                await wait_for(
+                    self._scheduler.cml_manager_goodbye(manager=self.id, **change), _GOODBYE_TIMEOUT
+                )
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await wait_for(self._scheduler.close_rpc(), _GOODBYE_TIMEOUT)
+
+    async def _keep_beating(self) -> None:
+        heard = True
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                await self._beat()
+                heard = True
+            except (OSError, asyncio.TimeoutError, CMLError) as error:
+                if heard:
+                    logger.debug("The scheduler does not hear that this manager is there: %r", error)
+                heard = False
+
+    async def _beat(self, register: bool = False, **change: float | None) -> None:
+        async def beat() -> dict[str, Any]:
+            message = {"manager": self.id, "info": self.info, "silence": self._silence, **change}
+            if register or not (answer := await self._scheduler.cml_manager_heartbeat(**message)):
+                timeout = None if self._orphan_timeout is self.KEEP else self._orphan_timeout
+                plugin = dumps(CMLSchedulerPlugin(timeout))
+                await self._scheduler.register_scheduler_plugin(plugin=plugin, name=NAME, idempotent=True)
+                answer = await self._scheduler.cml_manager_heartbeat(**message)
+            return answer
+
+        try:
+            answer = await wait_for(beat(), self._silence)
+            self.managers = answer["managers"]
+            self._orphan_timeout = answer["orphan_timeout"]
+        except (OSError, asyncio.TimeoutError):
+            raise
+        except Exception as error:
+            raise CMLError(
+                f"the scheduler at {self._scheduler.address} refuses the plugin: {error}"
+            ) from error
