@@ -14,7 +14,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import dask.config
@@ -98,6 +98,7 @@ class WorkersAPI:
         self.module = module
         self.live: set[str] = set()
         self.names: dict[str, str] = {}
+        self._unanswered: set[str] = set()
         self.on_change: Callable[[], None] = lambda: None
         self._threads = concurrent.futures.ThreadPoolExecutor(
             dask.config.get("cml.api.threads"), thread_name_prefix="cml-api"
@@ -149,7 +150,8 @@ class WorkersAPI:
         Parameters
         ----------
         name : str
-            A name to show, where the platform has such.
+            A name to show, where the platform has such. No other launch should have it: if an answer is
+            lost, this is how the session that was launched nevertheless is found, and taken.
         size : SessionSize
             Its virtual CPUs, memory in GiB, and GPUs.
         code : str
@@ -174,15 +176,21 @@ class WorkersAPI:
         def launch() -> SessionInfo:
             if self._ended:
                 raise CMLError(f"{name} is not launched: the cluster has ended")
-            answer = self.module.launch_workers(
-                n=1,
-                cpu=size.cpu,
-                memory=size.memory,
-                nvidia_gpu=size.nvidia_gpu,
-                code=code,
-                env=dict(env or {}),
-                **options,
-            )
+            found = self._find_unanswered({name}) if name in self._unanswered else []
+            try:
+                answer = found or self.module.launch_workers(
+                    n=1,
+                    cpu=size.cpu,
+                    memory=size.memory,
+                    nvidia_gpu=size.nvidia_gpu,
+                    code=code,
+                    env=dict(env or {}),
+                    **options,
+                )
+            except Exception as error:
+                if may_pass(error) and "name" in options:
+                    self._unanswered.add(name)
+                raise
             session = answer[0] if answer else {}
             # A refused launch may have made half a session, which counts and costs as a whole one does.
             half_made = None if session.get("id") else session.get("engineId")
@@ -201,6 +209,17 @@ class WorkersAPI:
         session: SessionInfo = await self._call(launch)
         self.on_change()
         return session
+
+    def _find_unanswered(self, names: Collection[str]) -> list[SessionInfo]:
+        """Find sessions of launches that raised an error, which does not say that there is no session."""
+        return [
+            session
+            for session in self.module.list_workers()
+            if session.get("name") in names
+            and session.get("id")
+            and session["id"] not in self.names
+            and not has_ended(session)
+        ]
 
     async def sessions(self) -> dict[str, SessionInfo]:
         """Return the sessions by id, as the platform lists them next.
@@ -320,9 +339,21 @@ class WorkersAPI:
             self._stop_now(self.named_sessions())
         try:
             concurrent.futures.wait(tuple(self._under_way), timeout=self._patience)
+            self._adopt_unanswered()
             self._stop_all()
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _adopt_unanswered(self) -> None:
+        if not self._unanswered:
+            return
+        names = sorted(self._unanswered)
+        try:
+            for session in self._find_unanswered(names):
+                self.adopt(session["id"], session["name"])
+            self._unanswered.difference_update(names)
+        except Exception as error:
+            logger.warning("There may be sessions of the names %s: the last listing fails: %r", names, error)
 
     def adopt(self, session_id: str, name: str) -> None:
         """Take a session over that was launched elsewhere."""

@@ -84,6 +84,7 @@ class StubSession:
             "duration": (end - begin).total_seconds() if begin and end else None,
             "ip_address": self.ip_address or "unknown",
             "app_url": f"https://{self.id}.cml.example.com/",
+            **({"name": self.launched_with["name"]} if "name" in self.launched_with else {}),
             **self.more,
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import threading
 import time
@@ -252,6 +253,133 @@ async def test_what_will_not_pass_is_raised_at_once(stub, api, function, error):
         await do(api, function)
     assert caught.value is error
     assert stub.count(function) - before == 1
+
+
+# -- launches whose answer is lost
+
+
+@pytest.fixture
+def lose_answers(monkeypatch):
+    """Make the next launches of a platform raise an error when the session is there already."""
+
+    def lose_answers(module, *errors):
+        launch_workers, errors = module.launch_workers, [*errors]
+
+        @functools.wraps(launch_workers)
+        def launch_and_fail(*arguments, **options):
+            answer = launch_workers(*arguments, **options)
+            if errors:
+                raise errors.pop(0)
+            return answer
+
+        monkeypatch.setattr(module, "launch_workers", launch_and_fail)
+
+    return lose_answers
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("broken"), HTTPError(504), BrokenJSON("no JSON")], ids=repr
+)
+async def test_a_session_whose_launch_was_not_answered_is_taken_and_no_other_launched(
+    stub, api, left, lose_answers, error
+):
+    lose_answers(stub, error)
+    session = await api.launch("mine", SIZE, "pass")
+    assert left() == api.live == {session["id"]}
+    assert api.named_sessions() == {session["id"]: "mine"}
+    assert (stub.count("launch_workers"), stub.count("list_workers")) == (1, 1)
+
+
+async def test_each_of_many_launches_takes_its_own_session(stub, api, left, lose_answers):
+    lose_answers(stub, *[ConnectionError("broken")] * 5)
+    ids = await launch(api, 10)
+    assert left() == api.live == {*ids}
+    assert {name: stub.all[each].launched_with["name"] for each, name in api.named_sessions().items()} == {
+        f"s{i}": f"s{i}" for i in range(10)
+    }
+
+
+async def test_a_session_that_has_ended_or_is_known_is_not_taken_for_a_lost_one(stub, api):
+    [ended] = stub.launch_workers(1, 1, 1, name="mine")
+    stub.set(ended["id"], "failed")
+    known = await api.launch("mine", SIZE, "pass")
+    stub.fail("launch_workers", ConnectionError("broken"))
+    session = await api.launch("mine", SIZE, "pass")
+    assert session["id"] not in (ended["id"], known["id"])
+
+
+async def test_nothing_is_launched_again_before_a_listing_tells_what_is_there(stub, api, left, lose_answers):
+    lose_answers(stub, ConnectionError("broken"))
+    stub.fail("list_workers", HTTPError(503), HTTPError(503))
+    session = await api.launch("mine", SIZE, "pass")
+    assert left() == {session["id"]}
+    assert (stub.count("launch_workers"), stub.count("list_workers")) == (1, 3)
+
+
+async def test_nothing_is_listed_for_a_launch_that_is_answered(stub, api):
+    stub.fail("launch_workers", HTTPError(403))
+    with pytest.raises(HTTPError):
+        await launch(api)
+    await launch(api)
+    await api.close()
+    assert stub.count("list_workers") == 0
+
+
+async def test_without_names_a_launch_is_tried_again_as_it_was(lose_answers):
+    stub = Stub(newer=False)
+    api = WorkersAPI(stub)
+    lose_answers(stub, ConnectionError("broken"))
+    await launch(api)
+    assert (stub.count("launch_workers"), stub.count("list_workers")) == (2, 0)
+    await api.close()
+
+
+async def test_the_end_stops_a_session_that_the_platform_listed_too_late(stub, api, left, lose_answers):
+    lose_answers(stub, ConnectionError("broken"))
+    with stub.held("list_workers") as release:
+        launching = asyncio.create_task(launch(api))
+        await eventually(lambda: stub.under_way)
+        [lost] = left()
+        stub.set(lost, listed=False)
+        release()
+        await launching
+    assert len(left()) == 2
+    stub.set(lost, listed=True)
+    await api.close()
+    assert not left()
+
+
+async def test_the_end_stops_the_session_of_a_launch_that_was_given_up(stub, api, left, lose_answers):
+    lose_answers(stub, ConnectionError("broken"))
+    stub.fail("list_workers", *[HTTPError(503)] * 3)
+    with pytest.raises(CMLError, match="again and again"):
+        await launch(api)
+    assert len(left()) == 1
+    await api.close()
+    assert not left()
+
+
+async def test_the_end_tells_the_names_of_sessions_that_it_cannot_look_for(
+    stub, api, left, lose_answers, caplog
+):
+    [session_id] = await launch(api)
+    lose_answers(stub, ConnectionError("broken"))
+    stub.fail("list_workers", *[HTTPError(503)] * 4)
+    with pytest.raises(CMLError, match="again and again"):
+        await api.launch("the lost one", SIZE, "pass")
+    await api.close()
+    assert session_id not in left()
+    assert "the lost one" in caplog.text
+    await api.close()
+    assert not left()
+
+
+async def test_on_the_local_platform_a_lost_answer_leaves_one_session(platform, lose_answers):
+    api = WorkersAPI(platform)
+    lose_answers(platform, ConnectionError("broken"))
+    session = await api.launch("mine", SessionSize(1, 1), "import time; time.sleep(600)")
+    assert [each["id"] for each in platform.sessions()] == [session["id"]]
+    await api.close()
 
 
 # -- the listing
