@@ -17,7 +17,6 @@ from distributed.core import Status, rpc
 from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
-from distributed.protocol import pickle
 from distributed.security import Security
 from distributed.utils import NoOpAwaitable, silence_logging_cmgr
 
@@ -25,13 +24,13 @@ from dask_cml import keys, registry
 from dask_cml.adaptive import CMLAdaptive
 from dask_cml.ending import end_at_exit, no_longer_end_at_exit
 from dask_cml.errors import CMLError
+from dask_cml.forwarding import DashboardForwarder
 from dask_cml.lifecycle import take_name
 from dask_cml.membership import Membership
 from dask_cml.options import Options, gibibytes, integer, positive, state_directory
 from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
 from dask_cml.reconciler import Reconciler
 from dask_cml.registry import Record
-from dask_cml.shared import SharedStatePlugin
 from dask_cml.tasks import cancel
 from dask_cml.views import first_line, sessions_html, show_start
 from dask_cml.workers_api import WorkersAPI, load_platform
@@ -85,10 +84,15 @@ class CMLCluster(SpecCluster):
         Within which a launched worker must have registered, else it is replaced. Default 10 minutes.
     idle_timeout : float or str, optional
         After which the scheduler ends an idle cluster. Default: never.
+    orphan_timeout : float or str, optional
+        So long without its maker, another manager or any client, and the cluster ends itself. Default 5
+        minutes. It does not hold with ``shutdown_on_close=False``.
     log_directory : path, optional
         A folder on the project file system where sessions also write their output, to stay there.
     shutdown_on_close : bool, optional
         False: the sessions outlive this object and this process. Default True.
+    forward_dashboard : bool, optional
+        Whether ``dashboard_link`` is a port of this machine that leads to the dashboard. Default False.
     platform : {"auto", "local"}, optional
         ``"local"`` is the platform for laptops and tests. Default ``"auto"``, CML itself.
     asynchronous : bool
@@ -151,8 +155,10 @@ class CMLCluster(SpecCluster):
         scheduler_timeout: float | str | None = None,
         worker_timeout: float | str | None = None,
         idle_timeout: float | str | None = None,
+        orphan_timeout: float | str | None = None,
         log_directory: str | None = None,
         shutdown_on_close: bool | None = None,
+        forward_dashboard: bool | None = None,
         platform: str | None = None,
         asynchronous: bool = False,
         loop: Any = None,
@@ -182,8 +188,10 @@ class CMLCluster(SpecCluster):
             scheduler_timeout=scheduler_timeout,
             worker_timeout=worker_timeout,
             idle_timeout=idle_timeout,
+            orphan_timeout=orphan_timeout,
             log_directory=log_directory,
             shutdown_on_close=shutdown_on_close,
+            forward_dashboard=forward_dashboard,
             platform=platform,
         )
         self.api = WorkersAPI(load_platform(self.options.platform))
@@ -202,7 +210,7 @@ class CMLCluster(SpecCluster):
         self._adopts = _record is not None
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._beating: asyncio.Task[None] | None = None
+        self._forwarder: DashboardForwarder | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._close_lock = threading.Lock()
         self._silence = contextlib.ExitStack()
@@ -257,9 +265,12 @@ class CMLCluster(SpecCluster):
         await Cluster._start(self)
         self._record_changed.set()
         self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
-        await self._register_plugin()
+        await self.membership.start()
+        if self.options.forward_dashboard:
+            arguments = connection_args(self._keys)
+            self._forwarder = DashboardForwarder(self.scheduler_comm.address, arguments)
+            await self._forwarder.start()
         self._keeping = asyncio.create_task(self.reconciler.run())
-        self._beating = asyncio.create_task(self.membership.beat())
 
     async def _launch(self) -> None:
         self._keys, files = await asyncio.to_thread(keys.as_files, self.options.security, self.folder)
@@ -335,12 +346,6 @@ class CMLCluster(SpecCluster):
             if workers is not None:
                 self.worker_spec = dict.fromkeys(workers, self.new_spec)
 
-    async def _register_plugin(self) -> None:
-        plugin = SharedStatePlugin()
-        await self.scheduler_comm.register_scheduler_plugin(
-            plugin=pickle.dumps(plugin), name=plugin.name, idempotent=True
-        )
-
     async def _keep_record(self) -> None:
         """Write every session's id into the cluster's record as soon as it is known."""
         while True:
@@ -377,6 +382,7 @@ class CMLCluster(SpecCluster):
         name: str,
         *,
         shutdown_on_close: bool = False,
+        forward_dashboard: bool | None = None,
         asynchronous: bool = False,
         loop: Any = None,
         silence_logs: int | str | bool = False,
@@ -393,6 +399,8 @@ class CMLCluster(SpecCluster):
             The cluster's.
         shutdown_on_close : bool
             Whether the cluster ends with this object.
+        forward_dashboard : bool, optional
+            As for a new cluster.
         asynchronous, loop, silence_logs, quiet
             As for a new cluster.
 
@@ -413,6 +421,7 @@ class CMLCluster(SpecCluster):
             **record.options,
             name=name,
             shutdown_on_close=shutdown_on_close,
+            forward_dashboard=forward_dashboard,
             asynchronous=asynchronous,
             loop=loop,
             silence_logs=silence_logs,
@@ -612,6 +621,8 @@ class CMLCluster(SpecCluster):
         """Where the platform serves the scheduler's dashboard; empty if there is none."""
         if self.scheduler is None or "dashboard" not in self.scheduler_info.get("services", {}):
             return ""
+        if self._forwarder is not None:
+            return self._forwarder.link
         session = self.scheduler.session
         return f"{session.app_url.rstrip('/')}/status" if session and session.app_url else ""
 
@@ -715,17 +726,17 @@ class CMLCluster(SpecCluster):
         if self._adaptive is not None:
             self._adaptive.stop(reason="the cluster closes")
         self.status = Status.closing
-        await cancel(
-            self._starting, self._keeping, self._correct_state_waiting, self._recording, self._beating
-        )
+        await cancel(self._starting, self._keeping, self._correct_state_waiting, self._recording)
+        if self._forwarder is not None:
+            await self._forwarder.close()
         try:
             if shutdown:
                 await self._say_goodbye()
             else:
                 if self._recording is not None:
-                    await self.membership.leave()
                     await asyncio.to_thread(self._write_record)
                 self.api.forget(*self.api.live)
+            await self.membership.close(stays=not shutdown)
             await self.api.close()
             if shutdown and self._recording is not None:
                 await asyncio.to_thread(registry.remove, self.options.name, id=self._record.id)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from typing import TYPE_CHECKING
+
+from dask_cml.plugin import Presence
+from dask_cml.processes import connection_args
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = 10.0
-_BEAT_INTERVAL = 3.0
 
 
 class Membership:
@@ -28,8 +29,9 @@ class Membership:
     """
 
     def __init__(self, cluster: CMLCluster, leads: bool) -> None:
-        self.id = uuid.uuid4().hex
         self.leads = leads
+        self._makes = leads
+        self._presence: Presence | None = None
         self._cluster = cluster
         self._claims = leads
         self._known: dict[str, str] = {}
@@ -70,18 +72,23 @@ class Membership:
             cluster.follow(state["wanted"], None if leads else self._known)
         return leads
 
-    async def beat(self) -> None:
-        """Let the scheduler know that this manager is there, also while it waits for something else."""
-        while True:
-            await asyncio.sleep(_BEAT_INTERVAL)
-            try:
-                await asyncio.wait_for(self._cluster.scheduler_comm.cml_sync(manager=self.id), _TIMEOUT)
-            except (OSError, asyncio.TimeoutError):
-                continue
+    async def start(self) -> None:
+        """Have the plugin in the scheduler, and say from now on that this manager is there."""
+        cluster = self._cluster
+        patience: float | None = Presence.KEEP
+        if self._makes:
+            patience = cluster.options.orphan_timeout if cluster.shutdown_on_close else None
+        self._presence = Presence(
+            cluster.scheduler_comm.address, connection_args(cluster._keys), orphan_timeout=patience
+        )
+        await self._presence.start()
 
-    async def leave(self) -> None:
-        """Say that this manager goes, so that the next one leads at once."""
-        try:
-            await asyncio.wait_for(self._cluster.scheduler_comm.cml_leave(manager=self.id), _TIMEOUT)
-        except (OSError, asyncio.TimeoutError):
-            logger.info("The scheduler of the cluster %s does not answer", self._cluster.name)
+    async def close(self, stays: bool) -> None:
+        """Say goodbye; if the cluster stays, its maker does not make it an orphan."""
+        if self._presence is not None:
+            await self._presence.close(**({"orphan_timeout": None} if stays and self._makes else {}))
+
+    @property
+    def id(self) -> str:
+        """Tells this manager from others."""
+        return self._presence.id if self._presence is not None else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
@@ -44,6 +45,8 @@ _OWN_SCHEDULER_ARGS = {
     "--tls-cert": "security",
     "--tls-key": "security",
 }
+#: A file's name has 255 at most, and that of a session's log begins with the cluster's.
+_NAME_BYTES = 200
 #: Parameters of launch_workers that have an option of their own here, or none.
 _OWN_LAUNCH_OPTIONS = {
     "code": None,
@@ -86,7 +89,9 @@ class Options:
     scheduler_timeout: float
     worker_timeout: float
     idle_timeout: float | None
+    orphan_timeout: float | None
     shutdown_on_close: bool
+    forward_dashboard: bool
     platform: str
 
     @classmethod
@@ -120,9 +125,11 @@ class Options:
             log_directory=get("log_directory", _folder_or_none),
             name=get("name", _name),
             security=get("security", _security),
-            scheduler_timeout=get("scheduler_timeout", _seconds),
-            worker_timeout=get("worker_timeout", _seconds),
+            scheduler_timeout=get("scheduler_timeout", seconds),
+            worker_timeout=get("worker_timeout", seconds),
             idle_timeout=get("idle_timeout", _seconds_or_none),
+            orphan_timeout=get("orphan_timeout", _seconds_or_none),
+            forward_dashboard=get("forward_dashboard", _boolean),
             shutdown_on_close=get("shutdown_on_close", _boolean),
             platform=get("platform", _choice, ("auto", "local")),
         )
@@ -130,7 +137,7 @@ class Options:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that make these options again, as JSON can hold them."""
         same = ("nthreads", "processes", "worker_class", "log_directory", "platform", "n_workers")
-        times = ("scheduler_timeout", "worker_timeout", "idle_timeout")
+        times = ("scheduler_timeout", "worker_timeout", "idle_timeout", "orphan_timeout")
         return {
             **{name: getattr(self, name) for name in same + times},
             **asdict(self.worker),
@@ -143,9 +150,34 @@ class Options:
         }
 
 
+def setting(name: str, check: Callable[..., Any], *rest: Any) -> Any:
+    """Read and check what is set by Dask's configuration alone.
+
+    Parameters
+    ----------
+    name : str
+        The key below ``cml``.
+    check : callable
+        Such as `integer` or `seconds`; gets the key, the value, and `rest`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With the key, its value and what is allowed.
+    """
+    key = f"cml.{name}"
+    return check(key, dask.config.get(key), *rest)
+
+
 def state_directory() -> Path:
-    """Return the folder that the sessions of a project share (``cml.state-directory``)."""
-    return Path(os.path.expanduser(dask.config.get("cml.state-directory"))).absolute()
+    """Return the folder that the sessions of a project share (``cml.state-directory``).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it cannot be the path of a folder.
+    """
+    return Path(setting("state-directory", _folder))
 
 
 def integer(argument: str, value: Any, least: int) -> int:
@@ -179,10 +211,14 @@ def positive(argument: str, value: Any, allowed: str = "a number above 0") -> fl
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(_message(argument, value, allowed))
-    number = float(value)
+    return _above_0(argument, value, float(value), allowed)
+
+
+def _above_0(argument: str, value: Any, number: float, allowed: str) -> float:
+    """Check the number that a value stands for."""
     if not 0 < number < math.inf:
         raise ValueError(_message(argument, value, allowed))
-    return number
+    return float(number)
 
 
 def gibibytes(argument: str, value: Any) -> float:
@@ -194,12 +230,40 @@ def gibibytes(argument: str, value: Any) -> float:
         With the argument, its value and what is allowed.
     """
     allowed = 'GiB as a number above 0, or a string such as "16 GiB"'
-    if isinstance(value, str):
-        try:
-            value = float(value) if value.strip().isdecimal() else parse_bytes(value) / 2**30
-        except ValueError:
-            raise ValueError(_message(argument, value, allowed)) from None
-    return positive(argument, value, allowed)
+    if not isinstance(value, str):
+        return positive(argument, value, allowed)
+    try:
+        number = _gibibytes(value)
+    except (ValueError, OverflowError):
+        raise ValueError(_message(argument, value, allowed)) from None
+    return _above_0(argument, value, number, allowed)
+
+
+def _gibibytes(text: str) -> float:
+    # Dask takes text without a unit for bytes, and a unit without a number for 1 of it.
+    if not any(map(str.isdigit, text)):
+        raise ValueError("it has no number")
+    try:
+        return float(text)
+    except ValueError:
+        return parse_bytes(text) / 2**30
+
+
+def seconds(argument: str, value: Any) -> float:
+    """Check a span of time, and return it in seconds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With the argument, its value and what is allowed.
+    """
+    allowed = 'seconds as a number above 0, or a string such as "90s"'
+    try:
+        return _above_0(argument, value, parse_timedelta(value), allowed)
+    except (TypeError, AttributeError):
+        raise TypeError(_message(argument, value, allowed)) from None
+    except (ValueError, LookupError, OverflowError):
+        raise ValueError(_message(argument, value, allowed)) from None
 
 
 def _nthreads(argument: str, value: Any, cpu: float, processes: int) -> int:
@@ -212,18 +276,33 @@ def _nthreads(argument: str, value: Any, cpu: float, processes: int) -> int:
     return value
 
 
+def _plain(text: str) -> str:
+    """Return text that is no subclass of str: the ``repr`` of such means nothing in a session."""
+    return str.__str__(text)
+
+
 def _text_or_none(argument: str, value: Any) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise TypeError(_message(argument, value, "text, or None"))
-    return value
+    allowed = "text, or None"
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise TypeError(_message(argument, value, allowed))
+    if "\0" in value:
+        raise ValueError(_message(argument, value, f"{allowed}, without zero bytes"))
+    return _plain(value)
+
+
+def _folder(argument: str, value: Any, allowed: str = "the path of a folder") -> str:
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise TypeError(_message(argument, value, allowed))
+    if not path or "\0" in path:
+        raise ValueError(_message(argument, value, allowed))
+    return os.path.abspath(os.path.expanduser(_plain(path)))
 
 
 def _folder_or_none(argument: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(_message(argument, value, "the path of a folder, or None"))
-    return os.path.abspath(os.path.expanduser(value))
+    return None if value is None else _folder(argument, value, "the path of a folder, or None")
 
 
 def _command_line(argument: str, value: Any, own: Mapping[str, str | None]) -> tuple[str, ...]:
@@ -232,11 +311,13 @@ def _command_line(argument: str, value: Any, own: Mapping[str, str | None]) -> t
     for part in value:
         if not isinstance(part, str):
             raise TypeError(_message(argument, value, f"strings only, {part!r} is none"))
+        if "\0" in part:
+            raise ValueError(_message(argument, value, f"strings without zero bytes, {part!r} has one"))
         option = part.split("=")[0]
         if option in own:
             instead = f"use the argument {own[option]}" if own[option] else "the cluster sets it"
             raise ValueError(_message(argument, value, f"it without {option}: {instead}"))
-    return tuple(value)
+    return tuple(map(_plain, value))
 
 
 def _environment(argument: str, value: Any) -> dict[str, str]:
@@ -248,7 +329,7 @@ def _environment(argument: str, value: Any) -> dict[str, str]:
             raise TypeError(_message(argument, value, f"{allowed}; {name!r}: {content!r} is none"))
         if not name or "=" in name or "\0" in name + content:
             raise ValueError(_message(argument, value, f"{allowed}; {name!r} cannot be a name"))
-    return dict(value)
+    return {_plain(name): _plain(content) for name, content in value.items()}
 
 
 def _launch_options(argument: str, value: Any) -> dict[str, Any]:
@@ -260,18 +341,27 @@ def _launch_options(argument: str, value: Any) -> dict[str, Any]:
             own = _OWN_LAUNCH_OPTIONS[name]
             instead = f"use the argument {own}" if own else "the cluster sets it"
             raise ValueError(_message(argument, value, f"it without {name!r}: {instead}"))
-    return dict(value)
+    try:  # what the cluster's record has of them is what is launched, here and by other managers
+        return json.loads(json.dumps(dict(value), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(_message(argument, value, f"{allowed} that JSON can hold: {error}")) from None
 
 
 def _name(argument: str, value: Any) -> str:
     if value is None:
         return f"cml-{secrets.token_hex(4)}"
-    allowed = "1 to 100 printable characters without '/', not beginning with '.' or '-'"
+    allowed = (
+        f"1 to 100 printable characters of {_NAME_BYTES} bytes at most, without '/', "
+        "not beginning with '.' or '-'"
+    )
     if not isinstance(value, str):
         raise TypeError(_message(argument, value, allowed))
     if not 1 <= len(value) <= 100 or value[0] in ".-" or "/" in value or not value.isprintable():
         raise ValueError(_message(argument, value, allowed))
-    return value
+    if len(value.encode()) > _NAME_BYTES:
+        raise ValueError(_message(argument, value, allowed))
+    return _plain(value)
 
 
 def _security(argument: str, value: Any) -> bool | Security:
@@ -280,18 +370,8 @@ def _security(argument: str, value: Any) -> bool | Security:
     return value
 
 
-def _seconds(argument: str, value: Any) -> float:
-    allowed = 'seconds as a number above 0, or a string such as "90s"'
-    try:
-        return positive(argument, parse_timedelta(value), allowed)
-    except TypeError:
-        raise TypeError(_message(argument, value, allowed)) from None
-    except (ValueError, KeyError, AttributeError):
-        raise ValueError(_message(argument, value, allowed)) from None
-
-
 def _seconds_or_none(argument: str, value: Any) -> float | None:
-    return None if value is None else _seconds(argument, value)
+    return None if value is None else seconds(argument, value)
 
 
 def _boolean(argument: str, value: Any) -> bool:
@@ -303,4 +383,4 @@ def _boolean(argument: str, value: Any) -> bool:
 def _choice(argument: str, value: Any, choices: Sequence[str]) -> str:
     if value not in choices:
         raise ValueError(_message(argument, value, f"one of {', '.join(map(repr, choices))}"))
-    return value
+    return _plain(value)

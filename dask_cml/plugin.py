@@ -28,6 +28,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml.errors import CMLError
 from dask_cml.forwarding import FORWARD, Tunnel
+from dask_cml.shared import SharedState
 from dask_cml.tasks import cancel
 
 # The scheduler's own logs, as cluster.get_logs() returns them, are those below this name.
@@ -37,6 +38,7 @@ NAME = "dask-cml"
 HEARTBEAT = "cml_manager_heartbeat"
 GOODBYE = "cml_manager_goodbye"
 MANAGERS = "cml_managers"
+SYNC = "cml_sync"
 
 _LOOK_INTERVAL = 0.5
 _LATE = 2.0
@@ -86,6 +88,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         scheduler.handlers[HEARTBEAT] = self.heartbeat
         scheduler.handlers[GOODBYE] = self.goodbye
         scheduler.handlers[MANAGERS] = self.managers
+        scheduler.handlers[SYNC] = SharedState(self._managers.__contains__).sync
         scheduler.handlers[FORWARD] = self.forward
         self._looking = PeriodicCallback(self._look, _LOOK_INTERVAL * 1000)
         self._looking.start()

@@ -8,13 +8,9 @@ goes, the next that is heard of takes over where it was.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from distributed.diagnostics.plugin import SchedulerPlugin
-from distributed.scheduler import Scheduler
 
 
 @dataclass
@@ -23,15 +19,14 @@ class SharedState:
 
     Parameters
     ----------
-    silence : float
-        Seconds after which a manager that was not heard of is taken to be gone.
+    is_here : callable
+        Says of a manager, by its id, whether it is there.
     """
 
-    silence: float = 30.0
+    is_here: Callable[[str], bool]
     leader: str | None = None
     wanted: int = 0
     sessions: dict[str, str] = field(default_factory=dict)
-    heard: dict[str, float] = field(default_factory=dict)
 
     def sync(
         self,
@@ -58,40 +53,11 @@ class SharedState:
         dict
             ``leader``, ``wanted`` and ``sessions``, as they are now.
         """
-        self.heard[manager] = time.monotonic()
         self.sessions.update(launched or {})
         for name in gone:
             self.sessions.pop(name, None)
         if wanted is not None:
             self.leader, self.wanted = manager, wanted
-        elif self.leader not in self.managers:
+        elif self.leader is None or not self.is_here(self.leader):
             self.leader = manager
         return {"leader": self.leader, "wanted": self.wanted, "sessions": dict(self.sessions)}
-
-    def leave(self, manager: str) -> None:
-        """Forget a manager that goes."""
-        self.heard.pop(manager, None)
-        if self.leader == manager:
-            self.leader = None
-
-    @property
-    def managers(self) -> list[str]:
-        """The managers that were heard of lately."""
-        now = time.monotonic()
-        self.heard = {m: when for m, when in self.heard.items() if now - when < self.silence}
-        return [*self.heard]
-
-
-class SharedStatePlugin(SchedulerPlugin):
-    """Have the scheduler keep a :class:`SharedState`, and answer the managers that ask for it."""
-
-    name = "cml-shared-state"
-    idempotent = True
-
-    def __init__(self) -> None:
-        self.state = SharedState()
-
-    async def start(self, scheduler: Scheduler) -> None:
-        """Answer ``cml_sync`` and ``cml_leave``."""
-        scheduler.handlers["cml_sync"] = self.state.sync
-        scheduler.handlers["cml_leave"] = self.state.leave
