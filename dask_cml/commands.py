@@ -44,9 +44,14 @@ command += ['--dashboard-address', '127.0.0.1:' + port]
 # `dask worker --scheduler-file` waits for the file without an end, and NFS may remember for long that
 # there was none; to list the folder is what makes it look again.
 _MEETING = """\
+    def there():
+        try:
+            return {file!r} in os.listdir({folder!r})
+        except OSError:
+            return False
     def meet():
         deadline = time.monotonic() + {timeout}
-        while {file!r} not in os.listdir({folder!r}):
+        while not there():
             if time.monotonic() > deadline or process.poll() is not None:
                 return process.terminate()
             time.sleep(0.2)

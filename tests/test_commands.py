@@ -194,9 +194,6 @@ def test_a_worker_that_ends_by_itself_is_not_waited_for(program, run, folder):
     assert time.monotonic() - begin < 60
 
 
-@pytest.mark.xfail(
-    reason="the thread that waits ends with the first error of listdir, and nobody waits any more"
-)
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_worker_ends_its_program_though_the_folder_cannot_be_listed(program, run, folder):
@@ -257,7 +254,6 @@ def test_the_users_worker_arguments_come_last(tmp_path, address):
     assert command[-len(mine) :] == mine
 
 
-@pytest.mark.xfail(reason="the code has the repr of a subclass of str, which the session does not know")
 def test_text_of_a_subclass_of_str_is_text_in_the_code(tmp_path):
     class Preload(str, enum.Enum):
         MINE = "mine.py"
