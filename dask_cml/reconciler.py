@@ -15,6 +15,7 @@ from distributed.objects import SchedulerInfo
 from distributed.protocol import pickle
 
 from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.options import integer, seconds, setting
 from dask_cml.processes import CMLWorker
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class Reconciler:
         self.trouble: str | None = None
         self._failures = 0
         self._not_before = 0.0
-        self._failure_limit: int = dask.config.get("cml.failure-limit")
-        self._quota_pause = parse_timedelta(dask.config.get("cml.quota-retry"))
+        self._failure_limit: int = setting("failure-limit", integer, 1)
+        self._quota_pause: float = setting("quota-retry", seconds)
         self._ceiling: tuple[int, float] | None = None
         self._arrived: set[str] = set()
         self._missing_since: dict[str, float] = {}
@@ -287,7 +288,7 @@ class Reconciler:
                     cluster.workers[key] = worker
 
         # No more than the API takes at once, so that a quota met by a hundred launches is not asked for each.
-        await asyncio.gather(*[launch() for _ in range(dask.config.get("cml.api.threads"))])
+        await asyncio.gather(*[launch() for _ in range(cluster.api.threads)])
         if refusals:
             self._accept_refusal(missing, refusals[0])
         elif failures:

@@ -17,11 +17,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-import dask.config
-from dask.utils import parse_timedelta
-
 from dask_cml.errors import CMLError, LaunchRefused, NotOnCML
-from dask_cml.options import SessionSize
+from dask_cml.options import SessionSize, integer, seconds, setting
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +77,17 @@ class WorkersAPI:
     Every session that it launched and did not stop is in :attr:`live`, from the moment at which the
     platform's answer came, in whichever thread that was; :meth:`end` stops them, also when no event
     loop is left. :attr:`names` is what each was launched as; :attr:`on_change` is called in the event loop
-    when a session was launched or stopped.
+    when a session was launched or stopped. No more than :attr:`threads` calls are under way at once.
 
     Parameters
     ----------
     module : module
         Has ``launch_workers``, ``list_workers`` and ``stop_workers``, as :func:`load_platform` gives it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a value of ``cml.api`` in Dask's configuration that is not allowed.
 
     Examples
     --------
@@ -100,12 +102,11 @@ class WorkersAPI:
         self.names: dict[str, str] = {}
         self._unanswered: set[str] = set()
         self.on_change: Callable[[], None] = lambda: None
-        self._threads = concurrent.futures.ThreadPoolExecutor(
-            dask.config.get("cml.api.threads"), thread_name_prefix="cml-api"
-        )
-        self._interval = parse_timedelta(dask.config.get("cml.api.poll-interval"))
-        self._retries = dask.config.get("cml.api.retries")
-        self._patience = parse_timedelta(dask.config.get("cml.api.timeout"))
+        self.threads: int = setting("api.threads", integer, 1)
+        self._threads = concurrent.futures.ThreadPoolExecutor(self.threads, thread_name_prefix="cml-api")
+        self._interval = setting("api.poll-interval", seconds)
+        self._retries = setting("api.retries", integer, 0)
+        self._patience = setting("api.timeout", seconds)
         self._lock = threading.Lock()
         self._ended = False
         self._under_way: set[concurrent.futures.Future[Any]] = set()
