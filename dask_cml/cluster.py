@@ -321,7 +321,15 @@ class CMLCluster(SpecCluster):
         self._recording = asyncio.create_task(self._keep_record())
 
     def adopt_worker(self, key: str, session_id: str) -> None:
-        """Take a worker over that another manager has launched."""
+        """Take a worker over that another manager has launched.
+
+        Parameters
+        ----------
+        key : str
+            Its name.
+        session_id : str
+            Its session's id.
+        """
         worker = self.make_worker(key)
         worker.adopt(session_id)
         self.workers[key] = worker
@@ -332,7 +340,13 @@ class CMLCluster(SpecCluster):
                 self._i = max(self._i, int(number) + 1)
 
     def drop_worker(self, key: str) -> None:
-        """Forget a worker that another manager has stopped."""
+        """Forget a worker that another manager has stopped.
+
+        Parameters
+        ----------
+        key : str
+            Its name.
+        """
         worker = self.workers.pop(key, None)
         if worker is not None and worker.session_id is not None:
             self.api.forget(worker.session_id)
@@ -340,7 +354,15 @@ class CMLCluster(SpecCluster):
             self.worker_spec.pop(key, None)
 
     def follow(self, wanted: int, workers: Iterable[str] | None) -> None:
-        """Take over what another manager wants: how many workers, and which, if that is settled."""
+        """Take over what another manager wants.
+
+        Parameters
+        ----------
+        wanted : int
+            How many worker sessions there should be.
+        workers : iterable of str or None
+            The names of those that there should be. None: they are not settled yet.
+        """
         with self.spec_lock:
             self.wanted = wanted
             if workers is not None:
@@ -480,7 +502,13 @@ class CMLCluster(SpecCluster):
         return NoOpAwaitable() if self.asynchronous else None
 
     def want(self, n: int) -> None:
-        """Set how many worker sessions there should be; the reconciler then makes it so."""
+        """Set how many worker sessions there should be; the reconciler then makes it so.
+
+        Parameters
+        ----------
+        n : int
+            Worker sessions. Unlike :meth:`scale` this leaves adaptive scaling as it is.
+        """
         with self.spec_lock:
             if self.status in (Status.closing, Status.closed):
                 return
@@ -582,7 +610,13 @@ class CMLCluster(SpecCluster):
         return {key: self.new_spec}
 
     def make_worker(self, key: str) -> CMLWorker:
-        """Make the worker of this name, unlaunched."""
+        """Make a worker, unlaunched.
+
+        Parameters
+        ----------
+        key : str
+            Its name.
+        """
         address = getattr(self.scheduler, "address", None)
         return CMLWorker(
             address, key, api=self.api, options=self.options, folder=self.folder, security=self._keys
