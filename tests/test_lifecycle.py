@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 from distributed import Client
@@ -18,7 +19,7 @@ import time
 from dask_cml import CMLCluster
 
 if __name__ == "__main__":
-    cluster = CMLCluster(n_workers=2, name="made", platform="local", security={security})
+    cluster = CMLCluster(n_workers=2, name="made", platform="local", **{options})
     while len(cluster.arrived) < 2:
         time.sleep(0.05)
     print("ready", flush=True)
@@ -26,9 +27,9 @@ if __name__ == "__main__":
 """
 
 
-def make_and_kill(security=False):
+def make_and_kill(**options):
     """Have another process make a cluster, and kill it."""
-    code = MAKER.format(security=security)
+    code = MAKER.format(options=options)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout.readline() == "ready\n"
         maker.kill()
@@ -50,7 +51,7 @@ def live(platform):
 
 @pytest.mark.parametrize("security", [False, True])
 async def test_a_cluster_whose_maker_was_killed_is_rebuilt_steered_and_ended(platform, holds, security):
-    await asyncio.to_thread(make_and_kill, security)
+    await asyncio.to_thread(make_and_kill, security=security)
     [row] = await lifecycle.describe(registry.records())
     assert (row["name"], row["status"], row["workers"]) == ("made", "running", 2)
     async with rebuild("made") as cluster, Client(cluster, asynchronous=True) as client:
@@ -122,6 +123,39 @@ async def test_shutdown_on_close_false_leaves_the_cluster_running(platform):
     async with cluster:
         pass
     assert not live(platform)
+
+
+async def test_an_orphan_ends_itself_and_its_sessions(platform, holds):
+    await asyncio.to_thread(make_and_kill, orphan_timeout="2s")
+    await holds(lambda: not live(platform))
+
+
+async def test_a_client_keeps_an_orphan_until_it_leaves(platform, holds):
+    await asyncio.to_thread(make_and_kill, orphan_timeout="4s")
+    async with Client(registry.read("made").scheduler_address, asynchronous=True) as client:
+        # The scheduler has looked for longer than that when it says so itself.
+        started = await client.run_on_scheduler(lambda: __import__("time").time())
+        while await client.run_on_scheduler(lambda: __import__("time").time()) < started + 6:
+            assert await client.submit(sum, [1, 2], pure=False) == 3
+    await holds(lambda: not live(platform))
+
+
+async def test_a_cluster_that_is_to_outlive_its_maker_is_no_orphan(platform, holds):
+    async with make(name="left", shutdown_on_close=False, orphan_timeout="1s"):
+        pass
+    async with rebuild("left") as cluster:
+        managers = await cluster.scheduler_comm.cml_managers()
+        assert managers["orphan_timeout"] is None
+        await cluster.close()
+
+
+async def test_the_dashboard_is_forwarded(platform):
+    async with make(forward_dashboard=True, security=True) as cluster:
+        link = cluster.dashboard_link
+        assert link.startswith("http://127.0.0.1:")
+        assert link != f"{cluster.sessions[0].app_url}status"
+        page = await asyncio.to_thread(lambda: urllib.request.urlopen(link, timeout=30).read())
+        assert b"Dask" in page
 
 
 async def test_discovery_yields_what_answers(platform):
