@@ -8,19 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stub import Stub
 
 # "cml" runs the contract against the platform itself, from inside one of its sessions.
 PLATFORM = os.environ.get("DASK_CML_TEST_PLATFORM", "local")
 #: Seconds until a session must have got somewhere: on CML a node may have to be added first.
 PATIENCE = 900.0 if PLATFORM == "cml" else 30.0
 FOREVER = "import time; time.sleep(600)"
+#: How sessions of these codes end, for what runs no code.
+ENDS = {
+    "pass": "succeeded",
+    "1 / 0": "failed",
+    "import time; time.sleep(0.2)": "succeeded",
+    "!no-such-command": "succeeded",
+    "!exit 3": "succeeded",
+}
 
 
-@pytest.fixture(params=[PLATFORM])
+@pytest.fixture
 def workers_v1(request: pytest.FixtureRequest) -> Any:
     """An implementation of the Workers API."""
-    if request.param == "cml":
+    kind = getattr(request, "param", PLATFORM)
+    if kind == "cml":
         return importlib.import_module("cml.workers_v1")
+    if kind == "stub":
+        return Stub(ends=ENDS.get)
     return request.getfixturevalue("platform")
 
 
