@@ -13,8 +13,9 @@ from distributed.deploy.adaptive import Adaptive
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
-#: In start times, the least work that makes a session worth its launch: while there is none yet, and later.
-_FIRST, _MORE = 0.25, 1.0
+#: In start times, the least work that makes a session worth its launch: of the first ones, and on top of
+#: ``target_duration`` of those that come to others, which get on with the work meanwhile.
+_FIRST, _MORE = 0.25, 0.75
 _LAST_STARTS = 20
 
 
@@ -25,11 +26,12 @@ class CMLAdaptive(Adaptive):
     goes by the *start time*, from the launch of a session until its Dask worker registers, which it learns
     from the scheduler's session first, and then from those that come.
 
-    - It launches as many sessions as are needed to finish the work that is known within ``target_duration``
-      after they have come. What is there, or on its way, works until then: nothing is launched for work that
-      will be over before.
-    - A session should have work for at least as long as it takes to start, so ``target_duration`` is
-      taken to be no less. While there are no more than ``minimum`` sessions, a quarter of that will do.
+    - It launches as many sessions as are needed to finish the work that is known within a while after they
+      have come. What is there, or on its way, works until then: nothing is launched for work that will be
+      over before.
+    - That while is ``target_duration``, or a quarter of the start time if that is longer. Once there are more
+      than ``minimum`` sessions the work gets on without others. Another one must be worth its start, so the
+      while is ``target_duration`` and three quarters of the start time.
     - No session on its way is closed while work waits. When none does, a session that is not needed is kept
       for ``wait_count`` times ``interval`` and as long as another one would take to start.
 
@@ -80,8 +82,10 @@ class CMLAdaptive(Adaptive):
         arrived = self.observed
         self._learn(arrived)
         start = self.start_time
-        worth = _FIRST if len(self.plan) <= self.minimum else _MORE
-        duration = max(self.target_duration, worth * start)
+        if len(self.plan) <= self.minimum:
+            duration = max(self.target_duration, _FIRST * start)
+        else:
+            duration = self.target_duration + _MORE * start
         if self.interval:
             self.wait_count = self._least_wait_count + math.ceil(start / self.interval)
         useful = await self._sessions_to_finish_in(duration)
