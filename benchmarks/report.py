@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import dask
 import distributed
 from rich.console import Console
 from rich.table import Table
@@ -45,26 +44,31 @@ class Report:
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def save(self, results: Path = RESULTS) -> None:
-        """Print the table and write the figures."""
+        """Print the table, and write it for the documentation, and the figures."""
+        rows = [[cell if isinstance(cell, str) else f"{cell:.3g}" for cell in row] for row in self.rows]
         table = Table(title=self.title)
         for i, column in enumerate(self.columns):
             table.add_column(column, justify="left" if i == 0 else "right")
-        for row in self.rows:
-            table.add_row(*[cell if isinstance(cell, str) else f"{cell:.3g}" for cell in row])
+        for row in rows:
+            table.add_row(*row)
         Console(width=140).print(table)
-        content = {
-            "benchmark": self.name,
-            "machine": {
-                "cpus": os.cpu_count(),
-                "load before and after": [self.load_before, os.getloadavg()[0]],
-                "seconds": round(time.time() - self.started, 1),
-                "python": platform.python_version(),
-                "dask": dask.__version__,
-                "distributed": distributed.__version__,
-            },
-            **self.figures,
+        loads = [round(load, 1) for load in (self.load_before, os.getloadavg()[0])]
+        machine = {
+            "cpus": os.cpu_count(),
+            "load before and after": loads,
+            "seconds": round(time.time() - self.started, 1),
+            "python": platform.python_version(),
+            "distributed": distributed.__version__,
         }
+        content = {"benchmark": self.name, "machine": machine, **self.figures}
+        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *rows]
+        said = (
+            f"{machine['cpus']} CPUs, whose load was {loads[0]} before and {loads[1]} after; "
+            f"Python {machine['python']}, distributed {machine['distributed']}."
+        )
+        text = "\n".join([*[f"| {' | '.join(line)} |" for line in lines], "", said, ""])
         results.mkdir(parents=True, exist_ok=True)
+        (results / f"{self.name}.md").write_text(text)
         (results / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
