@@ -145,6 +145,24 @@ def test_what_run_dask_cluster_returns(workers_v1):
         stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
 
 
+def test_where_each_session_has_an_address_the_schedulers_port_is_dasks(workers_v1):
+    try:
+        workers_v1.configure(network="namespaces")
+        [probe] = workers_v1.launch_workers(1, cpu=1, memory=1, code="pass")
+        stop(workers_v1, probe)
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(str(error))
+    cluster = run_dask_cluster(1, 1, 1)
+    try:
+        [scheduler] = [s for s in workers_v1.list_workers() if s["id"] == cluster["scheduler"][0]["id"]]
+        assert cluster["scheduler_address"] == f"tcp://{scheduler['ip_address']}:8786"
+        assert get_scheduler_url([{"id": scheduler["id"]}]) == cluster["scheduler_address"]
+        with Client(cluster["scheduler_address"]) as client:
+            assert client.submit(sum, [1, 2]).result() == 3
+    finally:
+        stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
+
+
 def test_the_functions_one_by_one(workers_v1):
     port = free_port()
     scheduler = run_scheduler(dashboard_port=str(port), cpu=2, memory=1)
