@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 
+from dask_cml import registry
 from dask_cml.errors import CMLError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT = 30.0
 _clusters: dict[CMLCluster, weakref.ref[threading.Thread]] = {}
 _is_over = False
+_fork = threading.local()
 
 
 def end_at_exit(cluster: CMLCluster) -> None:
@@ -105,10 +107,21 @@ def _end(cluster: CMLCluster) -> None:
         # The loop may be gone, as after asyncio.run; then this is all that can be done, and enough.
         if cluster.status != Status.closed and cluster.shutdown_on_close:
             cluster.api.end()
+            if cluster._recording is not None:
+                registry.remove(cluster.options.name, id=cluster._record.id)
     except CMLError as error:
         logger.error("%s", error)
     cluster.status = Status.closed
     _clusters.pop(cluster, None)
+
+
+def _hold_sigterm() -> None:
+    # Python drops what a new child gets before it is ready for its handlers, but the child is to end.
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _release_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
 def _forget_all() -> None:
@@ -117,9 +130,10 @@ def _forget_all() -> None:
         cluster.status = Status.closed
     _clusters.clear()
     _mind_sigterm()
+    _release_sigterm()
 
 
 # Thread pools are shut down before atexit functions run, the platform's own as well as ours: nothing
 # could be stopped from there. Of these functions the last registered runs first, so ours runs before those.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_forget_all)
