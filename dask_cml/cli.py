@@ -5,25 +5,37 @@ from __future__ import annotations
 import functools
 import json
 import shlex
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+if TYPE_CHECKING:
+    from dask_cml.cluster import CMLCluster
+    from dask_cml.registry import Record
+
 # Dask imports this with every one of its commands, so what takes long to import is imported where it is used.
 
-_SCALE_INTERVAL = 0.2
+_INTERVAL = 0.2
+_INTERRUPTED = 130  # as shells say it
+_IDLE_TIMEOUT = "1 hour"
+_NEVER = "never"
+#: What concerns this process, or makers that stay, is not an option of a cluster that is left to itself.
+_NO_OPTIONS = ("shutdown-on-close", "orphan-timeout", "forward-dashboard")
 
 
 def _names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete the name of a cluster."""
     from dask_cml import registry
 
-    return [r.name for r in registry.records() if r.name.startswith(incomplete)]
+    given = context.params.get(str(parameter.name)) or ()
+    return [r.name for r in registry.records() if r.name.startswith(incomplete) and r.name not in given]
 
 
 def _in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,15 +43,26 @@ def _in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def told(*args: Any, **kwargs: Any) -> Any:
+        import asyncio
+
         from dask_cml.errors import CMLError
 
         try:
             return function(*args, **kwargs)
-        except (CMLError, ValueError, TypeError, ImportError, OSError) as error:
-            message = " ".join(str(error).split("\n")[:1]) or type(error).__name__
-            raise click.ClickException(message) from error
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(_INTERRUPTED) from None
+        except BrokenPipeError:  # click knows what to do
+            raise
+        except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
+            raise click.ClickException(_first_line(error)) from error
 
     return told
+
+
+def _first_line(error: object) -> str:
+    from dask_cml.views import first_line
+
+    return first_line(str(error)) or type(error).__name__
 
 
 class _CreateCommand(click.Command):
@@ -51,39 +74,63 @@ class _CreateCommand(click.Command):
 
 @functools.cache
 def _cluster_options() -> list[click.Parameter]:
+    import inspect
+
     import yaml
 
+    from dask_cml.cluster import CMLCluster
+
+    arguments = inspect.signature(CMLCluster).parameters
     schema = yaml.safe_load(Path(__file__).with_name("cml-schema.yaml").read_text())
     options: list[click.Parameter] = []
     for key, about in schema["properties"]["cml"]["properties"].items():
+        if key.replace("-", "_") not in arguments or key in _NO_OPTIONS:
+            continue
         types = about.get("type", "string")
         types = [types] if isinstance(types, str) else types
-        # What concerns every cluster, or this process, is not an option of one.
-        if key in ("api", "failure-limit", "quota-retry", "state-directory", "shutdown-on-close", "adaptive"):
-            continue
         declaration = f"--{key}"
+        text = " ".join(about["description"].split()).replace("`", "")
         more: dict[str, Any] = {}
+        if key == "idle-timeout":
+            text = text.replace("By default never.", f'By default {_IDLE_TIMEOUT}; "{_NEVER}" is allowed.')
         if "boolean" in types:
-            declaration = f"--{key}/--no-{key}"
-            more = {"default": None}
+            declaration, more = f"--{key}/--no-{key}", {"default": None}
         elif "array" in types:
-            more = {"callback": lambda _, __, value: shlex.split(value) if value else None}
+            more = {"callback": _words, "metavar": "ARGUMENTS"}
+            text = f'{text} In one word for the shell: --{key} "--option 1".'
         elif "object" in types:
             more = {"multiple": True, "callback": _pairs, "metavar": "NAME=VALUE"}
+            text = f"{text} May be given more than once."
         elif "enum" in about:
             more = {"type": click.Choice(about["enum"])}
         elif "string" not in types:
             more = {"type": int if "integer" in types else float}
-        text = " ".join(about["description"].split()).replace("`", "")
         options.append(click.Option([declaration], help=text, **more))
     return options
+
+
+def _words(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str] | None:
+    try:
+        return None if value is None else shlex.split(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is not allowed: {error}", context, parameter) from None
 
 
 def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict | None:
     wrong = [value for value in values if "=" not in value]
     if wrong:
         raise click.BadParameter(f"{wrong[0]!r} is not allowed; give NAME=VALUE", context, parameter)
-    return dict(value.split("=", 1) for value in values) or None
+    pairs = dict(value.split("=", 1) for value in values)
+    if parameter.name == "launch_options":
+        return {name: _number_or_text(value) for name, value in pairs.items()} or None
+    return pairs or None
+
+
+def _number_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 @click.group()
@@ -97,30 +144,53 @@ def cml() -> None:
 def create(spec: str | None, **options: Any) -> None:
     """Make a cluster that lives on when this command ends.
 
-    SPEC is a file as dask-ctl takes it, whose arguments the options override. Without --idle-timeout the
-    cluster ends when it was idle for an hour.
+    It waits until the scheduler answers and the workers are granted, and prints the cluster's name. SPEC is a
+    file as dask-ctl takes it, whose arguments the options override.
     """
+    import dask.config
+
     from dask_cml.cluster import CMLCluster
 
-    arguments = _read_spec(spec) if spec else {}
+    positional, arguments = _read_spec(spec) if spec else ([], {})
     arguments.update({name: value for name, value in options.items() if value is not None})
-    arguments.setdefault("idle_timeout", "1 hour")
-    cluster = CMLCluster(**{**arguments, "shutdown_on_close": False}, quiet=True)
-    n = cluster.options.n_workers
+    if dask.config.get("cml.idle-timeout") is None:
+        arguments.setdefault("idle_timeout", _IDLE_TIMEOUT)
+    if arguments.get("idle_timeout") == _NEVER:
+        del arguments["idle_timeout"]
+        dask.config.set({"cml.idle-timeout": None})
+    # Whatever ends this command before its end, ends the cluster, too.
+    arguments.update(shutdown_on_close=True, asynchronous=False, quiet=True)
+    with _progress(lambda: "The scheduler is being started"):
+        cluster = CMLCluster(*positional, **arguments)
     click.echo(cluster.name)
-    with _progress(f"{n} workers granted, {{}} here, {{:.0f}} s") as show:
-        show(len(cluster.arrived))
-    click.echo(f"Scheduler at {cluster.scheduler_address}, dashboard at {cluster.dashboard_link}", err=True)
-    cluster.close()
+    n = cluster.options.n_workers
+    click.echo(f"The scheduler answers at {cluster.scheduler_address}; {_workers(n)} granted.", err=True)
+    if cluster.dashboard_link:
+        click.echo(f"The dashboard is at {cluster.dashboard_link}", err=True)
+    cluster.shutdown_on_close = False
+    cluster.leave()
 
 
-def _read_spec(path: str) -> dict[str, Any]:
+def _workers(n: int) -> str:
+    return f"{n} worker{'s' * (n != 1)}"
+
+
+def _read_spec(path: str) -> tuple[list[Any], dict[str, Any]]:
     import yaml
 
-    spec = yaml.safe_load(Path(path).read_text())
-    if not isinstance(spec, dict) or spec.get("module") != "dask_cml" or spec.get("class") != "CMLCluster":
-        raise ValueError(f"{path}: the spec is not allowed; give one of module dask_cml and class CMLCluster")
-    return {name.replace("-", "_"): value for name, value in (spec.get("kwargs") or {}).items()}
+    try:
+        spec = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    wanted = {"version": 1, "module": "dask_cml", "class": "CMLCluster"}
+    for key, value in wanted.items():
+        found = spec.get(key) if isinstance(spec, dict) else None
+        if found != value:
+            raise ValueError(f"{path}: {key}={found!r} is not allowed; give {value!r}")
+    args, kwargs = spec.get("args") or [], spec.get("kwargs") or {}
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise ValueError(f"{path}: give args as a list and kwargs as a mapping")
+    return args, {str(name).replace("-", "_"): value for name, value in kwargs.items()}
 
 
 @cml.command(name="list")
@@ -128,7 +198,9 @@ def _read_spec(path: str) -> dict[str, Any]:
 @_in_one_line
 def list_clusters(as_json: bool) -> None:
     """List the clusters of the project."""
-    rows = _look()
+    from dask_cml import registry
+
+    rows = _describe(registry.records())
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -136,41 +208,53 @@ def list_clusters(as_json: bool) -> None:
     _print_table(columns, [[_shown(column, row[column]) for column in columns] for row in rows])
 
 
-def _look(names: Iterable[str] = ()) -> list[dict[str, Any]]:
+def _describe(records: Sequence[Record]) -> list[dict[str, Any]]:
+    from dask_cml import lifecycle
+
+    return _run(lifecycle.describe(records))
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     import asyncio
 
-    from dask_cml import lifecycle, registry
-
-    chosen = [registry.read(name) for name in names] or registry.records()
-    return asyncio.run(lifecycle.describe(chosen))
+    return asyncio.run(coroutine)
 
 
 def _shown(column: str, value: Any) -> str:
-    from dask.utils import format_bytes, format_time
+    from dask.utils import format_bytes
 
     if value is None:
         return "-"
     if column == "memory":
         return format_bytes(value)
-    if column == "age":
-        return format_time(value)
-    return str(value)
+    return _time(value) if column == "age" else str(value)
+
+
+def _time(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        for row in [columns, *rows]:
-            click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    # Not cut to the width of a pipe, which programs read.
-    Console(width=None if sys.stdout.isatty() else 1000, soft_wrap=True).print(table)
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError:
+            pass
+        else:
+            table = Table(*columns, box=None, pad_edge=False)
+            for row in rows:
+                table.add_row(*map(Text, row))
+            # A name or a link that is cut is of no use.
+            Console().print(table, soft_wrap=True)
+            return
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in [columns, *rows]:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 @cml.command()
@@ -179,45 +263,78 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 @_in_one_line
 def info(name: str, as_json: bool) -> None:
     """Tell all about one cluster."""
-    from dask_cml import registry
+    from dataclasses import asdict
 
-    [row] = _look([name])
-    row["sessions"] = dict(registry.read(name).sessions)
+    from dask_cml import registry
+    from dask_cml.options import state_directory
+
+    record = registry.read(name)
+    [row] = _describe([record])
+    row.update(
+        created=record.created,
+        folder=str(state_directory() / name),
+        security=record.security is not None,
+        maker=asdict(record.maker),
+        sessions=dict(record.sessions),
+    )
     if as_json:
         click.echo(json.dumps(row, indent=2))
         return
+    row["maker"] = f"process {record.maker.pid} on {record.maker.host}"
+    row["security"] = "keys of its own" if row["security"] else "no keys of its own"
     sessions = row.pop("sessions")
     for key, value in row.items():
         click.echo(f"{key:<10} {_shown(key, value)}")
-    for session, what in sessions.items():
-        click.echo(f"session    {session}  {what}")
+    for session, role in sessions.items():
+        click.echo(f"{'session':<10} {session}  {role}")
+
+
+@contextmanager
+def _rebuilt(name: str) -> Iterator[CMLCluster]:
+    """Give the manager of a cluster for a while."""
+    from dask_cml.cluster import CMLCluster
+
+    cluster = CMLCluster.from_name(name, quiet=True)
+    try:
+        yield cluster
+    finally:
+        cluster.leave()
 
 
 @cml.command()
 @click.argument("name", shell_complete=_names)
 @click.argument("n", type=click.IntRange(min=0))
-@click.option("--timeout", default=600.0, show_default=True, help="Seconds to wait for the workers.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Seconds to wait."
+)
 @_in_one_line
 def scale(name: str, n: int, timeout: float) -> None:
     """Have N worker sessions, and wait until they are there."""
-    from dask_cml.cluster import CMLCluster
+    with _rebuilt(name) as cluster:
+        cluster.scale(n)
+        with _progress(lambda: f"{len(cluster.arrived)} of {_workers(n)} here"):
+            _wait_for_scale(cluster, n, time.monotonic() + timeout)
+    click.echo(f"{name} has {_workers(n)}")
+
+
+def _wait_for_scale(cluster: CMLCluster, n: int, deadline: float) -> None:
     from dask_cml.errors import CMLError
 
-    cluster = CMLCluster.from_name(name, quiet=True)
-    try:
-        cluster.scale(n)
-        deadline = time.monotonic() + timeout
-        with _progress(f"{{}} of {n} workers, {{:.0f}} s") as show:
-            while not (len(cluster.arrived) == len(cluster.workers) == cluster.wanted):
-                if time.monotonic() > deadline:
-                    raise CMLError(f"{len(cluster.arrived)} of {n} workers after {timeout:g} s: {cluster!r}")
-                show(len(cluster.arrived))
-                time.sleep(_SCALE_INTERVAL)
+    # What is there may be as many as are wanted, but other managers must hear of it.
+    cluster.sync(cluster._correct_state)
+    while not (cluster.membership.leads and len(cluster.arrived) == len(cluster.workers) == n):
+        trouble = cluster.reconciler.trouble
+        if cluster.status.name != "running":
+            raise CMLError(f"{cluster.name} has ended: {trouble or 'another process has deleted it'}")
         if cluster.wanted != n:
-            raise CMLError(f"{cluster.name} has {cluster.reconciler.trouble}")
-    finally:
-        cluster.leave()
-    click.echo(f"{name} has {n} workers")
+            other = "" if cluster.membership.leads else "another manager scales it: "
+            raise CMLError(f"{cluster.name} has {trouble or f'{other}{_workers(cluster.wanted)} wanted'}")
+        if cluster.reconciler.gave_up:
+            raise CMLError(f"{cluster.name} launches {trouble}")
+        if time.monotonic() > deadline:
+            here = f"{len(cluster.arrived)} of {_workers(n)} here"
+            raise CMLError(f"{cluster.name} has {here}, and the time is up" + f": {trouble}" * bool(trouble))
+        time.sleep(_INTERVAL)
 
 
 @cml.command()
@@ -227,21 +344,22 @@ def scale(name: str, n: int, timeout: float) -> None:
 @_in_one_line
 def adapt(name: str, minimum: int, maximum: int) -> None:
     """Scale with the work for as long as this command runs; end it with Ctrl-C."""
-    from dask_cml.cluster import CMLCluster
+    from dask_cml.errors import CMLError
 
-    cluster = CMLCluster.from_name(name)
-    try:
-        adaptive = cluster.adapt(minimum=minimum, maximum=maximum)
-        click.echo(
-            f"Adapting {name} between {minimum} and {maximum} workers until this command ends (Ctrl-C)."
-        )
-        while cluster.status.name == "running" and adaptive.state != "stopped":
-            time.sleep(_SCALE_INTERVAL)
-        click.echo(f"{name} is {cluster.status.name}; it is not adapted any more.")
-    except KeyboardInterrupt:
-        click.echo(f"\n{name} keeps {len(cluster.workers)} workers from now on.")
-    finally:
-        cluster.leave()
+    with _rebuilt(name) as cluster:
+        try:
+            cluster.adapt(minimum=minimum, maximum=maximum)
+            cluster.sync(cluster._correct_state)
+            click.echo(f"{name} adapts between {minimum} and {_workers(maximum)} while this command runs.")
+            with _progress(lambda: f"{len(cluster.arrived)} of {_workers(cluster.wanted)} here"):
+                while cluster.status.name == "running" and cluster.membership.leads:
+                    time.sleep(_INTERVAL)
+        except KeyboardInterrupt:
+            click.echo(f"{name} keeps {_workers(cluster.wanted)} and does not adapt any more.")
+            return
+        if cluster.status.name == "running":
+            raise CMLError(f"{name} does not adapt any more: another manager scales it")
+        raise CMLError(f"{name} has ended: {cluster.reconciler.trouble or 'another process has deleted it'}")
 
 
 @cml.command()
@@ -249,14 +367,9 @@ def adapt(name: str, minimum: int, maximum: int) -> None:
 @_in_one_line
 def logs(name: str) -> None:
     """Print what the scheduler and the workers have logged."""
-    from dask_cml.cluster import CMLCluster
-
-    cluster = CMLCluster.from_name(name, quiet=True)
-    try:
+    with _rebuilt(name) as cluster:
         for source, text in cluster.get_logs(cluster=False).items():
             click.echo(f"==> {source} <==\n{text}\n")
-    finally:
-        cluster.leave()
 
 
 @cml.command()
@@ -265,44 +378,57 @@ def logs(name: str) -> None:
 @_in_one_line
 def delete(names: Sequence[str], everything: bool) -> None:
     """End clusters: every session of theirs is stopped."""
-    import asyncio
-
     from dask_cml import lifecycle, registry
 
     if bool(names) == everything:
         raise click.UsageError("give names of clusters, or --all")
-    for record in [registry.read(name) for name in names] or registry.records():
-        asyncio.run(lifecycle.end(record))
-        click.echo(f"{record.name} is deleted")
+    records = registry.records() if everything else [registry.read(name) for name in dict.fromkeys(names)]
+    with _progress(lambda: f"{len(records)} cluster{'s' * (len(records) != 1)} being ended"):
+        results = _run(lifecycle.end_all(records))
+    _tell_ends(results, "there is no cluster")
 
 
 @cml.command()
 @_in_one_line
 def prune() -> None:
     """End what is left of clusters whose maker and scheduler are both gone."""
-    import asyncio
-
     from dask_cml import lifecycle
 
-    results = asyncio.run(lifecycle.prune())
+    with _progress(lambda: "Looking for what is left over"):
+        results = _run(lifecycle.prune())
+    _tell_ends(results, "nothing is left over")
+
+
+def _tell_ends(results: dict[str, Any], none: str) -> None:
     for name, error in results.items():
-        click.echo(f"{name}: {error}" if error else f"{name} is deleted", err=error is not None)
+        if error is None:
+            click.echo(f"{name} is deleted")
+        else:
+            click.echo(f"Error: {name}: {_first_line(error)}", err=True)
     if not results:
-        click.echo("nothing is left over")
+        click.echo(none, err=True)
     if any(results.values()):
         raise click.exceptions.Exit(1)
 
 
 @contextmanager
-def _progress(template: str) -> Any:
-    """Give a function that shows its argument and the time in one line that moves, on terminals only."""
-    started, shown = time.monotonic(), sys.stderr.isatty()
+def _progress(state: Callable[[], str]) -> Iterator[None]:
+    """Keep one line on what is waited for. Nothing, where nobody would see it move."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    started, over = time.monotonic(), threading.Event()
 
-    def show(state: object) -> None:
-        if shown:
-            line = template.format(state, time.monotonic() - started)
-            click.echo(f"\r{line:<60}", err=True, nl=False)
+    def show() -> None:
+        while not over.wait(_INTERVAL):
+            line = f"{state()}, {time.monotonic() - started:.0f} s"
+            click.echo(f"\r\x1b[2K{line[: shutil.get_terminal_size().columns - 1]}", err=True, nl=False)
 
-    yield show
-    if shown:
-        click.echo(f"\r{'':<60}\r", err=True, nl=False)
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        click.echo("\r\x1b[2K", err=True, nl=False)
