@@ -591,6 +591,7 @@ class CMLCluster(SpecCluster):
                 f"maximum={maximum} is not allowed; give at least the minimum, {minimum} worker sessions"
             )
         self.reconciler.start_anew()
+        self.membership.claim()
         return Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
 
     @property

@@ -203,12 +203,13 @@ class Reconciler:
         more = f" (and {n - 1} more)" if n > 1 else ""
         self.trouble = f"{reason}{more}"
         self.cluster._log(f"A worker failed: {self.trouble}")
-        if self._gave_up:
+        if self.gave_up:
             self.trouble = f"no new workers after {self._failures} failures in a row: {reason}"
             self.cluster._log(f"The cluster launches {self.trouble}. scale() makes it try again.")
 
     @property
-    def _gave_up(self) -> bool:
+    def gave_up(self) -> bool:
+        """Whether no worker is launched any more, after too many failures, until `start_anew`."""
         return self._failures >= self._failure_limit
 
     async def _shrink(self) -> None:
@@ -262,7 +263,7 @@ class Reconciler:
 
     async def _launch_missing(self) -> None:
         cluster = self.cluster
-        if self._gave_up or time.monotonic() < self._not_before:
+        if self.gave_up or time.monotonic() < self._not_before:
             return
         missing = [key for key in cluster.worker_spec if key not in cluster.workers]
         if not missing:
