@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import adapt, close, scale, start
+from benchmarks import adapt, close, forwarding, scale, start
 
-BENCHMARKS = {"start": start, "scale": scale, "close": close, "adapt": adapt}
+BENCHMARKS = {"start": start, "scale": scale, "close": close, "adapt": adapt, "forwarding": forwarding}
 
 
 def main() -> None:
