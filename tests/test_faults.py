@@ -1,0 +1,205 @@
+"""The fault matrix: what goes wrong, and that the cluster has what it was asked for in the end.
+
+Of the scheduler's faults, those at the start are in test_start.py. A refusal is no fault of a session that
+was launched, so nothing is killed after it; the scheduler has no groups and is not scaled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+import dask
+import pytest
+from distributed import Client
+from distributed.core import Status
+
+from dask_cml import CMLCluster, SessionFailed
+
+MODES = {
+    "fixed": {},
+    "adapt": {},
+    "groups": {"processes": 2, "cpu": 2},
+}
+modes = pytest.mark.parametrize(
+    "mode", ["fixed", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("adapt", "groups"))]
+)
+
+
+@pytest.fixture(autouse=True)
+def impatience():
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "2s", "cml.quota-retry": "500ms"}):
+        yield
+
+
+def make(**options):
+    return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
+
+
+def ask(cluster, mode, n):
+    if mode == "adapt":
+        cluster.adapt(minimum=n, maximum=n, interval="100 ms")
+    else:
+        cluster.scale(n)
+
+
+def complete(cluster, n):
+    """Whether there are so many sessions, with all their Dask workers."""
+    return (
+        len(cluster.workers) == len(cluster.worker_spec) == n
+        and len(cluster.scheduler_info["workers"]) == n * cluster.options.processes
+    )
+
+
+def told(cluster):
+    return "\n".join(line for _, line in cluster._cluster_manager_logs)
+
+
+def live(platform):
+    return [
+        each for each in platform.sessions() if each["status"] == "running" and not each["stop_requested"]
+    ]
+
+
+@modes
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("fails", "its status is failed"),
+        ("succeeds", "its status is succeeded"),
+        ("hangs", "did not register within 4 s"),
+        ("stuck", "did not register within 4 s"),
+    ],
+)
+async def test_a_worker_that_does_not_come_is_replaced(platform, holds, mode, fault, words):
+    async with make(worker_timeout="4s", **MODES[mode]) as cluster:
+        platform.inject(fault)
+        ask(cluster, mode, 1)
+        await holds(lambda: words in told(cluster))
+        await holds(lambda: complete(cluster, 1))
+        # What was given up is stopped.
+        await holds(lambda: len(live(platform)) == 2)
+
+
+@modes
+async def test_a_refused_worker_is_told_and_comes_when_there_is_room(platform, holds, mode):
+    async with make(**MODES[mode]) as cluster:
+        platform.configure(quota={"sessions": 2})
+        ask(cluster, mode, 2)
+        await holds(lambda: "exceeded quota" in told(cluster))
+        await holds(lambda: complete(cluster, 1))
+        assert "exceeded quota" in repr(cluster)
+        assert "exceeded quota" in cluster._repr_html_()
+        platform.configure(quota={"sessions": 3})
+        if mode != "adapt":
+            cluster.scale(2)
+        await holds(lambda: complete(cluster, 2))
+        assert told(cluster).count("exceeded quota") == 1
+
+
+@modes
+async def test_a_worker_killed_before_it_connects_is_replaced(platform, holds, mode):
+    async with make(**MODES[mode]) as cluster:
+        platform.inject("hangs")
+        ask(cluster, mode, 1)
+        await holds(lambda: len(live(platform)) == 2)
+        [session] = [each.id for each in cluster.sessions if each.role == "worker"]
+        platform.evict(session)
+        await holds(lambda: complete(cluster, 1))
+        assert session in told(cluster)
+
+
+@modes
+async def test_a_killed_worker_is_replaced_and_its_results_are_computed_again(platform, holds, mode):
+    async with make(n_workers=1, **MODES[mode]) as cluster, Client(cluster, asynchronous=True) as client:
+        await holds(lambda: complete(cluster, 1))
+        ask(cluster, mode, 1)
+        future = client.submit(sum, [1, 2])
+        await future
+        [session] = [each.id for each in cluster.sessions if each.role == "worker"]
+        platform.evict(session)
+        await holds(lambda: complete(cluster, 1) and session not in {each.id for each in cluster.sessions})
+        assert await client.gather(future) == 3
+        assert session in told(cluster)
+
+
+async def test_a_scheduler_killed_before_it_answers_fails_the_start(platform, holds):
+    platform.inject("hangs", match="-scheduler")
+    start = asyncio.ensure_future(make(n_workers=1))
+    await holds(lambda: [each for each in platform.sessions() if each["status"] == "running"])
+    [session] = [each["id"] for each in platform.sessions() if each["name"].endswith("-scheduler")]
+    platform.evict(session)
+    with pytest.raises(SessionFailed, match=session):
+        await start
+
+
+@modes
+async def test_a_killed_scheduler_ends_the_cluster_which_says_so(platform, holds, mode):
+    async with make(n_workers=1, **MODES[mode]) as cluster:
+        await holds(lambda: complete(cluster, 1))
+        ask(cluster, mode, 1)
+        session = cluster.sessions[0].id
+        platform.evict(session)
+        await holds(lambda: cluster.status == Status.closed)
+        assert session in told(cluster)
+
+
+API_FAULTS = {
+    "503 once": [("error", {"status": 503, "times": 1})],
+    "503 for a while": [("error", {"status": 503, "seconds": 5})],
+    "broken connections": [("error", {"status": None, "times": 3})],
+    "slow calls": [("slow", {"seconds": 1.5, "times": 4})],
+    "listed late": [("invisible", {"seconds": 2, "times": 2})],
+    "address late": [("unknown_ip", {"seconds": 2, "times": 2})],
+}
+
+
+@pytest.mark.parametrize("fault", API_FAULTS)
+async def test_faults_of_the_api_are_borne(platform, holds, fault):
+    def inject():
+        for kind, arguments in API_FAULTS[fault]:
+            platform.inject(kind, **arguments)
+
+    inject()
+    async with make(n_workers=1) as cluster:
+        await holds(lambda: complete(cluster, 1), 60)
+        inject()
+        cluster.scale(2)
+        await holds(lambda: complete(cluster, 2), 60)
+        inject()
+        cluster.scale(1)
+        await holds(lambda: complete(cluster, 1), 60)
+        inject()
+
+
+async def test_too_many_failures_in_a_row_end_the_trying_until_scale(platform, holds):
+    with dask.config.set({"cml.failure-limit": 2}):
+        cluster = make()
+    async with cluster:
+        platform.inject("fails", times=2)
+        cluster.scale(1)
+        await holds(lambda: cluster.reconciler.gave_up)
+        assert "no new workers after 2 failures in a row" in told(cluster)
+        assert "no new workers after 2 failures" in repr(cluster)
+        cluster.scale(1)
+        await holds(lambda: complete(cluster, 1))
+        assert "trouble" not in repr(cluster)
+
+
+async def test_a_quota_met_by_a_hundred_launches_is_not_asked_for_each(platform, holds, monkeypatch):
+    launches = []
+    launch_workers = platform.launch_workers
+
+    @functools.wraps(launch_workers)
+    def counted(*args, **kwargs):
+        launches.append(kwargs["name"])
+        return launch_workers(*args, **kwargs)
+
+    monkeypatch.setattr(platform, "launch_workers", counted)
+    async with make() as cluster:
+        platform.configure(quota={"sessions": 3})
+        cluster.scale(100)
+        await holds(lambda: complete(cluster, 2))
+        assert cluster.wanted == 2
+        assert len(launches) <= 3 + dask.config.get("cml.api.threads")
+        assert told(cluster).count("2 of 100 workers granted") == 1
