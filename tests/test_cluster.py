@@ -339,10 +339,10 @@ def test_another_session_of_the_user_survives(platform, until):
         until(lambda: not cluster.workers)
         cluster.close()
     CMLCluster(platform="local").close()
-    platform.inject("fails", match="-scheduler")
+    platform.inject("fails", match="The scheduler of")
     with pytest.raises(CMLError):
         CMLCluster(n_workers=1, platform="local")
-    platform.inject("refused", match="-scheduler")
+    platform.inject("refused", match="The scheduler of")
     with pytest.raises(CMLError):
         CMLCluster(n_workers=1, platform="local")
     platform.inject("refused")

@@ -29,14 +29,14 @@ def test_quota_says_the_platforms_words(platform, start, granted):
 
 
 def test_a_half_made_session_of_a_refused_launch_is_stopped(platform, start):
-    platform.inject("refused", match="-scheduler")
+    platform.inject("refused", match="The scheduler of")
     start(LaunchRefused)
     assert platform.sessions()
 
 
 @pytest.mark.parametrize(("fault", "status"), [("fails", "failed"), ("succeeds", "succeeded")])
 def test_an_ended_scheduler_session_is_named_with_its_status(platform, start, fault, status):
-    platform.inject(fault, match="-scheduler")
+    platform.inject(fault, match="The scheduler of")
     message = str(start(SessionFailed))
     [session] = [s for s in platform.sessions() if s["name"].endswith("-scheduler")]
     assert session["id"] in message
@@ -50,7 +50,7 @@ def test_a_scheduler_that_cannot_run_is_told_with_its_output(start):
 
 @pytest.mark.parametrize(("fault", "status"), [("hangs", "running"), ("stuck", "scheduling")])
 def test_a_scheduler_that_does_not_answer_is_given_up(platform, start, fault, status):
-    platform.inject(fault, match="-scheduler")
+    platform.inject(fault, match="The scheduler of")
     message = str(start(SchedulerTimeout, scheduler_timeout=4))
     assert f"its status is {status}" in message
     assert "4 s" in message
