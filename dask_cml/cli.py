@@ -18,11 +18,11 @@ import click
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
-    from dask_cml.registry import Record
 
 # Dask imports this with every one of its commands, so what takes long to import is imported where it is used.
 
 _INTERVAL = 0.2
+_PATIENCE = 5.0
 _INTERRUPTED = 130  # as shells say it
 _IDLE_TIMEOUT = "1 hour"
 _NEVER = "never"
@@ -159,7 +159,7 @@ def create(spec: str | None, **options: Any) -> None:
         del arguments["idle_timeout"]
         dask.config.set({"cml.idle-timeout": None})
     # Whatever ends this command before its end, ends the cluster, too.
-    arguments.update(shutdown_on_close=True, asynchronous=False, quiet=True)
+    arguments.update(shutdown_on_close=True, asynchronous=False, quiet=True, silence_logs="WARNING")
     with _progress(lambda: "The scheduler is being started"):
         cluster = CMLCluster(*positional, **arguments)
     click.echo(cluster.name)
@@ -198,20 +198,14 @@ def _read_spec(path: str) -> tuple[list[Any], dict[str, Any]]:
 @_in_one_line
 def list_clusters(as_json: bool) -> None:
     """List the clusters of the project."""
-    from dask_cml import registry
+    from dask_cml import lifecycle, registry
 
-    rows = _describe(registry.records())
+    rows = _run(lifecycle.describe(registry.records()))
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     columns = ["name", "status", "workers", "threads", "memory", "age", "dashboard"]
     _print_table(columns, [[_shown(column, row[column]) for column in columns] for row in rows])
-
-
-def _describe(records: Sequence[Record]) -> list[dict[str, Any]]:
-    from dask_cml import lifecycle
-
-    return _run(lifecycle.describe(records))
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -265,11 +259,11 @@ def info(name: str, as_json: bool) -> None:
     """Tell all about one cluster."""
     from dataclasses import asdict
 
-    from dask_cml import registry
+    from dask_cml import lifecycle, registry
     from dask_cml.options import state_directory
 
     record = registry.read(name)
-    [row] = _describe([record])
+    [row] = _run(lifecycle.describe([record], timeout=_PATIENCE))
     row.update(
         created=record.created,
         folder=str(state_directory() / name),
@@ -294,7 +288,7 @@ def _rebuilt(name: str) -> Iterator[CMLCluster]:
     """Give the manager of a cluster for a while."""
     from dask_cml.cluster import CMLCluster
 
-    cluster = CMLCluster.from_name(name, quiet=True)
+    cluster = CMLCluster.from_name(name, quiet=True, silence_logs="WARNING")
     try:
         yield cluster
     finally:

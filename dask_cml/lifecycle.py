@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -54,7 +54,7 @@ def is_abandoned(record: Record) -> bool:
     return lives is False or (lives is None and record.scheduler_address is not None)
 
 
-async def describe(records: Iterable[Record], timeout: float = 2.0) -> list[dict[str, Any]]:
+async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict[str, Any]]:
     """Describe clusters, all in bounded time.
 
     Parameters
@@ -93,18 +93,58 @@ async def describe(records: Iterable[Record], timeout: float = 2.0) -> list[dict
     return rows
 
 
-async def end(record: Record) -> None:
-    """End a cluster, alive or not: stop every session in its record, and remove the record.
+async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) -> dict[str, CMLError | None]:
+    """End clusters, alive or not: stop every session in their records, and remove the records.
 
-    A scheduler that answers tells its workers, clients and managers first.
+    A scheduler that answers tells its workers, clients and managers first. The record of a cluster whose
+    sessions could not be stopped stays.
 
-    Raises
-    ------
-    CMLError
-        If sessions could not be stopped. The record stays, then.
+    Parameters
+    ----------
+    records : iterable of Record
+        The clusters'.
+    timeout : float
+        Seconds for all schedulers to answer.
+
+    Returns
+    -------
+    dict
+        The clusters' names, each with the error if it could not be ended.
     """
+    records = [*records]
+    # Who answers for another cluster, because it has the address now, is left alone.
+    answering = await registry.identities(records, timeout=timeout)
+    return await _end_all(records, answering)
+
+
+async def _end_all(records: Collection[Record], answering: Collection[str]) -> dict[str, CMLError | None]:
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def attempt(record: Record) -> CMLError | None:
+        async with at_once:
+            try:
+                if record.name in answering:
+                    await _say_goodbye(record)
+                await _stop(record)
+            except CMLError as error:
+                return error
+            return None
+
+    results = await asyncio.gather(*map(attempt, records))
+    return {record.name: result for record, result in zip(records, results, strict=True)}
+
+
+async def _say_goodbye(record: Record) -> None:
+    security = record.get_security() or Security()
+    with contextlib.suppress(OSError, asyncio.TimeoutError):
+        async with rpc(
+            record.scheduler_address, connection_args=security.get_connection_args("client")
+        ) as scheduler:
+            await asyncio.wait_for(scheduler.terminate(), _GOODBYE_TIMEOUT)
+
+
+async def _stop(record: Record) -> None:
     api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
-    await _say_goodbye(record)
     stopped: set[str] = set()
     current: Record | None = record
     # A manager may have launched sessions meanwhile.
@@ -115,39 +155,6 @@ async def end(record: Record) -> None:
         stopped |= current.sessions.keys()
         current = await asyncio.to_thread(_read, record.name)
     await asyncio.to_thread(registry.remove, record.name, id=record.id)
-
-
-async def _say_goodbye(record: Record) -> None:
-    # Another scheduler may have its address by now.
-    if record.scheduler_address is None or not await registry.is_alive(record, timeout=_GOODBYE_TIMEOUT):
-        return
-    arguments = (record.get_security() or Security()).get_connection_args("client")
-    with contextlib.suppress(OSError, asyncio.TimeoutError):
-        async with rpc(record.scheduler_address, connection_args=arguments) as scheduler:
-            await asyncio.wait_for(scheduler.terminate(), _GOODBYE_TIMEOUT)
-
-
-async def end_all(records: Iterable[Record]) -> dict[str, CMLError | None]:
-    """End clusters, some at the same time.
-
-    Returns
-    -------
-    dict
-        Their names, each with the error if it could not be ended.
-    """
-    at_once = asyncio.Semaphore(_AT_ONCE)
-
-    async def attempt(record: Record) -> CMLError | None:
-        async with at_once:
-            try:
-                await end(record)
-            except CMLError as error:
-                return error
-            return None
-
-    records = [*records]
-    results = await asyncio.gather(*map(attempt, records))
-    return {record.name: result for record, result in zip(records, results, strict=True)}
 
 
 async def prune(timeout: float = 10.0) -> dict[str, CMLError | None]:
@@ -165,4 +172,4 @@ async def prune(timeout: float = 10.0) -> dict[str, CMLError | None]:
     """
     records = await asyncio.to_thread(registry.records)
     alive = await registry.identities(records, timeout=timeout)
-    return await end_all(r for r in records if r.name not in alive and is_abandoned(r))
+    return await _end_all([r for r in records if r.name not in alive and is_abandoned(r)], ())
