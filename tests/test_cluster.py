@@ -403,7 +403,12 @@ if __name__ == "__main__":
 def test_ctrl_c_in_the_constructor_leaves_no_session(platform, until):
     platform.inject("stuck", times=3)
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", INTERRUPTED],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs, and what they start, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     until(lambda: len(platform.sessions()) == 3)
     process.send_signal(signal.SIGINT)

@@ -259,7 +259,7 @@ def test_they_leave_no_thread(workers_v1):
 
 @pytest.mark.parametrize(("fault", "status"), [("succeeds", "succeeded"), ("fails", "failed")])
 def test_an_ended_scheduler_session_is_an_error(workers_v1, other, fault, status):
-    workers_v1.inject(fault, match="-scheduler")
+    workers_v1.inject(fault, match="The scheduler of")
     with pytest.raises(SessionFailed, match=f"its status is {status}"):
         run_dask_cluster(2, 1, 1)
     assert left(workers_v1, other) == []
@@ -267,7 +267,7 @@ def test_an_ended_scheduler_session_is_an_error(workers_v1, other, fault, status
 
 
 def test_a_scheduler_that_does_not_answer_is_an_error(workers_v1, other):
-    workers_v1.inject("hangs", match="-scheduler")
+    workers_v1.inject("hangs", match="The scheduler of")
     with (
         dask.config.set({"cml.scheduler-timeout": "3s"}),
         pytest.raises(SchedulerTimeout, match="did not answer within 3 s"),
@@ -333,7 +333,7 @@ def test_ctrl_c_leaves_no_session(workers_v1, other, until):
         until(lambda: len(workers_v1.sessions()) > 1)
         os.kill(os.getpid(), signal.SIGINT)
 
-    workers_v1.inject("hangs", match="-scheduler")
+    workers_v1.inject("hangs", match="The scheduler of")
     # What a shell starts in the background ignores Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)

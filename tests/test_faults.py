@@ -124,7 +124,7 @@ async def test_a_killed_worker_is_replaced_and_its_results_are_computed_again(pl
 
 
 async def test_a_scheduler_killed_before_it_answers_fails_the_start(platform, holds):
-    platform.inject("hangs", match="-scheduler")
+    platform.inject("hangs", match="The scheduler of")
     start = asyncio.ensure_future(make(n_workers=1))
     await holds(lambda: [each for each in platform.sessions() if each["status"] == "running"])
     [session] = [each["id"] for each in platform.sessions() if each["name"].endswith("-scheduler")]

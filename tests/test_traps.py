@@ -145,6 +145,7 @@ async def test_it_holds_for_cmlcluster(scenario, platform, holds):
     await play(scenario, make, platform, holds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 async def test_it_does_not_hold_for_the_base_class(scenario, platform, holds):
     apis = []
