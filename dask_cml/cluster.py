@@ -697,6 +697,26 @@ class CMLCluster(SpecCluster):
         worker = self.make_worker(self._new_worker_name(self._i))
         return f"{scheduler.plan}\n{worker.plan}"
 
+    def get_snippet(self) -> str:
+        """Return the code by which another process of the project gets this cluster; dask-ctl shows it.
+
+        Examples
+        --------
+        >>> print(cluster.get_snippet())  # doctest: +SKIP
+        from dask.distributed import Client
+        from dask_cml import CMLCluster
+        <BLANKLINE>
+        cluster = CMLCluster.from_name('mine')
+        client = Client(cluster)
+        """
+        return (
+            "from dask.distributed import Client\n"
+            "from dask_cml import CMLCluster\n"
+            "\n"
+            f"cluster = CMLCluster.from_name({self.options.name!r})\n"
+            "client = Client(cluster)"
+        )
+
     # -- end
 
     def close(self, timeout: float | None = None) -> Awaitable[None] | None:
