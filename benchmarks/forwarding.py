@@ -92,6 +92,7 @@ class Pane:
         assert match is not None
         address = f"ws://127.0.0.1:{port}{PANE}/ws"
         self.socket = await websocket_connect(address, subprotocols=["bokeh", match.group(1)])
+        self.socket.protocol.set_nodelay(True)  # or what is measured is how long the system collects
         await self.receive()
 
     async def receive(self) -> dict[str, str]:
