@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dask_cml.plugin import Presence
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
 logger = logging.getLogger(__name__)
-
-_TIMEOUT = 10.0
 
 
 class Membership:
@@ -53,7 +52,7 @@ class Membership:
                     launched={key: each for key, each in here.items() if self._known.get(key) != each},
                     gone=[key for key in self._known if key not in here],
                 ),
-                _TIMEOUT,
+                cluster.reconciler.patience,
             )
         except (OSError, asyncio.TimeoutError):
             self._claims = self._claims or claims
@@ -65,12 +64,49 @@ class Membership:
             cluster._adaptive.stop(reason="another manager scales the cluster")
         known_before, self._known, self.leads = self._known, state["sessions"], leads
         for key in self._known.keys() - here.keys():
-            cluster.adopt_worker(key, self._known[key])
+            self.adopt(key, self._known[key])
         for key in (here.keys() & known_before.keys()) - self._known.keys():
-            cluster.drop_worker(key)
+            self._drop(key)
         if not claims and not self._claims:
-            cluster.follow(state["wanted"], None if leads else self._known)
+            self._follow(state["wanted"], None if leads else self._known)
         return leads
+
+    def adopt(self, key: str, session_id: str) -> None:
+        """Take a worker over that another manager has launched.
+
+        Parameters
+        ----------
+        key : str
+            Its name.
+        session_id : str
+            Its session's id.
+        """
+        cluster = self._cluster
+        worker = cluster.make_worker(key)
+        worker.adopt(session_id)
+        cluster.workers[key] = worker
+        with cluster.spec_lock:
+            cluster.worker_spec.setdefault(key, cluster.new_spec)
+            number = key.rpartition("-")[2]
+            if number.isdecimal():  # no two workers have the same name, whoever launches them
+                cluster._i = max(cluster._i, int(number) + 1)
+
+    def _drop(self, key: str) -> None:
+        """Forget a worker that another manager has stopped."""
+        cluster = self._cluster
+        worker = cluster.workers.pop(key)
+        if worker.session_id is not None:
+            cluster.api.forget(worker.session_id)
+        with cluster.spec_lock:
+            cluster.worker_spec.pop(key, None)
+
+    def _follow(self, wanted: int, workers: Iterable[str] | None) -> None:
+        """Take over how many workers another manager wants and, if that is settled, which."""
+        cluster = self._cluster
+        with cluster.spec_lock:
+            cluster.wanted = wanted
+            if workers is not None:
+                cluster.worker_spec = dict.fromkeys(workers, cluster.new_spec)
 
     async def start(self) -> None:
         """Have the plugin in the scheduler, and say from now on that this manager is there."""
@@ -79,7 +115,7 @@ class Membership:
         if self._makes:
             patience = cluster.options.orphan_timeout if cluster.shutdown_on_close else None
         self._presence = Presence(
-            cluster.scheduler_comm.address, connection_args(cluster._keys), orphan_timeout=patience
+            cluster.scheduler_comm.address, connection_args(cluster.tls), orphan_timeout=patience
         )
         await self._presence.start()
 

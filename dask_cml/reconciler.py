@@ -127,6 +127,12 @@ class Reconciler:
         """Return the names of the Dask workers in a session."""
         return {f"{key}{suffix}" for suffix in self.cluster.new_spec.get("group", [""])}
 
+    @property
+    def patience(self) -> float:
+        """Seconds for the scheduler to answer."""
+        # Once the connection broke that told of changes, it is most likely gone.
+        return _GONE_TIMEOUT if self.cluster._watch_worker_status_task.done() else _ANSWER_TIMEOUT
+
     async def _find_lost(self) -> dict[str, str]:
         """Return the workers that are not to be waited for any more, each with the reason."""
         cluster, now = self.cluster, time.monotonic()
@@ -168,9 +174,7 @@ class Reconciler:
         Its worker-status plugin tells changes as they come, but to one manager only: another one that
         connects takes its place without a word.
         """
-        cluster = self.cluster
-        # Once the connection broke that told of changes, the scheduler is most likely gone.
-        patience = _GONE_TIMEOUT if cluster._watch_worker_status_task.done() else _ANSWER_TIMEOUT
+        cluster, patience = self.cluster, self.patience
         try:
             comm = cluster.scheduler_comm
             ncores = await asyncio.wait_for(comm.ncores(), patience)
