@@ -13,7 +13,7 @@ from typing import Any
 
 import dask
 
-from dask_cml import local
+from dask_cml import CMLCluster, local  # noqa: F401  # its defaults are read before others are set
 
 _ENDED = ("succeeded", "failed", "stopped", "timedout")
 
