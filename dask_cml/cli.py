@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Dask imports this with every one of its commands, so what takes long to import is imported where it is used.
 
 _INTERVAL = 0.2
+_WIDEST = 10_000
 _PATIENCE = 5.0
 _INTERRUPTED = 130  # as shells say it
 _IDLE_TIMEOUT = "1 hour"
@@ -243,8 +244,8 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             table = Table(*columns, box=None, pad_edge=False)
             for row in rows:
                 table.add_row(*map(Text, row))
-            # A name or a link that is cut is of no use.
-            Console().print(table, soft_wrap=True)
+            # A name or a link that is cut to the terminal's width is of no use.
+            Console(width=_WIDEST).print(table, soft_wrap=True)
             return
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in [columns, *rows]:

@@ -1,0 +1,428 @@
+"""``dask cml``, as a user has it in a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import dask
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+from distributed import Scheduler
+
+from dask_cml import CMLCluster, cli, lifecycle, registry
+from dask_cml.registry import Maker, Record
+
+NOBODY = Maker("elsewhere", 1, 1.0, "gone")
+
+
+@pytest.fixture(autouse=True)
+def locally(platform, monkeypatch):
+    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
+    with dask.config.set({"cml.platform": "local"}):
+        yield
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "dask", "cml", *map(str, arguments)]
+
+
+def shell(*arguments, code=0):
+    """Run a command in a process of its own, and return what it wrote to stdout and stderr."""
+    result = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    assert result.returncode == code, result.stderr
+    return result.stdout, result.stderr
+
+
+def run(*arguments, code=0):
+    """Run a command in this process, and return its output."""
+    result = CliRunner().invoke(cli.cml, [*map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def told(name):
+    """Return what a cluster's record says of its options."""
+    return registry.read(name).options
+
+
+def live(platform):
+    there = [each for each in platform.sessions() if each["status"] in ("starting", "running")]
+    return [each["id"] for each in there if not each["stop_requested"]]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def add_record(name, address=None, **more):
+    record = Record(name, maker=NOBODY, options={"platform": "local"}, scheduler_address=address, **more)
+    registry.claim(record)
+    return record
+
+
+def add_stale(name, **more):
+    return add_record(name, f"tcp://127.0.0.1:{free_port()}", **more)
+
+
+# -- a cluster's life
+
+
+def test_a_cluster_from_its_creation_to_its_end(platform):
+    out, err = shell("create", "--name", "mine", "--n-workers", 1, "--security", "--env", "A=B=C",
+                     "--worker-args", "--resources 'X=1'")  # fmt: skip
+    assert out == "mine\n"
+    assert "answers at tls://" in err
+    assert "1 worker granted" in err
+    assert told("mine")["env"] == {"A": "B=C"}
+    assert told("mine")["worker_args"] == ["--resources", "X=1"]
+    assert told("mine")["idle_timeout"] == 3600
+
+    assert run("scale", "mine", 2) == "mine has 2 workers\n"
+    [row] = json.loads(run("list", "--json"))
+    assert (row["name"], row["status"], row["workers"], row["threads"]) == ("mine", "running", 2, 2)
+    assert row["memory"] == 2 * 2 * 2**30
+    header, line = run("list").splitlines()
+    assert header.split() == ["name", "status", "workers", "threads", "memory", "age", "dashboard"]
+    assert line.split()[:4] == ["mine", "running", "2", "2"]
+    assert line.endswith(row["dashboard"])
+
+    about = json.loads(run("info", "mine", "--json"))
+    assert set(about["sessions"].values()) == {"scheduler", "mine-0", "mine-1"}
+    assert set(about["sessions"]) == set(live(platform))
+    assert about["security"] is True
+    assert "mine-1" in run("info", "mine")
+    assert "==> Scheduler <==" in run("logs", "mine")
+
+    assert "there are 'mine'" in run("info", "other", code=1)
+    assert "already" in run("create", "--name", "mine", code=1)
+    assert "there are 'mine'" in run("delete", "mine", "other", code=1)
+    assert len(live(platform)) == 3
+
+    assert run("delete", "mine") == "mine is deleted\n"
+    assert not live(platform)
+    assert registry.records() == []
+
+
+async def test_a_deleted_clusters_maker_launches_nothing_more(platform, holds):
+    async with CMLCluster(n_workers=1, name="mine", quiet=True, asynchronous=True) as cluster:
+        await holds(lambda: cluster.arrived)
+        assert await lifecycle.end_all(registry.records()) == {"mine": None}
+        await holds(lambda: cluster.status.name == "closed")
+        assert not live(platform)
+        assert registry.records() == []
+
+
+def test_a_refused_launch_is_told_in_the_platforms_words(platform):
+    platform.configure(quota={"cpu": 2, "memory": 100})
+    error = run("create", "--n-workers", 3, code=1)
+    assert error.startswith("Error: CML refused to launch")
+    assert "exceeded quota" in error
+    assert error.count("\n") == 1
+    assert not live(platform)
+    assert registry.records() == []
+    platform.configure(quota=None)
+    run("create", "--name", "small")
+    platform.configure(quota={"cpu": 2, "memory": 100})
+    error = run("scale", "small", 3, code=1)
+    assert "1 of 3 workers granted" in error
+    assert "exceeded quota" in error
+    run("delete", "--all")
+
+
+def test_a_cluster_whose_workers_fail_is_not_waited_for(platform):
+    run("create", "--name", "mine")
+    platform.inject("fails", match="mine-", times=10)
+    with dask.config.set({"cml.failure-limit": 1}):
+        error = run("scale", "mine", 1, code=1)
+    assert "no new workers after 1 failures" in error
+    run("delete", "mine")
+
+
+# -- adapt, and Ctrl-C
+
+
+@contextmanager
+def started(*arguments):
+    with subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_adapt_ends_when_another_manager_scales_and_by_ctrl_c(platform, until):
+    with CMLCluster(name="mine", quiet=True) as cluster:
+        with started("adapt", "mine", 1, 2) as process:
+            assert (
+                process.stdout.readline() == "mine adapts between 1 and 2 workers while this command runs.\n"
+            )
+            until(lambda: len(cluster.arrived) == 1)
+            cluster.scale(2)
+            assert process.wait(30) == 1
+            assert "another manager scales it" in process.stderr.read()
+        until(lambda: len(cluster.arrived) == cluster.wanted == 2)
+        with started("adapt", "mine", 2, 2) as process:
+            assert process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+            assert process.stdout.read() == "mine keeps 2 workers and does not adapt any more.\n"
+            assert process.stderr.read() == ""
+        assert len(live(platform)) == 3
+
+
+def test_ctrl_c_in_create_is_quiet_and_leaves_nothing(platform, until):
+    platform.configure(start_delay=60)
+    try:
+        with started("create", "--n-workers", 1) as process:
+            until(lambda: len(platform.sessions()) == 2)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+            assert process.stdout.read() == ""
+            assert process.stderr.read() == ""
+    finally:
+        platform.configure(start_delay=0)
+    assert all(each["stop_requested"] for each in platform.sessions())
+    assert registry.records() == []
+
+
+# -- what create is given
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """What CMLCluster is called with; it is not made."""
+    calls = []
+
+    def call(*args, **kwargs):
+        calls.append((args, kwargs))
+        raise ValueError("it is not made")
+
+    cli._cluster_options()  # while the real one is there
+    monkeypatch.setattr("dask_cml.cluster.CMLCluster", call)
+
+    def given(*arguments):
+        assert run("create", *arguments, code=1) == "Error: it is not made\n"
+        args, kwargs = calls.pop()
+        assert kwargs.pop("shutdown_on_close") is True
+        return args, kwargs
+
+    return given
+
+
+def spec_file(folder, text):
+    file = folder / "spec.yaml"
+    file.write_text(text)
+    return file
+
+
+SPEC = """
+version: 1
+module: dask_cml
+class: CMLCluster
+args: [3]
+kwargs:
+  scheduler-cpu: 2
+  cpu: 4
+"""
+
+
+def test_create_takes_a_spec_file_which_options_override(given, tmp_path):
+    args, kwargs = given(spec_file(tmp_path, SPEC), "--cpu", "1.5", "--memory", "8 GiB")
+    assert args == (3,)
+    assert (kwargs["scheduler_cpu"], kwargs["cpu"], kwargs["memory"]) == (2, 1.5, "8 GiB")
+
+
+def test_create_takes_every_kind_of_option(given):
+    _, kwargs = given(
+        *("--no-security", "--env", "A=1", "--env", "B=", "--launch-options", "accelerator_label_id=3"),
+        *(
+            "--scheduler-args",
+            "--preload 'a b'",
+            "--worker-class",
+            "x.Y",
+            "--platform",
+            "local",
+            "--n-workers",
+            2,
+        ),
+    )
+    assert kwargs["security"] is False
+    assert kwargs["env"] == {"A": "1", "B": ""}
+    assert kwargs["launch_options"] == {"accelerator_label_id": 3}
+    assert kwargs["scheduler_args"] == ["--preload", "a b"]
+    assert kwargs["n_workers"] == 2
+    assert (kwargs["worker_class"], kwargs["platform"]) == ("x.Y", "local")
+
+
+def test_an_idle_cluster_ends_after_an_hour_unless_told(given, tmp_path):
+    def idle_timeout(*arguments):
+        return given(*arguments)[1].get("idle_timeout", "as configured")
+
+    assert idle_timeout() == "1 hour"
+    assert idle_timeout("--idle-timeout", "5 minutes") == "5 minutes"
+    assert idle_timeout(spec_file(tmp_path, SPEC + "  idle-timeout: 10s")) == "10s"
+    assert idle_timeout("--idle-timeout", "never") == "as configured"
+    assert dask.config.get("cml.idle-timeout") is None
+    with dask.config.set({"cml.idle-timeout": "2 hours"}):
+        assert idle_timeout() == "as configured"
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("{", "is no YAML"),
+        ("[]", "version=None is not allowed"),
+        (SPEC.replace("dask_cml", "os"), "module='os' is not allowed"),
+        (SPEC.replace("[3]", "3"), "args as a list"),
+        (SPEC + "  name: a/b", "name='a/b' is not allowed"),
+        (SPEC + "  numbers: 1", "unexpected keyword argument 'numbers'"),
+    ],
+)
+def test_a_wrong_spec_file_is_told_in_one_line(tmp_path, spec, why):
+    error = run("create", spec_file(tmp_path, spec), code=1)
+    assert why in error
+    assert error.startswith("Error: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "code"),
+    [(("--cpu", "-1"), 1), (("--cpu", "many"), 2), (("--env", "A"), 2), (("--worker-args", "'"), 2)],
+)
+def test_a_wrong_option_is_told_before_anything_is_launched(platform, option, code):
+    assert "Error: " in run("create", *option, code=code)
+    assert platform.sessions() == []
+
+
+def test_help_names_every_option_but_those_of_makers_that_stay():
+    text = run("create", "--help")
+    assert "--scheduler-memory" in text
+    assert 'By default 1 hour; "never"' in " ".join(text.split())
+    assert "--shutdown-on-close" not in text
+
+
+# -- what is left of clusters
+
+
+def test_stale_records_say_so_and_are_pruned(platform):
+    session = platform.launch_workers(1, 1, 1, name="left", code="import time; time.sleep(600)")[0]["id"]
+    add_stale("left", sessions={session: "scheduler"})
+    registry.claim(replace(Record("begun"), options={"platform": "local"}))
+    status = {row["name"]: row["status"] for row in json.loads(run("list", "--json"))}
+    assert status == {"left": "stale", "begun": "starting"}
+    assert re.search(r"left +stale +- +- +- +\d+ s +-", run("list"))
+    assert "does not answer" in run("scale", "left", 1, code=1)
+    assert run("prune") == "left is deleted\n"
+    assert not live(platform)
+    assert [record.name for record in registry.records()] == ["begun"]
+    assert run("prune") == "nothing is left over\n"
+    run("delete", "--all")
+    assert registry.records() == []
+
+
+def test_what_cannot_be_stopped_keeps_its_record_and_the_others_are_deleted(platform):
+    [session] = platform.launch_workers(1, 1, 1, name="kept", code="import time; time.sleep(600)")
+    add_stale("kept", sessions={session["id"]: "scheduler"})
+    add_stale("other")
+    platform.inject("error", function="stop_workers", status=403, times=100)
+    out, err = shell("delete", "--all", code=1)
+    assert out == "other is deleted\n"
+    assert re.fullmatch(rf"Error: kept: .*{session['id']}.*\n", err)
+    assert [record.name for record in registry.records()] == ["kept"]
+    platform.clear_faults()
+    run("delete", "kept")
+
+
+@pytest.mark.parametrize("arguments", [(), ("name", "--all")])
+def test_delete_wants_names_or_all(arguments):
+    assert "give names of clusters, or --all" in run("delete", *arguments, code=2)
+
+
+async def test_half_of_200_clusters_being_stale_is_found_in_time():
+    async with Scheduler(port=0, dashboard=False) as scheduler:
+        with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:
+            dead = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{silent.getsockname()[1]}"]
+            for i in range(100):
+                add_record(f"up-{i}", scheduler.address, scheduler_id=scheduler.id)
+                add_record(f"down-{i}", f"tcp://{dead[i % 2]}")
+            began = time.monotonic()
+            rows = await lifecycle.describe(registry.records())
+            assert time.monotonic() - began < 3
+    assert {row["name"] for row in rows if row["status"] == "running"} == {f"up-{i}" for i in range(100)}
+    assert {row["name"] for row in rows if row["status"] == "stale"} == {f"down-{i}" for i in range(100)}
+
+
+# -- terminals
+
+
+def test_a_narrow_terminal_cuts_no_name():
+    name = "a-long-name-" * 8
+    add_stale(name)
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "40"}
+    with subprocess.Popen(
+        command("list"), stdout=follower, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        os.close(follower)
+        text = b""
+        with open(leader, "rb", buffering=0) as terminal:
+            try:
+                while part := terminal.read(4096):
+                    text += part
+            except OSError:  # so Linux says that it is closed
+                pass
+    assert name.encode() in text
+    assert process.returncode == 0
+
+
+def test_progress_is_for_terminals_only(capsys, monkeypatch):
+    with cli._progress(lambda: "waiting"):
+        time.sleep(2 * cli._INTERVAL)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with cli._progress(lambda: "waiting"):
+        time.sleep(3 * cli._INTERVAL)
+    out, err = capsys.readouterr()
+    assert not out
+    assert "waiting, 0 s" in err
+    assert err.endswith("\r\x1b[2K")
+
+
+def test_names_are_completed():
+    def complete(words, incomplete):
+        completion = ShellComplete(cli.cml, {}, "cml", "_CML_COMPLETE")
+        return [item.value for item in completion.get_completions(words, incomplete)]
+
+    add_stale("one")
+    add_stale("other")
+    assert complete(["info"], "o") == ["one", "other"]
+    assert complete(["delete", "one"], "") == ["other"]
+    assert complete(["create"], "--scheduler-m") == ["--scheduler-memory"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (3600, "60 min"), (90000, "25 h"), (1e6, "11 d")]
+)
+def test_ages_have_one_unit(seconds, text):
+    assert cli._time(seconds) == text
+
+
+def test_dasks_other_commands_do_not_wait_for_what_these_import():
+    code = "import sys, dask_cml.cli; print({'dask', 'distributed', 'yaml', 'rich'} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
