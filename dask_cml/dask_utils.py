@@ -285,11 +285,15 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         return await task
 
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dask-cml") as thread:
-        done = thread.submit(lambda: asyncio.run(run()))
+        done: concurrent.futures.Future[T] | None = None
         try:
+            done = thread.submit(lambda: asyncio.run(run()))
+            while not done.done():
+                # With a timeout, because another thread may be told of Ctrl-C, and that wakes nobody.
+                concurrent.futures.wait([done], timeout=_LOOK_INTERVAL)
             return done.result()
         except BaseException:
-            if not done.done():  # Ctrl-C; leaving the pool waits until the sessions are stopped
+            if done is None or not done.done():  # leaving the pool waits until the sessions are stopped
                 interrupted.set_result(None)
             raise
 
