@@ -9,7 +9,6 @@ import math
 import os
 import threading
 from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,11 @@ from dask_cml.adaptive import CMLAdaptive
 from dask_cml.ending import end_at_exit, no_longer_end_at_exit
 from dask_cml.errors import CMLError
 from dask_cml.forwarding import DashboardForwarder
-from dask_cml.lifecycle import take_name
 from dask_cml.membership import Membership
 from dask_cml.options import Options, gibibytes, integer, positive, state_directory
 from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
 from dask_cml.reconciler import Reconciler
+from dask_cml.recording import SCHEDULER, RecordKeeper
 from dask_cml.registry import Record
 from dask_cml.tasks import cancel
 from dask_cml.views import first_line, sessions_html, show_start
@@ -38,7 +37,6 @@ from dask_cml.workers_api import WorkersAPI, load_platform
 logger = logging.getLogger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
-SCHEDULER = "scheduler"
 
 
 class CMLCluster(SpecCluster):
@@ -129,7 +127,6 @@ class CMLCluster(SpecCluster):
 
     scheduler: CMLScheduler
     scheduler_comm: Any
-    _record: Record
     loop: Any
     _watch_worker_status_task: Any
     workers: dict[str, CMLWorker]
@@ -197,16 +194,12 @@ class CMLCluster(SpecCluster):
         self.api = WorkersAPI(load_platform(self.options.platform))
         self.api.check_options(self.options.launch_options)
         self.folder = state_directory() / self.options.name
-        self._keys: Security | None = None
+        self.tls: Security | None = None
         self.wanted = self.options.n_workers
         self.spec_lock = threading.RLock()
         self.reconciler = Reconciler(self)
         self.membership = Membership(self, leads=_record is None)
-        if _record is not None:
-            self._record = _record
-        self._recorded: set[str] = set()
-        self._record_changed = asyncio.Event()
-        self._recording: asyncio.Task[None] | None = None
+        self.record_keeper = RecordKeeper(self, _record)
         self._adopts = _record is not None
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -259,29 +252,25 @@ class CMLCluster(SpecCluster):
     async def _start_once(self) -> None:
         self.quiet = self._quiet
         self._lock = asyncio.Lock()
-        self.api.on_change = self._record_changed.set
         await (self._adopt() if self._adopts else self._launch())
-        self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self._keys))
+        self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self.tls))
         await Cluster._start(self)
-        self._record_changed.set()
+        self.record_keeper.poke()
         self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
         await self.membership.start()
         if self.options.forward_dashboard:
-            arguments = connection_args(self._keys)
+            arguments = connection_args(self.tls)
             self._forwarder = DashboardForwarder(self.scheduler_comm.address, arguments)
             await self._forwarder.start()
         self._keeping = asyncio.create_task(self.reconciler.run())
 
     async def _launch(self) -> None:
-        self._keys, files = await asyncio.to_thread(keys.as_files, self.options.security, self.folder)
-        self.security = self._keys or Security()
-        self._record = Record(
-            self.options.name, options=self.options.arguments(), security=keys.paths(self._keys)
-        )
-        await take_name(self._record, self.api)
+        self.tls, files = await asyncio.to_thread(keys.as_files, self.options.security, self.folder)
+        self.security = self.tls or Security()
+        await self.record_keeper.take_name()
+        self.scheduler = CMLScheduler(self.api, self.options, self.folder, self.tls)
+        self.record_keeper.start()
         await asyncio.to_thread(self._write_files, files)
-        self._recording = asyncio.create_task(self._keep_record())
-        self.scheduler = CMLScheduler(self.api, self.options, self.folder, self._keys)
         with self.spec_lock:
             while len(self.worker_spec) < self.wanted:
                 self.worker_spec.update(self.new_worker_spec())
@@ -303,100 +292,23 @@ class CMLCluster(SpecCluster):
             Path(self.options.log_directory).mkdir(parents=True, exist_ok=True)
 
     async def _adopt(self) -> None:
-        record = self._record
+        record = self.record_keeper.record
+        assert record is not None
         if not await registry.is_alive(record):
             raise CMLError(
                 f"the scheduler of the cluster {record.name!r}, {record.scheduler_address}, does not answer; "
                 "`dask cml delete` ends what may be left of it"
             )
-        self._keys = record.get_security()
-        self.security = self._keys or Security()
-        self.scheduler = CMLScheduler(self.api, self.options, self.folder, self._keys)
+        self.tls = record.get_security()
+        self.security = self.tls or Security()
+        self.scheduler = CMLScheduler(self.api, self.options, self.folder, self.tls)
         self.scheduler.address = record.scheduler_address
         self.scheduler.adopt(record.scheduler_session or "", record.app_url)
         for session_id, key in record.sessions.items():
             if key != SCHEDULER:
-                self.adopt_worker(key, session_id)
+                self.membership.adopt(key, session_id)
         self.wanted = len(self.worker_spec)
-        self._recording = asyncio.create_task(self._keep_record())
-
-    def adopt_worker(self, key: str, session_id: str) -> None:
-        """Take a worker over that another manager has launched.
-
-        Parameters
-        ----------
-        key : str
-            Its name.
-        session_id : str
-            Its session's id.
-        """
-        worker = self.make_worker(key)
-        worker.adopt(session_id)
-        self.workers[key] = worker
-        with self.spec_lock:
-            self.worker_spec.setdefault(key, self.new_spec)
-            number = key.rpartition("-")[2]
-            if number.isdecimal():  # no two workers have the same name, whoever launches them
-                self._i = max(self._i, int(number) + 1)
-
-    def drop_worker(self, key: str) -> None:
-        """Forget a worker that another manager has stopped.
-
-        Parameters
-        ----------
-        key : str
-            Its name.
-        """
-        worker = self.workers.pop(key, None)
-        if worker is not None and worker.session_id is not None:
-            self.api.forget(worker.session_id)
-        with self.spec_lock:
-            self.worker_spec.pop(key, None)
-
-    def follow(self, wanted: int, workers: Iterable[str] | None) -> None:
-        """Take over what another manager wants.
-
-        Parameters
-        ----------
-        wanted : int
-            How many worker sessions there should be.
-        workers : iterable of str or None
-            The names of those that there should be. None: they are not settled yet.
-        """
-        with self.spec_lock:
-            self.wanted = wanted
-            if workers is not None:
-                self.worker_spec = dict.fromkeys(workers, self.new_spec)
-
-    async def _keep_record(self) -> None:
-        """Write every session's id into the cluster's record as soon as it is known."""
-        while True:
-            await self._record_changed.wait()
-            self._record_changed.clear()
-            try:
-                await asyncio.to_thread(self._write_record)
-            except (OSError, CMLError) as error:
-                logger.warning("The record of the cluster %s cannot be written: %s", self.name, error)
-
-    def _write_record(self) -> None:
-        sessions = self.api.named_sessions()
-        scheduler = self.scheduler.session
-        gone = self._recorded - sessions.keys()
-
-        def change(record: Record) -> Record:
-            kept = {each: key for each, key in record.sessions.items() if each not in gone}
-            roles = {each: SCHEDULER if key == self.scheduler.name else key for each, key in sessions.items()}
-            return replace(
-                record,
-                sessions={**kept, **roles},
-                scheduler_session=scheduler.id if scheduler else record.scheduler_session,
-                app_url=scheduler.app_url if scheduler else record.app_url,
-                scheduler_address=self.scheduler.address or record.scheduler_address,
-                scheduler_id=str(self.scheduler_info.get("id") or "") or record.scheduler_id,
-            )
-
-        registry.update(self.options.name, change, id=self._record.id)
-        self._recorded = set(sessions)
+        self.record_keeper.start()
 
     @classmethod
     def from_name(  # type: ignore[override]
@@ -620,7 +532,7 @@ class CMLCluster(SpecCluster):
         """
         address = getattr(self.scheduler, "address", None)
         return CMLWorker(
-            address, key, api=self.api, options=self.options, folder=self.folder, security=self._keys
+            address, key, api=self.api, options=self.options, folder=self.folder, security=self.tls
         )
 
     async def _correct_state_internal(self) -> None:
@@ -691,9 +603,9 @@ class CMLCluster(SpecCluster):
         --------
         >>> print(CMLCluster(cpu=4, asynchronous=True).job_script())  # doctest: +SKIP
         """
-        if self._keys is None:  # the paths, for what is not started; no file is written
-            self._keys, _ = keys.as_files(self.options.security, self.folder)
-        scheduler = self.scheduler or CMLScheduler(self.api, self.options, self.folder, self._keys)
+        if self.tls is None:  # the paths, for what is not started; no file is written
+            self.tls, _ = keys.as_files(self.options.security, self.folder)
+        scheduler = self.scheduler or CMLScheduler(self.api, self.options, self.folder, self.tls)
         worker = self.make_worker(self._new_worker_name(self._i))
         return f"{scheduler.plan}\n{worker.plan}"
 
@@ -781,20 +693,19 @@ class CMLCluster(SpecCluster):
         if self._adaptive is not None:
             self._adaptive.stop(reason="the cluster closes")
         self.status = Status.closing
-        await cancel(self._starting, self._keeping, self._correct_state_waiting, self._recording)
+        await cancel(self._starting, self._keeping, self._correct_state_waiting)
         if self._forwarder is not None:
             await self._forwarder.close()
+        await self.record_keeper.close()
         try:
             if shutdown:
                 await self._say_goodbye()
             else:
-                if self._recording is not None:
-                    await asyncio.to_thread(self._write_record)
                 self.api.forget(*self.api.live)
             await self.membership.close(stays=not shutdown)
             await self.api.close()
-            if shutdown and self._recording is not None:
-                await asyncio.to_thread(registry.remove, self.options.name, id=self._record.id)
+            if shutdown:
+                await asyncio.to_thread(self.record_keeper.remove)
         finally:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(Cluster._close(self), _GOODBYE_TIMEOUT)

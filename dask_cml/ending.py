@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 
-from dask_cml import registry
 from dask_cml.errors import CMLError
 
 if TYPE_CHECKING:
@@ -107,8 +106,7 @@ def _end(cluster: CMLCluster) -> None:
         # The loop may be gone, as after asyncio.run; then this is all that can be done, and enough.
         if cluster.status != Status.closed and cluster.shutdown_on_close:
             cluster.api.end()
-            if cluster._recording is not None:
-                registry.remove(cluster.options.name, id=cluster._record.id)
+            cluster.record_keeper.remove()
     except CMLError as error:
         logger.error("%s", error)
     cluster.status = Status.closed

@@ -1,0 +1,113 @@
+"""What keeps a cluster's record true."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dask_cml import keys, registry
+from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.lifecycle import take_name
+from dask_cml.registry import Record
+from dask_cml.tasks import cancel
+
+if TYPE_CHECKING:
+    from dask_cml.cluster import CMLCluster
+
+logger = logging.getLogger(__name__)
+
+#: In a record, what the scheduler's session is; the others have their workers' names.
+SCHEDULER = "scheduler"
+
+
+class RecordKeeper:
+    """Write every session's id into the cluster's record as soon as it is known.
+
+    Parameters
+    ----------
+    cluster : CMLCluster
+        The cluster.
+    record : Record, optional
+        The record of a cluster that another process has made.
+    """
+
+    def __init__(self, cluster: CMLCluster, record: Record | None) -> None:
+        self.record = record
+        self._cluster = cluster
+        self._written: set[str] = set()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def take_name(self) -> None:
+        """Make the record of a new cluster.
+
+        Raises
+        ------
+        ClusterExists
+            If there is a live cluster of this name.
+        """
+        cluster = self._cluster
+        options, security = cluster.options.arguments(), keys.paths(cluster.tls)
+        record = Record(cluster.options.name, options=options, security=security)
+        await take_name(record, cluster.api)
+        self.record = record
+
+    def start(self) -> None:
+        """Keep the record from now on."""
+        self._cluster.api.on_change = self.poke
+        self._task = asyncio.create_task(self._run())
+
+    def poke(self) -> None:
+        """Write the record, because something has changed. To be called in the event loop."""
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Write it for the last time, if the cluster has got as far."""
+        if self._task is not None:
+            await cancel(self._task)
+            await self._try_to_write()
+
+    def remove(self) -> None:
+        """Remove the record, with all that is in the cluster's folder, by plain calls."""
+        if self._task is not None and self.record is not None:
+            registry.remove(self.record.name, id=self.record.id)
+
+    async def _run(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._try_to_write()
+
+    async def _try_to_write(self) -> None:
+        try:
+            await asyncio.to_thread(self._write)
+        except NoSuchCluster:
+            logger.info("The record of the cluster %s is gone: another process ends it", self._cluster.name)
+        except (OSError, CMLError) as error:
+            logger.warning("The record of the cluster %s cannot be written: %s", self._cluster.name, error)
+
+    def _write(self) -> None:
+        cluster, own = self._cluster, self.record
+        assert own is not None
+        sessions = cluster.api.named_sessions()
+        scheduler = cluster.scheduler.session
+        gone = self._written - sessions.keys()
+
+        def change(record: Record) -> Record:
+            kept = {each: key for each, key in record.sessions.items() if each not in gone}
+            roles = {
+                each: SCHEDULER if key == cluster.scheduler.name else key for each, key in sessions.items()
+            }
+            return replace(
+                record,
+                sessions={**kept, **roles},
+                scheduler_session=scheduler.id if scheduler else record.scheduler_session,
+                app_url=scheduler.app_url if scheduler else record.app_url,
+                scheduler_address=cluster.scheduler.address or record.scheduler_address,
+                scheduler_id=str(cluster.scheduler_info.get("id") or "") or record.scheduler_id,
+            )
+
+        registry.update(own.name, change, id=own.id)
+        self._written = set(sessions)
