@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shlex
-import shutil
+import signal
 import sys
 import threading
 import time
@@ -137,6 +137,11 @@ def _number_or_text(value: str) -> Any:
 @click.group()
 def cml() -> None:
     """Dask clusters on Cloudera Machine Learning sessions."""
+    # dask-ctl, where it is installed, is imported with every command of Dask's, and has signals handled by an
+    # event loop that does not run: Ctrl-C would be without effect.
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if getattr(signal.getsignal(number), "__module__", None) == "distributed.cli.utils":
+            signal.signal(number, default)
 
 
 @cml.command(cls=_CreateCommand)
@@ -412,12 +417,14 @@ def _progress(state: Callable[[], str]) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
+    from shutil import get_terminal_size
+
     started, over = time.monotonic(), threading.Event()
 
     def show() -> None:
         while not over.wait(_INTERVAL):
             line = f"{state()}, {time.monotonic() - started:.0f} s"
-            click.echo(f"\r\x1b[2K{line[: shutil.get_terminal_size().columns - 1]}", err=True, nl=False)
+            click.echo(f"\r\x1b[2K{line[: get_terminal_size().columns - 1]}", err=True, nl=False)
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()

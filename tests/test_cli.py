@@ -354,7 +354,7 @@ def test_delete_wants_names_or_all(arguments):
 
 
 async def test_half_of_200_clusters_being_stale_is_found_in_time():
-    async with Scheduler(port=0, dashboard=False) as scheduler:
+    async with Scheduler(port=0, dashboard_address=":0") as scheduler:
         with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:
             dead = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{silent.getsockname()[1]}"]
             for i in range(100):
