@@ -275,7 +275,7 @@ def info(name: str, as_json: bool) -> None:
         folder=str(state_directory() / name),
         security=record.security is not None,
         maker=asdict(record.maker),
-        sessions=dict(record.sessions),
+        sessions=dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1]))),
     )
     if as_json:
         click.echo(json.dumps(row, indent=2))
