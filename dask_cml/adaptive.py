@@ -96,7 +96,11 @@ class CMLAdaptive(Adaptive):
             # The scheduler never says more than there are tasks. So this is for few long ones.
             needed = max(needed, await self._sessions_to_finish_in(start + duration))
             target = max(len(self.plan), min(useful, needed))
-        return self.cluster.reconciler.affordable(target)
+        return target
+
+    async def safe_target(self) -> int:
+        """Return the same within ``minimum`` and ``maximum``, and what the quota allowed lately."""
+        return self.cluster.reconciler.affordable(await super().safe_target())
 
     async def _sessions_to_finish_in(self, duration: float) -> int:
         n: int = await self.scheduler.adaptive_target(target_duration=duration)

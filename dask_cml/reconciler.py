@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import dask.config
 from dask.utils import parse_timedelta
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _LOOK_INTERVAL = 3.0
 _ANSWER_TIMEOUT, _GONE_TIMEOUT = 10.0, 1.0
@@ -127,11 +128,29 @@ class Reconciler:
         """Return the names of the Dask workers in a session."""
         return {f"{key}{suffix}" for suffix in self.cluster.new_spec.get("group", [""])}
 
-    @property
-    def patience(self) -> float:
-        """Seconds for the scheduler to answer."""
-        # Once the connection broke that told of changes, it is most likely gone.
-        return _GONE_TIMEOUT if self.cluster._watch_worker_status_task.done() else _ANSWER_TIMEOUT
+    async def answer(self, call: Coroutine[Any, Any, T]) -> T:
+        """Wait for what the scheduler answers, but not for long once it is most likely gone.
+
+        Parameters
+        ----------
+        call : coroutine
+            The call of the scheduler.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If it does not answer.
+        """
+        asking = asyncio.ensure_future(call)
+        told_of_changes = self.cluster._watch_worker_status_task  # ends with its connection
+        try:
+            if not told_of_changes.done():
+                await asyncio.wait(
+                    {asking, told_of_changes}, timeout=_ANSWER_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
+                )
+            return await asyncio.wait_for(asking, _GONE_TIMEOUT)
+        finally:
+            asking.cancel()
 
     async def _find_lost(self) -> dict[str, str]:
         """Return the workers that are not to be waited for any more, each with the reason."""
@@ -174,12 +193,11 @@ class Reconciler:
         Its worker-status plugin tells changes as they come, but to one manager only: another one that
         connects takes its place without a word.
         """
-        cluster, patience = self.cluster, self.patience
+        cluster = self.cluster
         try:
-            comm = cluster.scheduler_comm
-            ncores = await asyncio.wait_for(comm.ncores(), patience)
+            ncores = await self.answer(cluster.scheduler_comm.ncores())
             if ncores.keys() != cluster.scheduler_info["workers"].keys():
-                info = await asyncio.wait_for(comm.identity(), patience)
+                info = await self.answer(cluster.scheduler_comm.identity())
                 cluster.scheduler_info = SchedulerInfo(info)
         except (OSError, asyncio.TimeoutError):
             return False
@@ -230,8 +248,6 @@ class Reconciler:
         """Move the data off workers that are not wanted, then stop their sessions."""
         cluster = self.cluster
         unwanted = {key: w for key, w in cluster.workers.items() if key not in cluster.worker_spec}
-        if not unwanted:
-            return
         for key in await self._not_retired(unwanted):
             with cluster.spec_lock:
                 cluster.worker_spec[key] = cluster.new_spec
@@ -239,8 +255,9 @@ class Reconciler:
             cluster.membership.claim()
             del unwanted[key]
             cluster._log(f"The worker {key} stays: no other worker can take its data")
-        ids = {w.session_id for w in unwanted.values() if w.session_id} & cluster.api.live
-        if ids:
+        kept = [w for key, w in cluster.workers.items() if key not in unwanted]
+        # Also what nobody has, such as half a session of a refused launch that could not be stopped then.
+        if ids := cluster.api.live - {process.session_id for process in (cluster.scheduler, *kept)}:
             await cluster.api.stop(*sorted(ids))
         for key, worker in unwanted.items():
             await worker.close()

@@ -84,7 +84,8 @@ async def test_no_more_are_wanted_than_the_quota_granted_lately():
     cluster = Cluster(processes=2)
     cluster.scheduler_comm.wanted = 20
     cluster.reconciler.affordable = lambda n: min(n, 3)
-    assert await adaptive(cluster).target() == 3
+    assert await adaptive(cluster).safe_target() == 3
+    assert await adaptive(cluster, minimum=5).safe_target() == 3
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import os
 import random
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from stub import HTTPError, Stub, StubSession, eventually
 
 from dask_cml import CMLCluster, CMLError, cluster, reconciler, workers_api
 
-EPISODES = int(os.environ.get("DASK_CML_EPISODES", 8))
+EPISODES = int(os.environ.get("DASK_CML_EPISODES", 4))
 SEED = int(os.environ.get("DASK_CML_SEED", random.SystemRandom().randrange(10**6)))
 #: What becomes of a session, and how often.
 FATES = {"runs": 70, "fails": 6, "succeeds": 6, "hangs": 4, "stuck": 4, "hidden": 5, "refused": 5}
@@ -44,6 +45,8 @@ class Simulation(Stub):
         super().__init__()
         self.luck = luck
         self.loop = asyncio.get_running_loop()
+        # Dask's workers close in it, slowly; in sessions of their own they have one of their own.
+        self.loop.set_default_executor(ThreadPoolExecutor(64))
         self.errors = 0.0
         self.fates = {"runs": 1}
         self.fate_of: dict[str, str] = {}
