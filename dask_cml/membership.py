@@ -45,14 +45,13 @@ class Membership:
         here = {key: w.session_id for key, w in cluster.workers.items() if w.session_id}
         claims, self._claims = self._claims, False
         try:
-            state = await asyncio.wait_for(
+            state = await cluster.reconciler.answer(
                 cluster.scheduler_comm.cml_sync(
                     manager=self.id,
                     wanted=cluster.wanted if claims else None,
                     launched={key: each for key, each in here.items() if self._known.get(key) != each},
                     gone=[key for key in self._known if key not in here],
-                ),
-                cluster.reconciler.patience,
+                )
             )
         except (OSError, asyncio.TimeoutError):
             self._claims = self._claims or claims
