@@ -99,7 +99,8 @@ if __name__ == "__main__":
 def test_the_functions_of_dask_ctl(platform, spec, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(CODE.format(spec=spec))
-    assert run(str(program)).endswith("done\n")
+    # The manager that made the cluster may say after that how it ended.
+    assert "done" in run(str(program)).splitlines()
     assert not live(platform)
     assert registry.records() == []
 
