@@ -698,11 +698,12 @@ class CMLCluster(SpecCluster):
             await self._forwarder.close()
         await self.record_keeper.close()
         try:
+            # First, because a scheduler that ends does not answer, and that is waited for.
+            await self.membership.close(stays=not shutdown)
             if shutdown:
                 await self._say_goodbye()
             else:
                 self.api.forget(*self.api.live)
-            await self.membership.close(stays=not shutdown)
             await self.api.close()
             if shutdown:
                 await asyncio.to_thread(self.record_keeper.remove)
