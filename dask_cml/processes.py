@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -197,9 +196,10 @@ class CMLScheduler(CMLProcess):
         self.options = options
         self.security = security
         self.scheduler_file = folder / SCHEDULER_FILE
-        # On a laptop all sessions share one network, so the port must be free, and nobody else may come in.
+        # On a laptop all sessions share one network, so the scheduler takes a port that is free when it
+        # listens, and nobody else may come in.
         shared = api.shares_host_network
-        self.port = _free_port() if shared else _SCHEDULER_PORT
+        self.port = 0 if shared else _SCHEDULER_PORT
         host = "127.0.0.1" if shared else "0.0.0.0"
         super().__init__(api, plan_scheduler(options, folder, host, self.port, security, dashboard_port))
 
@@ -251,7 +251,7 @@ class CMLScheduler(CMLProcess):
     def _guess(self) -> str | None:
         """Where the scheduler must be, should the scheduler file be late, as it may be over NFS."""
         protocol = "tcp" if self.security is None else "tls"
-        return f"{protocol}://{self.ip_address}:{self.port}" if self.ip_address else None
+        return f"{protocol}://{self.ip_address}:{self.port}" if self.ip_address and self.port else None
 
     async def _answers(self, address: str) -> bool:
         with contextlib.suppress(OSError, asyncio.TimeoutError):
@@ -305,12 +305,6 @@ class CMLWorker(CMLProcess):
 def connection_args(security: Security | None) -> dict[str, Any]:
     """Return what a connection to the scheduler needs."""
     return (security or Security()).get_connection_args("client")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _read_address(scheduler_file: Path) -> str | None:
