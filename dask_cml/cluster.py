@@ -445,7 +445,14 @@ class CMLCluster(SpecCluster):
                 self.worker_spec.pop(key, None)
             self.wanted = len(self.worker_spec)
             self.membership.claim()
-        await self._correct_state()
+        await self.carry_out()
+
+    async def carry_out(self) -> None:
+        """Make the sessions what they should be, or return when the cluster closes."""
+        step = self._correct_state()
+        await asyncio.wait([step])
+        if not step.cancelled():
+            step.result()
 
     def adapt(
         self,
