@@ -26,7 +26,11 @@ from stub import HTTPError, Stub, StubSession, eventually
 from dask_cml import CMLCluster, CMLError, cluster, reconciler, workers_api
 
 EPISODES = int(os.environ.get("DASK_CML_EPISODES", 4))
-SEED = int(os.environ.get("DASK_CML_SEED", random.SystemRandom().randrange(10**6)))
+# The same in all processes of a run, as each of them collects the tests.
+SEED = int(
+    os.environ.get("DASK_CML_SEED")
+    or random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(10**6)
+)
 #: What becomes of a session, and how often.
 FATES = {"runs": 70, "fails": 6, "succeeds": 6, "hangs": 4, "stuck": 4, "hidden": 5, "refused": 5}
 PATIENCE = 60.0
