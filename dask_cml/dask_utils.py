@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from distributed.comm.addressing import get_address_host_port
 from distributed.core import rpc
 from distributed.scheduler import Scheduler
 
@@ -323,7 +324,9 @@ async def _start_scheduler(
 
 
 def _described(scheduler: CMLScheduler) -> dict[str, Any]:
-    return {**scheduler.info, _PORT: scheduler.port}
+    # Where it listens, which it may have been left to choose.
+    _, port = get_address_host_port(str(scheduler.address))
+    return {**scheduler.info, _PORT: port}
 
 
 async def _start_workers(
