@@ -44,7 +44,7 @@ class CMLAdaptive(Adaptive):
 
     Examples
     --------
-    >>> cluster.adapt(minimum=1, maximum=10)  # doctest: +SKIP
+    >>> adaptive = cluster.adapt(minimum=1, maximum=10)
     """
 
     cluster: CMLCluster

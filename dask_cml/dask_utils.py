@@ -147,9 +147,9 @@ def run_scheduler(
     TypeError, ValueError
         For an argument that is not allowed, before anything is launched.
 
-    Examples
+    See Also
     --------
-    >>> scheduler = run_scheduler(dashboard_port=8090)  # doctest: +SKIP
+    run_dask_workers : Has an example.
     """
     if integer("num_workers", num_workers, 1) != 1:
         raise ValueError(f"num_workers={num_workers!r} is not allowed; a cluster has 1 scheduler")
@@ -176,10 +176,9 @@ def get_scheduler_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
     RuntimeError
         If the platform tells no address of the session, which it must have launched for this very session.
 
-    Examples
+    See Also
     --------
-    >>> get_scheduler_url(scheduler)  # doctest: +SKIP
-    'tcp://100.66.0.18:8786'
+    run_dask_workers : Has an example.
     """
     options = _options()
 
@@ -243,8 +242,12 @@ def run_dask_workers(
 
     Examples
     --------
-    >>> url = get_scheduler_url(scheduler)  # doctest: +SKIP
-    >>> workers = run_dask_workers(url, num_workers=2, cpu=1, memory=2)  # doctest: +SKIP
+    >>> from cml import workers_v1
+    >>> from dask_cml.dask_utils import get_scheduler_url, run_dask_workers, run_scheduler
+    >>> scheduler = run_scheduler(dashboard_port=None)
+    >>> url = get_scheduler_url(scheduler)
+    >>> workers = run_dask_workers(url, num_workers=1, cpu=1, memory=2)
+    >>> answers = workers_v1.stop_workers(*[session["id"] for session in scheduler + workers])
     """
     num_workers = integer("num_workers", num_workers, 0)
     options = _options(cpu=cpu, memory=memory, nvidia_gpu=nvidia_gpu)
