@@ -247,7 +247,8 @@ def run_dask_workers(
     >>> scheduler = run_scheduler(dashboard_port=None)
     >>> url = get_scheduler_url(scheduler)
     >>> workers = run_dask_workers(url, num_workers=1, cpu=1, memory=2)
-    >>> answers = workers_v1.stop_workers(*[session["id"] for session in scheduler + workers])
+    >>> ids = [session["id"] for session in scheduler + workers]
+    >>> answers = workers_v1.stop_workers(*ids)
     """
     num_workers = integer("num_workers", num_workers, 0)
     options = _options(cpu=cpu, memory=memory, nvidia_gpu=nvidia_gpu)

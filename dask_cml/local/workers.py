@@ -222,7 +222,8 @@ def stop_workers(*ids: str) -> list[Response] | None:
     Examples
     --------
     >>> from dask_cml import local
-    >>> [session] = local.launch_workers(1, cpu=1, memory=2, code="import time; time.sleep(600)")
+    >>> code = "import time; time.sleep(600)"
+    >>> [session] = local.launch_workers(1, cpu=1, memory=2, code=code)
     >>> local.stop_workers(session["id"])[0].status_code
     200
     """
