@@ -605,8 +605,6 @@ class CMLCluster(SpecCluster):
         >>> print(cluster.job_script())
         # mine-scheduler: cpu=1 memory=2 nvidia_gpu=0
         ...
-        # mine-0: cpu=1 memory=2 nvidia_gpu=0
-        ...
         """
         if self.tls is None:  # the paths, for what is not started; no file is written
             self.tls, _ = keys.as_files(self.options.security, self.folder)

@@ -202,17 +202,26 @@ def examples(module):
     return [each for each in finder.find(importlib.import_module(module)) if each.examples]
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if examples(name)])
-def test_the_examples_of_a_modules_docstrings_run(project, module):
-    """They have a cluster, named ``mine``, where they speak of one."""
+def of_a_cluster(module):
+    """Whether examples of a module speak of a cluster that is there, named ``mine``."""
+    lines = [line.source + line.want for each in examples(module) for line in each.examples]
+    return any(re.search(r"\bcluster\.|\bmine\b", line) for line in lines)
+
+
+def run_examples(modules, **names):
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    found = examples(module)
-    names = {}
-    lines = [line.source + line.want for each in found for line in each.examples]
-    if any(re.search(r"\bcluster\.|\bmine\b", line) for line in lines):
-        names["cluster"] = CMLCluster(name="mine", quiet=True)
-    with closing():
-        for each in found:
-            each.globs.update(names)
-            runner.run(each)
+    for each in [each for module in modules for each in examples(module)]:
+        each.globs.update(names)
+        runner.run(each)
     assert runner.summarize(verbose=False).failed == 0
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if examples(name) and not of_a_cluster(name)])
+def test_the_examples_of_a_modules_docstrings_run(project, module):
+    with closing():
+        run_examples([module])
+
+
+def test_the_examples_that_speak_of_a_cluster_run(project):
+    with closing():
+        run_examples(filter(of_a_cluster, MODULES), cluster=CMLCluster(name="mine", quiet=True))

@@ -78,6 +78,7 @@ def fails(seen, error, function):
     seen.append(f"{type(caught.value).__name__}: {caught.value}")
 
 
+@pytest.mark.slow
 def test_errors_when_a_cluster_is_made(platform, seen, shown):
     scheduler = {"match": "The scheduler of"}
     fails(seen, NotOnCML, lambda: make(platform="auto"))
@@ -123,6 +124,7 @@ def waiting(platform):
     return [each for each in platform.sessions() if each["status"] in ("scheduling", "starting")]
 
 
+@pytest.mark.slow
 def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen, shown, until):
     # No other session comes in the place of one that failed, so each of these has its fault.
     with dask.config.set({"cml.failure-limit": 1}), make(worker_timeout="2s") as cluster:
@@ -143,6 +145,7 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
     shown("Workers that do not come")
 
 
+@pytest.mark.slow
 def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, until):
     with make(n_workers=2) as cluster, Client(cluster) as client:
         client.wait_for_workers(2)
@@ -180,6 +183,7 @@ def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, 
     shown("When the platform stumbles")
 
 
+@pytest.mark.slow
 def test_what_a_cluster_without_its_scheduler_says(platform, seen, shown, until):
     with make(n_workers=1) as cluster, Client(cluster) as client:
         client.wait_for_workers(1)

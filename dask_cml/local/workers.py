@@ -82,8 +82,9 @@ def launch_workers(
     --------
     >>> from dask_cml import local
     >>> [session] = local.launch_workers(1, cpu=1, memory=2, code="print('hello')")
-    >>> local.await_workers([session])["workers"][0]["status"]
-    'succeeded'
+    >>> session["id"] in [each["id"] for each in local.list_workers()]
+    True
+    >>> answers = local.stop_workers(session["id"])
     """
     if n < 0 or cpu <= 0 or memory <= 0 or nvidia_gpu < 0:
         raise ValueError(
