@@ -67,7 +67,8 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
     platform = StandIn(latency=LATENCY, start_delay=start_delay, workers=True)
     with (
         tempfile.TemporaryDirectory() as folder,
-        dask.config.set({"cml.state-directory": folder}),
+        # Twenty workers in one process would mostly look at each other's stacks.
+        dask.config.set({"cml.state-directory": folder, "distributed.worker.profile.enabled": False}),
         platform.installed(),
         CMLCluster(quiet=True) as cluster,
         Client(cluster) as client,

@@ -157,8 +157,10 @@ class StandIn(types.ModuleType):
         from distributed import Worker
 
         address = await asyncio.to_thread(_scheduler_address, command)
-        nthreads = int(command[command.index("--nthreads") + 1])
-        worker = Worker(address, name=name, nthreads=nthreads, memory_limit=0, dashboard=False)
+        nthreads, memory = (
+            int(command[command.index(each) + 1]) for each in ("--nthreads", "--memory-limit")
+        )
+        worker = Worker(address, name=name, nthreads=nthreads, memory_limit=memory, dashboard=False)
         self._stops[session_id] = lambda: asyncio.run_coroutine_threadsafe(self._end(worker), self._loop)
         with contextlib.suppress(Exception):  # the scheduler may be gone
             await worker

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: In start times, the least work that makes a session worth its launch: of the first ones, and on top of
 #: ``target_duration`` of those that come to others, which get on with the work meanwhile.
-_FIRST, _MORE = 0.25, 0.75
+_FIRST, _MORE = 0.25, 0.5
 _LAST_STARTS = 20
 
 
@@ -31,7 +31,7 @@ class CMLAdaptive(Adaptive):
       over before.
     - That while is ``target_duration``, or a quarter of the start time if that is longer. Once there are more
       than ``minimum`` sessions the work gets on without others. Another one must be worth its start, so the
-      while is ``target_duration`` and three quarters of the start time.
+      while is ``target_duration`` and half of the start time, and twice the ``target_duration`` at least.
     - No session on its way is closed while work waits. When none does, a session that is not needed is kept
       for ``wait_count`` times ``interval`` and as long as another one would take to start.
 
@@ -85,7 +85,7 @@ class CMLAdaptive(Adaptive):
         if len(self.plan) <= self.minimum:
             duration = max(self.target_duration, _FIRST * start)
         else:
-            duration = self.target_duration + _MORE * start
+            duration = self.target_duration + max(self.target_duration, _MORE * start)
         if self.interval:
             self.wait_count = self._least_wait_count + math.ceil(start / self.interval)
         useful = await self._sessions_to_finish_in(duration)
@@ -135,7 +135,7 @@ class CMLAdaptive(Adaptive):
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Have `n` sessions."""
         self.cluster.want(n)
-        await self.cluster._correct_state()
+        await self.cluster.carry_out()
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions; their data moves to others first."""

@@ -321,7 +321,7 @@ def _wait_for_scale(cluster: CMLCluster, n: int, deadline: float) -> None:
     from dask_cml.errors import CMLError
 
     # What is there may be as many as are wanted, but other managers must hear of it.
-    cluster.sync(cluster._correct_state)
+    cluster.sync(cluster.carry_out)
     while not (cluster.membership.leads and len(cluster.arrived) == len(cluster.workers) == n):
         trouble = cluster.reconciler.trouble
         if cluster.status.name != "running":
@@ -349,7 +349,7 @@ def adapt(name: str, minimum: int, maximum: int) -> None:
     with _rebuilt(name) as cluster:
         try:
             cluster.adapt(minimum=minimum, maximum=maximum)
-            cluster.sync(cluster._correct_state)
+            cluster.sync(cluster.carry_out)
             click.echo(f"{name} adapts between {minimum} and {_workers(maximum)} while this command runs.")
             with _progress(lambda: f"{len(cluster.arrived)} of {_workers(cluster.wanted)} here"):
                 while cluster.status.name == "running" and cluster.membership.leads:

@@ -255,7 +255,7 @@ class CMLCluster(SpecCluster):
         await (self._adopt() if self._adopts else self._launch())
         self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self.tls))
         await Cluster._start(self)
-        self.record_keeper.poke()
+        await self.record_keeper.write()  # from now on other processes can take part
         self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
         await self.membership.start()
         if self.options.forward_dashboard:
@@ -295,8 +295,9 @@ class CMLCluster(SpecCluster):
         record = self.record_keeper.record
         assert record is not None
         if not await registry.is_alive(record):
+            address = record.scheduler_address or "whose address is not known yet"
             raise CMLError(
-                f"the scheduler of the cluster {record.name!r}, {record.scheduler_address}, does not answer; "
+                f"the scheduler of the cluster {record.name!r}, {address}, does not answer; "
                 "`dask cml delete` ends what may be left of it"
             )
         self.tls = record.get_security()
@@ -445,7 +446,14 @@ class CMLCluster(SpecCluster):
                 self.worker_spec.pop(key, None)
             self.wanted = len(self.worker_spec)
             self.membership.claim()
-        await self._correct_state()
+        await self.carry_out()
+
+    async def carry_out(self) -> None:
+        """Make the sessions what they should be, or return when the cluster closes."""
+        step = self._correct_state()
+        await asyncio.wait([step])
+        if not step.cancelled():
+            step.result()
 
     def adapt(
         self,
@@ -728,6 +736,6 @@ class CMLCluster(SpecCluster):
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(self.scheduler_comm.terminate(), _GOODBYE_TIMEOUT)
 
-    def _end_soon(self) -> None:
+    def _end_soon(self, shutdown: bool) -> None:
         """Close from within one of the cluster's own tasks, which close() waits for."""
-        self._closing = self._closing or asyncio.create_task(self._close_once(shutdown=True))
+        self._closing = self._closing or asyncio.create_task(self._close_once(shutdown))

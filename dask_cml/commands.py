@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import dask
 from distributed.security import Security
 
 from dask_cml import keys
 from dask_cml.options import Options, SessionSize
 
 SCHEDULER_FILE = "scheduler.json"
+PRELOAD = "dask_cml.plugin"
+#: The environment variable that tells it for how many seconds to wait for the first manager.
+PATIENCE = "DASK_CML__ORPHAN_TIMEOUT"
 
 # Python code and not a line that begins with "!": IPython would expand $name and {expr} in that, and
 # lose the exit status. It runs in the session's kernel, so it is plain, and leaves as the program does.
@@ -118,10 +122,17 @@ def plan_scheduler(
         command += ["--idle-timeout", f"{options.idle_timeout} seconds"]
     if dashboard_port is not None:
         command += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
-    command += [*keys.arguments(security, "scheduler"), *options.scheduler_args]
+    command += keys.arguments(security, "scheduler")
+    env = {**options.env, **keys.environment(security)}
+    if options.shutdown_on_close and options.orphan_timeout is not None:
+        # Managers register the plugin, too, but the first one may be killed before it gets as far.
+        configured = dask.config.get("distributed.scheduler.preload")  # --preload takes their place
+        for module in PRELOAD, *([configured] if isinstance(configured, str) else configured):
+            command += ["--preload", module]
+        env[PATIENCE] = str(max(options.orphan_timeout, options.scheduler_timeout))
+    command += options.scheduler_args
     title = f"The scheduler of the Dask cluster {options.name!r}"
     name = f"{options.name}-scheduler"
-    env = {**options.env, **keys.environment(security)}
     more = _DASHBOARD if dashboard_port is None else ""
     return _plan(options, folder, name, options.scheduler, title, command, env, more=more)
 

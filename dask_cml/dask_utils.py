@@ -261,8 +261,9 @@ def run_dask_workers(
 
 
 def _options(**arguments: Any) -> Options:
-    # A name of its own, even if one is configured: its folder must not be another cluster's.
-    options = Options.read(name=f"dask-{secrets.token_hex(4)}", **arguments)
+    # A name of its own, even if one is configured: its folder must not be another cluster's. And its end is
+    # the caller's.
+    options = Options.read(name=f"dask-{secrets.token_hex(4)}", shutdown_on_close=False, **arguments)
     if options.security:
         raise ValueError(
             f"cml.security={options.security!r} is not allowed; what these functions return has no place for "

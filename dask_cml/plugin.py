@@ -1,7 +1,8 @@
 """What runs in the scheduler: it ends a cluster that nobody has any more, and shows its dashboard.
 
-A manager registers the plugin on a running scheduler, so that nothing of it need be on the command line, and
-says every few seconds that it is there. Its `Presence` does both.
+A scheduler that is not to outlive its maker preloads the plugin, for the maker may be killed before it
+connects. A manager registers the plugin where it is not there, and says every few seconds that it is. Its
+`Presence` does both.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml.errors import CMLError
 from dask_cml.forwarding import FORWARD, Tunnel
+from dask_cml.options import seconds, setting
 from dask_cml.shared import SharedState
 from dask_cml.tasks import cancel
 
@@ -233,6 +235,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
                 if host in ("127.0.0.1", "0.0.0.0"):
                     return int(port)
         raise OSError("it does not listen on 127.0.0.1")
+
+
+async def dask_setup(scheduler: Scheduler) -> None:
+    """Have the plugin from the scheduler's first moment on, as ``dask scheduler --preload`` calls it."""
+    plugin = CMLSchedulerPlugin(setting("orphan-timeout", seconds))
+    await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
 
 
 class Presence:

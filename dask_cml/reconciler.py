@@ -29,6 +29,11 @@ T = TypeVar("T")
 _LOOK_INTERVAL = 3.0
 _ANSWER_TIMEOUT, _GONE_TIMEOUT = 10.0, 1.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+#: So long a scheduler may be silent whose session the platform does not list here, as it lists to a session
+#: only those that this one launched.
+_SILENCE = 120.0
+#: Within which the record goes of a cluster that another process ends, after its scheduler's end.
+_DELETED_WITHIN = 3.0
 
 
 class Reconciler:
@@ -53,6 +58,7 @@ class Reconciler:
         self._ceiling: tuple[int, float] | None = None
         self._arrived: set[str] = set()
         self._missing_since: dict[str, float] = {}
+        self._heard = time.monotonic()
         self._changed = asyncio.Event()
 
     def poke(self, *_: object) -> None:
@@ -155,7 +161,8 @@ class Reconciler:
     async def _find_lost(self) -> dict[str, str]:
         """Return the workers that are not to be waited for any more, each with the reason."""
         cluster, now = self.cluster, time.monotonic()
-        scheduler_answers = await self._refresh()
+        if scheduler_answers := await self._refresh():
+            self._heard = time.monotonic()
         observed = cluster.observed
         workers = {key: w for key, w in cluster.workers.items() if key in cluster.worker_spec}
         here = {key for key in workers if self.names(key) <= observed}
@@ -172,6 +179,8 @@ class Reconciler:
             await self._scheduler_ended()
             return {}
         if not scheduler_answers:
+            if cluster.scheduler.session_id not in listing and now - self._heard > _SILENCE:
+                self._scheduler_is_silent()
             return {}
         ended = {key for key, worker in workers.items() if worker.update(listing)}
         reasons = {key: "ended" if key in ended else self._why_late(key, workers[key]) for key in missing}
@@ -204,10 +213,22 @@ class Reconciler:
         return True
 
     async def _scheduler_ended(self) -> None:
-        what = await self.cluster.scheduler.failure("ended")
-        self.trouble = what
-        self.cluster._log(f"The cluster {self.cluster.name} ends: {what}")
-        self.cluster._end_soon()
+        unharmed = self.cluster.sessions[0].status in ("succeeded", "stopped")
+        if unharmed and await self.cluster.record_keeper.is_removed(_DELETED_WITHIN):
+            self.trouble = "another process has ended it"
+        else:
+            self.trouble = await self.cluster.scheduler.failure("ended")
+        self.cluster._log(f"The cluster {self.cluster.name} ends: {self.trouble}")
+        self.cluster._end_soon(shutdown=True)
+
+    def _scheduler_is_silent(self) -> None:
+        scheduler = self.cluster.scheduler
+        self.trouble = (
+            f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and the platform "
+            f"does not tell this session what became of the scheduler's, {scheduler.session_id}"
+        )
+        self.cluster._log(f"The cluster {self.cluster.name} is left: {self.trouble}")
+        self.cluster._end_soon(shutdown=False)
 
     def _replace(self, lost: dict[str, str]) -> None:
         if not lost:

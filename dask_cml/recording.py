@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 #: In a record, what the scheduler's session is; the others have their workers' names.
 SCHEDULER = "scheduler"
+_LOOK_INTERVAL = 0.2
+#: How long to rest after the record is written, in times of what that took, and in seconds at most.
+_REST, _LONGEST_REST = 9, 1.0
 
 
 class RecordKeeper:
@@ -56,6 +60,7 @@ class RecordKeeper:
 
     def start(self) -> None:
         """Keep the record from now on."""
+        self._writing = asyncio.Lock()
         self._cluster.api.on_change = self.poke
         self._task = asyncio.create_task(self._run())
 
@@ -67,7 +72,34 @@ class RecordKeeper:
         """Write it for the last time, if the cluster has got as far."""
         if self._task is not None:
             await cancel(self._task)
-            await self._try_to_write()
+            await self.write()
+
+    async def is_removed(self, timeout: float) -> bool:
+        """Wait until another process has removed the record, as the end of a cluster does.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait.
+
+        Returns
+        -------
+        bool
+            Whether it is gone.
+        """
+        deadline = time.monotonic() + timeout
+        while await asyncio.to_thread(self._is_there):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(_LOOK_INTERVAL)
+        return True
+
+    def _is_there(self) -> bool:
+        assert self.record is not None
+        try:
+            return registry.read(self.record.name).id == self.record.id
+        except NoSuchCluster:
+            return False
 
     def remove(self) -> None:
         """Remove the record, with all that is in the cluster's folder, by plain calls."""
@@ -78,11 +110,16 @@ class RecordKeeper:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            await self._try_to_write()
+            begin = time.monotonic()
+            await self.write()
+            # While thousands of sessions are launched one after the other, most is not to write their record.
+            await asyncio.sleep(min(_REST * (time.monotonic() - begin), _LONGEST_REST))
 
-    async def _try_to_write(self) -> None:
+    async def write(self) -> None:
+        """Write it now. What hinders that is logged."""
         try:
-            await asyncio.to_thread(self._write)
+            async with self._writing:
+                await asyncio.to_thread(self._write)
         except NoSuchCluster:
             logger.info("The record of the cluster %s is gone: another process ends it", self._cluster.name)
         except (OSError, CMLError) as error:

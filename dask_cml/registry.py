@@ -150,8 +150,9 @@ class Record:
         TypeError
             If the options are not what JSON can hold.
         """
-        content = asdict(self)
-        return json.dumps({**content.pop("more"), **content}, indent=1)
+        # Not asdict(), which copies thousands of sessions one by one.
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "more"}
+        return json.dumps({**self.more, **own, "maker": asdict(self.maker)})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:

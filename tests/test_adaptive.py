@@ -48,7 +48,7 @@ class Cluster:
     def want(self, n):
         self.did.append(("want", n))
 
-    async def _correct_state(self):
+    async def carry_out(self):
         self.did.append("correct state")
 
     async def scale_down(self, workers):

@@ -83,7 +83,7 @@ class Simulation:
     async def scale(self, n):
         self.want(n)
 
-    async def _correct_state(self):
+    async def carry_out(self):
         pass
 
     async def choose(self, n):

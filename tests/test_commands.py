@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import dask.config
 import pytest
 
-from dask_cml.commands import SCHEDULER_FILE, plan_scheduler, plan_worker
+from dask_cml.commands import PATIENCE, PRELOAD, SCHEDULER_FILE, plan_scheduler, plan_worker
 from dask_cml.options import Options
 
 #: Text that shells, format strings and IPython each read something into.
@@ -135,7 +135,7 @@ def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
     assert done.returncode == 0, done.stderr + done.stdout
     expected = ["-m", "dask", "scheduler", "--host", "0.0.0.0", "--port", "8786"]
     expected += ["--scheduler-file", str(folder / SCHEDULER_FILE), "--idle-timeout", "3600.0 seconds"]
-    expected += ["--preload", name, "--dashboard-address", "127.0.0.1:8100"]
+    expected += ["--preload", PRELOAD, "--preload", name, "--dashboard-address", "127.0.0.1:8100"]
     assert arguments(done) == expected
     assert plan.log == folder / f"{name}-scheduler.log"
     assert json.loads(plan.log.read_text()) == expected
@@ -278,6 +278,26 @@ def test_a_plan_has_the_size_and_environment_of_its_role(tmp_path):
     assert (worker.size, scheduler.size) == (options.worker, options.scheduler)
     assert worker.env["A"] == scheduler.env["A"] == NASTY
     assert "--idle-timeout" not in argv(scheduler)
+
+
+def test_a_scheduler_waits_for_its_first_manager_as_long_as_its_start_may_take(tmp_path):
+    def patience(**options):
+        plan = plan_scheduler(read(**options), tmp_path, "0.0.0.0", 8786)
+        assert ("--preload" in argv(plan)) == (PATIENCE in plan.env)
+        return plan.env.get(PATIENCE)
+
+    assert patience(orphan_timeout=5, scheduler_timeout=90) == "90.0"
+    assert patience(orphan_timeout=100, scheduler_timeout=90) == "100.0"
+    assert patience(shutdown_on_close=False) is None
+    with dask.config.set({"cml.orphan-timeout": None}):
+        assert patience() is None
+
+
+@pytest.mark.parametrize("configured", ["theirs", ["theirs"]])
+def test_what_is_configured_to_be_preloaded_still_is(tmp_path, configured):
+    with dask.config.set({"distributed.scheduler.preload": configured}):
+        plan = plan_scheduler(read(), tmp_path, "0.0.0.0", 8786)
+    assert values(argv(plan), "--preload") == [PRELOAD, "theirs"]
 
 
 def test_the_users_environment_goes_over_our_own(tmp_path):

@@ -300,7 +300,7 @@ FORKS = {
                 sys.exit()
             assert os.wait()[1] == 0
             cluster.scale(2)
-            cluster.sync(cluster._correct_state)
+            cluster.sync(cluster.carry_out)
             sys.exit()
     """,
     "multiprocessing": """

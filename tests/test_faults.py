@@ -146,9 +146,9 @@ async def test_a_killed_scheduler_ends_the_cluster_which_says_so(platform, holds
 
 API_FAULTS = {
     "503 once": [("error", {"status": 503, "times": 1})],
-    "503 for a while": [("error", {"status": 503, "seconds": 5})],
+    "503 for a while": [("error", {"status": 503, "seconds": 10})],
     "broken connections": [("error", {"status": None, "times": 3})],
-    "slow calls": [("slow", {"seconds": 1.5, "times": 4})],
+    "slow calls": [("slow", {"seconds": 5, "times": 2})],
     "listed late": [("invisible", {"seconds": 2, "times": 2})],
     "address late": [("unknown_ip", {"seconds": 2, "times": 2})],
 }

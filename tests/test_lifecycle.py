@@ -10,9 +10,11 @@ import urllib.request
 
 import pytest
 from distributed import Client
+from distributed.core import Status
 
-from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, lifecycle, registry
+from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, lifecycle, reconciler, registry
 from dask_cml.discovery import discover
+from dask_cml.options import state_directory
 
 MAKER = """
 import time
@@ -47,6 +49,10 @@ def live(platform):
     return [
         each for each in platform.sessions() if each["status"] == "running" and not each["stop_requested"]
     ]
+
+
+def manager_log(cluster):
+    return [message for _, message in cluster._cluster_manager_logs]
 
 
 @pytest.mark.parametrize("security", [False, True])
@@ -130,6 +136,16 @@ async def test_an_orphan_ends_itself_and_its_sessions(platform, holds):
     await holds(lambda: not live(platform))
 
 
+def test_a_maker_that_is_killed_before_it_connects_leaves_an_orphan_that_ends_itself(platform, until):
+    platform.configure(start_delay=1.0)
+    code = MAKER.format(options={"orphan_timeout": "1s", "scheduler_timeout": "10s"})
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as maker:
+        until(lambda: len(platform.sessions()) == 3)
+        maker.kill()
+    until((state_directory() / "made" / "scheduler.json").exists)
+    until(lambda: not live(platform))
+
+
 async def test_a_client_keeps_an_orphan_until_it_leaves(platform, holds):
     await asyncio.to_thread(make_and_kill, orphan_timeout="4s")
     async with Client(registry.read("made").scheduler_address, asynchronous=True) as client:
@@ -194,6 +210,30 @@ async def test_a_lost_worker_is_replaced_once_by_whom_of_two_managers_leads(plat
             await holds(lambda: maker.arrived and maker.arrived != {lost})
             await holds(lambda: other.arrived == maker.arrived)
             assert len(live(platform)) == 2
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_manager_says_that_another_one_has_ended_the_cluster(platform, holds, elsewhere):
+    async with make(name="shared") as maker:
+        other = await rebuild("shared")
+        ending, seeing = (other, maker) if elsewhere else (maker, other)
+        await ending.close()
+        await holds(lambda: seeing.status == Status.closed)
+        assert manager_log(seeing)[-1] == "The cluster shared ends: another process has ended it"
+
+
+async def test_a_manager_leaves_a_cluster_of_which_it_hears_nothing_any_more(platform, holds, monkeypatch):
+    monkeypatch.setattr(reconciler, "_SILENCE", 1.0)
+    async with make(n_workers=1, name="shared") as maker:
+        await holds(lambda: len(maker.arrived) == 1)
+        await maker.leave()
+    monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
+    other = await rebuild("shared")
+    platform.evict(registry.read("shared").scheduler_session)
+    await holds(lambda: other.status == Status.closed)
+    assert "has not answered for 1 s" in manager_log(other)[-1]
+    assert await lifecycle.end_all(registry.records()) == {"shared": None}
+    assert not live(platform)
 
 
 async def test_the_next_manager_leads_when_the_leader_goes(platform, holds):

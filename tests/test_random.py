@@ -51,6 +51,7 @@ class Simulation(Stub):
         self.fates = {"runs": 1}
         self.fate_of: dict[str, str] = {}
         self.runs: dict[str, asyncio.Task[None]] = {}
+        self.killed: set[str] = set()
 
     @staticmethod
     def shares_host_network() -> bool:
@@ -114,7 +115,9 @@ class Simulation(Stub):
             self.runs[session.id] = self.loop.create_task(self._run(session))
 
     def _kill(self, session_id: str) -> None:
-        if session_id in self.runs:
+        # Only once: a Worker whose close() is cancelled is never closed.
+        if session_id in self.runs and session_id not in self.killed:
+            self.killed.add(session_id)
             self.runs[session_id].cancel()
 
     async def _run(self, session: StubSession) -> None:
@@ -183,6 +186,7 @@ def quick(monkeypatch, tmp_path):
         "cml.quota-retry": "200ms",
         "distributed.deploy.lost-worker-timeout": "300ms",
         "distributed.scheduler.allowed-failures": 1000,
+        "distributed.worker.profile.enabled": False,
         "temporary-directory": str(tmp_path),
     }
     with dask.config.set(settings):
