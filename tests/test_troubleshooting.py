@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from concurrent.futures import CancelledError
@@ -21,6 +22,8 @@ from dask_cml import (
     NotOnCML,
     SchedulerTimeout,
     SessionFailed,
+    lifecycle,
+    reconciler,
     registry,
 )
 
@@ -184,13 +187,24 @@ def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, 
 
 
 @pytest.mark.slow
-def test_what_a_cluster_without_its_scheduler_says(platform, seen, shown, until):
+def test_what_a_cluster_without_its_scheduler_says(platform, seen, shown, until, monkeypatch):
+    def ended(cluster):
+        until(lambda: cluster.status.name == "closed")
+        seen.append(told(cluster))
+
     with make(n_workers=1) as cluster, Client(cluster) as client:
         client.wait_for_workers(1)
         future = client.submit(sum, [1, 2])
         future.result()
         platform.evict(cluster.sessions[0].id)
-        until(lambda: cluster.status.name == "closed")
+        ended(cluster)
         fails(seen, CancelledError, future.result)
-        seen.append(told(cluster))
+    with make() as cluster:
+        asyncio.run(lifecycle.end_all(registry.records()))
+        ended(cluster)
+    with make() as cluster:
+        monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
+        monkeypatch.setattr(reconciler, "_SILENCE", 0.5)
+        platform.evict(cluster.sessions[0].id)
+        ended(cluster)
     shown("When the scheduler is lost")
