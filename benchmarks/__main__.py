@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import adapt, close, forwarding, scale, start
+from benchmarks import adapt, close, forwarding, listing, scale, start
 
-BENCHMARKS = {"start": start, "scale": scale, "close": close, "adapt": adapt, "forwarding": forwarding}
+BENCHMARKS = {
+    "start": start,
+    "scale": scale,
+    "close": close,
+    "adapt": adapt,
+    "listing": listing,
+    "forwarding": forwarding,
+}
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from distributed.deploy.spec import SpecCluster
 from distributed.security import Security
 from distributed.utils import NoOpAwaitable, silence_logging_cmgr
 
-from dask_cml import keys, registry
+from dask_cml import keys, liveness, registry
 from dask_cml.adaptive import CMLAdaptive
 from dask_cml.ending import end_at_exit, no_longer_end_at_exit
 from dask_cml.errors import CMLError
@@ -28,8 +28,8 @@ from dask_cml.membership import Membership
 from dask_cml.options import Options, gibibytes, integer, positive, state_directory
 from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
 from dask_cml.reconciler import Reconciler
+from dask_cml.record import Record
 from dask_cml.recording import SCHEDULER, RecordKeeper
-from dask_cml.registry import Record
 from dask_cml.tasks import cancel
 from dask_cml.views import first_line, sessions_html, show_start
 from dask_cml.workers_api import WorkersAPI, load_platform
@@ -294,7 +294,7 @@ class CMLCluster(SpecCluster):
     async def _adopt(self) -> None:
         record = self.record_keeper.record
         assert record is not None
-        if not await registry.is_alive(record):
+        if not await liveness.is_alive(record):
             address = record.scheduler_address or "whose address is not known yet"
             raise CMLError(
                 f"the scheduler of the cluster {record.name!r}, {address}, does not answer; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from dask_cml import registry
+from dask_cml import liveness, registry
 from dask_cml.cluster import CMLCluster
 
 
@@ -21,5 +21,5 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     """
     records = await asyncio.to_thread(registry.records)
     # dask-ctl gives a discovery 5 s in all, and stale records must not use them up.
-    for name in await registry.identities(records, timeout=2.0):
+    for name in await liveness.identities(records, timeout=2.0):
         yield name, CMLCluster

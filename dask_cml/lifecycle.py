@@ -11,9 +11,9 @@ from typing import Any
 from distributed.core import rpc
 from distributed.security import Security
 
-from dask_cml import registry
+from dask_cml import liveness, registry
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
-from dask_cml.registry import Record
+from dask_cml.record import Record
 from dask_cml.workers_api import WorkersAPI, load_platform
 
 _GOODBYE_TIMEOUT = 3.0
@@ -33,7 +33,7 @@ async def take_name(record: Record, api: WorkersAPI) -> None:
         return
     except ClusterExists:
         old = await asyncio.to_thread(_read, record.name)
-        if old is None or not is_abandoned(old) or await registry.is_alive(old):
+        if old is None or not is_abandoned(old) or await liveness.is_alive(old):
             raise
     if old.sessions:
         await api.stop(*old.sessions)
@@ -70,7 +70,7 @@ async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict
         Name, status, workers, threads, memory in bytes, age in seconds, dashboard and scheduler address.
     """
     records = [*records]
-    answers = await registry.identities(records, timeout=timeout)
+    answers = await liveness.identities(records, timeout=timeout)
     now = datetime.now(timezone.utc)
     rows = []
     for record in records:
@@ -113,7 +113,7 @@ async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) 
     """
     records = [*records]
     # Who answers for another cluster, because it has the address now, is left alone.
-    answering = await registry.identities(records, timeout=timeout)
+    answering = await liveness.identities(records, timeout=timeout)
     return await _end_all(records, answering)
 
 
@@ -171,5 +171,5 @@ async def prune(timeout: float = 10.0) -> dict[str, CMLError | None]:
         The names of these clusters, each with the error if it could not be ended.
     """
     records = await asyncio.to_thread(registry.records)
-    alive = await registry.identities(records, timeout=timeout)
+    alive = await liveness.identities(records, timeout=timeout)
     return await _end_all([r for r in records if r.name not in alive and is_abandoned(r)], ())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dask_cml import keys, registry
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.lifecycle import take_name
-from dask_cml.registry import Record
+from dask_cml.record import Record
 from dask_cml.tasks import cancel
 
 if TYPE_CHECKING:

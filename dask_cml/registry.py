@@ -4,12 +4,11 @@ Each cluster has a folder of its name below the state directory, and in it ``rec
 replaced as a whole, so whoever reads sees an old one or a new one, whatever becomes of the writer. The state
 directory may be on NFS: nothing rests on flock, and folders are listed afresh.
 
-All functions but `identities` and `is_alive` block for as long as the file system takes.
+All functions block for as long as the file system takes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import hashlib
@@ -18,27 +17,18 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
-
-import psutil
-from distributed.comm.addressing import get_address_host_port, parse_address
-from distributed.core import rpc
-from distributed.security import Security
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import state_directory
-from dask_cml.tasks import cancel
+from dask_cml.record import Maker, Record
 
 logger = logging.getLogger(__name__)
 
 RECORD_FILE = "record.json"
-VERSION = 1
 
 # A lock is held for a moment: one that does not change for so long was left by a process that was killed.
 _LOCK_AGE = 5.0
@@ -47,172 +37,7 @@ _LOCK_TIMEOUT = 60.0
 _LEFTOVER_AGE = 600.0
 _TRIES = 5
 _PAUSE = 0.01
-#: psutil derives the time when a process was made from the clock, which may be set meanwhile.
-_CLOCK_TOLERANCE = 10.0
 _reported: set[tuple[str, str]] = set()
-_reached: set[str] = set()
-
-
-@dataclass(frozen=True)
-class Maker:
-    """The process that made a cluster.
-
-    Parameters
-    ----------
-    host : str
-        The host name of its session or machine.
-    pid : int
-        Its process id there.
-    started : float
-        When the process started, in seconds since 1970: process ids are used again.
-    session : str or None
-        The id of the CML session in which it runs (``CDSW_ENGINE_ID``).
-    """
-
-    host: str
-    pid: int
-    started: float
-    session: str | None
-
-    @classmethod
-    def this_process(cls) -> Maker:
-        """Return what describes the calling process."""
-        process = psutil.Process()
-        return cls(socket.gethostname(), process.pid, process.create_time(), _session())
-
-    def lives(self) -> bool | None:
-        """Return whether the process is there; None if that cannot be seen from here."""
-        if (self.host, self.session) != (socket.gethostname(), _session()):
-            return None
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < _CLOCK_TOLERANCE
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-        except psutil.Error:
-            return None
-
-
-def _session() -> str | None:
-    return os.environ.get("CDSW_ENGINE_ID") or None
-
-
-@dataclass(frozen=True)
-class Record:
-    """What is needed to find a cluster and to rebuild its manager.
-
-    It holds no secrets of the cluster itself, only where they are.
-
-    Parameters
-    ----------
-    name : str
-        The cluster's name.
-    id : str
-        Tells this cluster from others that had or will have the same name.
-    maker : Maker
-        The process that made it.
-    created : str
-        When, in ISO 8601.
-    scheduler_session, scheduler_address, scheduler_id, app_url : str or None
-        The scheduler's CML session, its address, its own id in Dask, and its session's URL, once known.
-    options : mapping
-        The cluster's options, as JSON can hold them.
-    sessions : mapping of str to str
-        The ids of all its sessions: the key of a worker, or ``"scheduler"``.
-    security : mapping of str to str, or None
-        The parameters of :class:`distributed.Security`: absolute paths of the keys' files.
-    version : int
-        Of the format.
-    more : mapping
-        What a newer release has written beyond this; it is kept.
-    """
-
-    name: str
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
-    maker: Maker = field(default_factory=Maker.this_process)
-    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    scheduler_session: str | None = None
-    scheduler_address: str | None = None
-    scheduler_id: str | None = None
-    app_url: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    sessions: Mapping[str, str] = field(default_factory=dict)
-    security: Mapping[str, str] | None = None
-    version: int = VERSION
-    more: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """Return the record as text.
-
-        Raises
-        ------
-        TypeError
-            If the options are not what JSON can hold.
-        """
-        # Not asdict(), which copies thousands of sessions one by one.
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "more"}
-        return json.dumps({**self.more, **own, "maker": asdict(self.maker)})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Record:
-        """Read a record, and check it.
-
-        Raises
-        ------
-        ValueError
-            If it is no record, or of a format that is not known here.
-        """
-        content = json.loads(text)
-        if not isinstance(content, dict) or not isinstance(content.get("version"), int):
-            raise ValueError("it is no record of a cluster")
-        if content["version"] > VERSION:
-            raise ValueError(f"it is of the newer format {content['version']}; a newer dask-cml wrote it")
-        known = {each.name for each in fields(cls)} - {"more"}
-        own = {key: content.pop(key) for key in known & set(content)}
-        if missing := known - set(own):
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        for key, value in own.items():
-            if not _CHECKS.get(key, _is_text_or_none)(value):
-                raise ValueError(f"its {key} cannot be {value!r}")
-        maker = {each.name: own["maker"].get(each.name) for each in fields(Maker)}
-        return cls(**{**own, "maker": Maker(**maker)}, more=content)
-
-    def get_security(self) -> Security | None:
-        """Return the cluster's security with the files of its keys; None if it has none of its own."""
-        if self.security is None:
-            return None
-        return Security(require_encryption=True, **self.security)
-
-
-def _is_text_or_none(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-
-
-def _is_maker(value: object) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("started"), (int, float)):
-        return False
-    return isinstance(value.get("host"), str) and isinstance(value.get("pid"), int) and value["pid"] > 0
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "name": _is_text,
-    "id": _is_text,
-    "created": _is_text,
-    "maker": _is_maker,
-    "options": lambda value: isinstance(value, dict),
-    "sessions": _is_texts,
-    "security": lambda value: value is None or _is_texts(value),
-    "version": lambda value: value > 0,
-}
 
 
 def claim(record: Record, directory: Path | None = None, *, stale: Record | None = None) -> Path:
@@ -369,93 +194,6 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
     for leftover in folder.parent.glob(".removed-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     return removed
-
-
-async def identities(
-    records: Iterable[Record], security: Security | None = None, timeout: float = 2.5
-) -> dict[str, dict[str, Any]]:
-    """Ask the schedulers of clusters who they are, all at the same time.
-
-    Parameters
-    ----------
-    records : iterable of Record
-        The clusters'.
-    security : Security, optional
-        For those whose records name no keys. Default: as Dask's configuration says.
-    timeout : float
-        Seconds, for all of them together. One that needs longer, or half of it to accept a connection, counts
-        as gone.
-
-    Returns
-    -------
-    dict
-        What each scheduler that answered said of itself (``Scheduler.identity()``), by the cluster's name.
-    """
-    tasks = {record.name: asyncio.create_task(_identity(record, security, timeout)) for record in records}
-    if not tasks:
-        return {}
-    try:
-        await asyncio.wait(tasks.values(), timeout=timeout)
-    finally:
-        answered = {name: task for name, task in tasks.items() if task.done() and not task.cancelled()}
-        await cancel(*tasks.values())
-    answers = {name: task.result() for name, task in answered.items() if task.exception() is None}
-    return {name: answer for name, answer in answers.items() if answer is not None}
-
-
-async def is_alive(record: Record, security: Security | None = None, timeout: float = 5.0) -> bool:
-    """Return whether a cluster's scheduler answers, and as the scheduler of this cluster.
-
-    Parameters
-    ----------
-    record : Record
-        The cluster's.
-    security : Security, optional
-        Default: as the record says, or else Dask's configuration.
-    timeout : float
-        Seconds. A scheduler that needs longer counts as gone.
-    """
-    return bool(await identities([record], security, timeout))
-
-
-async def _identity(record: Record, security: Security | None, timeout: float) -> dict[str, Any] | None:
-    address = record.scheduler_address
-    if address is None:
-        return None
-    security = record.get_security() or security or Security()
-    # It reads the files of the keys.
-    arguments = await asyncio.to_thread(security.get_connection_args, "client")
-    if address not in _reached:
-        await asyncio.wait_for(_reach(address, arguments.get("ssl_context")), timeout / 2)
-    try:
-        async with rpc(address, connection_args=arguments) as scheduler:
-            identity: dict[str, Any] = await scheduler.identity()
-            if record.scheduler_id is None:
-                info = await scheduler.get_metadata(keys=["cluster-manager-info"], default={})
-                same = info.get("name") == record.name
-            else:
-                same = identity.get("id") == record.scheduler_id
-    except BaseException:
-        _reached.discard(address)
-        raise
-    _reached.add(address)
-    return identity if same else None
-
-
-async def _reach(address: str, ssl_context: Any) -> None:
-    """Connect once, and raise OSError or wait if that is not possible.
-
-    Dask's connections, when cancelled, keep their sockets until the system gives up on them, which takes
-    minutes where nobody is at the address any more. These do not.
-    """
-    scheme, _ = parse_address(address)
-    if scheme in ("tcp", "tls"):
-        host, port = get_address_host_port(address)
-        context = ssl_context if scheme == "tls" else None
-        _, writer = await asyncio.open_connection(host, port, ssl=context)
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
 
 
 def _folder(name: str, directory: Path | None) -> Path:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dask_cml import registry
-from dask_cml.registry import Maker, Record
+from dask_cml.record import Maker, Record
 
 SPEC = """
 version: 1
