@@ -44,7 +44,7 @@ class CMLAdaptive(Adaptive):
 
     Examples
     --------
-    >>> cluster.adapt(minimum=1, maximum=10)  # doctest: +SKIP
+    >>> adaptive = cluster.adapt(minimum=1, maximum=10)
     """
 
     cluster: CMLCluster
@@ -62,7 +62,7 @@ class CMLAdaptive(Adaptive):
 
     @property
     def requested(self) -> set[Any]:
-        """The same: one that is planned but not launched yet is closed like others that are not there."""
+        """The planned ones, because those not launched yet are closed like others that are not there."""
         return self.plan
 
     @property

@@ -348,8 +348,9 @@ class CMLCluster(SpecCluster):
 
         Examples
         --------
-        >>> with CMLCluster.from_name("mine") as cluster:  # doctest: +SKIP
-        ...     cluster.scale(3)
+        >>> with CMLCluster.from_name("mine") as cluster:
+        ...     print(cluster.name)
+        mine
         """
         record = registry.read(name)
         return cls(
@@ -399,8 +400,8 @@ class CMLCluster(SpecCluster):
 
         Examples
         --------
-        >>> cluster.scale(8)  # doctest: +SKIP
-        >>> cluster.scale(memory="100 GiB")  # doctest: +SKIP
+        >>> cluster.scale(2)
+        >>> cluster.scale(memory="4 GiB")
         """
         n = integer("n", n, 0)
         if memory is not None:
@@ -487,7 +488,7 @@ class CMLCluster(SpecCluster):
 
         Examples
         --------
-        >>> cluster.adapt(minimum=1, maximum=10)  # doctest: +SKIP
+        >>> adaptive = cluster.adapt(minimum=1, maximum=10)
         """
         minimum = integer("minimum", minimum or 0, 0)
         if maximum is None:
@@ -609,7 +610,9 @@ class CMLCluster(SpecCluster):
 
         Examples
         --------
-        >>> print(CMLCluster(cpu=4, asynchronous=True).job_script())  # doctest: +SKIP
+        >>> print(cluster.job_script())
+        # mine-scheduler: cpu=1 memory=2 nvidia_gpu=0
+        ...
         """
         if self.tls is None:  # the paths, for what is not started; no file is written
             self.tls, _ = keys.as_files(self.options.security, self.folder)
@@ -622,7 +625,7 @@ class CMLCluster(SpecCluster):
 
         Examples
         --------
-        >>> print(cluster.get_snippet())  # doctest: +SKIP
+        >>> print(cluster.get_snippet())
         from dask.distributed import Client
         from dask_cml import CMLCluster
         <BLANKLINE>
@@ -661,7 +664,7 @@ class CMLCluster(SpecCluster):
 
         Examples
         --------
-        >>> CMLCluster.from_name("mine").leave()  # doctest: +SKIP
+        >>> CMLCluster.from_name("mine").leave()
         """
         return self._end(None, shutdown=False)
 

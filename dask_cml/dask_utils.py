@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from distributed.comm.addressing import get_address_host_port
 from distributed.core import rpc
 from distributed.scheduler import Scheduler
 
@@ -146,9 +147,9 @@ def run_scheduler(
     TypeError, ValueError
         For an argument that is not allowed, before anything is launched.
 
-    Examples
+    See Also
     --------
-    >>> scheduler = run_scheduler(dashboard_port=8090)  # doctest: +SKIP
+    run_dask_workers : Has an example.
     """
     if integer("num_workers", num_workers, 1) != 1:
         raise ValueError(f"num_workers={num_workers!r} is not allowed; a cluster has 1 scheduler")
@@ -175,10 +176,9 @@ def get_scheduler_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
     RuntimeError
         If the platform tells no address of the session, which it must have launched for this very session.
 
-    Examples
+    See Also
     --------
-    >>> get_scheduler_url(scheduler)  # doctest: +SKIP
-    'tcp://100.66.0.18:8786'
+    run_dask_workers : Has an example.
     """
     options = _options()
 
@@ -242,8 +242,13 @@ def run_dask_workers(
 
     Examples
     --------
-    >>> url = get_scheduler_url(scheduler)  # doctest: +SKIP
-    >>> workers = run_dask_workers(url, num_workers=2, cpu=1, memory=2)  # doctest: +SKIP
+    >>> from cml import workers_v1
+    >>> from dask_cml.dask_utils import get_scheduler_url, run_dask_workers, run_scheduler
+    >>> scheduler = run_scheduler(dashboard_port=None)
+    >>> url = get_scheduler_url(scheduler)
+    >>> workers = run_dask_workers(url, num_workers=1, cpu=1, memory=2)
+    >>> ids = [session["id"] for session in scheduler + workers]
+    >>> answers = workers_v1.stop_workers(*ids)
     """
     num_workers = integer("num_workers", num_workers, 0)
     options = _options(cpu=cpu, memory=memory, nvidia_gpu=nvidia_gpu)
@@ -324,7 +329,9 @@ async def _start_scheduler(
 
 
 def _described(scheduler: CMLScheduler) -> dict[str, Any]:
-    return {**scheduler.info, _PORT: scheduler.port}
+    # Where it listens, which it may have been left to choose.
+    _, port = get_address_host_port(str(scheduler.address))
+    return {**scheduler.info, _PORT: port}
 
 
 async def _start_workers(

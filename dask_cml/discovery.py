@@ -14,7 +14,9 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
 
     Examples
     --------
-    >>> [name async for name, _ in discover()]  # doctest: +SKIP
+    >>> async def names():
+    ...     return [name async for name, _ in discover()]
+    >>> asyncio.run(names())
     ['mine']
     """
     records = await asyncio.to_thread(registry.records)

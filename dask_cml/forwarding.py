@@ -55,10 +55,11 @@ class DashboardForwarder:
 
     Examples
     --------
-    >>> forwarder = DashboardForwarder("tcp://10.0.0.1:8786")
-    >>> await forwarder.start()  # doctest: +SKIP
-    >>> forwarder.link  # doctest: +SKIP
-    'http://127.0.0.1:40123/status'
+    >>> async def link():
+    ...     async with DashboardForwarder(cluster.scheduler_address) as forwarder:
+    ...         return forwarder.link
+    >>> asyncio.run(link())
+    'http://127.0.0.1:.../status'
     """
 
     def __init__(

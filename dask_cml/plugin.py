@@ -270,9 +270,11 @@ class Presence:
 
     Examples
     --------
-    >>> presence = Presence("tcp://10.0.0.1:8786", orphan_timeout=300)
-    >>> await presence.start()  # doctest: +SKIP
-    >>> await presence.close()  # doctest: +SKIP
+    >>> async def come_and_go():
+    ...     presence = Presence(cluster.scheduler_address, orphan_timeout=300)
+    ...     await presence.start()
+    ...     await presence.close()
+    >>> asyncio.run(come_and_go())
     """
 
     KEEP: Any = object()

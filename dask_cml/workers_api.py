@@ -91,9 +91,12 @@ class WorkersAPI:
 
     Examples
     --------
-    >>> api = WorkersAPI(load_platform("local"))  # doctest: +SKIP
-    >>> session = await api.launch("hello", SessionSize(1, 1), code="print('hello')")  # doctest: +SKIP
-    >>> await api.stop(session["id"])  # doctest: +SKIP
+    >>> async def hello():
+    ...     api = WorkersAPI(load_platform("local"))
+    ...     session = await api.launch("hello", SessionSize(1, 1), code="print('hello')")
+    ...     await api.stop(session["id"])
+    ...     await api.close()
+    >>> asyncio.run(hello())
     """
 
     def __init__(self, module: Any) -> None:

@@ -1,6 +1,7 @@
 """How Sphinx builds the documentation: python -m sphinx -W -b html docs docs/_build/html."""
 
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 
@@ -18,8 +19,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-myst_enable_extensions = ["colon_fence"]
-myst_heading_anchors = 2
+myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 
 autodoc_typehints = "none"  # the docstrings say them
@@ -29,4 +29,18 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_static_path = ["_static"]
+html_css_files = ["style.css"]
 copybutton_prompt_text = "$ "
+
+# Of what is referred to here, all must be found. Other projects' pages are not at hand.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!dask_cml).*")]
+
+
+def hide_private_parameters(app, what, name, documented, options, signature, returned):
+    return (re.sub(r", _\w+=\w+", "", signature) if signature else signature), returned
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", hide_private_parameters)

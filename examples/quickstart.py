@@ -1,7 +1,8 @@
 """Tune a classifier of handwritten digits on a Dask cluster of CML sessions.
 
-Inside a CML session the cluster's scheduler and workers are CML worker sessions; anywhere else
-they are processes of this computer, started by dask-cml's local platform. Needs scikit-learn.
+Inside a CML session the cluster's scheduler and workers are CML worker sessions. Anywhere
+else they are processes of this computer, started by dask-cml's local platform. Needs
+scikit-learn.
 """
 
 import os
@@ -32,14 +33,14 @@ def main():
             print(f"         {session.role:9} in session {session.id}")
         say(f"Dashboard: {cluster.dashboard_link}")
 
-        say(f"Cross-validating {len(GRID)} support vector machines on 1797 images of digits ...")
+        say(f"Cross-validating {len(GRID)} support vector machines on 1797 images ...")
         print_table(dict(zip(GRID, client.gather(client.map(accuracy, GRID)), strict=True)))
 
         say("Scaling to 3 workers ...")
         cluster.scale(3)
         wait_for(cluster, 3)
 
-        say("Adapting between 1 and 3 workers. There is nothing to do, so the cluster shrinks ...")
+        say("Adapting between 1 and 3 workers. Nothing to do, so the cluster shrinks ...")
         cluster.adapt(minimum=1, maximum=3)
         wait_for(cluster, 1)
 
@@ -50,7 +51,7 @@ def main():
 
 
 def accuracy(setting):
-    """Return what share of digits an SVM with these parameters recognises; runs on a worker."""
+    """Return what share of digits an SVM of these parameters recognises, on a worker."""
     c, gamma = setting
     images, digits = load_digits(return_X_y=True)
     return cross_val_score(SVC(C=c, gamma=gamma), images, digits, cv=3).mean()
@@ -70,13 +71,14 @@ def wait_for(cluster, n, timeout=600):
     deadline = time.monotonic() + timeout
     while n_workers(cluster) != n:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{n_workers(cluster)} workers instead of {n} after {timeout} s")
+            found = n_workers(cluster)
+            raise TimeoutError(f"{found} workers instead of {n} after {timeout} s")
         time.sleep(0.1)
     say(f"Workers: {n}")
 
 
 def watch(cluster, futures):
-    """Wait for the results, and print whenever the number of workers has changed meanwhile."""
+    """Wait for the results, and print whenever the number of workers has changed."""
     before = n_workers(cluster)
     for done, _ in enumerate(as_completed(futures), start=1):
         if n_workers(cluster) != before or done == len(futures):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
 import inspect
 import os
 import signal
@@ -18,7 +17,7 @@ import dask
 import pytest
 from distributed import Client
 
-from dask_cml import LaunchRefused, NotOnCML, SchedulerTimeout, SessionFailed, dask_utils
+from dask_cml import LaunchRefused, NotOnCML, SchedulerTimeout, SessionFailed
 from dask_cml.dask_utils import (
     get_dashboard_url,
     get_scheduler_url,
@@ -380,7 +379,3 @@ def test_what_is_configured_to_be_encrypted_is_not_launched_open(workers_v1):
 def test_importing_needs_no_platform_and_no_port():
     code = "import os; os.environ.pop('CDSW_READONLY_PORT', None); import dask_cml.dask_utils"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_examples_in_the_docstrings(workers_v1):
-    assert doctest.testmod(dask_utils).failed == 0

@@ -87,8 +87,8 @@ def configure(
     Examples
     --------
     >>> from dask_cml import local
-    >>> local.configure(start_delay=0.5, quota={"sessions": 10}).stop_grace
-    2.0
+    >>> local.configure(start_delay=0.5, quota={"sessions": 10}).start_delay
+    0.5
     """
     given: dict[str, Any] = {
         "start_delay": start_delay,

@@ -76,7 +76,8 @@ def evict(session_id: str) -> None:
     Examples
     --------
     >>> from dask_cml import local
-    >>> [session] = local.launch_workers(1, cpu=1, memory=2, code="import time; time.sleep(600)")
+    >>> code = "import time; time.sleep(600)"
+    >>> [session] = local.launch_workers(1, cpu=1, memory=2, code=code)
     >>> local.evict(session["id"])
     """
     records.evict(session_id)

@@ -82,8 +82,9 @@ def launch_workers(
     --------
     >>> from dask_cml import local
     >>> [session] = local.launch_workers(1, cpu=1, memory=2, code="print('hello')")
-    >>> local.await_workers([session])["workers"][0]["status"]  # doctest: +SKIP
-    'succeeded'
+    >>> session["id"] in [each["id"] for each in local.list_workers()]
+    True
+    >>> answers = local.stop_workers(session["id"])
     """
     if n < 0 or cpu <= 0 or memory <= 0 or nvidia_gpu < 0:
         raise ValueError(
@@ -222,7 +223,8 @@ def stop_workers(*ids: str) -> list[Response] | None:
     Examples
     --------
     >>> from dask_cml import local
-    >>> [session] = local.launch_workers(1, cpu=1, memory=2, code="import time; time.sleep(600)")
+    >>> code = "import time; time.sleep(600)"
+    >>> [session] = local.launch_workers(1, cpu=1, memory=2, code=code)
     >>> local.stop_workers(session["id"])[0].status_code
     200
     """

@@ -22,15 +22,15 @@ class Options(SphinxDirective):
         defaults, schema = (yaml.safe_load(file.read_text()) for file in FILES)
         for file in FILES:
             self.env.note_dependency(str(file))
-        table = ["| option | default | type | |", "|---|---|---|---|", *rows("", defaults, schema)]
+        table = ["| option | default | meaning |", "|---|---|---|", *rows("", defaults, schema)]
         return self.parse_text_to_nodes("\n".join(table))
 
 
 def rows(key: str, default: object, schema: dict) -> Iterator[str]:
     """Yield the Markdown table row of an option, or those of the options in it."""
     if "properties" not in schema:
-        meaning = " ".join(schema["description"].split())
-        cells = f"`{key}`", f"`{json.dumps(default)}`", type_name(schema), meaning
+        meaning = f"{' '.join(schema['description'].split())} *({type_name(schema)})*"
+        cells = f"`{key}`", f"`{json.dumps(default)}`", meaning
         yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
         return
     if schema["properties"].keys() != default.keys():

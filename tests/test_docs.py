@@ -1,0 +1,227 @@
+"""What the documentation says holds: its code runs, its commands, configuration and links exist.
+
+The Python blocks of a page are one program. A comment ``<!-- not run: why -->`` before a block has it
+compiled only. The examples of docstrings run, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import doctest
+import importlib
+import importlib.metadata
+import inspect
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import dask
+import jsonschema
+import pytest
+import yaml
+from distributed import Client
+
+import dask_cml
+from dask_cml import CMLCluster, cli, lifecycle, registry
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [pytest.param(path, id=path.name) for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]]
+MODULES = [
+    name
+    for _, name, _ in pkgutil.walk_packages(dask_cml.__path__, "dask_cml.")
+    if not name.endswith("__main__")
+]
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^(?P<fence>```+)(?P<language>[\w-]*)\n(?P<text>.*?)^(?P=fence)$",
+    re.MULTILINE | re.DOTALL,
+)
+_IMAGE_OR_LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page, and the line on which its text begins."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    why_not_run: str | None
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page, *languages):
+    text = page.read_text()
+    for match in _BLOCK.finditer(text):
+        if match["language"] in languages:
+            line = text.count("\n", 0, match.start("text")) + 1
+            yield Block(page, line, match["language"], match["text"], match["why"])
+
+
+def program(block):
+    """Compile a block so that errors in it name the page and the line."""
+    return compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
+
+
+@pytest.fixture
+def project(platform, monkeypatch, tmp_path):
+    """A session's home folder, and the local platform instead of CML."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("cml", "cml.workers_v1"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that it is forgotten after the test
+    platform.install()
+    with dask.config.set({"cml.platform": "local"}):
+        yield platform
+
+
+@contextlib.contextmanager
+def closing():
+    """Close the clients and clusters that a program has made, also those that are to outlive it."""
+    try:
+        yield
+    finally:
+        for client in [*Client._instances]:
+            client.close()
+        for cluster in [*CMLCluster._instances]:
+            cluster.close()
+        asyncio.run(lifecycle.end_all(registry.records()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_python_code_of_a_page_runs(project, page):
+    names = {"__name__": page.stem}
+    with closing():
+        for block in blocks(page, "python"):
+            code = program(block)
+            if block.why_not_run is None:
+                exec(code, names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_exist(page, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    for block in blocks(page, "console", "sh"):
+        text = block.text
+        if block.language == "console":
+            text = "".join(re.findall(r"^\$ (.*\n)", text, re.MULTILINE))
+            assert text, f"{block.place}: no line begins with a prompt"
+        subprocess.run(["bash", "-n"], input=text, check=True, text=True)
+        for line in text.splitlines():
+            for words in commands(line):
+                check_command(words, block.place)
+
+
+def commands(line):
+    """The commands of a shell's line, each as its words."""
+    words = []
+    for word in shlex.split(line, comments=True):
+        if word in ("&&", "|", ";"):
+            yield words
+            words = []
+        else:
+            words.append(word)
+    yield words
+
+
+def check_command(words, place):
+    if words[:2] == ["python", "-m"]:
+        words = words[2:]
+        assert importlib.util.find_spec(words[0]), f"{place}: there is no module {words[0]}"
+    if words[:2] == ["dask", "cml"]:
+        check_command_line(cli.cml, words[2:])
+    elif words[:2] == ["pip", "install"]:
+        for extra in re.findall(r"\[([\w,]+)\]", words[-1]):
+            there = importlib.metadata.metadata("dask-cml").get_all("Provides-Extra")
+            assert {*extra.split(",")} <= {*there}, f"{place}: there is no such extra"
+
+
+def check_command_line(command, words):
+    """Parse a command line, which raises an error if a command or an option is not there."""
+    words = ["-" if word.endswith(".yaml") else word for word in words]
+    with command.make_context("dask", words, resilient_parsing=False) as context:
+        if isinstance(command, click.Group):
+            _name, subcommand, rest = command.resolve_command(context, words)
+            check_command_line(subcommand, rest)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_configuration_on_a_page_is_what_the_options_allow(page):
+    schema = yaml.safe_load((ROOT / "dask_cml" / "cml-schema.yaml").read_text())
+    arguments = inspect.signature(CMLCluster).parameters
+    for block in blocks(page, "yaml"):
+        content = yaml.safe_load(block.text)
+        jsonschema.validate({key: value for key, value in content.items() if key == "cml"}, schema)
+        factory = content.get("labextension", {}).get("factory", content)
+        names = {name.replace("-", "_") for name in factory.get("kwargs", {})}
+        assert names <= {*arguments}, block.place
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_links_of_a_page_lead_to_files_and_their_headings(page):
+    text = _BLOCK.sub("", page.read_text())
+    for target in _IMAGE_OR_LINK.findall(text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} has a link to {target}"
+        assert file.is_relative_to(ROOT)
+        if anchor:
+            assert anchor in anchors(file), f"{page.name} has a link to {target}"
+
+
+def anchors(page):
+    """The anchors of a page's headings, as MyST and code hosts make them."""
+    headings = re.findall(r"^#+ (.+)$", _BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_table_of_modules_is_complete():
+    text = (DOCS / "how-it-works.md").read_text()
+    there = {
+        f"`{path.name}/`" if path.is_dir() else f"`{path.name}`"
+        for path in (ROOT / "dask_cml").iterdir()
+        if (path.is_dir() and (path / "__init__.py").exists()) or path.suffix == ".py"
+    }
+    assert sorted(there - {"`__init__.py`"} - {*re.findall(r"`[\w/.]+`", text)}) == []
+
+
+def examples(module):
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    return [each for each in finder.find(importlib.import_module(module)) if each.examples]
+
+
+def of_a_cluster(module):
+    """Whether examples of a module speak of a cluster that is there, named ``mine``."""
+    lines = [line.source + line.want for each in examples(module) for line in each.examples]
+    return any(re.search(r"\bcluster\.|\bmine\b", line) for line in lines)
+
+
+def run_examples(modules, **names):
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for each in [each for module in modules for each in examples(module)]:
+        each.globs.update(names)
+        runner.run(each)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if examples(name) and not of_a_cluster(name)])
+def test_the_examples_of_a_modules_docstrings_run(project, module):
+    with closing():
+        run_examples([module])
+
+
+def test_the_examples_that_speak_of_a_cluster_run(project):
+    with closing():
+        run_examples(filter(of_a_cluster, MODULES), cluster=CMLCluster(name="mine", quiet=True))

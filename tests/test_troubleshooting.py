@@ -1,0 +1,210 @@
+"""The messages on the page about troubleshooting are those that users see: each is provoked here."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from concurrent.futures import CancelledError
+from dataclasses import replace
+from pathlib import Path
+
+import dask
+import pytest
+from distributed import Client, wait
+
+from dask_cml import (
+    ClusterExists,
+    CMLCluster,
+    CMLError,
+    LaunchRefused,
+    NoSuchCluster,
+    NotOnCML,
+    SchedulerTimeout,
+    SessionFailed,
+    lifecycle,
+    reconciler,
+    registry,
+)
+
+PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
+#: What differs from one time to the next.
+_VARYING = [
+    (r"\b[0-9a-f]{32}\b", "KEY"),
+    (r"\b(?=\w*\d)[a-z0-9]{16}\b", "SESSION"),
+    (r"\b\d+(\.\d+)?\b", "N"),
+    (r"/\S*/", "/"),
+    (r"\s+", " "),
+]
+
+
+def comparable(text):
+    for pattern, replacement in _VARYING:
+        text = re.sub(pattern, replacement, text)
+    return text.strip()
+
+
+def messages(title):
+    """The messages that the page shows in a part, as they can be compared."""
+    [part] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return [comparable(text) for text in re.findall(r"^```text\n(.*?)^```", part, re.MULTILINE | re.DOTALL)]
+
+
+@pytest.fixture
+def seen():
+    """What users have seen in a test, to be compared with the page."""
+    return []
+
+
+@pytest.fixture
+def shown(seen):
+    """Check that the page's messages in a part have been seen."""
+
+    def shown(title):
+        all_seen = "\n".join(map(comparable, seen))
+        # An ellipsis stands for what is left out of a message.
+        parts = [part.strip() for message in messages(title) for part in message.split("…")]
+        missing = [part for part in parts if part not in all_seen]
+        assert any(parts)
+        assert missing == [], all_seen
+
+    return shown
+
+
+def make(**options):
+    return CMLCluster(**{"name": "night", "platform": "local", "quiet": True, **options})
+
+
+def fails(seen, error, function):
+    with pytest.raises(error) as caught:
+        function()
+    seen.append(f"{type(caught.value).__name__}: {caught.value}")
+
+
+@pytest.mark.slow
+def test_errors_when_a_cluster_is_made(platform, seen, shown):
+    scheduler = {"match": "The scheduler of"}
+    fails(seen, NotOnCML, lambda: make(platform="auto"))
+    fails(seen, ValueError, lambda: make(memory="lots"))
+    fails(seen, ValueError, lambda: make(launch_options={"gpu_label": 3}))
+    platform.configure(quota={"sessions": 0})
+    fails(seen, LaunchRefused, make)
+    platform.configure(quota=None)
+    for fault in ("fails", "succeeds"):
+        platform.inject(fault, **scheduler)
+        fails(seen, SessionFailed, make)
+    fails(seen, SessionFailed, lambda: make(scheduler_args=["--preload", "my_setup"]))
+    for fault, seconds in ("hangs", 3), ("stuck", 0.5):
+        platform.inject(fault, **scheduler)
+        fails(seen, SchedulerTimeout, lambda timeout=seconds: make(scheduler_timeout=timeout))
+    with dask.config.set({"cml.api.retries": 0}):
+        platform.inject("error", status=503)
+        fails(seen, CMLError, make)
+    platform.inject("error", status=403)
+    fails(seen, OSError, make)
+    shown("Errors when a cluster is made")
+
+
+def test_errors_about_names(platform, seen, shown):
+    fails(seen, NoSuchCluster, lambda: CMLCluster.from_name("night"))
+    with make():
+        fails(seen, ClusterExists, make)
+        fails(seen, NoSuchCluster, lambda: CMLCluster.from_name("day"))
+        registry.claim(replace(registry.read("night"), name="dead", id="dead", scheduler_id="another"))
+        fails(seen, CMLError, lambda: CMLCluster.from_name("dead"))
+    shown("Errors about names")
+
+
+def told(cluster):
+    return "\n".join(line for _, line in cluster._cluster_manager_logs)
+
+
+def worker_sessions(cluster):
+    return [each.id for each in cluster.sessions if each.role == "worker"]
+
+
+def waiting(platform):
+    return [each for each in platform.sessions() if each["status"] in ("scheduling", "starting")]
+
+
+@pytest.mark.slow
+def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen, shown, until):
+    # No other session comes in the place of one that failed, so each of these has its fault.
+    with dask.config.set({"cml.failure-limit": 1}), make(worker_timeout="2s") as cluster:
+        for n, fault in enumerate(["fails", "succeeds", "hangs", "stuck"], start=1):
+            platform.inject(fault)
+            cluster.scale(1)
+            until(lambda n=n: told(cluster).count("A worker failed") == n)
+        platform.inject("hangs")
+        cluster.scale(1)
+        until(lambda: worker_sessions(cluster) and not waiting(platform))
+        [session] = worker_sessions(cluster)
+        platform.evict(session)
+        until(lambda: session in told(cluster))
+        platform.configure(quota={"sessions": 2})
+        cluster.scale(3)
+        until(lambda: "granted" in told(cluster))
+        seen.append(told(cluster))
+    shown("Workers that do not come")
+
+
+@pytest.mark.slow
+def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, until):
+    with make(n_workers=2) as cluster, Client(cluster) as client:
+        client.wait_for_workers(2)
+        # The scheduler can best do without the worker that holds least.
+        actor = client.submit(Counter, actor=True, workers=["night-0"]).result()
+        computed = client.submit(bytes, 10**6, workers=["night-1"], allow_other_workers=True)
+        [scattered] = client.scatter([bytes(10**6)], workers=["night-1"])
+        wait(computed)
+        cluster.scale(1)
+        until(lambda: "stays" in told(cluster))
+        [session] = [each.id for each in cluster.sessions if each.name == "night-1"]
+        platform.evict(session)
+        assert len(computed.result()) == 10**6
+        assert actor
+        fails(seen, CancelledError, scattered.result)
+        until(lambda: session in told(cluster))
+        seen.append(told(cluster))
+    shown("Workers that go")
+
+
+def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, until, caplog):
+    with dask.config.set({"cml.api.retries": 0}):
+        cluster = make()
+    try:
+        platform.inject("hangs")
+        cluster.scale(1)
+        until(lambda: worker_sessions(cluster))
+        platform.inject("error", status=503, seconds=600)
+        until(lambda: "looked after" in caplog.text)
+        seen.append(caplog.text)
+        fails(seen, CMLError, cluster.close)
+    finally:
+        platform.clear_faults()
+        platform.stop_workers(*[each["id"] for each in platform.sessions()])
+    shown("When the platform stumbles")
+
+
+@pytest.mark.slow
+def test_what_a_cluster_without_its_scheduler_says(platform, seen, shown, until, monkeypatch):
+    def ended(cluster):
+        until(lambda: cluster.status.name == "closed")
+        seen.append(told(cluster))
+
+    with make(n_workers=1) as cluster, Client(cluster) as client:
+        client.wait_for_workers(1)
+        future = client.submit(sum, [1, 2])
+        future.result()
+        platform.evict(cluster.sessions[0].id)
+        ended(cluster)
+        fails(seen, CancelledError, future.result)
+    with make() as cluster:
+        asyncio.run(lifecycle.end_all(registry.records()))
+        ended(cluster)
+    with make() as cluster:
+        monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
+        monkeypatch.setattr(reconciler, "_SILENCE", 0.5)
+        platform.evict(cluster.sessions[0].id)
+        ended(cluster)
+    shown("When the scheduler is lost")
