@@ -513,6 +513,9 @@ class CMLCluster(SpecCluster):
             )
         self.reconciler.start_anew()
         self.membership.claim()
+        self.loop.add_callback(
+            self._correct_state
+        )  # another manager may scale soon, and the last wish counts
         return Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
 
     @property
@@ -709,12 +712,15 @@ class CMLCluster(SpecCluster):
             await self._forwarder.close()
         await self.record_keeper.close()
         try:
+            if not shutdown:
+                await self._hand_over()
             # First, because a scheduler that ends does not answer, and that is waited for.
             await self.membership.close(stays=not shutdown)
             if shutdown:
                 await self._say_goodbye()
-            else:
-                self.api.forget(*self.api.live)
+                # Another manager may have launched sessions just before it left.
+                for session_id, name in (await asyncio.to_thread(self.record_keeper.sessions)).items():
+                    self.api.adopt(session_id, name)
             await self.api.close()
             if shutdown:
                 await asyncio.to_thread(self.record_keeper.remove)
@@ -729,6 +735,13 @@ class CMLCluster(SpecCluster):
             self.worker_spec.clear()
             self.workers.clear()
             no_longer_end_at_exit(self)
+
+    async def _hand_over(self) -> None:
+        """Leave the sessions to other managers; what these do not know of is stopped."""
+        if self.membership.id:  # what was asked for last, and launched for it, may not be told yet
+            await self.membership.sync()
+        processes = (self.scheduler, *self.workers.values())
+        self.api.forget(*[p.session_id for p in processes if p is not None and p.session_id])
 
     async def _say_goodbye(self) -> None:
         """Let the scheduler tell its workers and clients that it ends, if it is there."""

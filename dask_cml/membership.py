@@ -106,6 +106,8 @@ class Membership:
             cluster.wanted = wanted
             if workers is not None:
                 cluster.worker_spec = dict.fromkeys(workers, cluster.new_spec)
+            while workers is None and len(cluster.worker_spec) < wanted:  # the last leader did not get to it
+                cluster.worker_spec.update(cluster.new_worker_spec())
 
     async def start(self) -> None:
         """Have the plugin in the scheduler, and say from now on that this manager is there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -100,6 +101,16 @@ class RecordKeeper:
             return registry.read(self.record.name).id == self.record.id
         except NoSuchCluster:
             return False
+
+    def sessions(self) -> Mapping[str, str]:
+        """Return what each session was launched as, by its id, whoever did so; by plain calls."""
+        if self.record is None:
+            return {}
+        try:
+            record = registry.read(self.record.name)
+        except NoSuchCluster:
+            return {}
+        return record.sessions if record.id == self.record.id else {}
 
     def remove(self) -> None:
         """Remove the record, with all that is in the cluster's folder, by plain calls."""

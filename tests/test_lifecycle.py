@@ -236,6 +236,25 @@ async def test_a_manager_leaves_a_cluster_of_which_it_hears_nothing_any_more(pla
     assert not live(platform)
 
 
+async def test_what_a_manager_asks_for_just_before_it_leaves_is_there_and_in_others_hands(platform, holds):
+    async with make(name="shared") as maker:
+        async with rebuild("shared") as other:
+            other.scale(2)
+        await holds(lambda: len(maker.arrived) == len(maker.workers) == 2)
+        assert {each["id"] for each in live(platform)} == {each.id for each in maker.sessions}
+    assert not live(platform)
+
+
+async def test_who_scales_after_another_manager_adapts_ends_the_adapting(platform, holds):
+    async with make(name="shared") as maker, rebuild("shared") as other:
+        maker.adapt(minimum=0, maximum=3)
+        await holds(lambda: not maker.membership._claims)
+        other.scale(1)
+        await holds(lambda: other.membership.leads and not maker.membership.leads)
+        await holds(lambda: len(maker.arrived) == len(other.arrived) == 1)
+        assert maker._adaptive.periodic_callback is None
+
+
 async def test_the_next_manager_leads_when_the_leader_goes(platform, holds):
     async with make(n_workers=1, name="shared") as maker:
         other = await rebuild("shared")
