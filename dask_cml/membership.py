@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from dask_cml.plugin import Presence
+from dask_cml.plugin import WATCHES, Presence
 from dask_cml.processes import connection_args
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class Membership:
 
     def __init__(self, cluster: CMLCluster, leads: bool) -> None:
         self.leads = leads
+        #: Whether this manager is there for whomever may look, so that an orphan ends nevertheless.
+        self.watches = False
         self._makes = leads
         self._presence: Presence | None = None
         self._cluster = cluster
@@ -114,7 +116,10 @@ class Membership:
         if self._makes:
             patience = cluster.options.orphan_timeout if cluster.shutdown_on_close else None
         self._presence = Presence(
-            cluster.scheduler_comm.address, connection_args(cluster.tls), orphan_timeout=patience
+            cluster.scheduler_comm.address,
+            connection_args(cluster.tls),
+            orphan_timeout=patience,
+            info={WATCHES: True} if self.watches else None,
         )
         await self._presence.start()
 
