@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import yaml
 
 #: Seconds for what takes a few on a quiet machine.
@@ -211,32 +212,35 @@ class Page:
         A new one.
     server : JupyterServer
         With the module jupyterlab.
-    notebook : str, optional
-        The name of a new notebook that is opened.
-    cells : sequence of str
-        The code in it.
     """
 
-    def __init__(
-        self, page: Any, server: JupyterServer, notebook: str | None = None, cells: Sequence[str] = ("",)
-    ) -> None:
+    def __init__(self, page: Any, server: JupyterServer) -> None:
         self.page = page
-        path = "lab"
-        if notebook is not None:
-            import nbformat
-
-            content = nbformat.v4.new_notebook()
-            content.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
-            content.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
-            nbformat.write(content, server.notebooks / notebook)
-            path = f"lab/tree/{notebook}"
+        self._server = server
         page.set_default_timeout(PATIENCE * 1000)
-        page.goto(f"{server.url}{path}?reset")
-        page.locator("#jp-main-dock-panel").wait_for()
-        page.locator("#jupyterlab-splash").wait_for(state="detached")
-        if notebook is not None:
-            page.locator('.jp-NotebookPanel .jp-Toolbar-kernelStatus[data-status="idle"]').wait_for()
+
+    def open(self, path: str = "") -> None:
+        """Load the page, without what was open before, and show the sidebar."""
+        self.page.goto(f"{self._server.url}lab{path}?reset")
+        self.page.locator("#jp-main-dock-panel").wait_for()
+        self.page.locator("#jupyterlab-splash").wait_for(state="detached")
         self._open_sidebar()
+
+    def open_notebook(self, name: str, *cells: str) -> None:
+        """Load the page with a new notebook, and wait for its kernel."""
+        content = nbformat.v4.new_notebook()
+        content.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
+        content.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+        nbformat.write(content, self._server.notebooks / name)
+        self.open(f"/tree/{name}")
+        until(lambda: self._is_connected(name))
+        self.notebook.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for()
+
+    def _is_connected(self, notebook: str) -> bool:
+        """Whether this page has the kernel of a notebook, and not only the kernel's name."""
+        sessions = self._server.ask("GET", "api/sessions")[1]
+        kernels = [each["kernel"] for each in sessions if each["path"] == notebook]
+        return any(each["connections"] and each["execution_state"] == "idle" for each in kernels)
 
     def _open_sidebar(self) -> None:
         tab = self.page.locator('li.lm-TabBar-tab[data-id="dask-dashboard-launcher"]')
@@ -300,22 +304,19 @@ class Page:
         """The notebook that is open."""
         return self.page.locator(".jp-NotebookPanel")
 
-    def append(self, code: str) -> None:
-        """Write code into a new cell at the notebook's end."""
+    def run_cells(self) -> None:
+        """Run all cells of the notebook."""
+        self.page.get_by_role("menuitem", name="Run", exact=True).click()
+        self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+
+    def run_new_cell(self, code: str) -> None:
+        """Write code into a new cell at the notebook's end, and run it."""
         self.notebook.locator(".jp-Cell").last.click()
         self.page.keyboard.press("Escape")
         self.page.keyboard.press("b")
         self.page.keyboard.press("Enter")
         self.page.keyboard.insert_text(code)
-        self.page.keyboard.press("Escape")
-
-    def run_cells(self, last: bool = False) -> None:
-        """Run all cells of the notebook, or the one that is selected."""
-        if last:
-            self.page.keyboard.press("Control+Enter")
-            return
-        self.page.get_by_role("menuitem", name="Run", exact=True).click()
-        self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        self.page.keyboard.press("Control+Enter")
 
     def open_pane(self, title: str) -> Pane:
         """Open one of the dashboard's panes."""
@@ -335,20 +336,35 @@ class Pane:
 
     def __init__(self, frame: Any) -> None:
         self._canvases = frame.locator(".bk-Canvas canvas")
+        #: Of the cluster's map, which is no canvas.
+        self.workers = frame.locator('#vis [id^="worker-"]')
+
+    @property
+    def drawn(self) -> int:
+        """How many of its pixels are not white, as axes and data."""
+        return self._count(0)
 
     @property
     def coloured(self) -> int:
         """How many of its pixels have a colour, as data have; axes and titles are grey."""
-        return sum(self._canvases.evaluate_all(_COUNT_COLOURED))
+        return self._count(40)
+
+    def _count(self, saturation: int) -> int:
+        from playwright.sync_api import Error
+
+        try:
+            return sum(self._canvases.evaluate_all(_COUNT, saturation))
+        except Error:  # the document is being loaded
+            return 0
 
 
-_COUNT_COLOURED = """
-canvases => canvases.filter(each => each.width && each.height).map(canvas => {
+_COUNT = """
+(canvases, saturation) => canvases.filter(each => each.width && each.height).map(canvas => {
     const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     let n = 0;
     for (let i = 0; i < pixels.length; i += 4) {
-        const rgb = [pixels[i], pixels[i + 1], pixels[i + 2]];
-        if (pixels[i + 3] > 0 && Math.max(...rgb) - Math.min(...rgb) > 40) n += 1;
+        const [least, , most] = [pixels[i], pixels[i + 1], pixels[i + 2]].sort((a, b) => a - b);
+        if (pixels[i + 3] > 0 && least < 250 && most - least >= saturation) n += 1;
     }
     return n;
 })

@@ -13,6 +13,10 @@ from dask_cml import registry
 from dask_cml.local import network
 
 pytestmark = pytest.mark.slow
+without_keys = pytest.mark.parametrize("security", [False], ids=["tcp"], indirect=True, scope="module")
+with_and_without_keys = pytest.mark.parametrize(
+    "security", [False, True], ids=["tcp", "tls"], indirect=True, scope="module"
+)
 
 MADE_HERE = re.compile(r"CMLCluster \d")
 #: Its tasks fill the panes.
@@ -26,6 +30,7 @@ print("bytes:", sum(map(len, client.gather(futures))))
 """
 #: Code of the documentation that makes a plain Client find the keys of the cluster "lab".
 STARTUP = """
+from pathlib import Path
 import dask
 keys = Path(dask.config.get("cml.state-directory")) / "lab/keys"
 if keys.exists():
@@ -58,9 +63,9 @@ def chrome(sessions):
         yield running
 
 
-@pytest.fixture(scope="module", params=["tcp", "tls"])
+@pytest.fixture(scope="module")
 def security(request):
-    return request.param == "tls"
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +82,10 @@ def opened(chrome, server, request, tmp_path):
     """Open JupyterLab; when the test fails, there are pictures of what it was like."""
     contexts = []
 
-    def opened(**options):
+    def opened():
         context = chrome.new_context(viewport={"width": 1400, "height": 900})
         contexts.append(context)
-        return Page(context.new_page(), server, **options)
+        return Page(context.new_page(), server)
 
     failed_before = request.session.testsfailed
     yield opened
@@ -102,29 +107,32 @@ def live(server):
     return registry.records()
 
 
+@with_and_without_keys
 def test_sidebar_makes_steers_and_ends_a_cluster(opened, server):
-    lab = opened(notebook="work.ipynb", cells=[""])
+    lab = opened()
+    lab.open()
     lab.new_button.click()
     item = lab.item(MADE_HERE)
     item.wait_for()
     assert_shows(item, "Number of Workers: 1")
-
+    lab.open_notebook("work.ipynb", WORK)
     lab.scale(item, 2)
     assert_shows(item, "Number of Workers: 2")
 
-    panes = {title: lab.open_pane(title) for title in ("Task Stream",)}
-    empty = panes["Task Stream"].coloured
+    stream = lab.open_pane("Task Stream")
+    until(lambda: stream.drawn)
+    empty = stream.coloured
     lab.show("work.ipynb")
     lab.insert_client_code(item)
-    lab.append(WORK)
     lab.run_cells()
     assert_shows(lab.notebook, "bytes: 4000000")
-
     lab.show("Task Stream")
-    until(lambda: panes["Task Stream"].coloured > empty + 200)
-    for title in ("Workers", "Cluster Map", "Progress", "Workers Memory"):
+    until(lambda: stream.coloured > empty + 1000)
+    for title in ("Workers", "Progress", "Workers Memory"):
         pane = lab.open_pane(title)
-        until(lambda pane=pane: pane.coloured > 100)
+        until(lambda pane=pane: pane.coloured > 50)
+    workers = lab.open_pane("Cluster Map").workers
+    until(lambda: workers.count() == 2)
 
     lab.adapt(item, 0, 2)
     assert_shows(item, "Maximum Workers: 2")
@@ -139,25 +147,27 @@ def assert_shows(element, text):
     element.filter(has_text=text).wait_for()
 
 
+@with_and_without_keys
 def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened, server, security):
-    cells = [
+    lab = opened()
+    lab.open_notebook(
+        "mine.ipynb",
         "from dask.distributed import Client\n"
         "from dask_cml import CMLCluster\n"
         f"cluster = CMLCluster(name='of a notebook', n_workers=1, security={security})\n"
         "client = Client(cluster)",
-        WORK,
-        "cluster",
-    ]
-    lab = opened(notebook="mine.ipynb", cells=cells)
+    )
     lab.run_cells()
     item = lab.item("of a notebook")
     item.wait_for()
     assert_shows(item, "Number of Workers: 1")
+    stream = lab.open_pane("Task Stream")
+    until(lambda: stream.drawn)
+    lab.show("mine.ipynb")
+    lab.run_new_cell(WORK)
     assert_shows(lab.notebook, "bytes: 4000000")
-    item.click()
-    for title in ("Task Stream", "Workers"):
-        pane = lab.open_pane(title)
-        until(lambda pane=pane: pane.coloured > 100)
+    lab.show("Task Stream")
+    until(lambda: stream.coloured > 1000)
 
     run("create", "--name", "of a shell", *["--security"] * security)
     other = lab.item("of a shell")
@@ -168,8 +178,7 @@ def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened
     other.wait_for(state="detached")
 
     lab.show("mine.ipynb")
-    lab.append("cluster.close()")
-    lab.run_cells(last=True)
+    lab.run_new_cell("client.close(); cluster.close()")
     item.wait_for(state="detached")
     assert lab.dialog.count() == 0
 
@@ -180,8 +189,10 @@ def run(*command):
     assert done.returncode == 0, done.stderr
 
 
+@without_keys
 def test_refused_cluster_is_a_dialog_with_the_platform_s_words(opened, sessions):
     lab = opened()
+    lab.open()
     sessions.configure(quota={"sessions": 1})
     try:
         lab.new_button.click()
@@ -196,8 +207,10 @@ def test_refused_cluster_is_a_dialog_with_the_platform_s_words(opened, sessions)
     assert registry.records() == []
 
 
+@without_keys
 def test_cluster_whose_scheduler_has_died_is_shut_down(opened, sessions):
     lab = opened()
+    lab.open()
     lab.new_button.click()
     item = lab.item(MADE_HERE)
     item.wait_for()
