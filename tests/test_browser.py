@@ -161,6 +161,7 @@ def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened
     item = lab.item("of a notebook")
     item.wait_for()
     assert_shows(item, "Number of Workers: 1")
+    assert_shows(lab.notebook, "of a notebook: the scheduler answered after ")
     stream = lab.open_pane("Task Stream")
     until(lambda: stream.drawn)
     lab.show("mine.ipynb")
