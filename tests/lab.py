@@ -321,8 +321,17 @@ class Page:
     def open_pane(self, title: str) -> Pane:
         """Open one of the dashboard's panes."""
         self.page.locator(f'.dask-DashboardListing-item button[value="{title}"]').click()
-        widget = self.page.locator(".dask-DaskDashboard-widget:not(.lm-mod-hidden)").last
-        return Pane(widget.frame_locator("iframe"))
+        return self._pane(title)
+
+    def open_layout(self, title: str) -> Pane:
+        """Open those panes that dask-labextension opens together, and return one of them."""
+        self.page.get_by_role("menuitem", name="File", exact=True).click()
+        self.page.get_by_role("menuitem", name="Launch Dask Dashboard Layout").click()
+        return self._pane(title)
+
+    def _pane(self, title: str) -> Pane:
+        route = f"individual-{title.lower().replace(' ', '-')}"
+        return Pane(self.page.frame_locator(f'.dask-DaskDashboard-widget iframe[src*="{route}"]'))
 
 
 class Pane:
