@@ -35,6 +35,8 @@ _RETRY = 15.0
 _GRACE = 1.0
 #: So long one that the sidebar has made stays there when it has ended otherwise, for SHUTDOWN to find it.
 _ENDED = 30.0
+#: One whose scheduler is gone is ended by its managers, if they can see it; after so long it is left.
+_LOST = 30.0
 #: The sidebar knows a cluster by its id, which should be the same after the server has started again.
 _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")
 #: What becomes of clusters that end meanwhile, or of records that are wrong, is no error of the server.
@@ -98,6 +100,7 @@ class _Entry:
     cluster: CMLCluster | None = None
     task: asyncio.Task[None] | None = None
     not_before: float = 0.0
+    lost_since: float | None = None
 
     @property
     def id(self) -> str:
@@ -167,6 +170,7 @@ class Sidebar:
                 entry.record, entry.not_before = records[key], 0.0
             entry.task = asyncio.create_task(self._tend(entry, there=key in records))
         self._drop_ended()
+        self._drop_stopped()
 
     async def _tend(self, entry: _Entry, there: bool) -> None:
         """List a cluster or take it out of the list, as it is now."""
@@ -175,7 +179,7 @@ class Sidebar:
             if cluster is None:
                 if there and time.monotonic() >= entry.not_before:
                     await self._list(entry)
-            elif not there or cluster.status == Status.closed or await _is_lost(cluster, entry.record):
+            elif not there or cluster.status == Status.closed or await _is_lost(entry):
                 await self._leave(entry)
         except _EXPECTED as error:
             logger.info("The cluster %s is not listed: %s", entry.record.name, error)
@@ -220,13 +224,26 @@ class Sidebar:
                 self._drop(cluster_id)
         self._ended_since = {key: since for key, since in self._ended_since.items() if key in listed}
 
+    def _drop_stopped(self) -> None:
+        """Forget adaptive scaling that has ended because another manager scales."""
+        adaptives = self._manager._adaptives
+        for cluster_id, adaptive in [*adaptives.items()]:
+            cluster = self._manager._clusters.get(cluster_id)
+            if isinstance(cluster, CMLCluster) and getattr(adaptive, "state", None) == "stopped":
+                del adaptives[cluster_id]
+
     def _drop(self, cluster_id: str) -> None:
         manager = self._manager
         for part in (manager._clusters, manager._cluster_names, manager._adaptives):
             part.pop(cluster_id, None)
 
 
-async def _is_lost(cluster: CMLCluster, record: Record) -> bool:
-    """Whether a cluster's scheduler is gone, though the cluster's record is there."""
-    connection = cluster._watch_worker_status_task
-    return connection.done() and not await registry.is_alive(record)
+async def _is_lost(entry: _Entry) -> bool:
+    """Whether a cluster's scheduler has been gone for long, though the cluster's record is there."""
+    assert entry.cluster is not None
+    connection = entry.cluster._watch_worker_status_task
+    if not connection.done() or await registry.is_alive(entry.record):
+        entry.lost_since = None
+        return False
+    entry.lost_since = entry.lost_since or time.monotonic()
+    return time.monotonic() - entry.lost_since > _LOST

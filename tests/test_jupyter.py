@@ -365,6 +365,22 @@ async def test_what_the_sidebar_made_and_what_ended_goes_after_a_while(sidebar, 
     assert manager._adaptives == {}
 
 
+async def test_adaptive_scaling_that_another_manager_has_ended_is_not_listed_any_more(sidebar, holds):
+    await made_elsewhere("c")
+    manager = sidebar._manager
+    await holds(lambda: manager._clusters)
+    [(cluster_id, cluster)] = manager._clusters.items()
+    manager._adaptives[cluster_id] = cluster.adapt(minimum=0, maximum=1)
+    manager._adaptives["another"] = kept = object()
+    await cluster._correct_state()
+    assert cluster.membership.leads
+    async with CMLCluster.from_name("c", asynchronous=True) as other:
+        other.scale(0)
+        await holds(lambda: cluster_id not in manager._adaptives)
+    assert manager._adaptives == {"another": kept}
+    await cluster.close()
+
+
 async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar, holds, monkeypatch):
     asked = []
     is_alive = registry.is_alive
@@ -384,6 +400,20 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar
     await cluster.close()
     await holds(lambda: not sidebar._manager._clusters)
     assert asked.count("stale") == 1
+
+
+async def test_cluster_whose_end_nobody_can_see_is_listed_until_its_scheduler_is_gone_for_long(
+    sidebar, platform, holds, monkeypatch
+):
+    monkeypatch.setattr(jupyter, "_LOST", 0.5)
+    await made_elsewhere("c")
+    await holds(lambda: sidebar._manager._clusters)
+    record = registry.read("c")
+    # As on CML, where only the launcher's session is told of a session.
+    monkeypatch.setattr(platform, "list_workers", list)
+    platform.stop_workers(*record.sessions)
+    await holds(lambda: not sidebar._manager._clusters)
+    assert registry.records() == [record]
 
 
 async def test_kernel_that_is_killed_leaves_an_orphan_though_the_sidebar_lists_it(sidebar, platform, holds):
