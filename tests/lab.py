@@ -176,12 +176,12 @@ _ARGUMENTS = (
 )
 
 
-def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+def until(condition: Callable[[], object], seconds: float = PATIENCE, pause: float = 0.05) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 def chromium() -> str | None:
@@ -258,6 +258,20 @@ class Page:
         """Return the sidebar's item of a cluster."""
         title = self.page.locator(".dask-ClusterListingItem-title", has_text=name)
         return self.page.locator("li.dask-ClusterListingItem").filter(has=title)
+
+    def lists(self, item: Any, text: str = "") -> None:
+        """Wait until an item of the sidebar is there with this text."""
+        self._refresh_until(lambda: item.filter(has_text=text).count() == 1)
+
+    def lists_no(self, item: Any) -> None:
+        """Wait until an item of the sidebar has gone, without a word of an error."""
+        self._refresh_until(lambda: item.count() == 0)
+        assert self.dialog.count() == 0
+
+    def _refresh_until(self, condition: Callable[[], bool]) -> None:
+        # By itself the list is refreshed every 5 s.
+        button = self.page.locator(".dask-DaskClusterManager").get_by_title("Refresh Cluster List")
+        until(lambda: condition() or button.click(), pause=0.3)
 
     @property
     def dialog(self) -> Any:

@@ -113,11 +113,10 @@ def test_sidebar_makes_steers_and_ends_a_cluster(opened, server):
     lab.open()
     lab.new_button.click()
     item = lab.item(MADE_HERE)
-    item.wait_for()
-    assert_shows(item, "Number of Workers: 1")
+    lab.lists(item, "Number of Workers: 1")
     lab.open_notebook("work.ipynb", WORK)
     lab.scale(item, 2)
-    assert_shows(item, "Number of Workers: 2")
+    lab.lists(item, "Number of Workers: 2")
 
     stream = lab.open_pane("Task Stream")
     until(lambda: stream.drawn)
@@ -135,11 +134,10 @@ def test_sidebar_makes_steers_and_ends_a_cluster(opened, server):
     until(lambda: workers.count() == 2)
 
     lab.adapt(item, 0, 2)
-    assert_shows(item, "Maximum Workers: 2")
+    lab.lists(item, "Maximum Workers: 2")
 
     lab.shut_down(item)
-    item.wait_for(state="detached")
-    assert lab.dialog.count() == 0
+    lab.lists_no(item)
     assert registry.records() == []
 
 
@@ -159,8 +157,7 @@ def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened
     )
     lab.run_cells()
     item = lab.item("of a notebook")
-    item.wait_for()
-    assert_shows(item, "Number of Workers: 1")
+    lab.lists(item, "Number of Workers: 1")
     assert_shows(lab.notebook, "of a notebook: the scheduler answered after ")
     stream = lab.open_pane("Task Stream")
     until(lambda: stream.drawn)
@@ -172,16 +169,15 @@ def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened
 
     run("create", "--name", "of a shell", *["--security"] * security)
     other = lab.item("of a shell")
-    other.wait_for()
+    lab.lists(other)
     lab.scale(other, 1)
-    assert_shows(other, "Number of Workers: 1")
+    lab.lists(other, "Number of Workers: 1")
     lab.shut_down(other)
-    other.wait_for(state="detached")
+    lab.lists_no(other)
 
     lab.show("mine.ipynb")
     lab.run_new_cell("client.close(); cluster.close()")
-    item.wait_for(state="detached")
-    assert lab.dialog.count() == 0
+    lab.lists_no(item)
 
 
 def run(*command):
@@ -214,9 +210,8 @@ def test_cluster_whose_scheduler_has_died_is_shut_down(opened, sessions):
     lab.open()
     lab.new_button.click()
     item = lab.item(MADE_HERE)
-    item.wait_for()
+    lab.lists(item)
     [record] = registry.records()
     sessions.evict(record.scheduler_session)
     lab.shut_down(item)
-    item.wait_for(state="detached")
-    assert lab.dialog.count() == 0
+    lab.lists_no(item)
