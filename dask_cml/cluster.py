@@ -352,18 +352,20 @@ class CMLCluster(SpecCluster):
         ...     print(cluster.name)
         mine
         """
-        record = registry.read(name)
-        return cls(
-            **record.options,
-            name=name,
+        return cls._from_record(
+            registry.read(name),
             shutdown_on_close=shutdown_on_close,
             forward_dashboard=forward_dashboard,
             asynchronous=asynchronous,
             loop=loop,
             silence_logs=silence_logs,
             quiet=quiet,
-            _record=record,
         )
+
+    @classmethod
+    def _from_record(cls, record: Record, **arguments: Any) -> CMLCluster:
+        """Do the same, without a look at the file system."""
+        return cls(**record.options, name=record.name, **arguments, _record=record)
 
     def __await__(self) -> Generator[Any, Any, CMLCluster]:
         return self._ready().__await__()

@@ -46,6 +46,11 @@ def no_longer_end_at_exit(cluster: CMLCluster) -> None:
     _mind_sigterm()
 
 
+def unclosed() -> list[CMLCluster]:
+    """Return the clusters of this process, as far as they are not closed."""
+    return [*_clusters]
+
+
 def _mind_sigterm() -> None:
     """Let SIGTERM end the program as sys.exit does while there are clusters, unless it is minded already."""
     if threading.current_thread() is not threading.main_thread():

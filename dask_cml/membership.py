@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from dask_cml.plugin import Presence
+from dask_cml.plugin import WATCHES, Presence
 from dask_cml.processes import connection_args
 
 if TYPE_CHECKING:
@@ -29,10 +29,13 @@ class Membership:
 
     def __init__(self, cluster: CMLCluster, leads: bool) -> None:
         self.leads = leads
+        #: Whether this manager is there for whomever may look, so that an orphan ends nevertheless.
+        self.watches = False
         self._makes = leads
         self._presence: Presence | None = None
         self._cluster = cluster
         self._claims = leads
+        self._asked: str | None = None
         self._known: dict[str, str] = {}
 
     def claim(self) -> None:
@@ -59,8 +62,11 @@ class Membership:
         leads = state["leader"] == self.id
         if leads and not self.leads:
             logger.info("This manager of the cluster %s leads from now on", cluster.name)
-        elif self.leads and not leads and cluster._adaptive is not None:
+        # Not when another one leads: it may have gone again since it was asked, as `dask cml scale` does.
+        overruled = self._asked == self.id != state["asked"] and not self._claims
+        if overruled and cluster._adaptive is not None:
             cluster._adaptive.stop(reason="another manager scales the cluster")
+        self._asked = state["asked"]
         known_before, self._known, self.leads = self._known, state["sessions"], leads
         for key in self._known.keys() - here.keys():
             self.adopt(key, self._known[key])
@@ -116,7 +122,10 @@ class Membership:
         if self._makes:
             patience = cluster.options.orphan_timeout if cluster.shutdown_on_close else None
         self._presence = Presence(
-            cluster.scheduler_comm.address, connection_args(cluster.tls), orphan_timeout=patience
+            cluster.scheduler_comm.address,
+            connection_args(cluster.tls),
+            orphan_timeout=patience,
+            info={WATCHES: True} if self.watches else None,
         )
         await self._presence.start()
 

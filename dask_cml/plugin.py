@@ -41,6 +41,8 @@ HEARTBEAT = "cml_manager_heartbeat"
 GOODBYE = "cml_manager_goodbye"
 MANAGERS = "cml_managers"
 SYNC = "cml_sync"
+#: In what a manager tells of itself: it is there for whomever may look, and does not keep an orphan alive.
+WATCHES = "watches"
 
 _LOOK_INTERVAL = 0.5
 _LATE = 2.0
@@ -61,6 +63,11 @@ class _Manager:
     comm: Comm
     heard: float
     since: float = field(default_factory=time.time)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the cluster is no orphan while this manager is there."""
+        return not self.info.get(WATCHES)
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
@@ -127,7 +134,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             logger.info("The manager %s has come: %s", manager, dict(info))
             known = self._managers[manager] = _Manager(info, silence, comm, now)
         known.info, known.silence, known.comm, known.heard = info, silence, comm, now
-        self._alone_since = None
+        if known.keeps:
+            self._alone_since = None
         if "orphan_timeout" in more:
             self.orphan_timeout = more["orphan_timeout"]
         return self.managers()
@@ -194,7 +202,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
                 logger.info("The manager %s is gone without a goodbye", key)
                 del self._managers[key]
         clients = [key for key, (_, heard) in self._clients.items() if now - heard <= _CLIENT_SILENCE]
-        if self._managers or clients or self.orphan_timeout is None:
+        keepers = [key for key, each in self._managers.items() if each.keeps]
+        if keepers or clients or self.orphan_timeout is None:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now

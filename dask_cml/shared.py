@@ -25,6 +25,7 @@ class SharedState:
 
     is_here: Callable[[str], bool]
     leader: str | None = None
+    asked: str | None = None
     wanted: int = 0
     sessions: dict[str, str] = field(default_factory=dict)
 
@@ -51,13 +52,19 @@ class SharedState:
         Returns
         -------
         dict
-            ``leader``, ``wanted`` and ``sessions``, as they are now.
+            ``leader``, ``wanted`` and ``sessions``, as they are now, and ``asked``, the manager that was asked to
+            scale last; the leader may be another one since then.
         """
         self.sessions.update(launched or {})
         for name in gone:
             self.sessions.pop(name, None)
         if wanted is not None:
-            self.leader, self.wanted = manager, wanted
+            self.leader, self.asked, self.wanted = manager, manager, wanted
         elif self.leader is None or not self.is_here(self.leader):
             self.leader = manager
-        return {"leader": self.leader, "wanted": self.wanted, "sessions": dict(self.sessions)}
+        return {
+            "leader": self.leader,
+            "asked": self.asked,
+            "wanted": self.wanted,
+            "sessions": dict(self.sessions),
+        }

@@ -34,24 +34,32 @@ def first_line(text: str) -> str:
 
 
 async def show_start(cluster: CMLCluster, out: TextIO | None = None) -> None:
-    """Keep one line on what is waited for, until cancelled. Nothing, where nobody would see it move."""
+    """Keep one line on what is waited for, until cancelled. Nothing, where nobody would see it move.
+
+    A terminal's line is empty then. A notebook would show the empty line for good, so there it says how long
+    it took.
+    """
     out = out or sys.stdout
-    if cluster.quiet or not _is_live(out):
+    in_notebook = type(out).__module__.startswith("ipykernel")
+    if cluster.quiet or not (in_notebook or out.isatty()):
         return
+
+    def show(line: str) -> None:
+        out.write(f"\r{line[:_WIDTH]:<{_WIDTH}}")
+        out.flush()
+
     started = time.monotonic()
     try:
         while True:
             session = cluster.scheduler and cluster.scheduler.session
             state = f"{session.id} is {session.status}" if session else "is being launched"
-            line = f"{cluster.name}: the scheduler's session {state}, {time.monotonic() - started:.0f} s"
-            out.write(f"\r{line[:_WIDTH]:<{_WIDTH}}")
-            out.flush()
+            show(f"{cluster.name}: the scheduler's session {state}, {time.monotonic() - started:.0f} s")
             await asyncio.sleep(_INTERVAL)
     finally:
-        out.write(f"\r{'':{_WIDTH}}\r")
-        out.flush()
-
-
-def _is_live(out: TextIO) -> bool:
-    """Whether this is a terminal, or a notebook's output, which moves as one does."""
-    return out.isatty() or type(out).__module__.startswith("ipykernel")
+        took = cluster.scheduler and cluster.scheduler.start_time
+        if in_notebook and took is not None:
+            show(f"{cluster.name}: the scheduler answered after {took:.0f} s")
+        elif not in_notebook:
+            show("")
+            out.write("\r")
+            out.flush()

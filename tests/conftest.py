@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -35,23 +36,36 @@ ENDED = ("succeeded", "failed", "stopped", "timedout")
 
 
 @pytest.fixture
-def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def platform() -> Iterator[ModuleType]:
     """The local platform with a state of its own. It fails the test that leaves a session live."""
+    with local_platform():
+        yield local
+
+
+@pytest.fixture(scope="module")
+def shared_platform() -> Iterator[ModuleType]:
+    """The same, for all tests of a module together."""
+    with local_platform():
+        yield local
+
+
+@contextlib.contextmanager
+def local_platform() -> Iterator[None]:
     # Not tmp_path, whose length with that of a socket's name may be more than sockets can have.
     directory = Path(tempfile.mkdtemp(prefix="cml-"))
     state_directory = str(directory / "state")
-    monkeypatch.setenv("DASK_CML_LOCAL_DIRECTORY", str(directory / "local"))
-    monkeypatch.setenv("DASK_CML__STATE_DIRECTORY", state_directory)
     (directory / "local").mkdir(mode=0o700)
-    local.configure(stop_grace=0.3, variables={"DASK_CML__STATE_DIRECTORY": state_directory})
-    with dask.config.set({"cml.state-directory": state_directory}):
-        yield local
-    local.configure(latency=0.0)
-    local.clear_faults()
-    leaked = [each for each in local.sessions() if each["status"] not in ENDED]
-    leaked = [each for each in leaked if not each["stop_requested"]]
-    processes = end_all(directory / "local")
-    shutil.rmtree(directory)
+    with pytest.MonkeyPatch.context() as patch, dask.config.set({"cml.state-directory": state_directory}):
+        patch.setenv("DASK_CML_LOCAL_DIRECTORY", str(directory / "local"))
+        patch.setenv("DASK_CML__STATE_DIRECTORY", state_directory)
+        local.configure(stop_grace=0.3, variables={"DASK_CML__STATE_DIRECTORY": state_directory})
+        yield
+        local.configure(latency=0.0)
+        local.clear_faults()
+        leaked = [each for each in local.sessions() if each["status"] not in ENDED]
+        leaked = [each for each in leaked if not each["stop_requested"]]
+        processes = end_all(directory / "local")
+        shutil.rmtree(directory)
     assert not leaked, "the test left sessions live"
     assert not processes, "stopped sessions left processes"
 

@@ -255,6 +255,16 @@ async def test_who_scales_after_another_manager_adapts_ends_the_adapting(platfor
         assert maker._adaptive.periodic_callback is None
 
 
+async def test_who_scales_and_leaves_at_once_ends_the_adapting(platform, holds):
+    async with make(name="shared") as maker:
+        maker.adapt(minimum=0, maximum=3)
+        await holds(lambda: not maker.membership._claims)
+        async with rebuild("shared") as other:
+            other.scale(1)
+        await holds(lambda: maker.wanted == 1 and maker._adaptive.periodic_callback is None)
+        await holds(lambda: len(maker.arrived) == len(live(platform)) - 1 == 1)
+
+
 async def test_the_next_manager_leads_when_the_leader_goes(platform, holds):
     async with make(n_workers=1, name="shared") as maker:
         other = await rebuild("shared")

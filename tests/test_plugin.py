@@ -18,7 +18,7 @@ from distributed.core import rpc
 from distributed.security import Security
 
 from dask_cml.errors import CMLError
-from dask_cml.plugin import NAME, CMLSchedulerPlugin, Presence
+from dask_cml.plugin import NAME, WATCHES, CMLSchedulerPlugin, Presence
 
 
 @contextlib.asynccontextmanager
@@ -167,6 +167,21 @@ async def test_process_that_stood_still_hears_first_what_was_sent_meanwhile():
         assert clock.after(4) is None
         assert clock.after(1000, step=1000) is None
         assert clock.after(60)[1] == 5
+
+
+async def test_manager_that_only_watches_does_not_keep_an_orphan():
+    async with scheduler(orphan_timeout=5) as running:
+        watcher = Presence(running.address, info={WATCHES: True})
+        await watcher.start()
+        try:
+            plugin = plugin_of(running)
+            assert len(plugin.managers()["managers"]) == 1
+            clock = Clock(running)
+            assert clock.after(4) is None
+            await watcher._beat()
+            assert clock.after(2) is not None
+        finally:
+            await watcher.close()
 
 
 async def test_orphan_closes_by_itself():

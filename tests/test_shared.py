@@ -16,7 +16,7 @@ def state(here):
 
 
 def test_the_first_manager_leads(state):
-    expected = {"leader": "a", "wanted": 2, "sessions": {"w0": "s0"}}
+    expected = {"leader": "a", "asked": "a", "wanted": 2, "sessions": {"w0": "s0"}}
     assert state.sync("a", wanted=2, launched={"w0": "s0"}) == expected
     assert state.sync("b")["leader"] == "a"
 
@@ -24,7 +24,7 @@ def test_the_first_manager_leads(state):
 def test_who_scales_leads(state):
     state.sync("a", wanted=2)
     state.sync("b", wanted=5)
-    assert state.sync("a") == {"leader": "b", "wanted": 5, "sessions": {}}
+    assert state.sync("a") == {"leader": "b", "asked": "b", "wanted": 5, "sessions": {}}
 
 
 def test_sessions_of_all_managers_are_kept(state):
@@ -37,7 +37,7 @@ def test_a_follower_takes_over_from_a_leader_that_is_gone(state, here):
     state.sync("a", wanted=2)
     assert state.sync("b")["leader"] == "a"
     here.remove("a")
-    assert state.sync("b") == {"leader": "b", "wanted": 2, "sessions": {}}
+    assert state.sync("b") == {"leader": "b", "asked": "a", "wanted": 2, "sessions": {}}
 
 
 def test_a_leader_that_was_away_follows_when_it_comes_back(state, here):

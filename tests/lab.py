@@ -1,0 +1,394 @@
+"""A real Jupyter server with dask-labextension, and a real Chromium: for tests, and for the documentation."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import yaml
+
+#: Seconds for what takes a few on a quiet machine.
+PATIENCE = 90.0
+_CHROMIUM = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+_SETTINGS = {
+    "@jupyterlab/apputils-extension/notification": {
+        "checkForUpdates": False,
+        "doNotDisturbMode": True,
+        "fetchNews": "false",
+    },
+}
+
+
+class JupyterServer:
+    """A Jupyter server with a configuration of its own. Leaving the ``with`` block ends it as SIGTERM does.
+
+    Parameters
+    ----------
+    folder : Path
+        Where its notebooks are, its configuration and its log.
+    factory : mapping
+        What the sidebar makes clusters with: ``labextension.factory.kwargs``.
+    more : mapping
+        More of ``labextension``, e.g. ``initial``.
+    module : str
+        ``jupyter_server``, or ``jupyterlab`` for the pages too.
+    arguments : sequence of str
+        More command-line arguments.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        factory: Mapping[str, Any],
+        more: Mapping[str, Any] | None = None,
+        module: str = "jupyter_server",
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self.notebooks = folder / "notebooks"
+        self.log_file = folder / "jupyter.log"
+        self._command = [sys.executable, "-m", module, *_ARGUMENTS, *arguments]
+        self._command.append(f"--ServerApp.root_dir={self.notebooks}")
+        self._runtime = folder / "runtime"
+        places = {
+            "IPYTHONDIR": folder / "ipython",
+            "JUPYTER_CONFIG_DIR": folder / "config",
+            "JUPYTER_DATA_DIR": folder / "data",
+            "JUPYTER_RUNTIME_DIR": self._runtime,
+            "JUPYTERLAB_SETTINGS_DIR": folder / "settings",
+            "JUPYTERLAB_WORKSPACES_DIR": folder / "workspaces",
+            "DASK_CONFIG": folder / "dask",
+        }
+        for path in (self.notebooks, *places.values()):
+            path.mkdir(exist_ok=True, parents=True)
+        for name, setting in _SETTINGS.items():
+            path = folder / "settings" / f"{name}.jupyterlab-settings"
+            path.parent.mkdir(exist_ok=True, parents=True)
+            path.write_text(json.dumps(setting))
+        made_by = {"module": "dask_cml", "class": "CMLCluster", "args": [], "kwargs": dict(factory)}
+        configuration = {"labextension": {"factory": made_by, **(more or {})}}
+        (folder / "dask" / "labextension.yaml").write_text(yaml.safe_dump(configuration))
+        self.startup = folder / "ipython" / "profile_default" / "startup"
+        self.startup.mkdir(parents=True)
+        self._environment = {
+            **os.environ,
+            **{name: str(path) for name, path in places.items()},
+            "DASK_CML__PLATFORM": "local",
+            "JUPYTER_PREFER_ENV_PATH": "1",
+        }
+        self._environment.pop("CDSW_ENGINE_ID", None)
+
+    def __enter__(self) -> JupyterServer:
+        with self.log_file.open("w") as log:
+            self.process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        try:
+            information = self._runtime / f"jpserver-{self.process.pid}.json"
+            until(lambda: information.exists() or self.process.poll() is not None)
+            self.url = json.loads(information.read_text())["url"].replace("localhost", "127.0.0.1")
+            until(lambda: self.answers("api") or self.process.poll() is not None)
+            assert self.answers("api")
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            print(self.log)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it as a platform or a user does, and wait for it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait()
+            raise AssertionError("the Jupyter server did not end: " + self.log) from None
+
+    @property
+    def log(self) -> str:
+        """What it has written."""
+        return self.log_file.read_text()
+
+    def answers(self, path: str) -> bool:
+        """Whether it can be reached, and finds something there."""
+        try:
+            return self.ask("GET", path)[0] < 400
+        except OSError:
+            return False
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Make a request; return the answer's status and what it says: parsed, if it is JSON."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+                status, text = response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, text = error.code, error.read().decode()
+        try:
+            return status, json.loads(text)
+        except ValueError:
+            return status, text
+
+    @property
+    def clusters(self) -> dict[str, dict[str, Any]]:
+        """What the sidebar lists, by name."""
+        status, models = self.ask("GET", "dask/clusters")
+        assert status == 200, models
+        assert len({model["name"] for model in models}) == len(models)
+        return {model["name"]: model for model in models}
+
+
+_ARGUMENTS = (
+    "--allow-root",
+    "--no-browser",
+    "--ServerApp.port=0",
+    "--ServerApp.disable_check_xsrf=True",
+    "--IdentityProvider.token=",
+    "--SidebarExtension.interval=0.3",
+)
+
+
+def until(condition: Callable[[], object], seconds: float = PATIENCE, pause: float = 0.05) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(pause)
+
+
+def chromium() -> str | None:
+    """Return the Chromium of this machine, if it has one."""
+    found = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+    return next(filter(None, found), None)
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """A running Chromium, as playwright gives it."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=chromium(), args=[*_CHROMIUM])
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+class Page:
+    """JupyterLab in a browser, with the sidebar open.
+
+    Parameters
+    ----------
+    page : playwright.sync_api.Page
+        A new one.
+    server : JupyterServer
+        With the module jupyterlab.
+    """
+
+    def __init__(self, page: Any, server: JupyterServer) -> None:
+        self.page = page
+        self._server = server
+        page.set_default_timeout(PATIENCE * 1000)
+
+    def open(self, path: str = "") -> None:
+        """Load the page, without what was open before, and show the sidebar."""
+        self.page.goto(f"{self._server.url}lab{path}?reset")
+        self.page.locator("#jp-main-dock-panel").wait_for()
+        self.page.locator("#jupyterlab-splash").wait_for(state="detached")
+        self._open_sidebar()
+
+    def open_notebook(self, name: str, *cells: str) -> None:
+        """Load the page with a new notebook, and wait for its kernel."""
+        content = nbformat.v4.new_notebook()
+        content.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
+        content.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+        nbformat.write(content, self._server.notebooks / name)
+        self.open(f"/tree/{name}")
+        until(lambda: self._is_connected(name))
+        self.notebook.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for()
+
+    def _is_connected(self, notebook: str) -> bool:
+        """Whether this page has the kernel of a notebook, and not only the kernel's name."""
+        sessions = self._server.ask("GET", "api/sessions")[1]
+        kernels = [each["kernel"] for each in sessions if each["path"] == notebook]
+        return any(each["connections"] and each["execution_state"] == "idle" for each in kernels)
+
+    def _open_sidebar(self) -> None:
+        tab = self.page.locator('li.lm-TabBar-tab[data-id="dask-dashboard-launcher"]')
+        tab.wait_for()
+        if "lm-mod-current" not in (tab.get_attribute("class") or ""):
+            tab.click()
+        self.new_button.wait_for()
+
+    @property
+    def new_button(self) -> Any:
+        """NEW."""
+        return self.page.locator('.dask-DaskClusterManager [data-command="dask:launch-cluster"]')
+
+    def item(self, name: str | re.Pattern) -> Any:
+        """Return the sidebar's item of a cluster."""
+        title = self.page.locator(".dask-ClusterListingItem-title", has_text=name)
+        return self.page.locator("li.dask-ClusterListingItem").filter(has=title)
+
+    def lists(self, item: Any, text: str = "") -> None:
+        """Wait until an item of the sidebar is there with this text."""
+        self._refresh_until(lambda: item.filter(has_text=text).count() == 1)
+
+    def lists_no(self, item: Any) -> None:
+        """Wait until an item of the sidebar has gone, without a word of an error."""
+        self._refresh_until(lambda: item.count() == 0)
+        assert self.dialog.count() == 0
+
+    def _refresh_until(self, condition: Callable[[], bool]) -> None:
+        # By itself the list is refreshed every 5 s.
+        button = self.page.locator(".dask-DaskClusterManager").get_by_title("Refresh Cluster List")
+        until(lambda: condition() or button.click(), pause=0.3)
+
+    @property
+    def dialog(self) -> Any:
+        """The dialog that is open."""
+        return self.page.locator(".jp-Dialog")
+
+    def scale(self, item: Any, n: int) -> None:
+        """SCALE to a number."""
+        item.locator(".dask-ClusterListingItem-scale").click()
+        checkbox = self.dialog.locator("input.dask-ScalingCheckbox")
+        if checkbox.is_checked():
+            checkbox.click()
+        self.dialog.locator("input.dask-ScalingInput").nth(0).fill(str(n))
+        self.dialog.locator("button.jp-mod-accept").click()
+        self.dialog.wait_for(state="detached")
+
+    def adapt(self, item: Any, minimum: int, maximum: int) -> None:
+        """SCALE with the work."""
+        item.locator(".dask-ClusterListingItem-scale").click()
+        checkbox = self.dialog.locator("input.dask-ScalingCheckbox")
+        if not checkbox.is_checked():
+            checkbox.click()
+        inputs = self.dialog.locator("input.dask-ScalingInput")
+        inputs.nth(2).fill(str(maximum))
+        inputs.nth(1).fill(str(minimum))
+        inputs.nth(2).fill(str(maximum))
+        self.dialog.locator("button.jp-mod-accept").click()
+        self.dialog.wait_for(state="detached")
+
+    def shut_down(self, item: Any) -> None:
+        """SHUTDOWN."""
+        item.locator(".dask-ClusterListingItem-stop").click()
+
+    def insert_client_code(self, item: Any) -> None:
+        """Press the button that adds a cell with a client."""
+        item.locator(".dask-ClusterListingItem-code").click()
+
+    def show(self, title: str) -> None:
+        """Bring a tab to the front."""
+        self.page.locator("#jp-main-dock-panel li.lm-TabBar-tab", has_text=title).click()
+
+    @property
+    def notebook(self) -> Any:
+        """The notebook that is open."""
+        return self.page.locator(".jp-NotebookPanel")
+
+    def run_cells(self) -> None:
+        """Run all cells of the notebook."""
+        self.page.get_by_role("menuitem", name="Run", exact=True).click()
+        self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+
+    def run_new_cell(self, code: str) -> None:
+        """Write code into a new cell at the notebook's end, and run it."""
+        self.notebook.locator(".jp-Cell").last.click()
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("b")
+        self.page.keyboard.press("Enter")
+        self.page.keyboard.insert_text(code)
+        self.page.keyboard.press("Control+Enter")
+
+    def open_pane(self, title: str) -> Pane:
+        """Open one of the dashboard's panes."""
+        self.page.locator(f'.dask-DashboardListing-item button[value="{title}"]').click()
+        return self._pane(title)
+
+    def open_layout(self, title: str) -> Pane:
+        """Open those panes that dask-labextension opens together, and return one of them."""
+        self.page.get_by_role("menuitem", name="File", exact=True).click()
+        self.page.get_by_role("menuitem", name="Launch Dask Dashboard Layout").click()
+        return self._pane(title)
+
+    def _pane(self, title: str) -> Pane:
+        route = f"individual-{title.lower().replace(' ', '-')}"
+        return Pane(self.page.frame_locator(f'.dask-DaskDashboard-widget iframe[src*="{route}"]'))
+
+
+class Pane:
+    """A pane of the dashboard.
+
+    Parameters
+    ----------
+    frame : playwright.sync_api.FrameLocator
+        The document in it.
+    """
+
+    def __init__(self, frame: Any) -> None:
+        self._canvases = frame.locator(".bk-Canvas canvas")
+        #: Of the cluster's map, which is no canvas.
+        self.workers = frame.locator('#vis [id^="worker-"]')
+
+    @property
+    def drawn(self) -> int:
+        """How many of its pixels are not white, as axes and data."""
+        return self._count(0)
+
+    @property
+    def coloured(self) -> int:
+        """How many of its pixels have a colour, as data have; axes and titles are grey."""
+        return self._count(40)
+
+    def _count(self, saturation: int) -> int:
+        from playwright.sync_api import Error
+
+        try:
+            return sum(self._canvases.evaluate_all(_COUNT, saturation))
+        except Error:  # the document is being loaded
+            return 0
+
+
+_COUNT = """
+(canvases, saturation) => canvases.filter(each => each.width && each.height).map(canvas => {
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    let n = 0;
+    for (let i = 0; i < pixels.length; i += 4) {
+        const [least, , most] = [pixels[i], pixels[i + 1], pixels[i + 2]].sort((a, b) => a - b);
+        if (pixels[i + 3] > 0 && least < 250 && most - least >= saturation) n += 1;
+    }
+    return n;
+})
+"""

@@ -1,0 +1,217 @@
+"""JupyterLab in Chromium: the sidebar's buttons, with a scheduler on a loopback of its own where possible."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from lab import JupyterServer, Page, browser, chromium, until
+
+from dask_cml import registry
+from dask_cml.local import network
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]  # they share a server
+without_keys = pytest.mark.parametrize("security", [False], ids=["tcp"], indirect=True, scope="module")
+with_and_without_keys = pytest.mark.parametrize(
+    "security", [False, True], ids=["tcp", "tls"], indirect=True, scope="module"
+)
+
+MADE_HERE = re.compile(r"CMLCluster \d")
+#: Its tasks fill the panes.
+WORK = """
+import time
+def work(n):
+    time.sleep(0.05)
+    return bytes(100_000)
+futures = client.map(work, range(40))
+print("bytes:", sum(map(len, client.gather(futures))))
+"""
+#: Code of the documentation that makes a plain Client find the keys of the cluster "lab".
+STARTUP = """
+from pathlib import Path
+import dask
+keys = Path(dask.config.get("cml.state-directory")) / "lab/keys"
+if keys.exists():
+    dask.config.set(
+        {
+            "distributed.comm.tls.ca-file": str(keys / "tls_ca_file.pem"),
+            "distributed.comm.tls.client.cert": str(keys / "tls_client_cert.pem"),
+            "distributed.comm.tls.client.key": str(keys / "tls_client_key.pem"),
+        }
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def sessions(shared_platform):
+    """The platform; its sessions have networks of their own where this machine can give them such."""
+    if chromium() is None:
+        pytest.skip("Chromium is not installed")
+    try:
+        network.check()
+    except RuntimeError:
+        return shared_platform
+    shared_platform.configure(network="namespaces")
+    return shared_platform
+
+
+@pytest.fixture(scope="module")
+def chrome(sessions):
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def security(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(sessions, security, tmp_path_factory):
+    factory = {"n-workers": 1, "forward-dashboard": True, "name": "lab", "security": security}
+    folder = tmp_path_factory.mktemp("lab")
+    with JupyterServer(folder, factory, module="jupyterlab") as server:
+        (server.startup / "keys.py").write_text(STARTUP)
+        yield server
+
+
+@pytest.fixture
+def opened(chrome, server, request, tmp_path):
+    """Open JupyterLab; when the test fails, there are pictures of what it was like."""
+    contexts = []
+
+    def opened():
+        context = chrome.new_context(viewport={"width": 1400, "height": 900})
+        contexts.append(context)
+        return Page(context.new_page(), server)
+
+    failed_before = request.session.testsfailed
+    yield opened
+    for n, context in enumerate(contexts):
+        if request.session.testsfailed > failed_before:
+            for page in context.pages:
+                path = tmp_path / f"{n}.png"
+                page.screenshot(path=path)
+                print(f"{path} shows:\n{page.inner_text('body')}")
+        context.close()
+    if request.session.testsfailed > failed_before:
+        print(server.log)
+    assert live(server) == []
+
+
+def live(server):
+    for model in server.clusters.values():
+        server.ask("DELETE", f"dask/clusters/{model['id']}")
+    return registry.records()
+
+
+@with_and_without_keys
+def test_sidebar_makes_steers_and_ends_a_cluster(opened, server):
+    lab = opened()
+    lab.open()
+    lab.new_button.click()
+    item = lab.item(MADE_HERE)
+    lab.lists(item, "Number of Workers: 1")
+    lab.open_notebook("work.ipynb", WORK)
+    lab.scale(item, 2)
+    lab.lists(item, "Number of Workers: 2")
+
+    stream = lab.open_pane("Task Stream")
+    until(lambda: stream.drawn)
+    empty = stream.coloured
+    lab.show("work.ipynb")
+    lab.insert_client_code(item)
+    lab.run_cells()
+    assert_shows(lab.notebook, "bytes: 4000000")
+    lab.show("Task Stream")
+    until(lambda: stream.coloured > empty + 1000)
+    for title in ("Workers", "Progress", "Workers Memory"):
+        pane = lab.open_pane(title)
+        until(lambda pane=pane: pane.coloured > 50)
+    workers = lab.open_pane("Cluster Map").workers
+    until(lambda: workers.count() == 2)
+
+    lab.adapt(item, 0, 2)
+    lab.lists(item, "Maximum Workers: 2")
+
+    lab.shut_down(item)
+    lab.lists_no(item)
+    assert registry.records() == []
+
+
+def assert_shows(element, text):
+    element.filter(has_text=text).wait_for()
+
+
+@with_and_without_keys
+def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened, server, security):
+    lab = opened()
+    lab.open_notebook(
+        "mine.ipynb",
+        "from dask.distributed import Client\n"
+        "from dask_cml import CMLCluster\n"
+        f"cluster = CMLCluster(name='of a notebook', n_workers=1, security={security})\n"
+        "client = Client(cluster)",
+    )
+    lab.run_cells()
+    item = lab.item("of a notebook")
+    lab.lists(item, "Number of Workers: 1")
+    assert_shows(lab.notebook, "of a notebook: the scheduler answered after ")
+    stream = lab.open_pane("Task Stream")
+    until(lambda: stream.drawn)
+    lab.show("mine.ipynb")
+    lab.run_new_cell(WORK)
+    assert_shows(lab.notebook, "bytes: 4000000")
+    lab.show("Task Stream")
+    until(lambda: stream.coloured > 1000)
+
+    run("create", "--name", "of a shell", *["--security"] * security)
+    other = lab.item("of a shell")
+    lab.lists(other)
+    lab.scale(other, 1)
+    lab.lists(other, "Number of Workers: 1")
+    lab.shut_down(other)
+    lab.lists_no(other)
+
+    lab.show("mine.ipynb")
+    lab.run_new_cell("client.close(); cluster.close()")
+    lab.lists_no(item)
+
+
+def run(*command):
+    command = [sys.executable, "-m", "dask", "cml", *command, "--platform", "local"]
+    done = subprocess.run(command, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@without_keys
+def test_refused_cluster_is_a_dialog_with_the_platform_s_words(opened, sessions):
+    lab = opened()
+    lab.open()
+    sessions.configure(quota={"sessions": 1})
+    try:
+        lab.new_button.click()
+        lab.dialog.wait_for()
+        text = lab.dialog.inner_text()
+    finally:
+        sessions.configure(quota=None)
+    assert "Cluster Start Error" in text
+    assert "exceeded quota" in text
+    lab.dialog.locator(".jp-Dialog-footer button").click()
+    lab.dialog.wait_for(state="detached")
+    assert registry.records() == []
+
+
+@without_keys
+def test_cluster_whose_scheduler_has_died_is_shut_down(opened, sessions):
+    lab = opened()
+    lab.open()
+    lab.new_button.click()
+    item = lab.item(MADE_HERE)
+    lab.lists(item)
+    [record] = registry.records()
+    sessions.evict(record.scheduler_session)
+    lab.shut_down(item)
+    lab.lists_no(item)

@@ -1,0 +1,441 @@
+"""dask-labextension with clusters of ours, and with all of the project in its list: by its REST interface."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from distributed import Client
+from distributed.core import Status
+from lab import JupyterServer, until
+
+from dask_cml import CMLCluster, jupyter, liveness, registry
+from dask_cml.jupyter import Sidebar, find_manager
+from dask_cml.record import Record
+
+pytestmark = pytest.mark.xdist_group("jupyter")  # they share a server
+FACTORY = {"n-workers": 1, "forward-dashboard": True}
+
+
+@pytest.fixture(scope="module")
+def server(shared_platform, tmp_path_factory):
+    """A Jupyter server that most tests share."""
+    with JupyterServer(tmp_path_factory.mktemp("jupyter"), FACTORY) as server:
+        yield server
+
+
+@pytest.fixture
+def new(server, leaves_no_session):
+    """Make a cluster as NEW does, and return its model; it is shut down after the test."""
+    made = []
+
+    def new():
+        status, model = server.ask("PUT", "dask/clusters")
+        assert status == 200, model
+        made.append(model["id"])
+        return model
+
+    yield new
+    for each in made:
+        server.ask("DELETE", f"dask/clusters/{each}")
+
+
+def live_sessions(platform):
+    return [each for each in platform.sessions() if not (each["finished_at"] or each["stop_requested"])]
+
+
+@pytest.fixture
+def leaves_no_session(shared_platform):
+    yield
+    left = live_sessions(shared_platform)
+    if left:  # or the next tests would have them
+        shared_platform.stop_workers(*[each["id"] for each in left])
+        for record in registry.records():
+            registry.remove(record.name)
+    assert left == []
+
+
+def run(*command, **options):
+    done = subprocess.run(
+        [sys.executable, "-m", "dask", "cml", *command], text=True, capture_output=True, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
+
+
+# -- what the sidebar makes
+
+
+def test_new_scale_adapt_panes_and_shutdown(server, shared_platform, new, leaves_no_session):
+    model = new()
+    path = f"dask/clusters/{model['id']}"
+    assert model["name"].startswith("CMLCluster ")
+    until(lambda: server.ask("GET", path)[1]["workers"] == 1)
+    with Client(model["scheduler_address"]) as client:
+        assert client.submit(sum, [1, 2]).result() == 3
+
+    assert server.ask("PATCH", path, {"workers": 2})[0] == 200
+    until(lambda: server.ask("GET", path)[1]["workers"] == 2)
+    status, adapted = server.ask("PATCH", path, {"adapt": {"minimum": 0, "maximum": 2}})
+    assert (status, adapted["adapt"]) == (200, {"minimum": 0, "maximum": 2})
+    until(lambda: server.ask("GET", path)[1]["workers"] == 0)
+
+    assert_has_panes(server, model["id"])
+    assert server.ask("DELETE", path)[0] == 204
+    assert server.clusters == {}
+
+
+def assert_has_panes(server, cluster_id):
+    dashboard = f"dask/dashboard/{cluster_id}"
+    link = f"{server.url}{dashboard}"
+    status, check = server.ask("GET", f"dask/dashboard-check/{link.replace('/', '%2F')}")
+    assert status == 200
+    assert check["isActive"]
+    panes = check["plots"]
+    assert "Individual Task Stream" in panes
+    for pane in panes.values():
+        status, page = server.ask("GET", dashboard + pane)
+        assert status == 200, pane
+        assert re.search("<title>(Bokeh|Dask)", page), pane
+
+
+def test_refused_launch_is_told_in_the_platform_s_words(server, shared_platform, leaves_no_session):
+    shared_platform.configure(quota={"sessions": 1})
+    try:
+        status, answer = server.ask("PUT", "dask/clusters")
+    finally:
+        shared_platform.configure(quota=None)
+    assert status == 500
+    assert "exceeded quota" in str(answer)
+    assert server.clusters == {}
+
+
+def test_shutdown_of_a_cluster_whose_scheduler_has_died(server, shared_platform, new, leaves_no_session):
+    model = new()
+    [record] = registry.records()
+    shared_platform.evict(record.scheduler_session)
+    start = time.monotonic()
+    assert server.ask("DELETE", f"dask/clusters/{model['id']}")[0] == 204
+    assert time.monotonic() - start < 20
+    assert server.clusters == {}
+
+
+def test_server_answers_while_a_cluster_starts(server, shared_platform, new):
+    shared_platform.configure(start_delay=2.0, latency=0.5)
+    try:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            starting = pool.submit(new)
+            until(live_sessions_of(shared_platform))
+            assert server.answers("api")
+            assert not starting.done()
+            assert starting.result()["id"] in [model["id"] for model in server.clusters.values()]
+    finally:
+        shared_platform.configure(start_delay=0.0, latency=0.0)
+
+
+def live_sessions_of(platform):
+    return lambda: live_sessions(platform)
+
+
+# -- what others make
+
+
+def test_cluster_of_a_shell_is_listed_by_its_name_steered_and_shut_down(
+    server, environment, leaves_no_session
+):
+    """With keys of its own."""
+    run("create", "--name", "of a shell", "--security")
+    until(lambda: "of a shell" in server.clusters)
+    model = server.clusters["of a shell"]
+    assert model["scheduler_address"].startswith("tls://")
+    assert uuid.UUID(model["id"])
+    assert_has_panes(server, model["id"])
+
+    path = f"dask/clusters/{model['id']}"
+    assert server.ask("PATCH", path, {"workers": 1})[0] == 200
+    until(lambda: server.clusters["of a shell"]["workers"] == 1)
+    run("scale", "of a shell", "2")
+    until(lambda: server.clusters["of a shell"]["workers"] == 2)
+    adapted = server.ask("PATCH", path, {"adapt": {"minimum": 1, "maximum": 3}})[1]
+    assert adapted["adapt"] == {"minimum": 1, "maximum": 3}
+    until(lambda: server.clusters["of a shell"]["workers"] == 1)
+
+    assert server.ask("DELETE", path)[0] == 204
+    assert registry.records() == []
+    assert server.clusters == {}
+
+
+def test_cluster_of_another_program_goes_with_it(server, leaves_no_session):
+    with CMLCluster(name="of a program", n_workers=1, platform="local", quiet=True) as cluster:
+        until(lambda: server.clusters.get("of a program", {}).get("workers") == 1)
+        cluster.scale(2)
+        until(lambda: server.clusters["of a program"]["workers"] == 2)
+    until(lambda: server.clusters == {})
+
+
+def test_shutdown_in_the_sidebar_ends_the_cluster_of_another_program(server, leaves_no_session):
+    with CMLCluster(name="shut down", n_workers=1, platform="local", quiet=True) as cluster:
+        until(lambda: "shut down" in server.clusters)
+        assert server.ask("DELETE", f"dask/clusters/{server.clusters['shut down']['id']}")[0] == 204
+        until(lambda: cluster.status == Status.closed)
+    assert server.clusters == {}
+
+
+def test_what_the_sidebar_makes_is_listed_once(server, new, leaves_no_session):
+    with CMLCluster(name="first", platform="local", quiet=True):
+        model = new()
+        until(lambda: "first" in server.clusters)
+        with CMLCluster(name="second", platform="local", quiet=True):
+            # What is listed after the new cluster's records were read, was listed with them.
+            until(lambda: "second" in server.clusters)
+            assert {*server.clusters} == {"first", "second", model["name"]}
+
+
+def test_scheduler_that_hangs_holds_nobody_up(server, shared_platform, leaves_no_session):
+    with (
+        CMLCluster(name="hangs", platform="local", quiet=True) as cluster,
+        CMLCluster(name="hangs, listed", platform="local", quiet=True) as listed,
+    ):
+        until(lambda: {"hangs", "hangs, listed"} <= {*server.clusters})
+        processes = [process for each in (cluster, listed) for process in scheduler_processes(each)]
+        assert processes
+        for process in processes:
+            process.suspend()
+        try:
+            with CMLCluster(name="answers", platform="local", quiet=True):
+                until(lambda: "answers" in server.clusters, 20)
+                assert server.clusters["hangs, listed"]["workers"] == 0
+            until(lambda: "answers" not in server.clusters, 20)
+        finally:
+            for process in processes:
+                process.resume()
+    until(lambda: server.clusters == {})
+
+
+def scheduler_processes(cluster):
+    """Processes of the scheduler's session."""
+    session = cluster.sessions[0].id
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("CDSW_ENGINE_ID") == session:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+# -- the end of the server
+
+
+def test_server_s_end_ends_what_its_sidebar_made_and_nothing_else(platform, tmp_path, environment):
+    initial = [{"name": "at the start", "workers": 1}]
+    with JupyterServer(tmp_path, FACTORY, {"initial": initial}) as server:
+        until(lambda: "at the start" in server.clusters)
+        model = server.ask("PUT", "dask/clusters")[1]
+        with CMLCluster(name="stays", n_workers=1, platform="local", quiet=True) as cluster:
+            until(lambda: {*server.clusters} == {"at the start", model["name"], "stays"})
+            until(lambda: server.clusters["at the start"]["workers"] == 1)
+            server.stop()
+            assert "Traceback" not in server.log
+            assert [record.name for record in registry.records()] == ["stays"]
+            assert {each["id"] for each in live_sessions(platform)} == {each.id for each in cluster.sessions}
+            with Client(cluster) as client:
+                assert client.submit(sum, [1, 2]).result() == 3
+
+
+def test_two_servers_list_each_other_s_clusters(server, shared_platform, new, tmp_path, leaves_no_session):
+    with JupyterServer(tmp_path, FACTORY) as other:
+        model = new()
+        [record] = registry.records()
+        until(lambda: record.name in other.clusters)
+        theirs = other.clusters[record.name]
+        assert theirs["scheduler_address"] == model["scheduler_address"]
+        assert other.ask("DELETE", f"dask/clusters/{theirs['id']}")[0] == 204
+        assert server.ask("DELETE", f"dask/clusters/{model['id']}")[0] == 204
+        assert (server.clusters, other.clusters) == ({}, {})
+
+
+# -- without dask-labextension
+
+
+def test_server_without_labextension_is_told_so_once(platform, tmp_path):
+    disabled = "--ServerApp.jpserver_extensions=dask_labextension=False"
+    with JupyterServer(tmp_path, FACTORY, arguments=[disabled]) as server:
+        until(lambda: "dask-labextension is not loaded" in server.log)
+        assert server.ask("GET", "dask/clusters")[0] == 404
+        server.stop()
+    assert server.log.count("dask-labextension is not loaded") == 1
+    assert "Traceback" not in server.log
+
+
+def test_extension_is_where_servers_look_for_it():
+    assert (Path(sys.prefix) / "etc/jupyter/jupyter_server_config.d/dask_cml.json").is_file()
+
+
+class Manager:
+    """What there is of a DaskClusterManager."""
+
+    def __init__(self):
+        self._clusters, self._cluster_names, self._adaptives = {}, {}, {}
+
+
+@pytest.mark.parametrize("place", ["settings", "module", "both"])
+def test_manager_is_found_where_releases_have_it(monkeypatch, place):
+    manager = Manager()
+    settings = {} if place == "module" else {"dask_cluster_manager": manager}
+    module = SimpleNamespace(manager=Manager() if place == "both" else manager)
+    if place != "settings":
+        monkeypatch.setitem(sys.modules, "dask_labextension.manager", module)
+    assert find_manager(settings) is manager
+
+
+def test_manager_that_is_not_as_it_was_is_not_touched(monkeypatch):
+    monkeypatch.delitem(sys.modules, "dask_labextension.manager", raising=False)
+    assert find_manager({}) is None
+    assert find_manager({"dask_cluster_manager": SimpleNamespace(clusters={})}) is None
+
+
+# -- one step after another
+
+
+@pytest.fixture
+async def sidebar(platform, monkeypatch):
+    monkeypatch.setattr(jupyter, "_GRACE", 0.0)
+    sidebar = Sidebar(Manager(), interval=0.05)
+    sidebar.start()
+    yield sidebar
+    await sidebar.close()
+
+
+async def made_elsewhere(name, **options):
+    """A cluster that nobody manages any more in this process."""
+    options = {"shutdown_on_close": False, "platform": "local", "quiet": True, **options}
+    cluster = await CMLCluster(name=name, asynchronous=True, **options)
+    await cluster.close()
+
+
+async def test_name_that_the_user_gave_in_the_sidebar_stays(sidebar, holds):
+    await made_elsewhere("old")
+    names = sidebar._manager._cluster_names
+    await holds(lambda: names)
+    [cluster_id] = names
+    names[cluster_id] = "new"
+    await made_elsewhere("another")
+    await holds(lambda: len(names) == 2)
+    assert names[cluster_id] == "new"
+    await asyncio.gather(*[each.close() for each in sidebar._manager._clusters.values()])
+    await holds(lambda: not names)
+
+
+async def test_id_is_the_same_for_another_server(sidebar, holds):
+    await made_elsewhere("c")
+    await holds(lambda: sidebar._manager._clusters)
+    await sidebar.close()
+    other = Sidebar(Manager(), interval=0.05)
+    assert sidebar._manager._clusters == {}
+    other.start()
+    try:
+        await holds(lambda: other._manager._clusters)
+        [(cluster_id, cluster)] = other._manager._clusters.items()
+        assert cluster_id == str(uuid.uuid5(jupyter._IDS, registry.read("c").id))
+        await cluster.close()
+    finally:
+        await other.close()
+
+
+async def test_what_the_sidebar_made_and_what_ended_goes_after_a_while(sidebar, platform, holds, monkeypatch):
+    monkeypatch.setattr(jupyter, "_ENDED", 0.2)
+    manager = sidebar._manager
+    cluster = await CMLCluster(platform="local", quiet=True, asynchronous=True)
+    manager._clusters["a"], manager._cluster_names["a"], manager._adaptives["a"] = cluster, "A", None
+    manager._clusters["b"], manager._cluster_names["b"] = object(), "of another kind"
+    await cluster.close()
+    await holds(lambda: "a" not in manager._clusters)
+    assert manager._cluster_names == {"b": "of another kind"}
+    assert manager._adaptives == {}
+
+
+async def test_adaptive_scaling_that_another_manager_has_ended_is_not_listed_any_more(sidebar, holds):
+    await made_elsewhere("c")
+    manager = sidebar._manager
+    await holds(lambda: manager._clusters)
+    [(cluster_id, cluster)] = manager._clusters.items()
+    manager._adaptives[cluster_id] = cluster.adapt(minimum=0, maximum=1)
+    manager._adaptives["another"] = kept = object()
+    await cluster._correct_state()
+    assert cluster.membership.leads
+    async with CMLCluster.from_name("c", asynchronous=True) as other:
+        other.scale(0)
+        await holds(lambda: cluster_id not in manager._adaptives)
+    assert manager._adaptives == {"another": kept}
+    await cluster.close()
+
+
+async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar, holds, monkeypatch):
+    asked = []
+    is_alive = liveness.is_alive
+
+    async def counted(record, *rest):
+        asked.append(record.name)
+        return await is_alive(record, *rest)
+
+    monkeypatch.setattr(liveness, "is_alive", counted)
+    registry.claim(Record("stale", scheduler_address="tcp://127.0.0.1:9", scheduler_id="Scheduler-1"))
+    await made_elsewhere("alive")
+    await holds(lambda: len(sidebar._manager._clusters) == 1)
+    assert [*sidebar._manager._cluster_names.values()] == ["alive"]
+    [cluster] = sidebar._manager._clusters.values()
+    await cluster.close()
+    await holds(lambda: not sidebar._manager._clusters)
+    assert asked.count("stale") == 1
+
+
+async def test_cluster_whose_end_nobody_can_see_is_listed_until_its_scheduler_is_gone_for_long(
+    sidebar, platform, holds, monkeypatch
+):
+    monkeypatch.setattr(jupyter, "_LOST", 0.5)
+    await made_elsewhere("c")
+    await holds(lambda: sidebar._manager._clusters)
+    record = registry.read("c")
+    # As on CML, where only the launcher's session is told of a session.
+    monkeypatch.setattr(platform, "list_workers", list)
+    platform.stop_workers(*record.sessions)
+    await holds(lambda: not sidebar._manager._clusters)
+    assert registry.records() == [record]
+
+
+async def test_kernel_that_is_killed_leaves_an_orphan_though_the_sidebar_lists_it(sidebar, platform, holds):
+    code = """
+from dask_cml import CMLCluster
+import time
+cluster = CMLCluster(name="orphan", orphan_timeout=1, quiet=True)
+print("ready", flush=True)
+time.sleep(3600)
+"""
+    environment = {**os.environ, "DASK_CML__PLATFORM": "local"}
+    kernel = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, env=environment, stdout=asyncio.subprocess.PIPE
+    )
+    assert await kernel.stdout.readline() == b"ready\n"
+    await holds(lambda: sidebar._manager._clusters)
+    kernel.send_signal(signal.SIGKILL)
+    await kernel.wait()
+    await holds(lambda: not sidebar._manager._clusters)
+    assert registry.records() == []

@@ -1,0 +1,65 @@
+"""What a terminal and a notebook show while a cluster starts."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from dask_cml.tasks import cancel
+from dask_cml.views import show_start
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Notebook(io.StringIO):
+    pass
+
+
+Notebook.__module__ = "ipykernel.iostream"
+
+
+@pytest.fixture
+def cluster():
+    scheduler = SimpleNamespace(session=SimpleNamespace(id="abc", status="starting"), start_time=None)
+    return SimpleNamespace(name="c", quiet=False, scheduler=scheduler)
+
+
+def shown(text):
+    """What is to be seen of text with carriage returns."""
+    line = ""
+    for part in text.split("\r"):
+        line = part + line[len(part) :]
+    return line.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("out", "took", "left"),
+    [
+        (Terminal, 3.2, ""),
+        (Terminal, None, ""),
+        (Notebook, 3.2, "c: the scheduler answered after 3 s"),
+        (Notebook, None, "c: the scheduler's session abc is starting, 0 s"),
+    ],
+    ids=["terminal", "terminal, failed", "notebook", "notebook, failed"],
+)
+async def test_line_on_the_start(cluster, holds, out, took, left):
+    out = out()
+    showing = asyncio.create_task(show_start(cluster, out))
+    await holds(lambda: shown(out.getvalue()) == "c: the scheduler's session abc is starting, 0 s")
+    cluster.scheduler.start_time = took
+    await cancel(showing)
+    assert shown(out.getvalue()) == left
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+async def test_nothing_is_shown_to_nobody(cluster, quiet):
+    cluster.quiet = quiet
+    out = Terminal() if quiet else io.StringIO()
+    await asyncio.wait_for(show_start(cluster, out), 30)
+    assert out.getvalue() == ""
