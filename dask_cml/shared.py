@@ -52,8 +52,8 @@ class SharedState:
         Returns
         -------
         dict
-            ``leader``, ``wanted`` and ``sessions``, as they are now, and ``asked``, the manager that was asked to
-            scale last; the leader may be another one since then.
+            ``leader``, ``wanted`` and ``sessions``, as they are now, and ``asked``, the manager that was
+            asked to scale last; the leader may be another one since then.
         """
         self.sessions.update(launched or {})
         for name in gone:
