@@ -515,9 +515,8 @@ class CMLCluster(SpecCluster):
             )
         self.reconciler.start_anew()
         self.membership.claim()
-        self.loop.add_callback(
-            self._correct_state
-        )  # another manager may scale soon, and the last wish counts
+        # Tells the claim at once: another manager may scale soon, and the last wish counts.
+        self.loop.add_callback(self._correct_state)
         return Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
 
     @property
