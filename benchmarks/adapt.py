@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import json
 import logging
-import math
 import subprocess
 import sys
 import tempfile
@@ -180,31 +179,24 @@ def _middle(runs: Sequence[dict[str, float]], key: str) -> float:
 
 
 def plot(report: Report) -> None:
-    """Draw sessions launched and time to finish of every case."""
-    fig, axes = figure(8, 4.5)
-    cases = report.figures["cases"]
-    for policy, marker, colour in (("Dask", "s", "tab:orange"), ("dask-cml", "o", "tab:blue")):
-        chosen = [case for case in cases if case["policy"] == policy]
-        axes.scatter(
-            [case["of needed"] for case in chosen],
-            [case["of best"] for case in chosen],
-            marker=marker,
-            color=colour,
-            label=f"{policy}'s Adaptive",
-            alpha=0.8,
-        )
-        for case in chosen:
-            if case["of needed"] > 1.2 or case["of best"] > 1.1:
-                text = f"{case['workload']}, {case['start delay']} s"
-                where = (case["of needed"], case["of best"])
-                axes.annotate(text, where, textcoords="offset points", xytext=(6, 4), fontsize=8)
-    axes.axvline(1.2, color="tab:grey", linestyle=":")
-    axes.axhline(1.1, color="tab:grey", linestyle=":")
-    axes.set_xlabel("sessions launched / sessions needed")
-    axes.set_ylabel("time / best time")
-    axes.set_ylim(bottom=min(0.95, math.floor(20 * min(case["of best"] for case in cases)) / 20))
-    axes.legend()
-    axes.set_title("Adaptive scaling of three workloads, sessions starting in 0, 5 and 20 s")
+    """Draw sessions launched and time to finish of every case, each in times of what it could have been."""
+    fig, (launched, time_taken) = figure(8, 5, rows=2)
+    policies = {"Dask": "tab:orange", "dask-cml": "tab:blue"}
+    drawn = ((launched, "of needed", 1.2, "sessions"), (time_taken, "of best", 1.1, "time"))
+    for axes, key, most, what in drawn:
+        for i, (policy, colour) in enumerate(policies.items()):
+            chosen = [case for case in report.figures["cases"] if case["policy"] == policy]
+            positions = [x + 0.4 * i - 0.2 for x in range(len(chosen))]
+            axes.bar(
+                positions, [case[key] for case in chosen], 0.38, color=colour, label=f"{policy}'s Adaptive"
+            )
+        axes.axhline(most, color="tab:grey", linestyle=":", label="the aim")
+        axes.set_ylabel(f"{what} / {'needed' if what == 'sessions' else 'best'}")
+    labels = [f"{case['workload']}\n{case['start delay']} s" for case in chosen]
+    launched.set_xticks([])
+    time_taken.set_xticks(range(len(labels)), labels, fontsize=8)
+    time_taken.set_xlabel("workload; time that a session takes to start")
+    launched.legend()
     save_figure(fig, report.name)
 
 

@@ -81,14 +81,14 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def figure(width: float = 8, height: float = 4) -> tuple[Any, Any]:
-    """Return an empty figure and its axes."""
+def figure(width: float = 8, height: float = 4, rows: int = 1) -> tuple[Any, Any]:
+    """Return an empty figure and its axes, below one another if there are more."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(figsize=(width, height), layout="constrained")
+    return pyplot.subplots(rows, figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: Any, name: str, images: Path = IMAGES) -> None:
