@@ -50,7 +50,8 @@ class Reconciler:
 
     def __init__(self, cluster: CMLCluster) -> None:
         self.cluster = cluster
-        self.trouble: str | None = None
+        self._failure: str | None = None
+        self._shortage: str | None = None
         self._failures = 0
         self._not_before = 0.0
         self._failure_limit: int = setting("failure-limit", integer, 1)
@@ -67,7 +68,13 @@ class Reconciler:
 
     def start_anew(self) -> None:
         """Forget earlier failures and refusals, as the user's own wish to scale does."""
-        self._failures, self._not_before, self._ceiling, self.trouble = 0, 0.0, None, None
+        self._failures, self._not_before, self._ceiling = 0, 0.0, None
+        self._failure = self._shortage = None
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong, in words: failures until a worker arrives, a quota until it grants more."""
+        return self._failure or self._shortage
 
     def affordable(self, n: int) -> int:
         """Return how many of `n` sessions may be asked for, given what the quota allowed lately.
@@ -167,7 +174,7 @@ class Reconciler:
         workers = {key: w for key, w in cluster.workers.items() if key in cluster.worker_spec}
         here = {key for key in workers if self.names(key) <= observed}
         if here - self._arrived:
-            self._failures, self.trouble = 0, None
+            self._failures, self._failure = 0, None
         self._arrived = (self._arrived | here) & workers.keys()
         missing = workers.keys() - here
         self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
@@ -215,15 +222,15 @@ class Reconciler:
     async def _scheduler_ended(self) -> None:
         unharmed = self.cluster.sessions[0].status in ("succeeded", "stopped")
         if unharmed and await self.cluster.record_keeper.is_removed(_DELETED_WITHIN):
-            self.trouble = "another process has ended it"
+            self._failure = "another process has ended it"
         else:
-            self.trouble = await self.cluster.scheduler.failure("ended")
+            self._failure = await self.cluster.scheduler.failure("ended")
         self.cluster._log(f"The cluster {self.cluster.name} ends: {self.trouble}")
         self.cluster._end_soon(shutdown=True)
 
     def _scheduler_is_silent(self) -> None:
         scheduler = self.cluster.scheduler
-        self.trouble = (
+        self._failure = (
             f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and the platform "
             f"does not tell this session what became of the scheduler's, {scheduler.session_id}"
         )
@@ -244,10 +251,10 @@ class Reconciler:
         pause = min(_FIRST_PAUSE * 2 ** (self._failures - 1), _LONGEST_PAUSE)
         self._not_before = time.monotonic() + (pause if self._failures > 1 else 0)
         more = f" (and {n - 1} more)" if n > 1 else ""
-        self.trouble = f"{reason}{more}"
+        self._failure = f"{reason}{more}"
         self.cluster._log(f"A worker failed: {self.trouble}")
         if self.gave_up:
-            self.trouble = f"no new workers after {self._failures} failures in a row: {reason}"
+            self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
             self.cluster._log(f"The cluster launches {self.trouble}. scale() makes it try again.")
 
     @property
@@ -336,6 +343,8 @@ class Reconciler:
             self._accept_refusal(missing, refusals[0])
         elif failures:
             self._count_failure(str(failures[0]), len(failures))
+        elif self._ceiling is None or len(cluster.workers) > self._ceiling[0]:
+            self._shortage = None
         self.poke()
 
     def _accept_refusal(self, missing: Iterable[str], refusal: LaunchRefused) -> None:
@@ -349,6 +358,6 @@ class Reconciler:
         cluster.membership.claim()
         known = self._ceiling is not None and self._ceiling[0] == granted
         self._ceiling = (granted, time.monotonic())
-        self.trouble = f"{granted} of {asked} workers granted: {refusal.reason}"
+        self._shortage = f"{granted} of {asked} workers granted: {refusal.reason}"
         if not known:
-            cluster._log(f"The cluster {cluster.name} has {self.trouble}")
+            cluster._log(f"The cluster {cluster.name} has {self._shortage}")

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
@@ -28,6 +29,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.longrepr = f"{item.nodeid} is skipped: {report.longrepr}"
     return report
 
+
+# Shells have what they start in the background ignore Ctrl-C, and that is inherited by what the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # It does not import beside the newest distributed, so it is installed where an older one is tested.
 collect_ignore = [] if importlib.util.find_spec("dask_ctl") else ["test_dask_ctl.py"]

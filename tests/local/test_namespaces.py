@@ -26,8 +26,9 @@ def lacks() -> str:
     """What this machine lacks for namespaces, in words."""
     try:
         network.check()
-        subprocess.run(["ip", "netns", "add", "cml-probe"], check=True, capture_output=True)
-        subprocess.run(["ip", "netns", "delete", "cml-probe"], check=True, capture_output=True)
+        for action in ("add", "delete"):
+            probe = ["ip", "netns", action, f"cml-probe-{os.getpid()}"]  # other tests run at the same time
+            subprocess.run(probe, check=True, capture_output=True)
     except (RuntimeError, subprocess.CalledProcessError) as error:
         return str(error)
     return ""
