@@ -89,28 +89,26 @@ class RecordKeeper:
             Whether it is gone.
         """
         deadline = time.monotonic() + timeout
-        while await asyncio.to_thread(self._is_there):
+        while await asyncio.to_thread(self._read) is not None:
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_LOOK_INTERVAL)
         return True
 
-    def _is_there(self) -> bool:
-        assert self.record is not None
-        try:
-            return registry.read(self.record.name).id == self.record.id
-        except NoSuchCluster:
-            return False
-
     def sessions(self) -> Mapping[str, str]:
         """Return what each session was launched as, by its id, whoever did so; by plain calls."""
+        record = self._read()
+        return {} if record is None else record.sessions
+
+    def _read(self) -> Record | None:
+        """Return the record as it is now; None if there is none, or another cluster's under this name."""
         if self.record is None:
-            return {}
+            return None
         try:
             record = registry.read(self.record.name)
         except NoSuchCluster:
-            return {}
-        return record.sessions if record.id == self.record.id else {}
+            return None
+        return record if record.id == self.record.id else None
 
     def remove(self) -> None:
         """Remove the record, with all that is in the cluster's folder, by plain calls."""
