@@ -20,22 +20,39 @@ PATIENCE = "DASK_CML__ORPHAN_TIMEOUT"
 
 # Python code and not a line that begins with "!": IPython would expand $name and {expr} in that, and
 # lose the exit status. It runs in the session's kernel, so it is plain, and leaves as the program does.
+#
+# CML shows what a session prints in the console of the session that launched it, so the output goes to a log.
+# NFS shows the log to other sessions when it is closed, and reports only then that the disk is full, so each
+# part is written by itself. If that fails, the pipe is read on: without a reader, tasks that print fail.
 _CODE = """\
 # {title}
 import os, subprocess, sys, threading, time
 
 command = {command}
-{more}
+{more}log = {log!r}
+end, missing = b'', 0
+def keep(output):
+    global end, missing
+    end = (end + output)[-8192:]
+    try:
+        with open(log, 'ab') as file:
+            if missing:
+                file.write(b'\\n[%d bytes of output could not be written here]\\n' % missing)
+            file.write(output)
+        missing = 0
+    except OSError:
+        missing += len(output)
 try:
-    log = open({log!r}, 'ab', buffering=0)
-except OSError:
-    log = open(os.devnull, 'ab')
-with log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-{meanwhile}    for line in process.stdout:
-        log.write(line)
-        print(line.decode(errors='replace'), end='', flush=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+except OSError as error:
+    keep(b'%r\\n' % error)
+    raise
+with process:
+{meanwhile}    while output := process.stdout.read1(65536):
+        keep(output)
 if process.returncode:
-    raise RuntimeError(f'{{command[3]}} ended with exit status {{process.returncode}}')
+    print(*end.decode(errors='replace').splitlines()[-15:], sep='\\n', flush=True)
+    raise RuntimeError(f'{{command[3]}} ended with exit status {{process.returncode}}; its log is {{log}}')
 """
 
 # The platform forwards its https entry to this port of the session's own loopback. It is asked for in the

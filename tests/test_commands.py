@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -86,9 +87,9 @@ def run(request, tmp_path):
     return run
 
 
-def arguments(done):
+def arguments(plan):
     """The arguments that the program told."""
-    return json.loads(done.stdout.splitlines()[0])
+    return json.loads(plan.log.read_text(errors="replace").splitlines()[0])
 
 
 def values(argv, option):
@@ -114,14 +115,12 @@ def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, 
     expected += ["--name", f"{name}-0", "--nworkers", "1", "--nthreads", "4"]
     expected += ["--memory-limit", str(8 * 2**30), "--death-timeout", "90.0", "--no-dashboard"]
     expected += ["--worker-class", name, "--preload", lines]
-    assert arguments(done) == expected
-    assert "registered" in done.stdout
-    assert "not UTF-8: \ufffd" in done.stdout
+    assert arguments(plan) == expected
     assert plan.log == folder / f"{name}-0.log"
     logged = plan.log.read_bytes()
-    assert json.loads(logged.splitlines()[0]) == expected
     assert b"registered\n" in logged
     assert b"not UTF-8: \xff\n" in logged
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
@@ -136,20 +135,32 @@ def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
     expected = ["-m", "dask", "scheduler", "--host", "0.0.0.0", "--port", "8786"]
     expected += ["--scheduler-file", str(folder / SCHEDULER_FILE), "--idle-timeout", "3600.0 seconds"]
     expected += ["--preload", PRELOAD, "--preload", name, "--dashboard-address", "127.0.0.1:8100"]
-    assert arguments(done) == expected
+    assert arguments(plan) == expected
     assert plan.log == folder / f"{name}-scheduler.log"
-    assert json.loads(plan.log.read_text()) == expected
 
 
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
 @pytest.mark.parametrize("how", ["sys.exit(3)", "1 / 0", "os.kill(os.getpid(), 9)"])
-def test_a_failing_program_makes_the_code_fail(program, run, folder, how):
-    program(f"print('the last words', flush=True); {how}")
+def test_a_failing_program_makes_the_code_fail_and_its_last_lines_are_printed(program, run, folder, how):
+    program(f"print(*range(100_000), 'the last words', sep='\\n', flush=True); {how}")
     plan = plan_worker(read(), folder, "mine-0", "tcp://10.0.0.1:8786")
     done = run(plan)
     assert done.returncode == 1
     assert "worker ended with exit status" in done.stdout + done.stderr
-    assert "the last words" in plan.log.read_text()
+    assert f"its log is {plan.log}" in done.stdout + done.stderr
+    assert "the last words" in done.stdout
+    assert "\n99900\n" not in done.stdout
+    assert "\n99900\n" in plan.log.read_text()
+
+
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_a_program_that_cannot_be_started_is_told_in_the_log(program, run, folder):
+    (folder / "python").unlink()
+    plan = plan_worker(read(), folder, "mine-0", "tcp://10.0.0.1:8786")
+    done = run(plan)
+    assert done.returncode == 1
+    assert "No such file or directory" in done.stdout + done.stderr
+    assert "No such file or directory" in plan.log.read_text()
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)
@@ -163,8 +174,9 @@ def test_a_failing_program_makes_the_code_fail(program, run, folder, how):
     ],
 )
 def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, folder, environment, port):
-    done = run(plan_scheduler(read(), folder, "0.0.0.0", 8786), **environment)
-    assert values(arguments(done), "--dashboard-address") == [f"127.0.0.1:{port}"]
+    plan = plan_scheduler(read(), folder, "0.0.0.0", 8786)
+    run(plan, **environment)
+    assert values(arguments(plan), "--dashboard-address") == [f"127.0.0.1:{port}"]
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)
@@ -181,9 +193,10 @@ def test_a_worker_without_an_address_ends_its_program_when_no_scheduler_file_com
 def test_a_worker_without_an_address_runs_on_when_there_is_a_scheduler_file(program, run, folder):
     (folder / SCHEDULER_FILE).touch()
     program("time.sleep(1); print('runs on')")
-    done = run(plan_worker(read(scheduler_timeout=0.2), folder, "mine-0", None))
+    plan = plan_worker(read(scheduler_timeout=0.2), folder, "mine-0", None)
+    done = run(plan)
     assert done.returncode == 0, done.stderr
-    assert "runs on" in done.stdout
+    assert "runs on" in plan.log.read_text()
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)
@@ -205,11 +218,24 @@ def test_a_worker_ends_its_program_though_the_folder_cannot_be_listed(program, r
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_log_that_cannot_be_written_stops_nothing(program, run, folder):
+    program(f"print('x' * 10**6); open({str(folder / 'done')!r}, 'w')")
     plan = plan_worker(read(log_directory="/no/such/folder"), folder, "mine-0", "tcp://10.0.0.1:8786")
-    done = run(plan)
-    assert done.returncode == 0
-    assert arguments(done)[:3] == ["-m", "dask", "worker"]
     assert plan.log == Path("/no/such/folder/mine-0.log")
+    assert run(plan).returncode == 0
+    assert (folder / "done").exists()
+
+
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_a_log_goes_on_when_the_disk_is_not_full_any_more(program, run, folder):
+    log = folder / "mine-0.log"
+    log.symlink_to("/dev/full")  # every write fails for lack of space
+    program(f"print('x' * 10**6, flush=True); os.unlink({str(log)!r}); print('there is space')")
+    done = run(plan_worker(read(), folder, "mine-0", "tcp://10.0.0.1:8786"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, missing, *_, last = log.read_text().splitlines()
+    assert (first, last) == ("", "there is space")
+    lost = re.fullmatch(r"\[(\d+) bytes of output could not be written here\]", missing)
+    assert int(lost[1]) > 10**5
 
 
 # -- as planned
