@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dask_cml.local.configuration import Settings, configure, settings, shares_host_network
 from dask_cml.local.control import evict, log, prune, sessions
+from dask_cml.local.engines import end_engine, engine
 from dask_cml.local.faults import clear_faults, inject
 from dask_cml.local.installation import install
 from dask_cml.local.responses import HTTPError, Response
@@ -19,6 +20,8 @@ __all__ = [
     "await_workers",
     "clear_faults",
     "configure",
+    "end_engine",
+    "engine",
     "evict",
     "inject",
     "install",

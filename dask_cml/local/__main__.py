@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
 from dask_cml import local
-from dask_cml.local import records
+from dask_cml.local import processes, records
 
 #: Seconds to wait for the end of sessions, beyond the grace that they have.
 _PATIENCE = 15.0
@@ -27,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs = commands.add_parser("logs", help="print the output of a session")
     logs.add_argument("id", metavar="ID")
     commands.add_parser("prune", help="remove the records of sessions that have ended")
+    engine = commands.add_parser("engine", help="run a command as a session of yours, with which others end")
+    engine.add_argument("program", metavar="COMMAND")
+    engine.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     if options.command == "stop" and bool(options.ids) == options.all:
         parser.error("stop needs either ids or --all")
@@ -36,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _stop(_live() if options.all else options.ids)
     if options.command == "logs":
         return _logs(options.id)
+    if options.command == "engine":
+        return _engine([options.program, *options.arguments])
     sys.stdout.write(f"{len(local.prune())} removed\n")
     return 0
 
@@ -65,6 +71,14 @@ def _stop(ids: Sequence[str]) -> int:
             return 1
         time.sleep(0.05)
     return 1 if unknown else 0
+
+
+def _engine(command: Sequence[str]) -> int:
+    name = records.new_id()
+    with local.engine(name):
+        status = subprocess.run(command, check=False).returncode
+    processes.kill(name)
+    return status
 
 
 def _logs(session_id: str) -> int:

@@ -13,8 +13,8 @@ def sessions() -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        As of :func:`list_workers`, oldest first, with two entries more: ``launcher``, the id of the session
-        that launched it, and ``stop_requested``.
+        As of :func:`list_workers`, oldest first, with three entries more: ``launcher``, the id of the session
+        that launched it, ``owner``, the id of the one with which it ends, and ``stop_requested``.
 
     Examples
     --------
@@ -25,6 +25,7 @@ def sessions() -> list[dict[str, Any]]:
         {
             **records.public(record),
             "launcher": record.plan["launcher"],
+            "owner": record.plan["owner"],
             "stop_requested": record.stop_requested,
         }
         for record in records.read_all()

@@ -30,7 +30,24 @@ _BASE = (
 
 def calling_session() -> str:
     """Return the id of the session this process is in: outside of all, a constant of the user's."""
-    return os.environ.get("CDSW_ENGINE_ID") or _digest("user", str(os.getuid()))
+    return os.environ.get("CDSW_ENGINE_ID") or _users_own()
+
+
+def owner() -> str:
+    """Return the id of the session with which ends what is launched here.
+
+    CML files what a worker session launches under the session at the root.
+    """
+    return os.environ.get("CDSW_MASTER_ID") or calling_session()
+
+
+def ends(owner: str) -> bool:
+    """Return whether an owner may end: what is launched outside of all sessions has one that does not."""
+    return owner != _users_own()
+
+
+def _users_own() -> str:
+    return _digest("user", str(os.getuid()))
 
 
 def base() -> dict[str, str]:
@@ -61,7 +78,7 @@ def of_session(
     """
     project = os.getcwd()
     platform = {
-        "CDSW_MASTER_ID": calling_session(),
+        "CDSW_MASTER_ID": owner(),
         "CDSW_MASTER_IP": master_ip,
         "CDSW_IP_ADDRESS": ip,
         "CDSW_APP_PORT": str(app_port),

@@ -76,6 +76,7 @@ def _plan(request: Request, current: configuration.Settings, live: list[records.
         **dataclasses.asdict(request),
         "id": session_id,
         "launcher": environment.calling_session(),
+        "owner": environment.owner(),
         "created_at": time.time(),
         "ip": ip,
         "network": own,

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_cml.local import network, records, state
+    from dask_cml.local import engines, environment, network, records, state
 
 _RUNNER = Path(__file__).with_name("runner.py")
 #: Seconds that a session runs whose fate is to end without running its code.
 _MOMENT = 0.1
+#: Seconds between two looks whether the session's owner has ended.
+_COLLECT_INTERVAL = 0.5
 
 
 class Supervisor:
@@ -37,6 +39,8 @@ class Supervisor:
         self.status: dict[str, Any] = {"supervisor": os.getpid()}
         self.child: subprocess.Popen[bytes] | None = None
         self.terminated = False
+        owner = self.plan["owner"]
+        self.owner: str | None = owner if environment.ends(owner) else None
         self._listen()
 
     def _listen(self) -> None:
@@ -57,6 +61,8 @@ class Supervisor:
     @property
     def stopping(self) -> bool:
         """Whether the session is to be stopped."""
+        if self.owner is not None and engines.has_ended(self.owner):
+            return True
         return self.terminated or (self.folder / "stop").exists()
 
     def pause(self, seconds: float | None) -> None:
@@ -81,6 +87,8 @@ class Supervisor:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
+            if self.owner is not None:
+                left = _COLLECT_INTERVAL if left is None else min(left, _COLLECT_INTERVAL)
             self.pause(left)
         return "stopped"
 
@@ -164,8 +172,8 @@ def _import_siblings() -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(path)]
         sys.modules[name] = package
-    global network, records, state
-    from dask_cml.local import network, records, state
+    global engines, environment, network, records, state
+    from dask_cml.local import engines, environment, network, records, state
 
 
 if __name__ == "__main__":

@@ -57,3 +57,9 @@ def test_prune_says_how_many_it_removed(platform, launch, reaches):
     command = [sys.executable, "-m", "dask_cml.local", "prune"]
     assert subprocess.check_output(command, text=True) == "1 removed\n"
     assert platform.sessions() == []
+
+
+def test_a_command_is_the_engine_of_what_it_launches(platform, until):
+    code = f"from dask_cml import local; local.launch_workers(1, 1, 1, code={FOREVER!r}); raise SystemExit(3)"
+    assert main(["engine", sys.executable, "-c", code]) == 3
+    until(lambda: [each["status"] for each in platform.sessions()] == ["stopped"])

@@ -233,17 +233,20 @@ def test_other_sessions_see_nothing_of_this_ones_but_can_stop_them(launch, reach
     reaches(session, "stopped")
 
 
-def test_session_can_launch_sessions_and_is_their_master(launch, reaches, directory, workers_v1):
-    path = directory / "environment"
+def test_session_can_launch_sessions_which_have_the_same_master(launch, reaches, directory, workers_v1):
+    outer, path = directory / "outer", directory / "environment"
     inner = DUMP_ENVIRONMENT.replace("{output}", f"{path}.new") + f"; os.rename('{path}.new', '{path}')"
     [session] = launch(
-        code=f"from {workers_v1.__name__} import launch_workers, list_workers\n"
+        code=f"{DUMP_ENVIRONMENT.replace('{output}', str(outer))}\n"
+        f"from {workers_v1.__name__} import launch_workers, list_workers\n"
         "import time\n"
         f"launch_workers(1, 1, 1, code={inner!r})\n"
         "while list_workers()[0]['status'] != 'succeeded': time.sleep(0.05)"
     )
     reaches(session, "succeeded")
-    assert json.loads(path.read_text())["CDSW_MASTER_ID"] == session["id"]
+    masters = {json.loads(each.read_text())["CDSW_MASTER_ID"] for each in (outer, path)}
+    assert len(masters) == 1
+    assert session["id"] not in masters
 
 
 def test_await_returns_running_sessions(launch, reaches, workers_v1):

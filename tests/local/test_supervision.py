@@ -1,4 +1,4 @@
-"""Sessions as processes: they outlive their launcher, and leave nothing."""
+"""Sessions as processes: they outlive the process that launched them, not its session, and leave nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def daemon(directory, until):
     return DAEMON.format(path=str(path)), pid
 
 
-def test_session_outlives_its_launcher_that_is_killed(platform, reaches, until):
+def test_session_outlives_the_process_that_launched_it(platform, reaches, until):
     launcher = subprocess.Popen(
         [sys.executable, "-c", f"{LAUNCH}\n{FOREVER}"],
         stdout=subprocess.PIPE,
@@ -92,6 +92,74 @@ def test_sessions_of_other_launchers_are_seen_by_sessions_only(platform, launch,
     assert platform.list_workers() == []
     [seen] = platform.sessions()
     assert (seen["id"], seen["launcher"]) == (session["id"], "ofanothersession")
+
+
+def statuses(platform):
+    """The status of each session by its owner and name."""
+    return {(each["owner"], each["name"]): each["status"] for each in platform.sessions()}
+
+
+def started(code, **variables):
+    """Start Python code, and wait until it has written a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables},
+    )
+    assert process.stdout.readline()
+    return process
+
+
+def test_sessions_end_with_the_engine_at_their_root(platform, launch, until):
+    [own] = launch(code=FOREVER)
+    inner = f"from dask_cml import local; local.launch_workers(1, 1, 1, name='inner', code={FOREVER!r})"
+    outer = f"from dask_cml import local; local.launch_workers(1, 1, 1, name='outer', code={inner!r})"
+    other = started(f"{outer}; print(flush=True); {FOREVER}", CDSW_ENGINE_ID="other")
+    with other:
+        # A worker session's end is not the end of what it launched.
+        expected = {("other", "outer"): "succeeded", ("other", "inner"): "running"}
+        until(lambda: statuses(platform).items() >= expected.items())
+        platform.end_engine("other")
+        assert other.wait(30) == -signal.SIGKILL
+    until(lambda: statuses(platform)["other", "inner"] == "stopped")
+    [kept] = [each for each in platform.sessions() if each["id"] == own["id"]]
+    assert kept["status"] == "running"
+
+
+def test_what_is_launched_by_an_engine_that_has_ended_is_stopped(platform, monkeypatch, until):
+    platform.end_engine("other")
+    monkeypatch.setenv("CDSW_ENGINE_ID", "other")
+    platform.launch_workers(1, 1, 1, code=FOREVER)
+    until(lambda: [each["status"] for each in platform.sessions()] == ["stopped"])
+
+
+def test_sessions_end_with_the_process_that_is_their_engine(platform, until):
+    code = f"from dask_cml import local\nwith local.engine('mine'): {LAUNCH}; {FOREVER}"
+    with started(code) as mine:
+        until(lambda: statuses(platform) == {("mine", ""): "running"})
+        with pytest.raises(ValueError, match="does not end with a process"):
+            platform.end_engine("mine")
+        mine.kill()
+    until(lambda: statuses(platform) == {("mine", ""): "stopped"})
+    with pytest.raises(ValueError, match="'mine'"), platform.engine("mine"):
+        pass
+
+
+def test_block_is_an_engine_of_its_own(platform, until, monkeypatch):
+    monkeypatch.setenv("CDSW_MASTER_ID", "another")
+    with platform.engine("mine"):
+        platform.launch_workers(1, 1, 1, code=FOREVER)
+        assert len(platform.list_workers()) == 1
+    assert os.environ["CDSW_MASTER_ID"] == "another"
+    assert platform.list_workers() == []
+    until(lambda: statuses(platform) == {("mine", ""): "stopped"})
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "."])
+def test_engine_needs_an_id(platform, name):
+    with pytest.raises(ValueError, match="letters and digits"):
+        platform.end_engine(name)
 
 
 def test_stop_leaves_no_process(platform, launch, reaches, daemon):
