@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import inspect
+import logging
 import math
 from collections import deque
 from statistics import fmean
@@ -13,10 +17,26 @@ from distributed.deploy.adaptive import Adaptive
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
+logger = logging.getLogger(__name__)
+
 #: In start times, the least work that makes a session worth its launch: of the first ones, and on top of
 #: ``target_duration`` of those that come to others, which get on with the work meanwhile.
 _FIRST, _MORE = 0.25, 0.5
 _LAST_STARTS = 20
+
+
+def stop_adapting(adaptive: Adaptive, reason: str) -> None:
+    """Stop adaptive scaling, and give the reason to a class that takes one.
+
+    Parameters
+    ----------
+    adaptive : distributed.deploy.Adaptive
+        Of any class; Dask's takes a reason from distributed 2024.11 on.
+    reason : str
+        The reason, for the log.
+    """
+    takes_reason = "reason" in inspect.signature(adaptive.stop).parameters
+    adaptive.stop(**({"reason": reason} if takes_reason else {}))
 
 
 class CMLAdaptive(Adaptive):
@@ -100,7 +120,13 @@ class CMLAdaptive(Adaptive):
 
     async def safe_target(self) -> int:
         """Return the same within ``minimum`` and ``maximum``, and what the quota allowed lately."""
-        return self.cluster.reconciler.affordable(await super().safe_target())
+        try:
+            target = await super().safe_target()
+        except (OSError, asyncio.TimeoutError) as error:
+            # Dask's Adaptive before 2024.11 stops for good at an OSError.
+            logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
+            return len(self.plan)
+        return self.cluster.reconciler.affordable(target)
 
     async def _sessions_to_finish_in(self, duration: float) -> int:
         n: int = await self.scheduler.adaptive_target(target_duration=duration)
@@ -135,7 +161,9 @@ class CMLAdaptive(Adaptive):
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Have `n` sessions."""
         self.cluster.want(n)
-        await self.cluster.carry_out()
+        # The reconciler tries again and logs the error; Adaptive before 2024.11 would stop.
+        with contextlib.suppress(OSError):
+            await self.cluster.carry_out()
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions; their data moves to others first."""

@@ -20,7 +20,7 @@ from distributed.security import Security
 from distributed.utils import NoOpAwaitable, silence_logging_cmgr
 
 from dask_cml import keys, liveness, registry
-from dask_cml.adaptive import CMLAdaptive
+from dask_cml.adaptive import CMLAdaptive, stop_adapting
 from dask_cml.ending import end_at_exit, no_longer_end_at_exit
 from dask_cml.errors import CMLError
 from dask_cml.forwarding import DashboardForwarder
@@ -411,7 +411,7 @@ class CMLCluster(SpecCluster):
         if cores is not None:
             n = max(n, math.ceil(positive("cores", cores) / self.options.nthreads))
         if isinstance(self._adaptive, CMLAdaptive):
-            self._adaptive.stop(reason="scale() was called")
+            stop_adapting(self._adaptive, "scale() was called")
         self.reconciler.start_anew()
         self.want(n)
         self.loop.add_callback(self._correct_state)
@@ -706,7 +706,7 @@ class CMLCluster(SpecCluster):
     async def _close_once(self, shutdown: bool) -> None:
         # Not SpecCluster's, which retires every worker first and waits long for a scheduler that is gone.
         if self._adaptive is not None:
-            self._adaptive.stop(reason="the cluster closes")
+            stop_adapting(self._adaptive, "the cluster closes")
         self.status = Status.closing
         await cancel(self._starting, self._keeping, self._correct_state_waiting)
         if self._forwarder is not None:

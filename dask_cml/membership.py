@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from dask_cml.adaptive import stop_adapting
 from dask_cml.plugin import WATCHES, Presence
 from dask_cml.processes import connection_args
 
@@ -65,7 +66,7 @@ class Membership:
         # Not when another one leads: it may have gone again since it was asked, as `dask cml scale` does.
         overruled = self._asked == self.id != state["asked"] and not self._claims
         if overruled and cluster._adaptive is not None:
-            cluster._adaptive.stop(reason="another manager scales the cluster")
+            stop_adapting(cluster._adaptive, "another manager scales the cluster")
         self._asked = state["asked"]
         known_before, self._known, self.leads = self._known, state["sessions"], leads
         for key in self._known.keys() - here.keys():

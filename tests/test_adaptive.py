@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from types import SimpleNamespace
 
 import pytest
+from distributed.comm import CommClosedError
+from tornado.ioloop import IOLoop
 
 from dask_cml import CMLAdaptive
+from dask_cml.adaptive import stop_adapting
 from dask_cml.reconciler import Reconciler
 
 
@@ -16,8 +20,11 @@ class SchedulerComm:
 
     def __init__(self):
         self.wanted, self.workers = 0, []
+        self.errors = []
 
     async def adaptive_target(self, target_duration):
+        if self.errors:
+            raise self.errors.pop()
         return self.wanted
 
     async def workers_to_close(self, n, key, attribute):
@@ -41,6 +48,8 @@ class Cluster:
         self.scheduler_comm = SchedulerComm()
         self.scheduler_comm.workers = sorted(self.observed)
         self.did = []
+        self.errors = []
+        self.loop = IOLoop.current()
 
     def __await__(self):
         return iter(())
@@ -49,6 +58,8 @@ class Cluster:
         self.did.append(("want", n))
 
     async def carry_out(self):
+        if self.errors:
+            raise self.errors.pop()
         self.did.append("correct state")
 
     async def scale_down(self, workers):
@@ -56,7 +67,8 @@ class Cluster:
 
 
 def adaptive(cluster, **options):
-    return CMLAdaptive(cluster, interval=0, **{"minimum": 0, "maximum": math.inf, "wait_count": 1, **options})
+    defaults = {"minimum": 0, "maximum": math.inf, "wait_count": 1, "interval": 0}
+    return CMLAdaptive(cluster, **{**defaults, **options})
 
 
 async def test_plan_requested_and_observed_are_sessions():
@@ -139,3 +151,42 @@ async def test_what_is_too_much_is_closed_only_when_it_stays_so():
     assert cluster.did == []
     await adapting.adapt()
     assert cluster.did == [("close", {"mine-1"})]
+
+
+@pytest.mark.parametrize("error", [CommClosedError("gone"), OSError("refused"), asyncio.TimeoutError()])
+async def test_a_question_without_an_answer_does_not_end_adapting(error, caplog):
+    cluster = Cluster(planned=1)
+    cluster.scheduler_comm.wanted, cluster.scheduler_comm.errors = 3, [error]
+    adapting = adaptive(cluster, interval="1 h")
+    await adapting.adapt()
+    assert cluster.did == []
+    assert repr(error) in caplog.text
+    assert adapting.periodic_callback is not None
+    await adapting.adapt()
+    assert cluster.did == [("want", 3), "correct state"]
+    stop_adapting(adapting, "the test is over")
+
+
+async def test_a_failed_launch_does_not_end_adapting():
+    cluster = Cluster()
+    cluster.scheduler_comm.wanted, cluster.errors = 3, [OSError("the disk is full")]
+    adapting = adaptive(cluster, interval="1 h")
+    await adapting.adapt()
+    assert cluster.did == [("want", 3)]
+    assert adapting.periodic_callback is not None
+    stop_adapting(adapting, "the test is over")
+
+
+def test_adaptive_classes_with_and_without_a_reason_are_stopped():
+    class Older:
+        def stop(self):
+            stopped.append("no reason")
+
+    class Newer:
+        def stop(self, reason="unknown"):
+            stopped.append(reason)
+
+    stopped = []
+    for kind in (Older, Newer):
+        stop_adapting(kind(), "the cluster closes")
+    assert stopped == ["no reason", "the cluster closes"]

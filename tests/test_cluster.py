@@ -184,7 +184,7 @@ def test_adapting_follows_the_work(platform, until):
 def test_scale_ends_adapting(platform, cluster, client):
     adaptive = cluster.adapt(minimum=0, maximum=2)
     cluster.scale(2)
-    assert adaptive.state == "stopped"
+    assert adaptive.periodic_callback is None
 
 
 def test_another_adaptive_class_may_be_used(platform, until):
@@ -193,7 +193,7 @@ def test_another_adaptive_class_may_be_used(platform, until):
         assert type(adaptive) is Adaptive
         until(lambda: n_workers(cluster) == 1)
         assert client.submit(sum, [1]).result() == 1
-        assert adaptive.state == "running"
+        assert adaptive.periodic_callback.is_running()
 
 
 def test_processes_share_one_session(platform, until):

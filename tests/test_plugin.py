@@ -362,4 +362,4 @@ def test_processes_of_an_orphan_end_when_its_last_client_has_left(cluster, tmp_p
             assert scheduler.poll() is worker.poll() is None
         assert scheduler.wait(60) == 0
         assert worker.wait(60) == 0
-    assert "Reason: orphaned: no manager and no client for 1 s" in (tmp_path / "scheduler.log").read_text()
+    assert "orphaned: no manager and no client for 1 s" in (tmp_path / "scheduler.log").read_text()
