@@ -23,6 +23,8 @@ _BASE = (
     "TZ",
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
+    "PYTHONUSERBASE",
+    "PYTHONNOUSERSITE",
     "__CF_USER_TEXT_ENCODING",
     "__PYVENV_LAUNCHER__",
 )

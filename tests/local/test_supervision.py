@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -73,6 +74,20 @@ def test_session_outlives_the_process_that_launched_it(platform, reaches, until)
     reaches(session_id, "running")
     platform.stop_workers(session_id)
     reaches(session_id, "stopped")
+
+
+def test_a_session_sees_what_the_user_has_installed(launch, reaches, directory, monkeypatch):
+    scheme = sysconfig.get_preferred_scheme("user")
+    user_site = Path(sysconfig.get_path("purelib", scheme, {"userbase": str(directory)}))
+    user_site.mkdir(parents=True)
+    (user_site / "of_the_user.py").touch()
+    monkeypatch.setenv("PYTHONUSERBASE", str(directory))
+    monkeypatch.delenv("PYTHONNOUSERSITE", raising=False)
+    # Virtual environments have no such packages, so the session runs the Python below; psutil is in this one.
+    monkeypatch.setenv("PYTHONPATH", str(Path(psutil.__file__).parents[1]))
+    monkeypatch.setattr(sys, "executable", sys._base_executable)
+    [session] = launch(code="import of_the_user")
+    reaches(session, "succeeded")
 
 
 def test_all_processes_of_a_user_see_the_same_sessions(platform, launch, reaches):
