@@ -391,12 +391,18 @@ def delete(names: Sequence[str], everything: bool) -> None:
 @cml.command()
 @_in_one_line
 def prune() -> None:
-    """End what is left of clusters whose maker and scheduler are both gone."""
+    """Delete dead clusters, and pass over those that may live.
+
+    A dead cluster's scheduler has ended by the platform's list, or has been silent for two minutes.
+    """
     from dask_cml import lifecycle
 
-    with _progress(lambda: "Looking for what is left over"):
-        results = _run(lifecycle.prune())
-    _tell_ends(results, "nothing is left over")
+    with _progress(lambda: "Looking for dead clusters"):
+        results, passed_over = _run(lifecycle.prune())
+    for name, why in passed_over.items():
+        command = f"`dask cml delete {shlex.quote(name)}`"
+        click.echo(f"{name} is passed over: {why}. To delete it all the same: {command}", err=True)
+    _tell_ends(results, "no cluster is dead")
 
 
 def _tell_ends(results: dict[str, Any], none: str) -> None:

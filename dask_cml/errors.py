@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 
 class CMLError(RuntimeError):
     """Something that the platform or a session did, or did not do."""
@@ -42,10 +44,16 @@ class ClusterExists(CMLError):
     ----------
     name : str
         The cluster's.
+    why : str, optional
+        Why it cannot be taken for dead, if it does not answer.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"there is a cluster named {name!r} already; take another name, or delete it first")
+    def __init__(self, name: str, why: str = "") -> None:
+        doubt = f" ({why})" if why else ""
+        super().__init__(
+            f"there is a cluster named {name!r} already{doubt}; take another name, or delete it first: "
+            f"`dask cml delete {shlex.quote(name)}`"
+        )
         self.name = name
 
 

@@ -13,6 +13,7 @@ from distributed.security import Security
 
 from dask_cml import liveness, registry
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.liveness import Finding, State
 from dask_cml.record import Record
 from dask_cml.workers_api import WorkersAPI, load_platform
 
@@ -26,15 +27,18 @@ async def take_name(record: Record, api: WorkersAPI) -> None:
     Raises
     ------
     ClusterExists
-        If there is a live cluster of this name.
+        If there is a cluster of this name that cannot be shown to be dead; see :func:`liveness.judge`.
     """
     try:
         await asyncio.to_thread(registry.claim, record)
         return
     except ClusterExists:
         old = await asyncio.to_thread(_read, record.name)
-        if old is None or not is_abandoned(old) or await liveness.is_alive(old):
+        if old is None:
             raise
+        finding = (await liveness.judge([old], api=api))[old.name]
+        if finding.state is not State.DEAD:
+            raise ClusterExists(old.name, finding.why) from None
     if old.sessions:
         await api.stop(*old.sessions)
     await asyncio.to_thread(registry.claim, record, stale=old)
@@ -47,13 +51,6 @@ def _read(name: str) -> Record | None:
         return None
 
 
-def is_abandoned(record: Record) -> bool:
-    """Whether nobody is there to go on with a cluster whose scheduler does not answer."""
-    lives = record.maker.lives()
-    # From another session nobody can see whether the maker lives; but it has got as far as a scheduler.
-    return lives is False or (lives is None and record.scheduler_address is not None)
-
-
 async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict[str, Any]]:
     """Describe clusters, all in bounded time.
 
@@ -62,26 +59,26 @@ async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict
     records : iterable of Record
         The clusters'.
     timeout : float
-        Seconds for all schedulers to answer.
+        Seconds for all schedulers to answer, and once more for the platform.
 
     Returns
     -------
     list of dict
-        Name, status, workers, threads, memory in bytes, age in seconds, dashboard and scheduler address.
+        Name, status, workers, threads, memory in bytes, age in seconds, dashboard and scheduler address. The
+        status is "running", "starting", "not answering" or "stale"; see :func:`liveness.judge`.
     """
     records = [*records]
-    answers = await liveness.identities(records, timeout=timeout)
+    findings = await liveness.judge(records, timeout=timeout)
     now = datetime.now(timezone.utc)
     rows = []
     for record in records:
-        answer = answers.get(record.name)
+        finding = findings[record.name]
+        answer = finding.identity
         workers = [*answer["workers"].values()] if answer else None
-        starting = record.scheduler_address is None and not is_abandoned(record)
-        status = "running" if answer else "starting" if starting else "stale"
         rows.append(
             {
                 "name": record.name,
-                "status": status,
+                "status": _status(record, finding),
                 "workers": len(workers) if workers is not None else None,
                 "threads": sum(w["nthreads"] for w in workers) if workers is not None else None,
                 "memory": sum(w["memory_limit"] or 0 for w in workers) if workers is not None else None,
@@ -91,6 +88,12 @@ async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict
             }
         )
     return rows
+
+
+def _status(record: Record, finding: Finding) -> str:
+    if finding.state is State.UNKNOWN:
+        return "starting" if record.scheduler_address is None else "not answering"
+    return "running" if finding.state is State.ALIVE else "stale"
 
 
 async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) -> dict[str, CMLError | None]:
@@ -157,19 +160,23 @@ async def _stop(record: Record) -> None:
     await asyncio.to_thread(registry.remove, record.name, id=record.id)
 
 
-async def prune(timeout: float = 10.0) -> dict[str, CMLError | None]:
-    """End what is left of clusters whose maker and scheduler are both gone.
+async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
+    """End what is left of dead clusters; see :func:`liveness.judge`.
 
     Parameters
     ----------
     timeout : float
-        Seconds after which a scheduler that does not answer counts as gone: one may be busy for a while.
+        Seconds for all schedulers to answer, and once more for the platform.
 
     Returns
     -------
-    dict
-        The names of these clusters, each with the error if it could not be ended.
+    ended : dict
+        The names of the dead clusters, each with the error if it could not be ended.
+    passed_over : dict
+        The names of those that do not answer and may yet live, each with the reason.
     """
     records = await asyncio.to_thread(registry.records)
-    alive = await liveness.identities(records, timeout=timeout)
-    return await _end_all([r for r in records if r.name not in alive and is_abandoned(r)], ())
+    findings = await liveness.judge(records, timeout=timeout)
+    dead = [r for r in records if findings[r.name].state is State.DEAD]
+    passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
+    return await _end_all(dead, ()), passed_over

@@ -4,22 +4,144 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
+import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from distributed.comm.addressing import get_address_host_port, parse_address
 from distributed.core import rpc
 from distributed.security import Security
 
+from dask_cml import pulse
+from dask_cml.options import state_directory
 from dask_cml.record import Record
 from dask_cml.tasks import cancel
+from dask_cml.workers_api import WorkersAPI, has_ended, load_platform
 
+logger = logging.getLogger(__name__)
+
+#: Of the time that there is, how much one connection may take, the scheduler's answer, and all in all.
+_CONNECTED, _ANSWERED, _FOUND = 0.5, 0.75, 0.95
 _reached: set[str] = set()
 
 
-async def identities(
+class State(enum.Enum):
+    """What is known of a cluster's life."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a look at a cluster has found.
+
+    Parameters
+    ----------
+    state : State
+        Whether the cluster lives.
+    why : str
+        What says so, in words.
+    identity : dict, optional
+        What the scheduler said of itself (``Scheduler.identity()``), if it answered.
+    reachable : bool
+        Whether somebody accepts connections at the scheduler's address.
+    """
+
+    state: State
+    why: str = ""
+    identity: dict[str, Any] | None = None
+    reachable: bool = True
+
+
+async def judge(
+    records: Iterable[Record], timeout: float = 5.0, api: WorkersAPI | None = None
+) -> dict[str, Finding]:
+    """Find out which clusters are alive, which are dead, and of which neither can be shown.
+
+    A cluster is *alive* if its scheduler answers, with the id in the record. It is *dead* if
+
+    - another scheduler answers at its address, or
+    - nobody accepts a connection there, and the platform lists the scheduler's session as ended, or
+    - nobody accepts a connection there, and the scheduler has left no sign of life in the cluster's folder
+      for two minutes (see :mod:`dask_cml.pulse`), or
+    - its address is not known yet, and the process that made it has ended.
+
+    All else is *unknown*: the scheduler may be busy, or out of reach for a moment. So is a dead scheduler's
+    cluster whose maker still runs, which ends the cluster itself. The platform lists a session to its owner
+    alone: elsewhere a refused connection needs the two minutes.
+
+    Parameters
+    ----------
+    records : iterable of Record
+        The clusters'.
+    timeout : float
+        Seconds for all schedulers to answer, and once more for the platform.
+    api : WorkersAPI, optional
+        Lists the sessions. Default: one for the platform in each record.
+
+    Returns
+    -------
+    dict
+        A :class:`Finding` for each, by the cluster's name.
+    """
+    records = [*records]
+    findings = await look(records, timeout=timeout)
+    gone = [r for r in records if r.scheduler_address is not None and not findings[r.name].reachable]
+    ended = await _ended(gone, timeout, api)
+    for record in gone:
+        findings[record.name] = await _judge_unreachable(record, ended)
+    for record in records:
+        finding, maker = findings[record.name], record.maker
+        lives = await asyncio.to_thread(maker.lives)
+        if record.scheduler_address is None and lives is False:
+            findings[record.name] = Finding(State.DEAD, "its maker ended before its scheduler answered")
+        elif finding.state is State.DEAD and lives:
+            why = f"{finding.why}, but its maker runs, process {maker.pid}"
+            findings[record.name] = Finding(State.UNKNOWN, why)
+    return findings
+
+
+async def _judge_unreachable(record: Record, ended: set[str]) -> Finding:
+    session = _scheduler_session(record)
+    if session in ended:
+        return Finding(State.DEAD, f"its scheduler's session {session} has ended", reachable=False)
+    why = f"nobody accepts connections at {record.scheduler_address}"
+    silence = await asyncio.to_thread(pulse.silence, state_directory() / record.name)
+    if silence is not None and silence >= pulse.LONGEST_SILENCE:
+        why += f", and the scheduler's last sign of life is {silence:.0f} s old"
+        return Finding(State.DEAD, why, reachable=False)
+    return Finding(State.UNKNOWN, f"{why}, but nothing shows that the scheduler has ended", reachable=False)
+
+
+def _scheduler_session(record: Record) -> str | None:
+    found = [session for session, role in record.sessions.items() if role == "scheduler"]
+    return record.scheduler_session or (found[0] if found else None)
+
+
+async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | None) -> set[str]:
+    """Return the sessions that the platform lists as ended, as far as it lists any here."""
+    ended: set[str] = set()
+    for platform in {record.options.get("platform", "auto") for record in records}:
+        own = None
+        try:
+            own = api or WorkersAPI(load_platform(platform))
+            listing = await asyncio.wait_for(own.sessions(), timeout)
+            ended.update(session for session, info in listing.items() if has_ended(info))
+        except Exception as error:  # not to know is no error here, whatever the platform raises
+            logger.info("The platform %s lists no sessions: %r", platform, error)
+        finally:
+            if own is not None and own is not api:
+                await own.close()
+    return ended
+
+
+async def look(
     records: Iterable[Record], security: Security | None = None, timeout: float = 2.5
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Finding]:
     """Ask the schedulers of clusters who they are, all at the same time.
 
     Parameters
@@ -29,15 +151,14 @@ async def identities(
     security : Security, optional
         For those whose records name no keys. Default: as Dask's configuration says.
     timeout : float
-        Seconds, for all of them together. One that needs longer, or half of it to accept a connection, counts
-        as gone.
+        Seconds, for all of them together.
 
     Returns
     -------
     dict
-        What each scheduler that answered said of itself (``Scheduler.identity()``), by the cluster's name.
+        A :class:`Finding` for each, by the cluster's name; :func:`judge` finds more.
     """
-    tasks = {record.name: asyncio.create_task(_identity(record, security, timeout)) for record in records}
+    tasks = {record.name: asyncio.create_task(_look_at(record, security, timeout)) for record in records}
     if not tasks:
         return {}
     try:
@@ -45,8 +166,16 @@ async def identities(
     finally:
         answered = {name: task for name, task in tasks.items() if task.done() and not task.cancelled()}
         await cancel(*tasks.values())
-    answers = {name: task.result() for name, task in answered.items() if task.exception() is None}
-    return {name: answer for name, answer in answers.items() if answer is not None}
+    late = Finding(State.UNKNOWN, f"there was no answer within {timeout:g} s")
+    return {name: answered[name].result() if name in answered else late for name in tasks}
+
+
+async def identities(
+    records: Iterable[Record], security: Security | None = None, timeout: float = 2.5
+) -> dict[str, dict[str, Any]]:
+    """Return what the schedulers that answer say of themselves, by the clusters' names; see `look`."""
+    findings = await look(records, security, timeout)
+    return {name: each.identity for name, each in findings.items() if each.identity is not None}
 
 
 async def is_alive(record: Record, security: Security | None = None, timeout: float = 5.0) -> bool:
@@ -59,33 +188,54 @@ async def is_alive(record: Record, security: Security | None = None, timeout: fl
     security : Security, optional
         Default: as the record says, or else Dask's configuration.
     timeout : float
-        Seconds. A scheduler that needs longer counts as gone.
+        Seconds. That a scheduler needs longer does not show that it is dead; see :func:`judge`.
     """
     return bool(await identities([record], security, timeout))
 
 
-async def _identity(record: Record, security: Security | None, timeout: float) -> dict[str, Any] | None:
+async def _look_at(record: Record, security: Security | None, timeout: float) -> Finding:
     address = record.scheduler_address
     if address is None:
-        return None
+        return Finding(State.UNKNOWN, "its scheduler has not answered yet", reachable=False)
+    begin = asyncio.get_running_loop().time()
+    try:
+        asking = _ask(record, address, security, _CONNECTED * timeout)
+        return await asyncio.wait_for(asking, _ANSWERED * timeout)
+    except Exception as error:  # what listens there now need not speak Dask's language
+        logger.debug("The scheduler of %s does not answer: %r", record.name, error)
+    left = _FOUND * timeout - (asyncio.get_running_loop().time() - begin)
+    try:
+        await asyncio.wait_for(_reach(address, None), left)
+    except (OSError, asyncio.TimeoutError):
+        why = f"nobody accepts connections at {address}"
+        return Finding(State.UNKNOWN, why, reachable=False)
+    why = f"its scheduler accepts connections at {address} but does not answer; it may be busy"
+    return Finding(State.UNKNOWN, why)
+
+
+async def _ask(record: Record, address: str, security: Security | None, patience: float) -> Finding:
     security = record.get_security() or security or Security()
     # It reads the files of the keys.
     arguments = await asyncio.to_thread(security.get_connection_args, "client")
     if address not in _reached:
-        await asyncio.wait_for(_reach(address, arguments.get("ssl_context")), timeout / 2)
+        await asyncio.wait_for(_reach(address, arguments.get("ssl_context")), patience)
+    other = Finding(State.DEAD, f"another scheduler answers at {address}")
     try:
         async with rpc(address, connection_args=arguments) as scheduler:
             identity: dict[str, Any] = await scheduler.identity()
             if record.scheduler_id is None:
                 info = await scheduler.get_metadata(keys=["cluster-manager-info"], default={})
-                same = info.get("name") == record.name
+                if not info.get("name"):
+                    why = f"the scheduler at {address} does not know its cluster's name yet"
+                    return Finding(State.UNKNOWN, why)
+                same = info["name"] == record.name
             else:
                 same = identity.get("id") == record.scheduler_id
     except BaseException:
         _reached.discard(address)
         raise
     _reached.add(address)
-    return identity if same else None
+    return Finding(State.ALIVE, identity=identity) if same else other
 
 
 async def _reach(address: str, ssl_context: Any) -> None:

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from distributed.comm.core import Comm
@@ -27,6 +28,7 @@ from distributed.scheduler import Scheduler
 from distributed.utils import wait_for
 from tornado.ioloop import PeriodicCallback
 
+from dask_cml import pulse
 from dask_cml.errors import CMLError
 from dask_cml.forwarding import FORWARD, Tunnel
 from dask_cml.options import seconds, setting
@@ -101,10 +103,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         scheduler.handlers[FORWARD] = self.forward
         self._looking = PeriodicCallback(self._look, _LOOK_INTERVAL * 1000)
         self._looking.start()
+        self._beating = asyncio.create_task(self._keep_beating())
 
     async def close(self) -> None:
         """End with the scheduler."""
         self._looking.stop()
+        await cancel(self._beating)
         for comm in [*self._forwards]:
             comm.abort()
 
@@ -165,6 +169,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
                 for key, each in self._managers.items()
             },
         }
+
+    async def _keep_beating(self) -> None:
+        """Leave signs of life in the cluster's folder, where the scheduler has written its file."""
+        while self._scheduler.scheduler_file:
+            await asyncio.to_thread(pulse.beat, Path(self._scheduler.scheduler_file).parent)
+            await asyncio.sleep(pulse.INTERVAL)
 
     # -- orphans
 

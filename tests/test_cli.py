@@ -319,17 +319,23 @@ def test_help_names_every_option_but_those_of_makers_that_stay():
 
 
 def test_stale_records_say_so_and_are_pruned(platform):
-    session = platform.launch_workers(1, 1, 1, name="left", code="import time; time.sleep(600)")[0]["id"]
-    add_stale("left", sessions={session: "scheduler"})
+    code = "import time; time.sleep(600)"
+    scheduler, worker, other = (each["id"] for each in platform.launch_workers(3, 1, 1, code=code))
+    add_stale("left", sessions={scheduler: "scheduler", worker: "left-0"})
+    add_stale("doubtful", sessions={other: "scheduler"})
+    platform.evict(scheduler)
     registry.claim(replace(Record("begun"), options={"platform": "local"}))
     status = {row["name"]: row["status"] for row in json.loads(run("list", "--json"))}
-    assert status == {"left": "stale", "begun": "starting"}
+    assert status == {"left": "stale", "begun": "starting", "doubtful": "not answering"}
     assert re.search(r"left +stale +- +- +- +\d+ s +-", run("list"))
     assert "does not answer" in run("scale", "left", 1, code=1)
-    assert run("prune") == "left is deleted\n"
-    assert not live(platform)
-    assert [record.name for record in registry.records()] == ["begun"]
-    assert run("prune") == "nothing is left over\n"
+    out, err = shell("prune")
+    assert out == "left is deleted\n"
+    assert "doubtful is passed over: nobody accepts connections at tcp://" in err
+    assert "`dask cml delete begun`" in err
+    assert live(platform) == [other]
+    assert [record.name for record in registry.records()] == ["begun", "doubtful"]
+    assert run("prune").splitlines()[-1] == "no cluster is dead"
     run("delete", "--all")
     assert registry.records() == []
 

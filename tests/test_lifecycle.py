@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -12,8 +14,18 @@ import pytest
 from distributed import Client
 from distributed.core import Status
 
-from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, lifecycle, reconciler, registry
+from dask_cml import (
+    ClusterExists,
+    CMLCluster,
+    CMLError,
+    NoSuchCluster,
+    lifecycle,
+    pulse,
+    reconciler,
+    registry,
+)
 from dask_cml.discovery import discover
+from dask_cml.local import processes
 from dask_cml.options import state_directory
 
 MAKER = """
@@ -116,9 +128,56 @@ async def test_a_cluster_that_does_not_answer_is_not_rebuilt(platform):
     platform.evict(registry.read("made").scheduler_session)
     with pytest.raises(CMLError, match="does not answer"):
         await rebuild("made")
-    assert await lifecycle.prune() == {"made": None}
+    assert await lifecycle.prune() == ({"made": None}, {})
     assert not live(platform)
     assert registry.records() == []
+
+
+@contextlib.contextmanager
+def frozen(session):
+    """Stop a session's processes for a while, as a scheduler stands still that is busy."""
+    pids = processes.pids(session)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("security", [False, True])
+async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(platform, security):
+    await asyncio.to_thread(make_and_kill, security=security)
+    sessions = live(platform)
+    assert len(sessions) == 3
+    with frozen(registry.read("made").scheduler_session):
+        with pytest.raises(ClusterExists, match=r"accepts connections at .* but does not answer"):
+            await make(name="made")
+        ended, passed_over = await lifecycle.prune(timeout=2)
+        assert (ended, [*passed_over]) == ({}, ["made"])
+        [row] = await lifecycle.describe(registry.records())
+        assert row["status"] == "not answering"
+    async with rebuild("made") as cluster, Client(cluster, asynchronous=True) as client:
+        assert await client.submit(sum, [1, 2]) == 3
+        assert live(platform) == sessions
+        await cluster.close()
+
+
+async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_session_that_lists_nothing(
+    platform, monkeypatch, holds
+):
+    await asyncio.to_thread(make_and_kill)
+    sign = state_directory() / "made" / pulse.PULSE_FILE
+    await holds(sign.exists)
+    platform.evict(registry.read("made").scheduler_session)
+    monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
+    with pytest.raises(ClusterExists, match="nobody accepts connections"):
+        await make(name="made")
+    assert len(live(platform)) == 2
+    os.utime(sign, (0, sign.stat().st_mtime - pulse.LONGEST_SILENCE))
+    async with make(name="made") as cluster:
+        assert {each["id"] for each in live(platform)} == {each.id for each in cluster.sessions}
 
 
 async def test_shutdown_on_close_false_leaves_the_cluster_running(platform):

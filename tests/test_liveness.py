@@ -9,13 +9,16 @@ import os
 import socket
 import time
 
+import dask
 import pytest
 from distributed import Scheduler
 from distributed.core import rpc
 from distributed.security import Security
 
-from dask_cml.liveness import identities, is_alive
-from dask_cml.record import Record
+from dask_cml import pulse
+from dask_cml.liveness import State, identities, is_alive, judge
+from dask_cml.plugin import NAME, CMLSchedulerPlugin
+from dask_cml.record import Maker, Record
 from dask_cml.registry import claim, records
 
 
@@ -64,6 +67,106 @@ async def test_keys_of_a_scheduler_are_found_by_the_record(tmp_path):
         assert not await is_alive(record, timeout=1)
         (tmp_path / "tls_client_key").unlink()
         assert not await is_alive(dataclasses.replace(record, security=files))
+
+
+GONE = Maker("elsewhere", 1, 1.0, "gone")
+
+
+class Listing:
+    """A platform that lists one session."""
+
+    def __init__(self, status):
+        self.status = status
+
+    async def sessions(self):
+        if self.status is None:
+            raise OSError("the platform does not answer")
+        return {"s": {"id": "s", "status": self.status}}
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A record, and the age of the last sign of life in its folder."""
+
+    def cluster(address, silence=None, maker=GONE, **more):
+        if silence is not None:
+            (tmp_path / "a").mkdir(exist_ok=True)
+            pulse.beat(tmp_path / "a")
+            now = (tmp_path / "a" / pulse.PULSE_FILE).stat().st_mtime
+            os.utime(tmp_path / "a" / pulse.PULSE_FILE, (now, now - silence))
+        sessions = {"s": "scheduler"}
+        return Record("a", maker=maker, scheduler_address=address, sessions=sessions, **more)
+
+    with dask.config.set({"cml.state-directory": str(tmp_path)}):
+        yield cluster
+
+
+async def state(record, listed="running"):
+    return (await judge([record], timeout=1, api=Listing(listed)))["a"].state
+
+
+@pytest.fixture
+def listener():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        yield listener
+
+
+def address(listener):
+    return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def test_a_scheduler_that_nobody_can_reach_is_dead_if_its_session_has_ended(cluster, listener):
+    for status in ("failed", "stopped", "succeeded", "timedout"):
+        assert await state(cluster(address(listener)), status) is State.DEAD
+    for status in ("running", "scheduling", "STOPPING", "UNKNOWN", None):
+        assert await state(cluster(address(listener)), status) is State.UNKNOWN
+
+
+@pytest.mark.parametrize("listed", ["running", None])
+async def test_a_scheduler_that_nobody_can_reach_is_dead_after_two_minutes_of_silence(
+    cluster, listener, listed
+):
+    assert await state(cluster(address(listener), silence=60), listed) is State.UNKNOWN
+    assert await state(cluster(address(listener), silence=130), listed) is State.DEAD
+
+
+async def test_whoever_accepts_a_connection_may_live(cluster, listener):
+    listener.listen()
+    assert await state(cluster(address(listener), silence=3600), "failed") is State.UNKNOWN
+    tls = address(listener).replace("tcp", "tls")
+    assert await state(cluster(tls, silence=3600), "failed") is State.UNKNOWN
+
+
+async def test_a_cluster_is_dead_if_another_scheduler_has_its_address(cluster):
+    async with scheduler() as running:
+        assert await state(cluster(running.address, scheduler_id="Scheduler-other")) is State.DEAD
+        assert await state(cluster(running.address, scheduler_id=running.id)) is State.ALIVE
+        assert await state(cluster(running.address)) is State.UNKNOWN
+
+
+async def test_a_cluster_whose_maker_runs_is_not_dead(cluster, listener):
+    maker = Maker.this_process()
+    assert await state(cluster(address(listener), maker=maker), "failed") is State.UNKNOWN
+    assert await state(cluster(None, maker=maker)) is State.UNKNOWN
+    assert await state(cluster(None)) is State.UNKNOWN
+    ended = dataclasses.replace(maker, started=1.0)
+    assert await state(cluster(None, maker=ended)) is State.DEAD
+
+
+async def test_a_scheduler_leaves_signs_of_life_in_its_clusters_folder(tmp_path, monkeypatch, holds):
+    assert pulse.silence(tmp_path / "a") is None
+    monkeypatch.setattr(pulse, "INTERVAL", 0.1)
+    folder = tmp_path / "a"
+    folder.mkdir()
+    async with Scheduler(
+        port=0, dashboard=False, dashboard_address=":0", scheduler_file=str(folder / "scheduler.json")
+    ) as running:
+        await running.register_scheduler_plugin(CMLSchedulerPlugin(None), name=NAME, idempotent=True)
+        sign = folder / pulse.PULSE_FILE
+        await holds(sign.exists)
+        os.utime(sign, (0, 0))
+        await holds(lambda: pulse.silence(folder) < 3600)
 
 
 async def test_among_two_hundred_records_those_that_are_alive_are_found(tmp_path):
