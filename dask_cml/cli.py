@@ -18,6 +18,8 @@ import click
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
+    from dask_cml.record import Record
+    from dask_cml.session_logs import SessionLogs
 
 # Dask imports this with every one of its commands, so what takes long to import is imported where it is used.
 
@@ -362,14 +364,65 @@ def adapt(name: str, minimum: int, maximum: int) -> None:
         raise CMLError(f"{name} has ended: {cluster.reconciler.trouble or 'another process has deleted it'}")
 
 
+def _sessions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a session that has a log."""
+    from dask_cml.errors import CMLError
+
+    try:
+        sessions = _session_logs(context.params["name"])[0].paths()
+    except (CMLError, OSError):
+        return []
+    given = context.params.get(str(parameter.name)) or ()
+    return [each for each in sessions if each.startswith(incomplete) and each not in given]
+
+
+def _session_logs(name: str) -> tuple[SessionLogs, Record]:
+    from dask_cml import registry
+    from dask_cml.options import state_directory
+    from dask_cml.session_logs import SessionLogs
+
+    record = registry.read(name)
+    log_directory, processes = record.options.get("log_directory"), record.options.get("processes") or 1
+    return SessionLogs(name, state_directory() / name, log_directory, processes), record
+
+
 @cml.command()
 @click.argument("name", shell_complete=_names)
+@click.argument("workers", nargs=-1, metavar="[WORKER]...", shell_complete=_sessions)
+@click.option("-f", "--follow", is_flag=True, help="Print new lines until Ctrl-C or the end of the cluster.")
 @_in_one_line
-def logs(name: str) -> None:
-    """Print what the scheduler and the workers have logged."""
-    with _rebuilt(name) as cluster:
-        for source, text in cluster.get_logs(cluster=False).items():
-            click.echo(f"==> {source} <==\n{text}\n")
+def logs(name: str, workers: Sequence[str], follow: bool) -> None:
+    """Print the logs of the scheduler and the workers, ended workers too.
+
+    WORKER is the name of a worker, or "Scheduler". The default is all of them.
+    """
+    session_logs, record = _session_logs(name)
+    launched = [each for each in record.sessions.values() if each != "scheduler"]
+    chosen = session_logs.choose(workers, launched) if workers else None
+    shown = None
+    while True:
+        lasts = follow and _lasts(record)
+        for session, line in session_logs.lines(chosen, whole=not lasts):
+            if session != shown:
+                click.echo("\n" * bool(shown) + f"==> {session} <==")
+                shown = session
+            click.echo(line)
+        if not lasts:
+            break
+        time.sleep(_INTERVAL)
+    if follow:
+        click.echo(f"the cluster {name!r} has ended", err=True)
+
+
+def _lasts(record: Record) -> bool:
+    """Return whether a cluster's record is still there."""
+    from dask_cml import registry
+    from dask_cml.errors import NoSuchCluster
+
+    try:
+        return registry.read(record.name).id == record.id
+    except NoSuchCluster:
+        return False
 
 
 @cml.command()

@@ -17,7 +17,7 @@ from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
 from distributed.security import Security
-from distributed.utils import NoOpAwaitable, silence_logging_cmgr
+from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
 from dask_cml import keys, liveness, registry
 from dask_cml.adaptive import CMLAdaptive, stop_adapting
@@ -30,6 +30,7 @@ from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
 from dask_cml.reconciler import Reconciler
 from dask_cml.record import Record
 from dask_cml.recording import SCHEDULER, RecordKeeper
+from dask_cml.session_logs import SessionLogs
 from dask_cml.tasks import cancel
 from dask_cml.views import first_line, sessions_html, show_start
 from dask_cml.workers_api import WorkersAPI, load_platform
@@ -86,7 +87,8 @@ class CMLCluster(SpecCluster):
         So long without its maker, another manager or any client, and the cluster ends itself. Default 5
         minutes. It does not hold with ``shutdown_on_close=False``.
     log_directory : path, optional
-        A folder on the project file system where sessions also write their output, to stay there.
+        A folder on the project file system for the sessions' logs, which stay there. Default: the cluster's
+        own folder, which the cluster removes at its end.
     shutdown_on_close : bool, optional
         False: the sessions outlive this object and this process. Default True.
     forward_dashboard : bool, optional
@@ -585,6 +587,51 @@ class CMLCluster(SpecCluster):
             return self._forwarder.link
         session = self.scheduler.session
         return f"{session.app_url.rstrip('/')}/status" if session and session.app_url else ""
+
+    def get_logs(
+        self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
+    ) -> Any:
+        """Return what the cluster has reported, and the logs of its sessions, ended ones too.
+
+        Parameters
+        ----------
+        cluster, scheduler : bool
+            Whether to include the cluster manager's log and the scheduler's.
+        workers : bool or iterable of str
+            Whether to include the workers' logs; or which, by the names of sessions, the names of Dask
+            workers or their addresses.
+
+        Returns
+        -------
+        dict of str to str
+            The logs of ``"Cluster"``, ``"Scheduler"`` and each worker session by its name, the oldest line
+            first. They are what the sessions print: the output of tasks, too. Of a log longer than 1 MiB this
+            is the end.
+
+        Raises
+        ------
+        ValueError
+            If there is no such worker. It lists those that there are.
+
+        Examples
+        --------
+        >>> print(cluster.get_logs()["mine-0"])
+        2026-01-01 12:00:00,000 - distributed.nanny - INFO - Start Nanny at: 'tcp://100.66.0.19:34567'
+        ...
+        """
+        return self.sync(self._get_logs, cluster=cluster, scheduler=scheduler, workers=workers)
+
+    async def _get_logs(
+        self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
+    ) -> Logs:
+        reported = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
+        names = {address: info["name"] for address, info in self.scheduler_info["workers"].items()}
+        if not isinstance(workers, bool):
+            workers = [names.get(worker, worker) for worker in workers]
+        options = self.options
+        logs = SessionLogs(self.name, self.folder, options.log_directory, options.processes)
+        found = await asyncio.to_thread(logs.read, scheduler, workers, [*self.workers])
+        return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
 
     @property
     def n_pending(self) -> int:

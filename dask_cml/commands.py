@@ -12,6 +12,7 @@ from distributed.security import Security
 
 from dask_cml import keys
 from dask_cml.options import Options, SessionSize
+from dask_cml.session_logs import log_path
 
 SCHEDULER_FILE = "scheduler.json"
 PRELOAD = "dask_cml.plugin"
@@ -210,6 +211,6 @@ def _plan(
     more: str = "",
     meanwhile: str = "",
 ) -> SessionPlan:
-    log = Path(options.log_directory or folder) / f"{name}.log"
+    log = log_path(name, folder, options.log_directory)
     code = _CODE.format(title=title, command=command, more=more, log=str(log), meanwhile=meanwhile)
     return SessionPlan(name, size, code, {"PYTHONUNBUFFERED": "1", **env}, log)

@@ -154,14 +154,23 @@ class CMLProcess(ProcessInterface):
         self._info = {**self._info, **listing.get(self.session_id or "", {})}
         return has_ended(self._info)
 
-    async def failure(self, what: str) -> str:
-        """Describe a failure: the session, its last status, and the last lines of its output."""
+    async def failure(self, what: str, brief: bool = False) -> str:
+        """Describe a failure: the session, its last status, and the last lines of its output.
+
+        Parameters
+        ----------
+        what : str
+            What failed.
+        brief : bool
+            Whether to name the log in place of its last lines, so that this is one line.
+        """
         status = self._info.get("status", "unknown")
         tail = await asyncio.to_thread(_last_lines, self.plan.log)
-        output = f"; the last lines of its output:\n{tail}" if tail else "; it wrote no output"
+        output = f"its log is {self.plan.log}" if brief else f"the last lines of its output:\n{tail}"
         words = self._info.get("message") or self._info.get("k8sMessage")
-        said = f" ({words})" if words else ""
-        return f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}{output}"
+        said = f" ({' '.join(words.split())})" if words else ""
+        session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}"
+        return f"{session}; {output if tail else 'it wrote no output'}"
 
 
 class CMLScheduler(CMLProcess):

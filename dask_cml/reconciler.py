@@ -191,7 +191,7 @@ class Reconciler:
             return {}
         ended = {key for key, worker in workers.items() if worker.update(listing)}
         reasons = {key: "ended" if key in ended else self._why_late(key, workers[key]) for key in missing}
-        return {key: await workers[key].failure(why) for key, why in reasons.items() if why}
+        return {key: await workers[key].failure(why, brief=True) for key, why in reasons.items() if why}
 
     def _why_late(self, key: str, worker: CMLWorker) -> str | None:
         now = time.monotonic()

@@ -20,6 +20,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from dask_cml import CMLCluster, cli, lifecycle, registry
+from dask_cml.options import state_directory
 from dask_cml.record import Maker, Record
 
 NOBODY = Maker("elsewhere", 1, 1.0, "gone")
@@ -103,7 +104,9 @@ def test_a_cluster_from_its_creation_to_its_end(platform):
     assert set(about["sessions"]) == set(live(platform))
     assert about["security"] is True
     assert "mine-1" in run("info", "mine")
-    assert "==> Scheduler <==" in run("logs", "mine")
+    logs = run("logs", "mine")
+    assert re.findall(r"==> (.*) <==", logs) == ["Scheduler", "mine-0", "mine-1"]
+    assert "Scheduler at" in logs
 
     assert "there are 'mine'" in run("info", "other", code=1)
     assert "already" in run("create", "--name", "mine", code=1)
@@ -197,6 +200,62 @@ def test_ctrl_c_in_create_is_quiet_and_leaves_nothing(platform, until):
         platform.configure(start_delay=0)
     assert all(each["stop_requested"] for each in platform.sessions())
     assert registry.records() == []
+
+
+# -- logs
+
+
+@pytest.fixture
+def write_log():
+    """Write to the log of a session of the cluster `left`, whose scheduler is gone."""
+    add_stale("left", sessions={"aaaa": "scheduler", "bbbb": "left-2"})
+
+    def write(session, text, mode="a"):
+        with (state_directory() / "left" / f"{session}.log").open(mode) as file:
+            file.write(text)
+
+    write("left-scheduler", "Scheduler at\n")
+    write("left-0", "Start worker\nEnd worker\n")
+    return write
+
+
+def test_logs_of_a_cluster_whose_scheduler_is_gone(write_log):
+    scheduler, worker = "==> Scheduler <==\nScheduler at\n", "==> left-0 <==\nStart worker\nEnd worker\n"
+    assert run("logs", "left") == f"{scheduler}\n{worker}"
+    assert run("logs", "left", "left-0") == worker
+    assert run("logs", "left", "Scheduler") == scheduler
+    assert run("logs", "left", "left-2") == ""
+    assert run("logs", "left", "left-0", "left-1", code=1) == (
+        "Error: invalid worker 'left-1': expected one of Scheduler, left-0, left-2\n"
+    )
+
+
+def test_logs_are_followed_until_the_cluster_is_gone(write_log):
+    with started("logs", "left", "--follow") as process:
+
+        def shown(n):
+            return [process.stdout.readline() for _ in range(n)]
+
+        assert shown(2) == ["==> Scheduler <==\n", "Scheduler at\n"]
+        assert shown(4) == ["\n", "==> left-0 <==\n", "Start worker\n", "End worker\n"]
+        write_log("left-0", "once more\nand")
+        assert shown(1) == ["once more\n"]
+        write_log("left-2", "begins\n")
+        assert shown(3) == ["\n", "==> left-2 <==\n", "begins\n"]
+        write_log("left-2", "anew\n", "w")
+        assert shown(1) == ["anew\n"]
+        registry.remove("left")
+        assert process.wait(30) == 0
+        assert process.stdout.read() == ""
+        assert process.stderr.read() == "the cluster 'left' has ended\n"
+
+
+def test_logs_of_some_are_followed_until_ctrl_c(write_log):
+    with started("logs", "left", "left-0", "-f") as process:
+        assert process.stdout.readline() == "==> left-0 <==\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert process.stderr.read() == ""
 
 
 # -- what create is given
@@ -403,6 +462,9 @@ def test_names_are_completed():
     add_stale("other")
     assert complete(["info"], "o") == ["one", "other"]
     assert complete(["delete", "one"], "") == ["other"]
+    (state_directory() / "one" / "one-0.log").touch()
+    assert complete(["logs", "one"], "one") == ["one-0"]
+    assert complete(["logs", "gone"], "") == []
     assert complete(["create"], "--scheduler-m") == ["--scheduler-memory"]
 
 

@@ -231,11 +231,41 @@ def test_restart_keeps_the_workers(cluster, client):
     assert len(cluster.workers) == 2
 
 
-def test_logs_of_cluster_scheduler_and_workers(cluster, client):
+def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(cluster, client, until):
+    first, second = (f"{cluster.name}-{i}" for i in range(2))
+    client.submit(print, "a task has printed this").result()
+    cluster._log("the cluster has reported this")
+    until(lambda: "a task has printed this" in str(cluster.get_logs()))
+    address = next(a for a, info in cluster.scheduler_info["workers"].items() if info["name"] == second)
+    assert [*cluster.get_logs(False, False, [address])] == [second]
+    cluster.scale(0)
+    until(lambda: len(cluster.sessions) == 1)
     logs = cluster.get_logs()
-    assert {"Cluster", "Scheduler", *cluster.scheduler_info["workers"]} == set(logs)
-    assert "Scheduler at" in logs["Scheduler"]
+    assert [*logs] == ["Cluster", "Scheduler", first, second]
+    assert logs["Cluster"] == "the cluster has reported this"
+    assert 0 <= logs["Scheduler"].find("Scheduler at") < logs["Scheduler"].find("Retire worker")
+    assert "Start worker at" in logs[first]
+    assert [*cluster.get_logs(cluster=False, scheduler=False, workers=[first])] == [first]
     assert cluster.get_logs(cluster=False, scheduler=False, workers=False) == {}
+    with pytest.raises(ValueError, match=f"invalid worker 'x': expected one of Scheduler, {first}, {second}"):
+        cluster.get_logs(workers=["x"])
+
+
+def test_a_task_that_prints_works_while_the_disk_is_full(platform, tmp_path, until):
+    with (
+        CMLCluster(1, log_directory=str(tmp_path), name="c", platform="local") as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(1, timeout=60)
+        log = tmp_path / "c-0.log"
+        full = tmp_path / "full"
+        full.symlink_to("/dev/full")  # every write fails for lack of space
+        full.replace(log)
+        assert client.submit(lambda: print("x" * 10**6)).result() is None
+        log.unlink()
+        assert client.submit(print, "there is space").result() is None
+        until(lambda: log.exists() and "there is space" in log.read_text())
+        assert "bytes of output could not be written here" in log.read_text()
 
 
 def test_dashboard_link_leads_to_the_dashboard(cluster):

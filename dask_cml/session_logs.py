@@ -1,0 +1,153 @@
+"""The logs of a cluster's sessions: each session writes its output to a file of the project file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+#: What the scheduler's log is headed by; the others are headed by their workers' names.
+SCHEDULER = "Scheduler"
+#: Bytes of a log that are read at first, at its end.
+_MOST = 2**20
+
+
+def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
+    """Return the path of a session's log.
+
+    Parameters
+    ----------
+    session : str
+        The session's name.
+    folder : Path
+        The cluster's folder.
+    log_directory : str or None
+        The cluster's option.
+    """
+    return Path(log_directory or folder) / f"{session}.log"
+
+
+class SessionLogs:
+    """Read the logs of a cluster's sessions, ended ones too. Each reading goes on where the last one ended.
+
+    Parameters
+    ----------
+    cluster : str
+        The cluster's name.
+    folder : Path
+        The cluster's folder.
+    log_directory : str, optional
+        The cluster's option.
+    processes : int
+        Dask workers in a session. They share a log.
+    """
+
+    def __init__(
+        self, cluster: str, folder: Path, log_directory: str | None = None, processes: int = 1
+    ) -> None:
+        self._scheduler = log_path(f"{cluster}-scheduler", folder, log_directory)
+        self._worker = re.compile(rf"({re.escape(cluster)}-(\d+))\.log")
+        self._processes = processes
+        self._read: dict[str, tuple[int, int]] = {}
+
+    def paths(self) -> dict[str, Path]:
+        """List the logs, the scheduler's first and then the workers' in the order of their launch."""
+        try:
+            files = os.listdir(self._scheduler.parent)
+        except (FileNotFoundError, NotADirectoryError):
+            files = []
+        paths = {SCHEDULER: self._scheduler} if self._scheduler.name in files else {}
+        workers = [match for match in map(self._worker.fullmatch, files) if match]
+        for match in sorted(workers, key=lambda match: int(match[2])):
+            paths[match[1]] = self._scheduler.with_name(match[0])
+        return paths
+
+    def choose(self, workers: Iterable[str], launched: Iterable[str] = ()) -> list[str]:
+        """Return the sessions in which these workers run or ran.
+
+        Parameters
+        ----------
+        workers : iterable of str
+            Names of sessions or of Dask workers in them, or ``"Scheduler"``.
+        launched : iterable of str
+            Names of sessions that may have no log yet.
+
+        Raises
+        ------
+        ValueError
+            If there is no such worker. It lists those that there are.
+        """
+        known = dict.fromkeys([SCHEDULER, *self.paths(), *launched])
+        sessions = {**{name: name for name in known}, SCHEDULER.lower(): SCHEDULER}
+        if self._processes > 1:
+            sessions |= {f"{name}-{i}": name for name in known for i in range(self._processes)}
+        chosen: dict[str, None] = {}
+        for worker in workers:
+            if worker not in sessions:
+                raise ValueError(f"invalid worker {worker!r}: expected one of {', '.join(known)}")
+            chosen[sessions[worker]] = None
+        return [*chosen]
+
+    def read(
+        self, scheduler: bool = True, workers: bool | Iterable[str] = True, launched: Iterable[str] = ()
+    ) -> dict[str, list[str]]:
+        """Read the logs of the scheduler and of all workers, or of those that :meth:`choose` returns."""
+        if isinstance(workers, bool):
+            chosen = [each for each in self.paths() if workers and each != SCHEDULER]
+        else:
+            chosen = self.choose(workers, launched)
+        logs: dict[str, list[str]] = {each: [] for each in [SCHEDULER] * scheduler + chosen}
+        for session, line in self.lines(logs):
+            logs[session].append(line)
+        return logs
+
+    def lines(
+        self, sessions: Iterable[str] | None = None, *, whole: bool = True
+    ) -> Iterator[tuple[str, str]]:
+        """Read the lines that are new since the last reading.
+
+        At first these are the lines in the last MiB of each log. A log that is shorter than it was is read
+        from its beginning.
+
+        Parameters
+        ----------
+        sessions : iterable of str, optional
+            As :meth:`choose` returns them. Default: all.
+        whole : bool
+            Whether a last line without an end is a line; else the session may still write it.
+
+        Yields
+        ------
+        (str, str)
+            The session and a line of its log, without its end; the oldest line first.
+        """
+        paths = self.paths()
+        for session in self._read.keys() - paths.keys():
+            del self._read[session]
+        wanted = paths.keys() if sessions is None else set(sessions)
+        for session, path in paths.items():
+            if session in wanted:
+                for line in self._new_lines(session, path, whole):
+                    yield session, line.decode(errors="replace").removesuffix("\n")
+
+    def _new_lines(self, session: str, path: Path, whole: bool) -> Iterator[bytes]:
+        try:
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                inode, begin = self._read.get(session, (found.st_ino, max(0, found.st_size - _MOST)))
+                if session not in self._read and begin:
+                    yield b"[%d bytes before this are in %s]" % (begin, os.fsencode(path))
+                if inode != found.st_ino or begin > found.st_size:
+                    begin = 0
+                file.seek(begin)
+                for line in file:
+                    if not (whole or line.endswith(b"\n")):
+                        break
+                    begin += len(line)
+                    yield line
+                self._read[session] = found.st_ino, begin
+        except OSError as error:  # the end of the cluster removes it
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
