@@ -22,7 +22,7 @@ _STAGES = ("scheduling", "starting", "running")
 class Response:
     """As much of an HTTP response as anybody reads."""
 
-    status_code: int = 200
+    status_code: int = 204
 
 
 class HTTPError(OSError):
@@ -194,7 +194,8 @@ class Stub:
         with self._call("list_workers", None):
             return self._listing()
 
-    def stop_workers(self, *ids: str) -> list[Response]:
+    def stop_workers(self, *ids: Any) -> list[Response]:
+        ids = tuple(each["id"] if isinstance(each, dict) else each for each in ids)
         with self._call("stop_workers", ids), self._lock:
             if not ids:  # it means all of the caller's
                 ids = tuple(each.id for each in self._of_caller() if each.live)
@@ -204,7 +205,7 @@ class Stub:
         self, ids: Iterable[Any], wait_for_completion: bool = True, timeout_seconds: float = 60
     ) -> dict[str, list[dict[str, Any]]]:
         wanted = {each["id"] if isinstance(each, dict) else each for each in ids}
-        deadline = time.monotonic() + timeout_seconds if timeout_seconds else float("inf")
+        deadline = time.monotonic() + timeout_seconds
         good = ("succeeded",) if wait_for_completion else ("running",)
         while True:
             found = [each for each in self._listing() if each["id"] in wanted]
@@ -213,8 +214,8 @@ class Stub:
                 for each in found
                 if each["status"] in ENDED or (each["status"] in good and each["ip_address"] != "unknown")
             ]
-            if len(settled) == len(wanted) or time.monotonic() > deadline:
-                workers = [each for each in settled if each["status"] in good]
+            if len(settled) == len(wanted) or time.monotonic() >= deadline:
+                workers = [each for each in settled if each["status"] in good and timeout_seconds]
                 return {"workers": workers, "failures": [each for each in found if each not in workers]}
             time.sleep(5)
 
@@ -332,7 +333,7 @@ class Stub:
 
     def _stop(self, session_id: str) -> Response:
         session = self.all.get(session_id)
-        code = self._stop_codes.popleft() if self._stop_codes else 200 if session else 404
+        code = self._stop_codes.popleft() if self._stop_codes else 204 if session else 404
         if session and code < 400:
             session.reach("stopped")
         return Response(code)

@@ -10,11 +10,12 @@ from dask_cml.local.control import evict, log, prune, sessions
 from dask_cml.local.engines import end_engine, engine
 from dask_cml.local.faults import clear_faults, inject
 from dask_cml.local.installation import install
-from dask_cml.local.responses import HTTPError, Response
+from dask_cml.local.responses import HTTPError, JSONDecodeError, Response
 from dask_cml.local.workers import await_workers, launch_workers, list_workers, stop_workers
 
 __all__ = [
     "HTTPError",
+    "JSONDecodeError",
     "Response",
     "Settings",
     "await_workers",

@@ -25,6 +25,7 @@ class Settings:
     lifetime: float | None = None
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     network: str = "shared"
+    needs_api_key: bool = False
 
 
 def settings() -> Settings:
@@ -48,6 +49,7 @@ def configure(
     lifetime: float | EllipsisType | None = ...,
     variables: Mapping[str, str] | EllipsisType = ...,
     network: str | EllipsisType = ...,
+    needs_api_key: bool | EllipsisType = ...,
 ) -> Settings:
     """Change settings of the local platform, for every process that uses its state directory.
 
@@ -71,6 +73,9 @@ def configure(
     network : {"shared", "namespaces"}
         Whether sessions share this machine's network, or each has a loopback and an address of its
         own, as on CML (for Linux, as root).
+    needs_api_key : bool
+        Whether the functions raise a RuntimeError in a process without ``CDSW_API_KEY`` in its environment,
+        as those of CML do. All sessions have it.
 
     Returns
     -------
@@ -98,6 +103,7 @@ def configure(
         "lifetime": lifetime,
         "variables": variables,
         "network": network,
+        "needs_api_key": needs_api_key,
     }
     changes = {name: value for name, value in given.items() if value is not ...}
     for name, value in changes.items():
@@ -136,6 +142,9 @@ def _check(name: str, value: Any) -> None:
     elif name == "variables":
         _check_mapping(name, value)
         check_variables(name, value)
+    elif name == "needs_api_key":
+        if not isinstance(value, bool):
+            raise TypeError(f"needs_api_key must be a bool, not {value!r}")
     elif value not in NETWORKS:
         raise ValueError(f"network must be one of {', '.join(NETWORKS)}, not {value!r}")
     elif value == "namespaces":

@@ -80,6 +80,7 @@ def of_session(
     """
     project = os.getcwd()
     platform = {
+        "CDSW_API_KEY": _digest("key", session_id),
         "CDSW_MASTER_ID": owner(),
         "CDSW_MASTER_IP": master_ip,
         "CDSW_IP_ADDRESS": ip,

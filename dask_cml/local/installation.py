@@ -1,4 +1,4 @@
-"""Lets code that is written for CML import the local platform as ``cml.workers_v1``."""
+"""Lets code that is written for CML import the local platform, as ``cml.workers_v1`` or as ``cdsw``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import types
 
 
 def install(force: bool = False) -> None:
-    """Make ``from cml import workers_v1`` give the local platform, in this process.
+    """Make ``from cml import workers_v1`` and ``import cdsw`` give the local platform, in this process.
 
     Parameters
     ----------
     force : bool
-        Whether to do so in the face of a real ``cml``.
+        Whether to do so in the face of a real ``cml`` or ``cdsw``.
 
     Raises
     ------
     RuntimeError
-        If a real ``cml`` can be imported.
+        If a real one can be imported.
 
     Examples
     --------
@@ -31,12 +31,13 @@ def install(force: bool = False) -> None:
     platform = sys.modules["dask_cml.local"]
     if sys.modules.get("cml.workers_v1") is platform:
         return
-    if not force and importlib.util.find_spec("cml") is not None:
+    real = [name for name in ("cml", "cdsw") if importlib.util.find_spec(name) is not None]
+    if real and not force:
         raise RuntimeError(
-            "cml can be imported here, so this may be CML itself: install(force=True) hides it"
+            f"{real[0]} can be imported here, so this may be CML itself: install(force=True) hides it"
         )
     package = types.ModuleType("cml", "Stands for the cml of CML sessions.")
     package.__path__ = []
     package.workers_v1 = platform  # type: ignore[attr-defined]
     sys.modules["cml"] = package
-    sys.modules["cml.workers_v1"] = platform
+    sys.modules["cml.workers_v1"] = sys.modules["cdsw"] = platform

@@ -27,7 +27,7 @@ from dask_cml.local import network, processes, state
 
 ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
 #: HTTP statuses, as the platform answers them.
-_OK, _NOT_FOUND = 200, 404
+_OK, _NOT_FOUND = 204, 404
 _ALPHABET = string.ascii_lowercase + string.digits
 
 
@@ -184,7 +184,7 @@ def stop(session_id: str) -> int:
     Returns
     -------
     int
-        The HTTP status: 200, or 404 if there is no such session.
+        The HTTP status: 204, or 404 if there is no such session.
     """
     record = read(session_id)
     if record is None:

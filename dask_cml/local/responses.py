@@ -57,3 +57,7 @@ class HTTPError(OSError):
     def __init__(self, response: Response) -> None:
         super().__init__(f"{response.status_code} {response.reason}".strip())
         self.response = response
+
+
+class JSONDecodeError(OSError, ValueError):
+    """An answer is no JSON. It is both an OSError and a ValueError, as the one of `requests`."""

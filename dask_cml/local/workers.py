@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from dask_cml.local import configuration, environment, faults, launching, records
-from dask_cml.local.responses import HTTPError, Response
+from dask_cml.local.responses import Response
 
 #: A session, as the platform describes it.
 Session = dict[str, Any]
@@ -67,7 +68,7 @@ def launch_workers(
     -------
     list of dict
         One for each session, in no order. A refused one has no ``id``, but ``message``, ``k8sMessage`` and
-        ``engineId``, the id of a half-made session.
+        ``engineId``, the id of a half-made session; the answer to a failed request has a ``message`` alone.
 
     Raises
     ------
@@ -75,6 +76,8 @@ def launch_workers(
         If arguments make no sense.
     ImportError
         If the code needs IPython, and there is none.
+    RuntimeError
+        If ``CDSW_API_KEY`` is not set, and the platform is :func:`configure`d to need it.
     OSError
         If that was injected. Other sessions of the same call may have been launched.
 
@@ -108,9 +111,12 @@ def launch_workers(
         name=name or "",
     )
 
+    _check_key()
+
     def post(_: int) -> Session:
-        _request("launch_workers", name=request.name, code=request.code)
-        return launching.launch(request)
+        return _request(
+            lambda: launching.launch(request), "launch_workers", name=request.name, code=request.code
+        )
 
     return _in_threads(post, range(n))
 
@@ -121,10 +127,12 @@ def list_workers() -> list[Session]:
     Returns
     -------
     list of dict
-        The oldest first.
+        The oldest first. A dict with a ``message``, if the request failed.
 
     Raises
     ------
+    RuntimeError
+        As for :func:`launch_workers`.
     OSError
         If that was injected.
 
@@ -137,13 +145,17 @@ def list_workers() -> list[Session]:
 
 
 def _list(*functions: str) -> list[Session]:
-    _request(*functions)
-    launcher, now = environment.calling_session(), time.time()
-    return [
-        records.public(record)
-        for record in records.read_all()
-        if record.plan["launcher"] == launcher and now >= record.plan["created_at"] + record.plan["hide"]
-    ]
+    def get() -> list[Session]:
+        launcher, now = environment.calling_session(), time.time()
+        return [
+            records.public(record)
+            for record in records.read_all()
+            if record.plan["launcher"] == launcher and now >= record.plan["created_at"] + record.plan["hide"]
+        ]
+
+    _check_key()
+    sessions: list[Session] = _request(get, *functions)
+    return sessions
 
 
 def await_workers(
@@ -162,7 +174,7 @@ def await_workers(
     wait_for_completion : bool
         Whether to wait for their end.
     timeout_seconds : float
-        0 means no limit.
+        0: every session is a failure, as on CML.
 
     Returns
     -------
@@ -188,35 +200,39 @@ def await_workers(
         good = [
             each
             for each in found
-            if each["status"] == goal and (wait_for_completion or each.get("ip_address") != "unknown")
+            if timeout_seconds
+            and each["status"] == goal
+            and (wait_for_completion or each.get("ip_address") != "unknown")
         ]
         settled = {each["id"] for each in found if each["status"] in records.ENDED}
         settled.update(each["id"] for each in good)
-        if settled == wanted or 0 < timeout_seconds <= waited:
+        if settled == wanted or timeout_seconds <= waited:
             return {"workers": good, "failures": [each for each in found if each not in good]}
         time.sleep(_POLL_INTERVAL)
         waited += _POLL_INTERVAL
 
 
-def stop_workers(*ids: str) -> list[Response] | None:
+def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
     """Ask for the stop of sessions, by one request each from a pool of threads.
 
     Like :func:`launch_workers`, it cannot be called when the interpreter is about to exit.
 
     Parameters
     ----------
-    *ids : str
-        The sessions, whoever launched them. **Without any, all sessions of the calling session are
-        stopped**, as on CML.
+    *ids : str or dict
+        The sessions, or what the other functions tell of them, whoever launched them. **Without any, all
+        sessions of the calling session are stopped**, as on CML.
 
     Returns
     -------
     list of Response or None
-        One for each, in no order: 200, or 404 for an unknown id. None if there was nothing to stop. The
+        One for each, in no order: 204, or 404 for an unknown id. None if there was nothing to stop. The
         status becomes ``stopped`` once the processes have ended.
 
     Raises
     ------
+    RuntimeError
+        As for :func:`launch_workers`.
     OSError
         If that was injected. The other sessions of the same call are stopped.
 
@@ -226,35 +242,47 @@ def stop_workers(*ids: str) -> list[Response] | None:
     >>> code = "import time; time.sleep(600)"
     >>> [session] = local.launch_workers(1, cpu=1, memory=2, code=code)
     >>> local.stop_workers(session["id"])[0].status_code
-    200
+    204
     """
     if not ids:
         mine = [each["id"] for each in list_workers()]
         return stop_workers(*mine) if mine else None
+    _check_key()
 
     def put(session_id: str) -> Response:
         record = records.read(session_id) if isinstance(session_id, str) else None
         plan = record.plan if record else {"name": "", "code": ""}
-        answer = _request("stop_workers", name=plan["name"], code=plan["code"])
-        return Response(answer or (records.stop(record.id) if record else 404))
+        return _request(
+            lambda: Response(records.stop(record.id) if record else 404),
+            "stop_workers",
+            name=plan["name"],
+            code=plan["code"],
+        )
 
-    return _in_threads(put, ids)
+    return _in_threads(put, [each["id"] if isinstance(each, Mapping) else each for each in ids])
 
 
-def _request(*functions: str, name: str = "", code: str = "") -> int | None:
-    """Take the time of an HTTP request, and return the status that it is to be answered with, if any."""
+def _check_key() -> None:
+    if configuration.settings().needs_api_key and "CDSW_API_KEY" not in os.environ:
+        raise RuntimeError("Environment variable CDSW_API_KEY is not set.")
+
+
+def _request(do: Callable[[], Any], *functions: str, name: str = "", code: str = "") -> Any:
+    """Return what an HTTP request is answered, after its time, and with the faults that hit it."""
     injected = {fault["kind"]: fault for fault in faults.of_request(functions, name, code)}
     time.sleep(configuration.settings().latency)
     if "slow" in injected:
         time.sleep(injected["slow"]["seconds"])
-    if "answer" in injected:
-        return int(injected["answer"]["status"])
-    if "error" in injected:
-        status = injected["error"]["status"]
-        if status is None:
-            raise ConnectionError("the connection to the platform was lost, as injected")
-        raise HTTPError(Response(status, "injected"))
-    return None
+    for kind in faults.ENDS:
+        if kind in injected:
+            answers_json = "stop_workers" not in functions
+            response = faults.end(injected[kind], answers_json)
+            # The platform's functions look at no status: what the answer says is taken for the result.
+            return response.json() if answers_json else response
+    result = do()
+    if "unanswered" in injected:
+        faults.wait(injected["unanswered"])
+    return result
 
 
 def _in_threads(function: Callable[[Any], T], arguments: Iterable[Any]) -> list[T]:

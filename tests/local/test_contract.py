@@ -141,7 +141,7 @@ def test_environment_says_what_the_session_is(launch, reaches, directory):
     assert int(environment["CDSW_MEMORY_MB"]) == 2048
     assert int(environment["CDSW_APP_PORT"]) == int(environment["CDSW_READONLY_PORT"])
     assert int(environment["CDSW_PUBLIC_PORT"])
-    for name in ("CDSW_DOMAIN", "CDSW_PROJECT", "CDSW_PROJECT_ID", "CDSW_CREATOR"):
+    for name in ("CDSW_API_KEY", "CDSW_DOMAIN", "CDSW_PROJECT", "CDSW_PROJECT_ID", "CDSW_CREATOR"):
         assert environment[name]
 
 
@@ -174,7 +174,7 @@ def test_half_made_session_can_be_stopped(launch, find, reaches, workers_v1):
     [answer] = launch(code=FOREVER)
     assert find(answer["engineId"])["status"] == "scheduling"
     [response] = workers_v1.stop_workers(answer["engineId"])
-    assert response.status_code == 200
+    assert response.status_code == 204
     reaches(answer["engineId"], "stopped")
 
 
@@ -183,7 +183,7 @@ def test_stop_ends_the_given_sessions_only(launch, reaches, find, workers_v1):
     for session in (first, second, third):
         reaches(session, "running")
     responses = workers_v1.stop_workers(first["id"], second["id"])
-    assert [each.status_code for each in responses] == [200, 200]
+    assert [each.status_code for each in responses] == [204, 204]
     for session in (first, second):
         assert reaches(session, "stopped")["finished_at"]
     assert find(third["id"])["status"] == "running"
@@ -274,6 +274,20 @@ def test_await_for_running_counts_an_ended_session_as_a_failure(launch, reaches,
     reaches(session, "succeeded")
     result = workers_v1.await_workers([session], wait_for_completion=False)
     assert [each["id"] for each in result["failures"]] == [session["id"]]
+
+
+def test_await_without_any_time_calls_every_session_a_failure(launch, reaches, workers_v1):
+    [session] = launch(code=FOREVER)
+    reaches(session, "running")
+    result = workers_v1.await_workers([session], wait_for_completion=False, timeout_seconds=0)
+    assert result["workers"] == []
+    assert [each["id"] for each in result["failures"]] == [session["id"]]
+
+
+def test_stop_takes_what_the_other_functions_tell_of_a_session(launch, reaches, workers_v1):
+    [session] = launch(code=FOREVER)
+    workers_v1.stop_workers(reaches(session, "running"))
+    reaches(session, "stopped")
 
 
 def test_await_looks_every_five_seconds_until_its_time_is_over(launch, workers_v1):

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+
+from dask_cml.local import state
 
 from .conftest import FOREVER
 
@@ -153,6 +156,103 @@ def test_stop_can_be_answered_with_an_error(platform, launch, find, reaches):
     reaches(session, "stopped")
 
 
+def test_an_error_of_the_server_comes_back_as_if_it_were_the_result(platform, launch):
+    platform.inject("answer", status=401, function="list_workers")
+    platform.inject("answer", status=500, function="launch_workers")
+    platform.inject("answer", status=503, function="launch_workers", message="no healthy upstream")
+    assert platform.list_workers() == {"message": "Unauthorized"}
+    assert platform.launch_workers(1, 1, 1, code=FOREVER) == [{"message": "Internal Server Error"}]
+    assert platform.launch_workers(1, 1, 1, code=FOREVER) == [{"message": "no healthy upstream"}]
+    assert platform.list_workers() == []
+
+
+def test_a_gateways_page_is_no_json_unless_nobody_decodes_it(platform, launch, reaches):
+    platform.inject("page", times=3)
+    with pytest.raises(platform.JSONDecodeError) as info:
+        platform.list_workers()
+    assert isinstance(info.value, OSError)
+    assert isinstance(info.value, ValueError)
+    with pytest.raises(platform.JSONDecodeError):
+        platform.launch_workers(1, 1, 1, code=FOREVER)
+    [response] = platform.stop_workers("0123456789abcdef")
+    assert response.status_code == 502
+    assert platform.list_workers() == []
+
+
+@pytest.fixture
+def in_thread(platform):
+    """Call a function in a thread, and return the list that its result comes into, or its error."""
+    threads = []
+
+    def in_thread(function):
+        results = []
+
+        def run():
+            try:
+                results.append(function())
+            except OSError as error:
+                results.append(error)
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+        return results
+
+    yield in_thread
+    platform.clear_faults()
+    for thread in threads:
+        thread.join()
+
+
+def faults_left():
+    return state.read_json(state.directory() / "faults.json")
+
+
+def test_request_can_hang_until_the_faults_are_cleared(platform, in_thread, until):
+    platform.inject("hang", function="list_workers")
+    results = in_thread(platform.list_workers)
+    until(lambda: not faults_left())
+    assert results == []
+    platform.clear_faults()
+    until(lambda: results)
+    assert isinstance(results[0], ConnectionError)
+
+
+def test_all_requests_of_a_time_can_hang(platform, in_thread, until):
+    end = time.time() + 1
+    platform.inject("hang", seconds=1)
+    results = [in_thread(platform.list_workers) for _ in range(3)]
+    until(lambda: all(results))
+    assert time.time() >= end
+    assert platform.list_workers() == []
+
+
+def test_request_can_be_done_and_not_answered(platform, launch, in_thread, until):
+    platform.inject("unanswered", function="launch_workers")
+    results = in_thread(lambda: launch(code=FOREVER))
+    until(platform.list_workers)
+    assert results == []
+    platform.clear_faults()
+    until(lambda: results)
+    assert results[0][0]["id"] == platform.list_workers()[0]["id"]
+
+
+def test_without_its_key_no_function_works_where_it_is_needed(platform, monkeypatch):
+    calls = [
+        lambda: platform.launch_workers(1, 1, 1, code=FOREVER),
+        platform.list_workers,
+        lambda: platform.await_workers(["0123456789abcdef"]),
+        lambda: platform.stop_workers("0123456789abcdef"),
+        platform.stop_workers,
+    ]
+    monkeypatch.delenv("CDSW_API_KEY", raising=False)
+    platform.configure(needs_api_key=True)
+    for call in calls:
+        with pytest.raises(RuntimeError, match="CDSW_API_KEY is not set"):
+            call()
+    monkeypatch.setenv("CDSW_API_KEY", "key")
+    assert platform.list_workers() == []
+
+
 def test_request_can_be_slow(platform):
     platform.inject("slow", seconds=0.3)
     begin = time.monotonic()
@@ -181,7 +281,7 @@ def test_cleared_faults_hit_nothing(platform):
         ("invisible", {}, "seconds"),
         ("error", {"function": "nonsense"}, "launch_workers"),
         ("answer", {"function": "stop_workers"}, "status"),
-        ("answer", {"status": 500, "function": "list_workers"}, "stop_workers"),
+        ("error", {"message": "no"}, "no message"),
     ],
 )
 def test_faults_that_make_no_sense_are_refused(platform, kind, options, words):

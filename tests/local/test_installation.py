@@ -1,43 +1,83 @@
 from __future__ import annotations
 
+import importlib
+import socket
 import sys
-import types
 
 import pytest
+from distributed import Client
+
+from dask_cml.local import workers
 
 
 @pytest.fixture
 def no_cml(monkeypatch):
     """What the test imports as cml is forgotten after it."""
     modules = dict(sys.modules)
-    modules.pop("cml", None)
-    modules.pop("cml.workers_v1", None)
+    for name in ("cml", "cml.workers_v1", "cdsw"):
+        modules.pop(name, None)
     monkeypatch.setattr(sys, "modules", modules)
 
 
-@pytest.fixture
-def real_cml(no_cml, monkeypatch, tmp_path):
-    (tmp_path / "cml").mkdir()
-    (tmp_path / "cml" / "__init__.py").touch()
-    (tmp_path / "cml" / "workers_v1.py").touch()
+@pytest.fixture(params=["cml/workers_v1.py", "cdsw.py"])
+def real(no_cml, monkeypatch, tmp_path, request):
+    """The name of a real module that can be imported."""
+    path = tmp_path / request.param
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
     monkeypatch.syspath_prepend(tmp_path)
+    return request.param.removesuffix(".py").replace("/", ".")
 
 
-def imported() -> types.ModuleType:
+def test_installed_platform_is_imported_as_cml_and_as_cdsw(platform, no_cml):
+    platform.install()
+    platform.install()
+    assert importlib.import_module("cml.workers_v1") is platform
+    assert importlib.import_module("cdsw") is platform
     namespace: dict = {}
     exec("from cml import workers_v1", namespace)
-    return namespace["workers_v1"]
+    assert namespace["workers_v1"] is platform
 
 
-def test_installed_platform_is_imported_as_cml(platform, no_cml):
-    platform.install()
-    platform.install()
-    assert imported() is platform
-
-
-def test_real_cml_is_not_hidden_unless_forced(platform, real_cml):
-    with pytest.raises(RuntimeError, match="force"):
+def test_a_real_module_is_not_hidden_unless_forced(platform, real):
+    with pytest.raises(RuntimeError, match=rf"{real.partition('.')[0]} can be imported.*force"):
         platform.install()
-    assert imported() is not platform
+    assert importlib.import_module(real) is not platform
     platform.install(force=True)
-    assert imported() is platform
+    assert importlib.import_module(real) is platform
+
+
+class HandmadeCluster:
+    """A cluster as helpers before dask-cml made it: by the older module, with no more than it offers."""
+
+    def __init__(self, workers: int, port: int) -> None:
+        self.api = importlib.import_module("cdsw")
+        self.workers, self.port = workers, port
+
+    def init(self) -> None:
+        where = f"--host 0.0.0.0 --port {self.port} --dashboard-address 127.0.0.1:0"
+        [scheduler] = self.start(1, f"!dask scheduler {where}")
+        self.url = f"tcp://{scheduler['ip_address']}:{self.port}"
+        self.start(self.workers, f"!dask worker {self.url}")
+
+    def start(self, n: int, code: str) -> list[dict]:
+        launched = self.api.launch_workers(n=n, cpu=1, memory=1, nvidia_gpu=0, code=code)
+        return self.api.await_workers(launched, wait_for_completion=False, timeout_seconds=300)["workers"]
+
+    def terminate(self) -> None:
+        self.api.stop_workers()
+
+
+def test_a_cluster_that_is_written_for_cdsw_runs_unchanged(platform, no_cml, monkeypatch, until):
+    monkeypatch.setattr(workers, "_POLL_INTERVAL", 0.1)
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    platform.install()
+    cluster = HandmadeCluster(2, port)
+    cluster.init()
+    with Client(cluster.url, timeout=60) as client:
+        client.wait_for_workers(2, timeout=60)
+        assert client.submit(sum, [1, 2]).result(timeout=60) == 3
+    cluster.terminate()
+    until(lambda: {each["status"] for each in platform.sessions()} == {"stopped"})
