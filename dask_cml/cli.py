@@ -116,15 +116,17 @@ def _words(context: click.Context, parameter: click.Parameter, value: str | None
     try:
         return None if value is None else shlex.split(value)
     except ValueError as error:
-        raise click.BadParameter(f"{value!r} is not allowed: {error}", context, parameter) from None
+        raise click.BadParameter(
+            f"expected words for a shell, got {value!r}: {error}", context, parameter
+        ) from None
 
 
 def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict | None:
     wrong = [value for value in values if "=" not in value]
     if wrong:
-        raise click.BadParameter(f"{wrong[0]!r} is not allowed; give NAME=VALUE", context, parameter)
+        raise click.BadParameter(f"expected NAME=VALUE, got {wrong[0]!r}", context, parameter)
     pairs = dict(value.split("=", 1) for value in values)
-    if parameter.name == "launch_options":
+    if parameter.name != "env":
         return {name: _number_or_text(value) for name, value in pairs.items()} or None
     return pairs or None
 
@@ -194,7 +196,7 @@ def _read_spec(path: str) -> tuple[list[Any], dict[str, Any]]:
     for key, value in wanted.items():
         found = spec.get(key) if isinstance(spec, dict) else None
         if found != value:
-            raise ValueError(f"{path}: {key}={found!r} is not allowed; give {value!r}")
+            raise ValueError(f"{path}: invalid {key}={found!r}: expected {value!r}")
     args, kwargs = spec.get("args") or [], spec.get("kwargs") or {}
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise ValueError(f"{path}: give args as a list and kwargs as a mapping")

@@ -21,11 +21,12 @@ from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
 from dask_cml import keys, liveness, registry
 from dask_cml.adaptive import CMLAdaptive, stop_adapting
+from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.ending import end_at_exit, no_longer_end_at_exit
 from dask_cml.errors import CMLError
 from dask_cml.forwarding import DashboardForwarder
 from dask_cml.membership import Membership
-from dask_cml.options import Options, gibibytes, integer, positive, state_directory
+from dask_cml.options import OPTION_NAMES, Options, state_directory
 from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
 from dask_cml.reconciler import Reconciler
 from dask_cml.record import Record
@@ -63,16 +64,17 @@ class CMLCluster(SpecCluster):
         Threads of a worker session, shared evenly by its processes. Default: as many as `cpu`.
     processes : int, optional
         Dask workers in a worker session. Default 1.
-    scheduler_cpu, scheduler_memory : optional
-        As `cpu` and `memory`, of the scheduler's session. Default 1 and 2.
+    scheduler_cpu, scheduler_memory, scheduler_nvidia_gpu : optional
+        As `cpu`, `memory` and `nvidia_gpu`, of the scheduler's session. Default 1, 2 and 0.
     env : mapping of str to str, optional
         Environment variables of every session.
     worker_args, scheduler_args : sequence of str, optional
         More command-line arguments of ``dask worker`` and ``dask scheduler``.
     worker_class : str, optional
         As ``dask worker --worker-class``.
-    launch_options : mapping, optional
-        More parameters of the platform's ``launch_workers``, e.g. ``accelerator_label_id``.
+    launch_options, scheduler_launch_options : mapping, optional
+        More parameters of the platform's ``launch_workers``, e.g. ``accelerator_label_id``: those of a worker
+        session, and those of the scheduler's.
     name : str, optional
         The cluster's name. Default: a random one.
     security : bool or distributed.Security, optional
@@ -144,11 +146,13 @@ class CMLCluster(SpecCluster):
         processes: int | None = None,
         scheduler_cpu: float | None = None,
         scheduler_memory: float | str | None = None,
+        scheduler_nvidia_gpu: int | None = None,
         env: Mapping[str, str] | None = None,
         worker_args: Sequence[str] | None = None,
         scheduler_args: Sequence[str] | None = None,
         worker_class: str | None = None,
         launch_options: Mapping[str, Any] | None = None,
+        scheduler_launch_options: Mapping[str, Any] | None = None,
         name: str | None = None,
         security: bool | Security | None = None,
         scheduler_timeout: float | str | None = None,
@@ -165,36 +169,14 @@ class CMLCluster(SpecCluster):
         quiet: bool = False,
         _record: Record | None = None,
     ) -> None:
+        arguments = dict(locals())
         # What ends a cluster is needed even if this constructor fails.
         self.status = Status.closed
         self._pid = os.getpid()
-        self.options = Options.read(
-            n_workers=n_workers,
-            cpu=cpu,
-            memory=memory,
-            nvidia_gpu=nvidia_gpu,
-            nthreads=nthreads,
-            processes=processes,
-            scheduler_cpu=scheduler_cpu,
-            scheduler_memory=scheduler_memory,
-            env=env,
-            worker_args=worker_args,
-            scheduler_args=scheduler_args,
-            worker_class=worker_class,
-            launch_options=launch_options,
-            name=name,
-            security=security,
-            scheduler_timeout=scheduler_timeout,
-            worker_timeout=worker_timeout,
-            idle_timeout=idle_timeout,
-            orphan_timeout=orphan_timeout,
-            log_directory=log_directory,
-            shutdown_on_close=shutdown_on_close,
-            forward_dashboard=forward_dashboard,
-            platform=platform,
-        )
+        self.options = Options.read(**{name: arguments[name] for name in OPTION_NAMES})
         self.api = WorkersAPI(load_platform(self.options.platform))
         self.api.check_options(self.options.launch_options)
+        self.api.check_options(self.options.scheduler_launch_options, "scheduler_launch_options")
         self.folder = state_directory() / self.options.name
         self.tls: Security | None = None
         self.wanted = self.options.n_workers
@@ -512,9 +494,7 @@ class CMLCluster(SpecCluster):
                 high = check(f"maximum_{unit}", high)
                 maximum = min(maximum, math.floor(high / per_session[unit]))
         if maximum < minimum:
-            raise ValueError(
-                f"maximum={maximum} is not allowed; give at least the minimum, {minimum} worker sessions"
-            )
+            raise ValueError(message("maximum", maximum, f"at least the minimum, {minimum} worker sessions"))
         self.reconciler.start_anew()
         self.membership.claim()
         # Tells the claim at once: another manager may scale soon, and the last wish counts.

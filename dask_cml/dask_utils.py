@@ -26,8 +26,9 @@ from distributed.comm.addressing import get_address_host_port
 from distributed.core import rpc
 from distributed.scheduler import Scheduler
 
+from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
-from dask_cml.options import Options, gibibytes, integer, positive, state_directory
+from dask_cml.options import Options, state_directory
 from dask_cml.processes import CMLProcess, CMLScheduler, CMLWorker
 from dask_cml.tasks import cancel
 from dask_cml.workers_api import SessionInfo, WorkersAPI, has_ended, ip_address, load_platform
@@ -152,7 +153,7 @@ def run_scheduler(
     run_dask_workers : Has an example.
     """
     if integer("num_workers", num_workers, 1) != 1:
-        raise ValueError(f"num_workers={num_workers!r} is not allowed; a cluster has 1 scheduler")
+        raise ValueError(message("num_workers", num_workers, "1, because a cluster has 1 scheduler"))
     port = _port(dashboard_port)
     options = _options(scheduler_cpu=positive("cpu", cpu), scheduler_memory=gibibytes("memory", memory))
 
@@ -266,8 +267,8 @@ def _options(**arguments: Any) -> Options:
     options = Options.read(name=f"dask-{secrets.token_hex(4)}", shutdown_on_close=False, **arguments)
     if options.security:
         raise ValueError(
-            f"cml.security={options.security!r} is not allowed; what these functions return has no place for "
-            "keys, so use CMLCluster for an encrypted cluster"
+            f"invalid cml.security={options.security!r}: expected False, because what these functions "
+            "return has no place for keys; use CMLCluster for an encrypted cluster"
         )
     return options
 

@@ -46,7 +46,7 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
     given = _temporary() if security is True else security
     missing = [field for field in _FIELDS if getattr(given, field) is None]
     if missing:
-        raise ValueError(f"security={given!r} is not allowed; it lacks {', '.join(missing)}")
+        raise ValueError(f"invalid security={given!r}: expected one that has {', '.join(missing)}")
     result = copy.copy(given)
     files = {}
     for field in _FIELDS:

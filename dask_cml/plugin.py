@@ -29,9 +29,10 @@ from distributed.utils import wait_for
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import pulse
+from dask_cml.checks import seconds
 from dask_cml.errors import CMLError
 from dask_cml.forwarding import FORWARD, Tunnel
-from dask_cml.options import seconds, setting
+from dask_cml.options import setting
 from dask_cml.shared import SharedState
 from dask_cml.tasks import cancel
 

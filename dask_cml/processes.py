@@ -69,10 +69,11 @@ class CMLProcess(ProcessInterface):
     role: str
     options: Options
 
-    def __init__(self, api: WorkersAPI, plan: SessionPlan) -> None:
+    def __init__(self, api: WorkersAPI, plan: SessionPlan, launch_options: Mapping[str, Any]) -> None:
         super().__init__(name=plan.name)
         self.api = api
         self.plan = plan
+        self._launch_options = launch_options
         self.name = plan.name
         self.launched_at: float | None = None
         self._since = datetime.now(timezone.utc)
@@ -89,7 +90,7 @@ class CMLProcess(ProcessInterface):
         """
         self._since = datetime.now(timezone.utc)
         self._info = await self.api.launch(
-            self.plan.name, self.plan.size, self.plan.code, self.plan.env, self.options.launch_options
+            self.plan.name, self.plan.size, self.plan.code, self.plan.env, self._launch_options
         )
         self.launched_at = time.monotonic()
         await super().start()
@@ -210,7 +211,8 @@ class CMLScheduler(CMLProcess):
         shared = api.shares_host_network
         self.port = 0 if shared else _SCHEDULER_PORT
         host = "127.0.0.1" if shared else "0.0.0.0"
-        super().__init__(api, plan_scheduler(options, folder, host, self.port, security, dashboard_port))
+        plan = plan_scheduler(options, folder, host, self.port, security, dashboard_port)
+        super().__init__(api, plan, options.scheduler_launch_options)
 
     async def start(self) -> None:
         """Launch the session and wait until the scheduler answers.
@@ -302,7 +304,8 @@ class CMLWorker(CMLProcess):
         security: Security | None = None,
     ) -> None:
         self.options = options
-        super().__init__(api, plan_worker(options, folder, name, scheduler, security))
+        plan = plan_worker(options, folder, name, scheduler, security)
+        super().__init__(api, plan, options.launch_options)
 
     @property
     def dask_names(self) -> list[str]:

@@ -75,7 +75,7 @@ def claim(record: Record, directory: Path | None = None, *, stale: Record | None
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise ClusterExists(record.name) from None
         if error.errno in (errno.ENAMETOOLONG, errno.EINVAL):
-            raise ValueError(f"name={record.name!r} cannot be a folder's name here: {error}") from None
+            raise ValueError(f"invalid name={record.name!r}: expected a name for a folder: {error}") from None
         raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -198,7 +198,7 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
 
 def _folder(name: str, directory: Path | None) -> Path:
     if not name or name.startswith(".") or "/" in name or "\0" in name:
-        raise ValueError(f"name={name!r} cannot be that of a cluster")
+        raise ValueError(f"invalid name={name!r}: expected the name of a cluster")
     return (directory or state_directory()) / name
 
 

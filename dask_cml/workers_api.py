@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from dask_cml.checks import integer, seconds
 from dask_cml.errors import CMLError, LaunchRefused, NotOnCML
-from dask_cml.options import SessionSize, integer, seconds, setting
+from dask_cml.options import SessionSize, setting
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class WorkersAPI:
         """Whether sessions share this machine's ports, as they do on the local platform."""
         return bool(getattr(self.module, "shares_host_network", bool)())
 
-    def check_options(self, names: Iterable[str]) -> None:
+    def check_options(self, names: Iterable[str], argument: str = "launch_options") -> None:
         """Refuse parameters that the installed ``launch_workers`` does not have.
 
         Raises
@@ -133,7 +134,7 @@ class WorkersAPI:
         if unknown:
             known = ", ".join(inspect.signature(self.module.launch_workers).parameters)
             raise ValueError(
-                f"launch_options: the installed launch_workers has no parameter {', '.join(unknown)}; "
+                f"invalid {argument}: the installed launch_workers has no parameter {', '.join(unknown)}; "
                 f"it has {known}"
             )
 

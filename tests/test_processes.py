@@ -312,6 +312,21 @@ async def test_a_start_that_is_cancelled_looks_no_more_and_its_session_is_stoppe
     assert stub.arguments("stop_workers") == [(scheduler.session_id,)]
 
 
+async def test_the_schedulers_session_has_a_size_and_launch_options_of_its_own(stub, make, folder, running):
+    scheduler = make(
+        nvidia_gpu=2,
+        launch_options={"kernel": "r"},
+        scheduler_cpu=2,
+        scheduler_memory=8,
+        scheduler_nvidia_gpu=1,
+        scheduler_launch_options={"kernel": "python3"},
+    )
+    write_scheduler_file(folder, running.address)
+    await scheduler
+    [sent] = stub.arguments("launch_workers")
+    assert (sent["cpu"], sent["memory"], sent["nvidia_gpu"], sent["kernel"]) == (2, 8, 1, "python3")
+
+
 @pytest.mark.parametrize(("shared", "host"), [(False, "0.0.0.0"), (True, "127.0.0.1")])
 async def test_it_listens_for_all_unless_sessions_share_the_machines_ports(stub, make, shared, host):
     stub.shares_host_network = lambda: shared

@@ -147,7 +147,7 @@ def test_name_that_leads_elsewhere_is_no_cluster(state, name):
 
 
 def test_name_that_is_too_long_for_the_file_system_is_refused(state):
-    with pytest.raises(ValueError, match="cannot be a folder's name"):
+    with pytest.raises(ValueError, match="expected a name for a folder"):
         claim(Record("雲" * 100), state)
     assert os.listdir(state) == []
 
