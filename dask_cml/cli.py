@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Dask imports this with every one of its commands, so what takes long to import is imported where it is used.
 
 _INTERVAL = 0.2
+#: Every log is opened at each look, which is a call of the file server.
+_FOLLOW_INTERVAL = 0.5
 _WIDEST = 10_000
 _PATIENCE = 5.0
 _INTERRUPTED = 130  # as shells say it
@@ -411,7 +413,7 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
             click.echo(line)
         if not lasts:
             break
-        time.sleep(_INTERVAL)
+        time.sleep(_FOLLOW_INTERVAL)
     if follow:
         click.echo(f"the cluster {name!r} has ended", err=True)
 

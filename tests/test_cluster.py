@@ -231,7 +231,7 @@ def test_restart_keeps_the_workers(cluster, client):
     assert len(cluster.workers) == 2
 
 
-def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(cluster, client, until):
+def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster, client, until):
     first, second = (f"{cluster.name}-{i}" for i in range(2))
     client.submit(print, "a task has printed this").result()
     cluster._log("the cluster has reported this")
@@ -242,6 +242,7 @@ def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(cluster, client, u
     until(lambda: len(cluster.sessions) == 1)
     logs = cluster.get_logs()
     assert [*logs] == ["Cluster", "Scheduler", first, second]
+    assert [platform.log(each["id"]) for each in platform.sessions()] == ["", "", ""]  # nothing is printed
     assert logs["Cluster"] == "the cluster has reported this"
     assert 0 <= logs["Scheduler"].find("Scheduler at") < logs["Scheduler"].find("Retire worker")
     assert "Start worker at" in logs[first]
