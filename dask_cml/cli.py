@@ -462,6 +462,38 @@ def prune() -> None:
     _tell_ends(results, "no cluster is dead")
 
 
+@cml.command()
+@click.argument("names", nargs=-1, shell_complete=_names)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="Seconds for each check.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+def doctor(names: Sequence[str], timeout: float, as_json: bool) -> None:
+    """Check this environment and running clusters, and print the commands that mend what is wrong.
+
+    NAMES are the clusters to check, by default all of the project. The exit code is 1 if anything is wrong.
+    """
+    from dataclasses import asdict
+    from shutil import get_terminal_size
+
+    from dask_cml.doctor import examine
+
+    width = get_terminal_size().columns if sys.stdout.isatty() else None
+    findings = []
+    for finding in examine(names, timeout):
+        findings.append(finding)
+        if not as_json:
+            click.echo(finding.render(width))
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    if any(finding.state == "wrong" for finding in findings):
+        raise click.exceptions.Exit(1)
+
+
 def _tell_ends(results: dict[str, Any], none: str) -> None:
     for name, error in results.items():
         if error is None:

@@ -1,0 +1,77 @@
+"""``dask cml doctor``: checks of this environment, of the platform, and of the versions in running clusters.
+
+A check imports what it needs by itself, because in a broken environment any import may fail.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from dask_cml.doctor import clusters, jupyterlab, packages, session
+from dask_cml.doctor.finding import Finding, dask_command
+
+__all__ = ["Finding", "examine"]
+
+Check = Callable[[], Finding | list[Finding]]
+
+
+def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Finding]:
+    """Run the checks one after the other, and yield what they find.
+
+    A check that raises an error or does not end is a finding itself.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The clusters whose versions are compared. Default: all clusters of the project.
+    timeout : float
+        Seconds for each check.
+
+    Examples
+    --------
+    >>> [finding.state for finding in examine() if finding.name == "dask"]
+    ['ok']
+    """
+    # All that hangs, such as a call of the platform, hangs in its check's own thread.
+    checks: dict[str, Check] = {
+        "platform": session.platform,
+        "key": session.key,
+        "sessions": session.sessions,
+        "configuration": session.configuration,
+        "state directory": session.state_directory,
+        "versions": packages.versions,
+        "dask": packages.one_dask,
+        "image": packages.image,
+        "dashboard": packages.dashboard,
+        "encryption": packages.encryption,
+        "sidebar": jupyterlab.sidebar,
+        "time-outs": jupyterlab.time_outs,
+        # The schedulers get a third of the time to answer, and the workers another third.
+        "clusters": functools.partial(clusters.versions, names, timeout / 3),
+    }
+    for name, check in checks.items():
+        yield from _run(name, check, timeout)
+
+
+def _run(name: str, check: Check, timeout: float) -> list[Finding]:
+    future: concurrent.futures.Future[Finding | list[Finding]] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(check())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # Python's exit waits for the threads of a pool, and not for a daemon.
+    threading.Thread(target=run, name=f"doctor: {name}", daemon=True).start()
+    concurrent.futures.wait([future], timeout)
+    if not future.done():
+        again = f"{dask_command()} cml doctor --timeout {3 * timeout:g}"
+        return [Finding(name, "wrong", f"The check did not end within {timeout:g} s.", again)]
+    if error := future.exception():
+        return [Finding(name, "wrong", f"The check failed: {type(error).__name__}: {error}")]
+    result = future.result()
+    return result if isinstance(result, list) else [result]

@@ -1,0 +1,120 @@
+"""Checks of running clusters: whether their processes have the versions of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dask_cml.doctor.finding import Finding, dask_command
+
+if TYPE_CHECKING:
+    from dask_cml.record import Record
+
+#: What client, scheduler and workers must have in one version.
+_SHARED = ("python", "dask", "distributed", "cloudpickle")
+
+Versions = Mapping[str, str | None]
+
+
+def versions(names: Sequence[str], timeout: float) -> list[Finding]:
+    """Compare the versions in clusters with those in this process.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The clusters'. Without any: all clusters of the project.
+    timeout : float
+        Seconds for the schedulers to answer, and again for the workers.
+    """
+    from dask_cml import registry
+    from dask_cml.errors import NoSuchCluster
+
+    findings = []
+    records = [] if names else registry.records()
+    for name in dict.fromkeys(names):
+        try:
+            records.append(registry.read(name))
+        except NoSuchCluster as error:
+            findings.append(Finding(f"cluster {name}", "wrong", f"{error}.", f"{dask_command()} cml list"))
+    findings += asyncio.run(_compare_all(records, timeout))
+    return findings or [Finding("clusters", "ok", "The project has no cluster.")]
+
+
+async def _compare_all(records: Sequence[Record], timeout: float) -> list[Finding]:
+    from dask_cml import lifecycle
+
+    rows = await lifecycle.describe(records, timeout)
+    comparisons = [_compare(record, row, timeout) for record, row in zip(records, rows, strict=True)]
+    return await asyncio.gather(*comparisons)
+
+
+async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Finding:
+    title, name = f"cluster {record.name}", shlex.quote(record.name)
+    if row["status"] == "starting":
+        return Finding(title, "ok", "The cluster is starting.")
+    if row["workers"] is None:
+        words = f"The cluster is {row['status']}: its scheduler does not answer."
+        return Finding(title, "warning", words, f"{dask_command()} cml prune")
+    try:
+        scheduler, workers = await asyncio.wait_for(_ask(record), timeout)
+    except asyncio.TimeoutError:
+        words = f"Its processes did not all tell their versions within {timeout:.0f} s."
+        return Finding(
+            title, "warning", words, f"{dask_command()} cml doctor --timeout {9 * timeout:g} {name}"
+        )
+    except (OSError, ValueError) as error:
+        return Finding(title, "warning", f"The scheduler does not tell its versions: {error}")
+    differences = compare(_own(), scheduler, workers)
+    if differences:
+        words = f"{' '.join(differences)} Create the cluster anew, so that all have the same versions."
+        return Finding(title, "warning", words, f"{dask_command()} cml delete {name}")
+    if silent := row["workers"] - len(workers):
+        return Finding(title, "warning", f"{silent} of its {row['workers']} workers do not answer.")
+    words = f"Scheduler and workers ({len(workers)}) have the versions of this process."
+    return Finding(title, "ok", words)
+
+
+async def _ask(record: Record) -> tuple[Versions, list[Versions]]:
+    from distributed.core import rpc
+    from distributed.security import Security
+
+    security = record.get_security() or Security()
+    arguments = await asyncio.to_thread(security.get_connection_args, "client")
+    async with rpc(record.scheduler_address, connection_args=arguments) as scheduler:
+        own = await scheduler.versions()
+        workers = await scheduler.broadcast(msg={"op": "versions"}, on_error="ignore")
+    return own["packages"], [each["packages"] for each in workers.values()]
+
+
+def _own() -> Versions:
+    from distributed.versions import get_versions
+
+    return get_versions()["packages"]
+
+
+def compare(here: Versions, scheduler: Versions, workers: Sequence[Versions]) -> list[str]:
+    """Return a sentence for each package that a cluster has in another version than this process.
+
+    Parameters
+    ----------
+    here, scheduler : mapping of str to str
+        Versions by the package's name, as `distributed.versions.get_versions` has them.
+    workers : sequence of such
+
+    Examples
+    --------
+    >>> compare({"dask": "2026.8.0"}, {"dask": "2024.5.0"}, [{"dask": "2024.5.0"}])
+    ['dask is 2026.8.0 here, 2024.5.0 in the scheduler, 2024.5.0 in 1 worker.']
+    """
+    sentences = []
+    for package in _SHARED:
+        there = Counter(worker.get(package) for worker in workers)
+        if {scheduler.get(package), *there} == {here.get(package)}:
+            continue
+        counted = [f"{version} in {n} worker{'s' * (n != 1)}" for version, n in there.items()]
+        told = [f"{here.get(package)} here", f"{scheduler.get(package)} in the scheduler", *counted]
+        sentences.append(f"{package} is {', '.join(told)}.")
+    return sentences

@@ -1,0 +1,70 @@
+"""What a check finds, and the commands that mend it."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+
+State = Literal["ok", "warning", "wrong"]
+
+_COLORS = {"ok": "green", "warning": "yellow", "wrong": "red"}
+_LEAST_ROOM = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Parameters
+    ----------
+    name : str
+        What was checked.
+    state : {"ok", "warning", "wrong"}
+        If it is wrong, clusters do not run; with a warning they run, but lack something.
+    words : str
+        What was found.
+    command : str, optional
+        The shell command that mends it, if there is one.
+    """
+
+    name: str
+    state: State
+    words: str
+    command: str | None = None
+
+    def render(self, width: int | None = None) -> str:
+        """Return lines for a terminal, the command on a line of its own, to be pasted.
+
+        Parameters
+        ----------
+        width : int, optional
+            The terminal's columns. Default: no line is broken.
+        """
+        begin = f"{self.state:<8} {self.name:<16} "
+        room = max(_LEAST_ROOM, width - len(begin)) if width else sys.maxsize
+        lines = textwrap.wrap(self.words, room, break_long_words=False, break_on_hyphens=False)
+        if self.command:
+            lines.append(f"  {self.command}")
+        text = ("\n" + " " * len(begin)).join(lines)
+        return click.style(self.state, fg=_COLORS[self.state]) + begin[len(self.state) :] + text
+
+
+def pip_command(action: str, *arguments: str) -> str:
+    """Return a command for the pip of this Python."""
+    pip = shutil.which("pip")
+    ours = pip is not None and Path(pip).parent == Path(sys.executable).parent
+    program = ["pip"] if ours else [sys.executable, "-m", "pip"]
+    user = ["--user"] if action == "install" and sys.prefix == sys.base_prefix else []
+    return shlex.join([*program, action, *user, *arguments])
+
+
+def dask_command() -> str:
+    """Return what runs Dask's command line; in older images its program's folder is not on the PATH."""
+    return "dask" if shutil.which("dask") else shlex.join([sys.executable, "-m", "dask"])

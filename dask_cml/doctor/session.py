@@ -1,0 +1,152 @@
+"""Checks of the session: the Workers API, the configuration, the state directory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import stat
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dask_cml.doctor.finding import Finding, State, dask_command
+
+_LONGEST_ANSWER = 300
+
+
+def platform() -> Finding:
+    """Check that the platform's module can be imported."""
+    from dask_cml.errors import NotOnCML
+
+    try:
+        module = _module()
+    except NotOnCML:
+        if not in_session():
+            words = "Neither cml.workers_v1 nor cdsw can be imported: this is not a CML session."
+            return Finding("platform", "wrong", words, "export DASK_CML__PLATFORM=local")
+        words = f"{sys.executable} cannot import cml.workers_v1: it is not the runtime's own Python."
+        runtime = getattr(sys, "_base_executable", None) or "python3"
+        return Finding("platform", "wrong", words, shlex.join([runtime, "-m", "dask", "cml", "doctor"]))
+    if _is_local():
+        return Finding("platform", "ok", "The local platform runs sessions as processes of this machine.")
+    return Finding("platform", "ok", f"{module.__name__} can be imported.")
+
+
+def _module() -> Any:
+    from dask_cml.options import setting
+    from dask_cml.workers_api import load_platform
+
+    return load_platform(setting("platform", lambda _, value: value))
+
+
+def _is_local() -> bool:
+    return _module().__name__ == "dask_cml.local"
+
+
+def in_session() -> bool:
+    """Whether this process runs in a session of CML."""
+    return bool(os.environ.get("CDSW_ENGINE_ID"))
+
+
+def launches_sessions() -> bool:
+    """Whether clusters that are made here consist of sessions of CML."""
+    from dask_cml.errors import NotOnCML
+
+    try:
+        return in_session() and not _is_local()
+    except NotOnCML:
+        return False
+
+
+def key() -> Finding:
+    """Check that the environment has the key that the Workers API asks for."""
+    if os.environ.get("CDSW_API_KEY"):
+        return Finding("key", "ok", "CDSW_API_KEY is set.")
+    if not launches_sessions():
+        return Finding("key", "ok", "Only CML needs CDSW_API_KEY.")
+    words = (
+        "CDSW_API_KEY is not set, and the Workers API fails without it. CML sets it in every session: "
+        "start a new session, or look for what removes it from the environment."
+    )
+    return Finding("key", "wrong", words)
+
+
+def sessions() -> Finding | list[Finding]:
+    """Check that the platform lists its worker sessions."""
+    from dask_cml.errors import NotOnCML
+    from dask_cml.workers_api import has_ended
+
+    try:
+        listed = _module().list_workers()
+    except NotOnCML:
+        return []
+    except Exception as error:
+        return _not_listed(f"{type(error).__name__}: {error}")
+    # An error of the platform comes back as if it were the list.
+    if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
+        told = listed.get("message") if isinstance(listed, Mapping) else None
+        return _not_listed(str(told or repr(listed)))
+    live = sum(not has_ended(each) for each in listed)
+    return Finding(
+        "sessions", "ok", f"The platform lists {len(listed)} worker sessions; {live} have not ended."
+    )
+
+
+def _not_listed(why: str) -> Finding:
+    words = textwrap.shorten(f"list_workers() fails: {why}", _LONGEST_ANSWER)
+    return Finding("sessions", "wrong", f"{words} If this lasts, start a new session.")
+
+
+def configuration() -> Finding:
+    """Check every option in Dask's configuration."""
+    from dask_cml.options import Options
+
+    try:
+        Options.read()
+    except (ValueError, TypeError) as error:
+        return Finding("configuration", "wrong", f"{error}.", f"{dask_command()} config list")
+    return Finding("configuration", "ok", "Every option below cml is valid.")
+
+
+def state_directory() -> Finding:
+    """Check that the folder of the clusters' records is private, ours, and can be written."""
+    from dask_cml.options import state_directory
+
+    directory = state_directory()
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return _state("wrong", f"{there} is not a folder.", _move_aside(there))
+    if there == directory:
+        about = directory.stat()
+        mode = stat.S_IMODE(about.st_mode)
+        if about.st_uid != os.geteuid():
+            words = f"{directory} belongs to the user {about.st_uid}, and you are {os.geteuid()}."
+            return _state("wrong", words, _move_aside(directory))
+        if mode & 0o777 != 0o700:
+            # Who can write there can replace what a cluster is run by.
+            state: State = "wrong" if mode & 0o022 or mode & 0o700 != 0o700 else "warning"
+            words = f"{directory} has the mode {mode:04o}. Only you must be able to read and write it."
+            return _state(state, words, f"chmod 700 {shlex.quote(str(directory))}")
+    probe = there / f".doctor-{secrets.token_hex(8)}"
+    try:
+        probe.write_text("written")
+        probe.unlink()
+    except OSError as error:
+        return _state("wrong", f"{there} cannot be written: {error}.", f"df -h {shlex.quote(str(there))}")
+    if launches_sessions() and not directory.resolve().is_relative_to(Path.home().resolve()):
+        words = f"{directory} is outside {Path.home()}, the only folder that all sessions share."
+        return _state("wrong", words, 'export DASK_CML__STATE_DIRECTORY="$HOME/.dask-cml"')
+    if there != directory:
+        return _state("ok", f"The first cluster creates {directory}.")
+    return _state("ok", f"{directory} is yours, private and writable.")
+
+
+def _state(state: State, words: str, command: str | None = None) -> Finding:
+    return Finding("state directory", state, words, command)
+
+
+def _move_aside(path: Path) -> str:
+    return shlex.join(["mv", str(path), f"{path}-{secrets.token_hex(2)}"])

@@ -1,0 +1,464 @@
+"""``dask cml doctor``: what it finds in good and in broken environments, and whether its commands mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import site
+import subprocess
+import sys
+from types import ModuleType
+
+import dask
+import pytest
+from click.testing import CliRunner
+from distributed import Client
+
+from dask_cml import CMLCluster, cli, registry
+from dask_cml.doctor import clusters, examine, jupyterlab, packages, session
+from dask_cml.doctor.finding import Finding
+from dask_cml.record import Maker, Record
+
+UNAUTHORIZED = {"message": "Unauthorized"}
+CHECKS = [
+    "platform", "key", "sessions", "configuration", "state directory", "versions", "dask", "image",
+    "dashboard", "encryption", "sidebar", "time-outs", "clusters",
+]  # fmt: skip
+
+
+@pytest.fixture
+def cml(monkeypatch):
+    """A session of CML, as far as a process can see it. Its module answers what a test says."""
+    module = ModuleType("cml.workers_v1")
+    module.launch_workers = None
+    module.answer = list
+    module.list_workers = lambda: module.answer()
+    monkeypatch.setitem(sys.modules, "cml", ModuleType("cml"))
+    monkeypatch.setitem(sys.modules, "cml.workers_v1", module)
+    monkeypatch.setenv("CDSW_ENGINE_ID", "kbmjhsx8uobd5ks9")
+    monkeypatch.setenv("CDSW_API_KEY", "k" * 64)
+    with dask.config.set({"cml.platform": "auto"}):
+        yield module
+
+
+@pytest.fixture
+def laptop(monkeypatch):
+    monkeypatch.delenv("CDSW_ENGINE_ID", raising=False)
+    monkeypatch.delenv("CDSW_API_KEY", raising=False)
+    for name in ("cml", "cml.workers_v1", "cdsw"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with dask.config.set({"cml.platform": "auto"}):
+        yield
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with dask.config.set({"cml.state-directory": "~/.dask-cml"}):
+        yield tmp_path
+
+
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """Put packages into a folder that comes first on Python's path, and return the folder."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+
+    def install(name, version):
+        about = folder / f"{name}-{version}.dist-info" / "METADATA"
+        about.parent.mkdir()
+        about.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        return folder
+
+    return install
+
+
+@pytest.fixture
+def install_at_home(install, monkeypatch):
+    def install_at_home(name, version):
+        folder = install(name, version)
+        monkeypatch.setattr(site, "getusersitepackages", lambda: str(folder))
+        return folder
+
+    return install_at_home
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "dask", "cml", "doctor", *map(str, arguments)]
+
+
+def mend(finding, **more):
+    assert finding.command
+    subprocess.run(finding.command, shell=True, check=True, timeout=120, env={**os.environ, **more})
+
+
+# -- the command
+
+
+def test_a_good_environment_with_a_running_cluster(platform):
+    variables = {**os.environ, "DASK_CML__PLATFORM": "local"}
+    with CMLCluster(n_workers=1, name="lab", security=True, platform="local", quiet=True) as cluster:
+        cluster.wait_for_workers(1, timeout=120)
+        result = subprocess.run(command("--json"), capture_output=True, text=True, timeout=300, env=variables)
+    assert result.returncode == 0, result.stdout + result.stderr
+    findings = {each["name"]: each for each in json.loads(result.stdout)}
+    assert [*findings] == [*CHECKS[:-1], "cluster lab"]
+    for name in ("platform", "key", "sessions", "configuration", "state directory", "versions", "dashboard"):
+        assert findings[name]["state"] == "ok"
+        assert findings[name]["command"] is None
+    assert findings["cluster lab"]["state"] == "ok"
+    assert findings["cluster lab"]["words"] == "Scheduler and workers (1) have the versions of this process."
+
+
+def test_a_broken_environment(tmp_path, install):
+    (tmp_path / "cml").mkdir()
+    (tmp_path / "cml" / "__init__.py").touch()
+    (tmp_path / "cml" / "workers_v1.py").write_text(
+        f"def launch_workers(): ...\ndef list_workers(): return {UNAUTHORIZED}\n"
+    )
+    state = tmp_path / "state"
+    state.mkdir()
+    state.chmod(0o777)
+    variables = {
+        **os.environ,
+        "CDSW_ENGINE_ID": "kbmjhsx8uobd5ks9",
+        "DASK_CML__PLATFORM": "auto",
+        "DASK_CML__STATE_DIRECTORY": str(state),
+        "DASK_CML__CPU": "0",
+        "PYTHONPATH": f"{tmp_path}:{install('dask', '2020.1.0')}",
+    }
+    variables.pop("CDSW_API_KEY", None)
+    result = subprocess.run(command(), capture_output=True, text=True, timeout=300, env=variables)
+    assert result.returncode == 1, result.stderr
+    lines = result.stdout.splitlines()
+    wrong = [line.split()[1] for line in lines if line.startswith("wrong ")]
+    assert wrong == ["key", "sessions", "configuration", "state", "versions"]
+    assert f"  chmod 700 {state}" in result.stdout
+    assert "Unauthorized" in result.stdout
+    assert "cpu=0" in result.stdout
+    assert "dask 2020.1.0 is installed" in result.stdout
+    assert next(line for line in lines if line.startswith("warning ")).split()[1] == "dask"
+    assert "\x1b" not in result.stdout
+
+
+def test_a_platform_that_never_answers_holds_up_neither_other_checks_nor_the_end(tmp_path):
+    (tmp_path / "cdsw.py").write_text(
+        "import time\ndef launch_workers(): ...\ndef list_workers(): time.sleep(3600)\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path), "DASK_CML__PLATFORM": "auto"}
+    result = subprocess.run(
+        command("--timeout", 2, "--json"), capture_output=True, text=True, timeout=240, env=variables
+    )
+    findings = {each["name"]: each for each in json.loads(result.stdout)}
+    assert result.returncode == 1
+    assert [*findings][: len(CHECKS) - 1] == CHECKS[:-1]
+    assert findings["sessions"]["words"] == "The check did not end within 2 s."
+
+
+@pytest.mark.parametrize("error", [ImportError("libssl.so.3"), SystemExit(3), RecursionError()])
+def test_a_check_that_fails_is_one_wrong_line(home, laptop, monkeypatch, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(packages, "one_dask", fail)
+    findings = {each.name: each for each in examine()}
+    assert [*findings] == [name for name in CHECKS if name != "sessions"]
+    assert findings["dask"].state == "wrong"
+    assert type(error).__name__ in findings["dask"].words
+
+
+def test_the_exit_code_is_0_with_warnings_and_1_if_anything_is_wrong(monkeypatch):
+    for state, code in (("ok", 0), ("warning", 0), ("wrong", 1)):
+        found = [Finding("first", state, "Words."), Finding("last", "ok", "Words.")]
+        monkeypatch.setattr("dask_cml.doctor.examine", lambda names, timeout, found=found: iter(found))
+        assert CliRunner().invoke(cli.cml, ["doctor"]).exit_code == code
+
+
+def test_words_are_broken_to_the_terminals_width_and_commands_are_not():
+    finding = Finding("dask", "wrong", "many words " * 20, "pip uninstall --yes " + "package " * 20)
+    *lines, last = finding.render(60).splitlines()
+    assert len(lines) > 3
+    assert all(len(line.removeprefix("\x1b[31m")) <= 60 + len("\x1b[0m") for line in lines)
+    assert last.strip() == finding.command.strip()
+
+
+# -- the session
+
+
+def test_the_platforms_module_in_a_session(cml):
+    assert session.platform() == Finding("platform", "ok", "cml.workers_v1 can be imported.")
+
+
+def test_no_platform_on_a_laptop(laptop):
+    finding = session.platform()
+    assert finding.state == "wrong"
+    assert finding.command == "export DASK_CML__PLATFORM=local"
+    assert session.sessions() == []
+
+
+def test_a_python_that_is_not_the_runtimes(laptop, monkeypatch):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "kbmjhsx8uobd5ks9")
+    finding = session.platform()
+    assert (finding.state, finding.command) == ("wrong", f"{sys._base_executable} -m dask cml doctor")
+    assert sys.executable in finding.words
+
+
+def test_the_key(cml, monkeypatch):
+    assert session.key().state == "ok"
+    monkeypatch.delenv("CDSW_API_KEY")
+    assert session.key().state == "wrong"
+    with dask.config.set({"cml.platform": "local"}):
+        assert session.key().state == "ok"
+
+
+def test_the_sessions_that_the_platform_lists(cml):
+    cml.answer = lambda: [{"id": "a", "status": "running"}, {"id": "b", "status": "stopped"}]
+    finding = session.sessions()
+    assert finding.state == "ok"
+    assert "2 worker sessions; 1 have not ended" in finding.words
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (UNAUTHORIZED, "Unauthorized"),
+        ({"message": "Internal Server Error"}, "Internal Server Error"),
+        ({}, "{}"),
+        (["id", "status"], "['id', 'status']"),
+        (None, "None"),
+        (RuntimeError("CDSW_API_KEY is not set"), "RuntimeError: CDSW_API_KEY is not set"),
+        (ValueError("Expecting value:\nline 1"), "ValueError: Expecting value: line 1"),
+        (ConnectionError("x" * 1000), "list_workers() fails"),
+    ],
+)
+def test_a_listing_that_fails_is_told_in_the_platforms_words(cml, answer, words):
+    def answers():
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    cml.answer = answers
+    finding = session.sessions()
+    assert finding.state == "wrong"
+    assert words in finding.words
+    assert len(finding.words) < 400
+
+
+def test_an_option_that_is_not_valid(cml):
+    assert session.configuration().state == "ok"
+    with dask.config.set({"cml.memory": "lots"}):
+        finding = session.configuration()
+    assert finding.state == "wrong"
+    assert "memory='lots'" in finding.words
+
+
+# -- the state directory
+
+
+def test_a_state_directory_that_the_first_cluster_makes(home, cml):
+    assert session.state_directory().words == f"The first cluster creates {home / '.dask-cml'}."
+    assert [*home.iterdir()] == []
+
+
+def test_a_private_state_directory(home, cml):
+    (home / ".dask-cml").mkdir(mode=0o700)
+    assert session.state_directory().state == "ok"
+    assert [*(home / ".dask-cml").iterdir()] == []
+
+
+@pytest.mark.parametrize(("mode", "state"), [(0o755, "warning"), (0o770, "wrong"), (0o500, "wrong")])
+def test_the_mode_of_the_state_directory_is_mended(home, cml, mode, state):
+    (home / ".dask-cml").mkdir()
+    (home / ".dask-cml").chmod(mode)
+    finding = session.state_directory()
+    assert finding.state == state
+    assert f"{mode:04o}" in finding.words
+    mend(finding)
+    assert session.state_directory().state == "ok"
+
+
+def test_a_file_in_place_of_the_state_directory_is_moved_aside(home, cml):
+    (home / ".dask-cml").write_text("mine")
+    finding = session.state_directory()
+    assert finding.state == "wrong"
+    mend(finding)
+    assert session.state_directory().state == "ok"
+    assert [each.read_text() for each in home.iterdir()] == ["mine"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to others")
+def test_the_state_directory_of_another_user(home, cml):
+    (home / ".dask-cml").mkdir(mode=0o700)
+    os.chown(home / ".dask-cml", 12345, -1)
+    finding = session.state_directory()
+    assert finding.state == "wrong"
+    assert "user 12345" in finding.words
+    mend(finding)
+    assert session.state_directory().state == "ok"
+
+
+def test_a_state_directory_that_cannot_be_written(cml):
+    with dask.config.set({"cml.state-directory": "/proc/dask-cml"}):
+        finding = session.state_directory()
+    assert finding.state == "wrong"
+    assert "/proc cannot be written" in finding.words
+
+
+def test_a_state_directory_that_other_sessions_do_not_see(home, cml, tmp_path_factory):
+    with dask.config.set({"cml.state-directory": str(tmp_path_factory.mktemp("elsewhere") / "state")}):
+        assert "the only folder that all sessions share" in session.state_directory().words
+        with dask.config.set({"cml.platform": "local"}):
+            assert session.state_directory().state == "ok"
+
+
+# -- packages
+
+
+def test_the_versions_of_this_process():
+    finding = packages.versions()
+    assert finding.state == "ok"
+    assert f"dask {dask.__version__}" in finding.words
+
+
+def test_a_distributed_that_is_too_old(install):
+    install("distributed", "2022.1.0")
+    finding = packages.versions()
+    assert finding.state == "wrong"
+    assert "distributed 2022.1.0 is installed" in finding.words
+    assert any(word.startswith("distributed>=") for word in shlex.split(finding.command))
+
+
+def test_a_second_dask_in_the_home_folder_and_the_command_that_removes_it(install_at_home):
+    folder = install_at_home("dask", "2020.1.0")
+    finding = packages.one_dask()
+    assert finding.state == "warning"
+    assert f"dask 2020.1.0 in {folder} hides {dask.__version__} in " in finding.words
+    assert shlex.split(finding.command)[-3:] == ["uninstall", "--yes", "dask"]
+
+
+def test_a_second_dask_that_is_not_in_the_home_folder_is_not_removed(install):
+    install("distributed", "2020.1.0")
+    finding = packages.one_dask()
+    assert (finding.state, finding.command) == ("warning", None)
+
+
+def test_one_dask(install):
+    install("dasklike", "1.0")
+    assert packages.one_dask().state == "ok"
+
+
+def test_packages_of_the_image_in_the_home_folder(cml, install_at_home, monkeypatch):
+    assert packages.image().state == "ok"
+    install_at_home("jupyter_client", "99.0")
+    install_at_home("tornado", "99.0")
+    finding = packages.image()
+    assert finding.state == "warning"
+    assert shlex.split(finding.command)[-4:] == ["uninstall", "--yes", "jupyter-client", "tornado"]
+    monkeypatch.delenv("CDSW_ENGINE_ID")
+    assert packages.image().state == "ok"
+
+
+def test_a_bokeh_that_is_too_old(install):
+    assert packages.dashboard().state == "ok"
+    install("bokeh", "1.0")
+    finding = packages.dashboard()
+    assert finding.state == "warning"
+    assert "bokeh 1.0 is installed" in finding.words
+    assert shlex.split(finding.command)[-1].startswith("bokeh>=")
+
+
+def test_encryption_is_wrong_only_if_clusters_need_it(monkeypatch):
+    assert packages.encryption().state == "ok"
+    monkeypatch.setattr(packages, "version", lambda package: None)
+    for needed, state in ((True, "wrong"), (False, "warning")):
+        with dask.config.set({"cml.security": needed}):
+            finding = packages.encryption()
+        assert finding.state == state
+        assert shlex.split(finding.command)[-1] == "cryptography"
+
+
+# -- JupyterLab
+
+
+@pytest.mark.parametrize("file", ["jupyter_server_config.json", "jupyter_server_config.d/dask_cml.json"])
+def test_a_disabled_sidebar_is_enabled(monkeypatch, tmp_path, file):
+    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")  # as outside of virtual environments
+    assert jupyterlab.sidebar().state == "ok"
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    disabled = {"ServerApp": {"token": "mine", "jpserver_extensions": {"dask_cml.jupyter": False}}}
+    (tmp_path / file).write_text(json.dumps(disabled))
+    finding = jupyterlab.sidebar()
+    assert finding.state == "warning"
+    assert "does not load dask_cml.jupyter:" in finding.words
+    mend(finding)
+    assert jupyterlab.sidebar().state == "ok"
+    assert json.loads((tmp_path / file).read_text())["ServerApp"]["token"] == "mine"
+
+
+def test_a_sidebar_that_is_not_installed(monkeypatch):
+    installed = packages.version
+    monkeypatch.setattr(
+        packages, "version", lambda name: None if name == "dask-labextension" else installed(name)
+    )
+    finding = jupyterlab.sidebar()
+    assert finding.state == "warning"
+    assert shlex.split(finding.command)[-1].startswith("dask-labextension>=")
+
+
+def test_a_workbench_needs_no_sidebar(cml, monkeypatch):
+    monkeypatch.setattr(jupyterlab, "version", lambda name: None)
+    assert jupyterlab.sidebar().state == "ok"
+    assert jupyterlab.time_outs().state == "ok"
+
+
+def test_the_time_outs_of_jupyterlab(cml, monkeypatch):
+    assert "by default 3600" in jupyterlab.time_outs().words
+    monkeypatch.setenv("JUPYTER_KERNEL_TIMEOUT_SECONDS", "7200")
+    monkeypatch.setenv("JUPYTER_SERVER_TIMEOUT_SECONDS", "43200")
+    finding = jupyterlab.time_outs()
+    assert finding.state == "warning"
+    assert "7200" in finding.words
+    assert "43200" in finding.words
+    with dask.config.set({"cml.platform": "local"}):
+        assert jupyterlab.time_outs().state == "ok"
+
+
+# -- clusters
+
+
+def test_versions_in_a_cluster_that_differ_and_workers_that_do_not_answer(platform, monkeypatch):
+    with CMLCluster(n_workers=1, name="lab", platform="local", quiet=True) as cluster:
+        cluster.wait_for_workers(1, timeout=120)
+        own = clusters._own()
+        monkeypatch.setattr(clusters, "_own", lambda: {**own, "cloudpickle": "1.0", "numpy": "1.0"})
+        [finding] = clusters.versions(["lab"], 60)
+        assert finding.state == "warning"
+        there = own["cloudpickle"]
+        assert f"cloudpickle is 1.0 here, {there} in the scheduler, {there} in 1 worker." in finding.words
+        assert "numpy" not in finding.words
+        assert finding.command.endswith("cml delete lab")
+
+        with Client(cluster) as client:
+            [pid] = client.run(os.getpid).values()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            [finding] = clusters.versions(["lab"], 5)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert finding.state == "warning"
+        assert "did not all tell their versions within 5 s" in finding.words
+
+
+def test_a_cluster_of_another_name_and_one_that_is_gone(platform):
+    gone = Record("gone", maker=Maker("elsewhere", 1, 1.0, "ended"), scheduler_address="tcp://127.0.0.1:1")
+    registry.claim(gone)
+    [unknown, stale] = clusters.versions(["lab", "gone"], 5)
+    assert (unknown.name, unknown.state) == ("cluster lab", "wrong")
+    assert unknown.command.endswith("cml list")
+    assert (stale.name, stale.state) == ("cluster gone", "warning")
+    assert stale.command.endswith("cml prune")
+    assert clusters.versions([], 5) == [stale]
