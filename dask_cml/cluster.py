@@ -607,6 +607,7 @@ class CMLCluster(SpecCluster):
         reported = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
         names = {address: info["name"] for address, info in self.scheduler_info["workers"].items()}
         if not isinstance(workers, bool):
+            workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
         options = self.options
         logs = SessionLogs(self.name, self.folder, options.log_directory, options.processes)

@@ -246,7 +246,7 @@ def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster,
     assert logs["Cluster"] == "the cluster has reported this"
     assert 0 <= logs["Scheduler"].find("Scheduler at") < logs["Scheduler"].find("Retire worker")
     assert "Start worker at" in logs[first]
-    assert [*cluster.get_logs(cluster=False, scheduler=False, workers=[first])] == [first]
+    assert [*cluster.get_logs(cluster=False, scheduler=False, workers=first)] == [first]
     assert cluster.get_logs(cluster=False, scheduler=False, workers=False) == {}
     with pytest.raises(ValueError, match=f"invalid worker 'x': expected one of Scheduler, {first}, {second}"):
         cluster.get_logs(workers=["x"])
