@@ -57,7 +57,7 @@ class Membership:
                     gone=[key for key in self._known if key not in here],
                 )
             )
-        except (OSError, asyncio.TimeoutError):
+        except (OSError, asyncio.TimeoutError, ValueError):  # ValueError: it does not know this manager
             self._claims = self._claims or claims
             return False
         leads = state["leader"] == self.id

@@ -28,7 +28,7 @@ from distributed.scheduler import Scheduler
 from distributed.utils import wait_for
 from tornado.ioloop import PeriodicCallback
 
-from dask_cml import pulse
+from dask_cml import messages, pulse
 from dask_cml.checks import seconds
 from dask_cml.errors import CMLError
 from dask_cml.forwarding import FORWARD, Tunnel
@@ -132,7 +132,16 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             Seconds after which it is gone if nothing more is heard of it.
         **more
             ``orphan_timeout``, if it is to be changed.
+
+        Raises
+        ------
+        ValueError
+            If this is not what a manager sends. Nothing changes then.
         """
+        messages.check_manager(manager)
+        messages.check_info(info)
+        messages.check_seconds("silence", silence)
+        messages.check_orphan_timeout(more.get("orphan_timeout"))
         now = time.monotonic()
         known = self._managers.get(manager)
         if known is None:
@@ -154,7 +163,14 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             Its id.
         **more
             ``orphan_timeout``, if it is to be changed.
+
+        Raises
+        ------
+        ValueError
+            If this is not what a manager sends. Nothing changes then.
         """
+        messages.check_manager(manager)
+        messages.check_orphan_timeout(more.get("orphan_timeout"))
         if self._managers.pop(manager, None):
             logger.info("The manager %s has left", manager)
         if "orphan_timeout" in more:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dask_cml import messages
+
 
 @dataclass
 class SharedState:
@@ -54,7 +56,19 @@ class SharedState:
         dict
             ``leader``, ``wanted`` and ``sessions``, as they are now, and ``asked``, the manager that was
             asked to scale last; the leader may be another one since then.
+
+        Raises
+        ------
+        ValueError
+            If this is not what a manager sends, or not from one that is here. Nothing changes then.
         """
+        messages.check_manager(manager)
+        messages.check_launched(launched or {})
+        messages.check_names("gone", gone)
+        if wanted is not None:
+            messages.check_wanted(wanted)
+        if not self.is_here(manager):
+            raise ValueError(f"invalid manager={manager!r}: expected one that sends heartbeats")
         self.sessions.update(launched or {})
         for name in gone:
             self.sessions.pop(name, None)

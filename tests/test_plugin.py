@@ -363,3 +363,50 @@ def test_processes_of_an_orphan_end_when_its_last_client_has_left(cluster, tmp_p
         assert scheduler.wait(60) == 0
         assert worker.wait(60) == 0
     assert "orphaned: no manager and no client for 1 s" in (tmp_path / "scheduler.log").read_text()
+
+
+    assert "Reason: orphaned: no manager and no client for 1 s" in (tmp_path / "scheduler.log").read_text()
+
+
+HERE = {"manager": "m1", "info": {"host": "here"}, "silence": 15.0}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"manager": "m1", "info": "many", "silence": 15.0},
+        {"manager": "m1", "info": {str(i): i for i in range(1000)}, "silence": 15.0},
+        {"manager": "m1", "info": {"host": ["here"]}, "silence": 15.0},
+        {"manager": ["m1"], "info": {}, "silence": 15.0},
+        {"manager": "m1", "info": {}, "silence": "long"},
+        {"manager": "m1", "info": {}, "silence": float("inf")},
+        {**HERE, "orphan_timeout": "never"},
+        {**HERE, "orphan_timeout": 0},
+        {**HERE, "orphan_timeout": float("nan")},
+    ],
+)
+async def test_heartbeat_that_no_manager_sends_changes_nothing(message):
+    async with scheduler(orphan_timeout=5) as running, rpc(running.address) as asked:
+        with pytest.raises(ValueError, match=r"invalid .*: expected"):
+            await asked.cml_manager_heartbeat(**message)
+        assert plugin_of(running).orphan_timeout == 5
+        assert await asked.cml_managers() == {"orphan_timeout": 5, "managers": {}}
+
+
+async def test_goodbye_that_no_manager_sends_does_not_switch_the_end_of_orphans_off():
+    async with scheduler(orphan_timeout=5) as running, rpc(running.address) as asked:
+        await asked.cml_manager_heartbeat(**HERE)
+        with pytest.raises(ValueError, match="invalid orphan_timeout='never': expected seconds"):
+            await asked.cml_manager_goodbye(manager="m1", orphan_timeout="never")
+        assert plugin_of(running).orphan_timeout == 5
+        assert [*(await asked.cml_managers())["managers"]] == ["m1"]
+
+
+async def test_sync_that_no_manager_sends_leaves_the_managers_able_to_work():
+    async with scheduler() as running, rpc(running.address) as asked:
+        await asked.cml_manager_heartbeat(**HERE)
+        before = await asked.cml_sync(manager="m1", wanted=2)
+        for message in {"wanted": "many"}, {"launched": {"other": ["x"]}}, {"gone": 3}:
+            with pytest.raises(ValueError, match=r"invalid .*: expected"):
+                await asked.cml_sync(manager="m1", **message)
+        assert await asked.cml_sync(manager="m1") == before

@@ -16,8 +16,8 @@ def state(here):
 
 
 def test_the_first_manager_leads(state):
-    expected = {"leader": "a", "asked": "a", "wanted": 2, "sessions": {"w0": "s0"}}
-    assert state.sync("a", wanted=2, launched={"w0": "s0"}) == expected
+    expected = {"leader": "a", "asked": "a", "wanted": 2, "sessions": {"w0": "sess0"}}
+    assert state.sync("a", wanted=2, launched={"w0": "sess0"}) == expected
     assert state.sync("b")["leader"] == "a"
 
 
@@ -28,9 +28,9 @@ def test_who_scales_leads(state):
 
 
 def test_sessions_of_all_managers_are_kept(state):
-    state.sync("a", wanted=2, launched={"w0": "s0"})
+    state.sync("a", wanted=2, launched={"w0": "sess0"})
     state.sync("b", wanted=1, gone=["w0"])
-    assert state.sync("a", launched={"w1": "s1"})["sessions"] == {"w1": "s1"}
+    assert state.sync("a", launched={"w1": "sess1"})["sessions"] == {"w1": "sess1"}
 
 
 def test_a_follower_takes_over_from_a_leader_that_is_gone(state, here):
@@ -46,3 +46,30 @@ def test_a_leader_that_was_away_follows_when_it_comes_back(state, here):
     state.sync("b")
     here.add("a")
     assert state.sync("a")["leader"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("manager", "message"),
+    [
+        ("c", {}),
+        (3, {}),
+        ("", {}),
+        ("b", {"wanted": "many"}),
+        ("b", {"wanted": -1}),
+        ("b", {"wanted": True}),
+        ("b", {"wanted": 10**9}),
+        ("b", {"launched": ["w1"]}),
+        ("b", {"launched": {"w1": ""}}),
+        ("b", {"launched": {"w1": "../etc"}}),
+        ("b", {"launched": {"w1": None}}),
+        ("b", {"launched": {"": "sess1"}}),
+        ("b", {"launched": {"x" * 1000: "sess1"}}),
+        ("b", {"gone": "w0"}),
+        ("b", {"gone": [0]}),
+    ],
+)
+def test_what_no_manager_sends_changes_nothing(state, manager, message):
+    before = state.sync("a", wanted=2, launched={"w0": "sess0"})
+    with pytest.raises(ValueError, match=r"invalid .*: expected"):
+        state.sync(manager, **{"wanted": 5, "gone": ["w0"], **message})
+    assert state.sync("a") == before

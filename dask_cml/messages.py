@@ -1,0 +1,86 @@
+"""Checks of what managers send to the scheduler.
+
+The scheduler's port takes messages from every program that reaches it, also from broken or hostile ones. What
+is not what a manager sends is refused as a whole, before anything changes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+#: Of workers, of sessions, of whatever a message counts or lists.
+_MOST = 100_000
+_LONGEST_TEXT = 300
+_LONGEST_TIME = 10 * 365 * 24 * 3600.0
+_MOST_INFO = 20
+_SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
+
+
+def check_manager(value: object) -> None:
+    """Refuse what cannot be a manager's id.
+
+    Raises
+    ------
+    ValueError
+        That says what was expected. So do all functions of this module.
+    """
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.-]{1,64}", value):
+        raise _invalid("manager", value, "1 to 64 letters and digits")
+
+
+def check_info(value: object) -> None:
+    """Refuse what is more than a few words on a manager."""
+    allowed = f"a mapping of at most {_MOST_INFO} names to text or numbers"
+    if not isinstance(value, Mapping) or len(value) > _MOST_INFO:
+        raise _invalid("info", value, allowed)
+    for name, each in value.items():
+        if not _is_text(name) or not (each is None or _is_text(each) or isinstance(each, (bool, int, float))):
+            raise _invalid("info", value, allowed)
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Refuse what is not a span of time."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LONGEST_TIME:
+        raise _invalid(name, value, "seconds as a number above 0")
+
+
+def check_orphan_timeout(value: object) -> None:
+    """Refuse what is neither a span of time nor None."""
+    if value is not None:
+        check_seconds("orphan_timeout", value)
+
+
+def check_wanted(value: object) -> None:
+    """Refuse what is not a number of worker sessions."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+        raise _invalid("wanted", value, f"a whole number from 0 to {_MOST}")
+
+
+def check_launched(value: object) -> None:
+    """Refuse what does not give a session's id for each worker's name."""
+    allowed = "a mapping of workers' names to sessions' ids"
+    if not isinstance(value, Mapping) or len(value) > _MOST:
+        raise _invalid("launched", value, allowed)
+    for name, session_id in value.items():
+        if not _is_text(name) or not is_session_id(session_id):
+            raise _invalid("launched", {name: session_id}, allowed)
+
+
+def check_names(name: str, value: object) -> None:
+    """Refuse what is not a list of workers' names."""
+    if not isinstance(value, (list, tuple)) or len(value) > _MOST or not all(map(_is_text, value)):
+        raise _invalid(name, value, "a list of workers' names")
+
+
+def is_session_id(value: object) -> bool:
+    """Return whether this can be the id of a session."""
+    return isinstance(value, str) and _SESSION_ID.fullmatch(value) is not None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST_TEXT
+
+
+def _invalid(name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"invalid {name}={repr(value)[:100]}: expected {allowed}")
