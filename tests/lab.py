@@ -104,9 +104,8 @@ class JupyterServer:
                 self._command, env=self._environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
         try:
-            information = self._runtime / f"jpserver-{self.process.pid}.json"
-            until(lambda: information.exists() or self.process.poll() is not None)
-            self.url = json.loads(information.read_text())["url"].replace("localhost", "127.0.0.1")
+            until(lambda: self._information() or self.process.poll() is not None)
+            self.url = self._information()["url"].replace("localhost", "127.0.0.1")
             until(lambda: self.answers("api") or self.process.poll() is not None)
             assert self.answers("api")
         except BaseException:
@@ -118,6 +117,13 @@ class JupyterServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _information(self) -> dict[str, Any]:
+        """Return what the server writes down of itself; nothing, until that is written whole."""
+        try:
+            return json.loads((self._runtime / f"jpserver-{self.process.pid}.json").read_text())
+        except (OSError, ValueError):
+            return {}
 
     def stop(self) -> None:
         """End it as a platform or a user does, and wait for it."""

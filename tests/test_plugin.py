@@ -365,9 +365,6 @@ def test_processes_of_an_orphan_end_when_its_last_client_has_left(cluster, tmp_p
     assert "orphaned: no manager and no client for 1 s" in (tmp_path / "scheduler.log").read_text()
 
 
-    assert "Reason: orphaned: no manager and no client for 1 s" in (tmp_path / "scheduler.log").read_text()
-
-
 HERE = {"manager": "m1", "info": {"host": "here"}, "silence": 15.0}
 
 
