@@ -154,14 +154,16 @@ def cml() -> None:
 @click.argument("spec", required=False, type=click.Path(exists=True, dir_okay=False))
 @_in_one_line
 def create(spec: str | None, **options: Any) -> None:
-    """Make a cluster that lives on when this command ends.
+    """Create a cluster that runs on when this command ends.
 
-    It waits until the scheduler answers and the workers are granted, and prints the cluster's name. SPEC is a
-    file as dask-ctl takes it, whose arguments the options override.
+    The cluster can run until the CML session ends in which this command runs. The command waits until the
+    scheduler answers and the workers are granted, and prints the cluster's name. SPEC is a file as dask-ctl
+    takes it, whose arguments the options override.
     """
     import dask.config
 
     from dask_cml.cluster import CMLCluster
+    from dask_cml.record import lifetime
 
     positional, arguments = _read_spec(spec) if spec else ([], {})
     arguments.update({name: value for name, value in options.items() if value is not None})
@@ -179,6 +181,7 @@ def create(spec: str | None, **options: Any) -> None:
     click.echo(f"The scheduler answers at {cluster.scheduler_address}; {_workers(n)} granted.", err=True)
     if cluster.dashboard_link:
         click.echo(f"The dashboard is at {cluster.dashboard_link}", err=True)
+    click.echo(f"{lifetime(cluster.name)}.", err=True)
     cluster.shutdown_on_close = False
     cluster.leave()
 
@@ -282,17 +285,19 @@ def info(name: str, as_json: bool) -> None:
         security=record.security is not None,
         maker=asdict(record.maker),
         sessions=dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1]))),
+        owners=record.owners,
     )
     if as_json:
         click.echo(json.dumps(row, indent=2))
         return
     row["maker"] = f"process {record.maker.pid} on {record.maker.host}"
     row["security"] = "keys of its own" if row["security"] else "no keys of its own"
-    sessions = row.pop("sessions")
+    sessions, owners = row.pop("sessions"), row.pop("owners")
     for key, value in row.items():
         click.echo(f"{key:<10} {_shown(key, value)}")
     for session, role in sessions.items():
-        click.echo(f"{'session':<10} {session}  {role}")
+        owner = f"  ends with the session {owners[session]}" if session in owners else ""
+        click.echo(f"{'session':<10} {session}  {role}{owner}")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from dask_cml.membership import Membership
 from dask_cml.options import OPTION_NAMES, Options, state_directory
 from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
 from dask_cml.reconciler import Reconciler
-from dask_cml.record import Record
+from dask_cml.record import Record, lifetime
 from dask_cml.recording import SCHEDULER, RecordKeeper
 from dask_cml.session_logs import SessionLogs
 from dask_cml.tasks import cancel
@@ -92,7 +92,8 @@ class CMLCluster(SpecCluster):
         A folder on the project file system for the sessions' logs, which stay there. Default: the cluster's
         own folder, which the cluster removes at its end.
     shutdown_on_close : bool, optional
-        False: the sessions outlive this object and this process. Default True.
+        False: the cluster runs on after this object and this process, until the CML session ends that
+        launched it. Default True.
     forward_dashboard : bool, optional
         Whether ``dashboard_link`` is a port of this machine that leads to the dashboard. Default False.
     platform : {"auto", "local"}, optional
@@ -240,6 +241,8 @@ class CMLCluster(SpecCluster):
         self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self.tls))
         await Cluster._start(self)
         await self.record_keeper.write()  # from now on other processes can take part
+        if not (self._adopts or self.shutdown_on_close):
+            self._log(lifetime(self.name))
         self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
         await self.membership.start()
         if self.options.forward_dashboard:
@@ -288,10 +291,11 @@ class CMLCluster(SpecCluster):
         self.security = self.tls or Security()
         self.scheduler = CMLScheduler(self.api, self.options, self.folder, self.tls)
         self.scheduler.address = record.scheduler_address
-        self.scheduler.adopt(record.scheduler_session or "", record.app_url)
+        session = record.scheduler_session or ""
+        self.scheduler.adopt(session, record.app_url, record.owners.get(session))
         for session_id, key in record.sessions.items():
             if key != SCHEDULER:
-                self.membership.adopt(key, session_id)
+                self.membership.adopt(key, session_id, record.owners.get(session_id))
         self.wanted = len(self.worker_spec)
         self.record_keeper.start()
 
@@ -309,8 +313,9 @@ class CMLCluster(SpecCluster):
     ) -> CMLCluster:
         """Rebuild the manager of a cluster that another process of the project has made.
 
-        The cluster lives on when this object goes, with its ``with`` block or its process; :meth:`close`
-        ends it.
+        The cluster runs on when this object goes, with its ``with`` block or its process; :meth:`close`
+        ends it. CML stops a worker with the session that launched it, so those that this object launches end
+        with the session of this process.
 
         Parameters
         ----------

@@ -47,13 +47,15 @@ class Membership:
         """Tell what has changed here and learn what has changed elsewhere; return whether this one leads."""
         cluster = self._cluster
         here = {key: w.session_id for key, w in cluster.workers.items() if w.session_id}
+        launched = {key: each for key, each in here.items() if self._known.get(key) != each}
         claims, self._claims = self._claims, False
         try:
             state = await cluster.reconciler.answer(
                 cluster.scheduler_comm.cml_sync(
                     manager=self.id,
                     wanted=cluster.wanted if claims else None,
-                    launched={key: each for key, each in here.items() if self._known.get(key) != each},
+                    launched=launched,
+                    owners={key: owner for key in launched if (owner := cluster.workers[key].owner)},
                     gone=[key for key in self._known if key not in here],
                 )
             )
@@ -70,14 +72,14 @@ class Membership:
         self._asked = state["asked"]
         known_before, self._known, self.leads = self._known, state["sessions"], leads
         for key in self._known.keys() - here.keys():
-            self.adopt(key, self._known[key])
+            self.adopt(key, self._known[key], state["owners"].get(key))
         for key in (here.keys() & known_before.keys()) - self._known.keys():
             self._drop(key)
         if not claims and not self._claims:
             self._follow(state["wanted"], None if leads else self._known)
         return leads
 
-    def adopt(self, key: str, session_id: str) -> None:
+    def adopt(self, key: str, session_id: str, owner: str | None = None) -> None:
         """Take a worker over that another manager has launched.
 
         Parameters
@@ -86,10 +88,12 @@ class Membership:
             Its name.
         session_id : str
             Its session's id.
+        owner : str, optional
+            The id of the session with which it ends.
         """
         cluster = self._cluster
         worker = cluster.make_worker(key)
-        worker.adopt(session_id)
+        worker.adopt(session_id, owner=owner)
         cluster.workers[key] = worker
         with cluster.spec_lock:
             cluster.worker_spec.setdefault(key, cluster.new_spec)

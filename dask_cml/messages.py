@@ -67,6 +67,16 @@ def check_launched(value: object) -> None:
             raise _invalid("launched", {name: session_id}, allowed)
 
 
+def check_owners(value: object) -> None:
+    """Refuse what does not name an owner for workers' names."""
+    allowed = "a mapping of workers' names to the ids of their sessions' owners"
+    if not isinstance(value, Mapping) or len(value) > _MOST:
+        raise _invalid("owners", value, allowed)
+    for name, owner in value.items():
+        if not _is_text(name) or not _is_text(owner):
+            raise _invalid("owners", {name: owner}, allowed)
+
+
 def check_names(name: str, value: object) -> None:
     """Refuse what is not a list of workers' names."""
     if not isinstance(value, (list, tuple)) or len(value) > _MOST or not all(map(_is_text, value)):

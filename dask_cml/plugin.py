@@ -1,6 +1,6 @@
 """What runs in the scheduler: it ends a cluster that nobody has any more, and shows its dashboard.
 
-A scheduler that is not to outlive its maker preloads the plugin, for the maker may be killed before it
+A scheduler that ends with its maker preloads the plugin, for the maker may be killed before it
 connects. A manager registers the plugin where it is not there, and says every few seconds that it is. Its
 `Presence` does both.
 """

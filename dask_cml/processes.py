@@ -19,6 +19,7 @@ from distributed.security import Security
 from dask_cml.commands import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.options import Options, SessionSize
+from dask_cml.record import this_owner
 from dask_cml.tasks import cancel
 from dask_cml.workers_api import SessionInfo, WorkersAPI, has_ended, ip_address
 
@@ -51,6 +52,8 @@ class Session:
         When it was launched.
     size : SessionSize
         Its virtual CPUs, memory in GiB, and GPUs.
+    owner : str or None
+        The id of the session with which it ends; None if that is not known, or if it ends with none.
     """
 
     id: str
@@ -61,6 +64,7 @@ class Session:
     app_url: str | None
     since: datetime
     size: SessionSize
+    owner: str | None = None
 
 
 class CMLProcess(ProcessInterface):
@@ -79,6 +83,7 @@ class CMLProcess(ProcessInterface):
         self._since = datetime.now(timezone.utc)
         self._info: SessionInfo = {}
         self._adopted = False
+        self.owner: str | None = None
 
     async def start(self) -> None:
         """Launch the session; it is accepted when this returns, and need not run yet.
@@ -89,17 +94,19 @@ class CMLProcess(ProcessInterface):
             If the platform does not grant it.
         """
         self._since = datetime.now(timezone.utc)
+        self.owner = this_owner()
         self._info = await self.api.launch(
             self.plan.name, self.plan.size, self.plan.code, self.plan.env, self._launch_options
         )
         self.launched_at = time.monotonic()
         await super().start()
 
-    def adopt(self, session_id: str, app_url: str | None = None) -> None:
+    def adopt(self, session_id: str, app_url: str | None = None, owner: str | None = None) -> None:
         """Take a session over that another process has launched, which the platform may not list here."""
         self.api.adopt(session_id, self.name)
         self._info = {"id": session_id, "status": "running", "app_url": app_url}
         self._adopted = True
+        self.owner = owner
         self.launched_at = time.monotonic()
         self.status = Status.running
 
@@ -135,6 +142,7 @@ class CMLProcess(ProcessInterface):
             app_url=self._info.get("app_url"),
             since=self._since,
             size=self.plan.size,
+            owner=self.owner,
         )
 
     @property

@@ -65,6 +65,27 @@ def _session() -> str | None:
     return os.environ.get("CDSW_ENGINE_ID") or None
 
 
+def this_owner() -> str | None:
+    """Return the id of the session with which ends what this process launches; None outside of all.
+
+    The platform files what a worker session launches under the session at the root.
+    """
+    return os.environ.get("CDSW_MASTER_ID") or _session()
+
+
+def lifetime(name: str) -> str:
+    """Say until when a cluster can run that this process makes.
+
+    Parameters
+    ----------
+    name : str
+        The cluster's.
+    """
+    owner = this_owner()
+    end = f"the session {owner} ends" if owner else "this machine restarts"
+    return f"The cluster {name} can run until {end}"
+
+
 @dataclass(frozen=True)
 class Record:
     """What is needed to find a cluster and to rebuild its manager.
@@ -87,6 +108,8 @@ class Record:
         The cluster's options, as JSON can hold them.
     sessions : mapping of str to str
         The ids of all its sessions: the key of a worker, or ``"scheduler"``.
+    owners : mapping of str to str
+        The ids of its sessions, as far as known: the id of the session with which each ends.
     security : mapping of str to str, or None
         The parameters of :class:`distributed.Security`: absolute paths of the keys' files.
     version : int
@@ -105,6 +128,7 @@ class Record:
     app_url: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     sessions: Mapping[str, str] = field(default_factory=dict)
+    owners: Mapping[str, str] = field(default_factory=dict)
     security: Mapping[str, str] | None = None
     version: int = VERSION
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -137,7 +161,7 @@ class Record:
             raise ValueError(f"it is of the newer format {content['version']}; a newer dask-cml wrote it")
         known = {each.name for each in fields(cls)} - {"more"}
         own = {key: content.pop(key) for key in known & set(content)}
-        if missing := known - set(own):
+        if missing := known - _LATER - set(own):
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         for key, value in own.items():
             if not _CHECKS.get(key, _is_text_or_none)(value):
@@ -170,6 +194,8 @@ def _is_maker(value: object) -> bool:
     return isinstance(value.get("host"), str) and isinstance(value.get("pid"), int) and value["pid"] > 0
 
 
+#: What records of older releases lack.
+_LATER = {"owners"}
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "name": _is_text,
     "id": _is_text,
@@ -177,6 +203,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "maker": _is_maker,
     "options": lambda value: isinstance(value, dict),
     "sessions": _is_texts,
+    "owners": _is_texts,
     "security": lambda value: value is None or _is_texts(value),
     "version": lambda value: value > 0,
 }

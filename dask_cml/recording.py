@@ -128,13 +128,15 @@ class RecordKeeper:
         """Write it now. What hinders that is logged."""
         try:
             async with self._writing:
-                await asyncio.to_thread(self._write)
+                processes = (self._cluster.scheduler, *self._cluster.workers.values())
+                owners = {p.session_id: p.owner for p in processes if p.session_id and p.owner}
+                await asyncio.to_thread(self._write, owners)
         except NoSuchCluster:
             logger.info("The record of the cluster %s is gone: another process ends it", self._cluster.name)
         except (OSError, CMLError) as error:
             logger.warning("The record of the cluster %s cannot be written: %s", self._cluster.name, error)
 
-    def _write(self) -> None:
+    def _write(self, owners: Mapping[str, str]) -> None:
         cluster, own = self._cluster, self.record
         assert own is not None
         sessions = cluster.api.named_sessions()
@@ -146,9 +148,11 @@ class RecordKeeper:
             roles = {
                 each: SCHEDULER if key == cluster.scheduler.name else key for each, key in sessions.items()
             }
+            present = {**kept, **roles}
             return replace(
                 record,
-                sessions={**kept, **roles},
+                sessions=present,
+                owners={key: each for key, each in {**record.owners, **owners}.items() if key in present},
                 scheduler_session=scheduler.id if scheduler else record.scheduler_session,
                 app_url=scheduler.app_url if scheduler else record.app_url,
                 scheduler_address=cluster.scheduler.address or record.scheduler_address,

@@ -30,6 +30,7 @@ class SharedState:
     asked: str | None = None
     wanted: int = 0
     sessions: dict[str, str] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
 
     def sync(
         self,
@@ -37,6 +38,7 @@ class SharedState:
         wanted: int | None = None,
         launched: Mapping[str, str] | None = None,
         gone: Sequence[str] = (),
+        owners: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Take in what a manager tells, and return what it should know.
 
@@ -50,12 +52,14 @@ class SharedState:
             Worker sessions that it launched: session id by worker name.
         gone : sequence of str
             Names of workers whose sessions it has stopped.
+        owners : mapping of str to str, optional
+            The owners of sessions that it launched, by worker name.
 
         Returns
         -------
         dict
-            ``leader``, ``wanted`` and ``sessions``, as they are now, and ``asked``, the manager that was
-            asked to scale last; the leader may be another one since then.
+            ``leader``, ``wanted``, ``sessions`` and ``owners``, as they are now, and ``asked``, the manager
+            that was asked to scale last; the leader may be another one since then.
 
         Raises
         ------
@@ -64,14 +68,17 @@ class SharedState:
         """
         messages.check_manager(manager)
         messages.check_launched(launched or {})
+        messages.check_owners(owners or {})
         messages.check_names("gone", gone)
         if wanted is not None:
             messages.check_wanted(wanted)
         if not self.is_here(manager):
             raise ValueError(f"invalid manager={manager!r}: expected one that sends heartbeats")
         self.sessions.update(launched or {})
+        self.owners.update(owners or {})
         for name in gone:
             self.sessions.pop(name, None)
+            self.owners.pop(name, None)
         if wanted is not None:
             self.leader, self.asked, self.wanted = manager, manager, wanted
         elif self.leader is None or not self.is_here(self.leader):
@@ -81,4 +88,5 @@ class SharedState:
             "asked": self.asked,
             "wanted": self.wanted,
             "sessions": dict(self.sessions),
+            "owners": dict(self.owners),
         }

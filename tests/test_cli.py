@@ -80,10 +80,12 @@ def add_stale(name, **more):
 # -- a cluster's life
 
 
-def test_a_cluster_from_its_creation_to_its_end(platform):
+def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "mysession")
     out, err = shell("create", "--name", "mine", "--n-workers", 1, "--security", "--env", "A=B=C",
                      "--worker-args", "--resources 'X=1'")  # fmt: skip
     assert out == "mine\n"
+    assert err.endswith("The cluster mine can run until the session mysession ends.\n")
     assert "answers at tls://" in err
     assert "1 worker granted" in err
     assert told("mine")["env"] == {"A": "B=C"}
@@ -102,8 +104,9 @@ def test_a_cluster_from_its_creation_to_its_end(platform):
     about = json.loads(run("info", "mine", "--json"))
     assert set(about["sessions"].values()) == {"scheduler", "mine-0", "mine-1"}
     assert set(about["sessions"]) == set(live(platform))
+    assert about["owners"] == dict.fromkeys(about["sessions"], "mysession")
     assert about["security"] is True
-    assert "mine-1" in run("info", "mine")
+    assert "mine-1  ends with the session mysession" in run("info", "mine")
     logs = run("logs", "mine")
     assert re.findall(r"==> (.*) <==", logs) == ["Scheduler", "mine-0", "mine-1"]
     assert "Scheduler at" in logs

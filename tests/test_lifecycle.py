@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 
+import dask
 import pytest
 from distributed import Client
 from distributed.core import Status
@@ -181,12 +182,13 @@ async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_sessio
 
 
 async def test_shutdown_on_close_false_leaves_the_cluster_running(platform):
-    async with make(n_workers=1, name="left", shutdown_on_close=False):
-        pass
+    async with make(n_workers=1, name="left", shutdown_on_close=False) as cluster:
+        [told] = [line for line in manager_log(cluster) if "can run until" in line]
+        assert told == "The cluster left can run until this machine restarts"
     assert len(live(platform)) == 2
     cluster = await rebuild("left", shutdown_on_close=True)
     async with cluster:
-        pass
+        assert not any("can run until" in line for line in manager_log(cluster))
     assert not live(platform)
 
 
@@ -293,6 +295,49 @@ async def test_a_manager_leaves_a_cluster_of_which_it_hears_nothing_any_more(pla
     assert "has not answered for 1 s" in manager_log(other)[-1]
     assert await lifecycle.end_all(registry.records()) == {"shared": None}
     assert not live(platform)
+
+
+SECOND = """
+import time
+from dask_cml import CMLCluster
+
+if __name__ == "__main__":
+    cluster = CMLCluster.from_name("shared")
+    cluster.scale(3)
+    while len(cluster.arrived) < 3:
+        time.sleep(0.05)
+    print("ready", flush=True)
+    time.sleep(3600)
+"""
+
+
+async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_leader(
+    platform, holds, monkeypatch
+):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "first")
+
+    def owners(cluster):
+        return sorted(session.owner for session in cluster.sessions)
+
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}):
+        async with make(n_workers=1, name="shared") as maker:
+            await holds(lambda: len(maker.arrived) == 1)
+            environment = {**os.environ, "CDSW_ENGINE_ID": "second"}
+            second = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", SECOND, stdout=subprocess.PIPE, env=environment
+            )
+            assert await second.stdout.readline() == b"ready\n"
+            await holds(lambda: owners(maker) == ["first", "first", "second", "second"])
+            await holds(lambda: sorted(registry.read("shared").owners.values()) == owners(maker))
+            # The next leader has seen them all, else it would wait for them for the whole `worker_timeout`.
+            await holds(lambda: maker.reconciler._arrived == maker.workers.keys())
+            assert not maker.membership.leads
+            await asyncio.to_thread(platform.end_engine, "second")
+            assert await second.wait() == -signal.SIGKILL
+            await holds(lambda: maker.membership.leads and len(maker.arrived) == 3 and maker.wanted == 3)
+            await holds(lambda: owners(maker) == ["first"] * 4)
+            assert {each["id"] for each in live(platform)} == {each.id for each in maker.sessions}
+        assert not live(platform)
 
 
 async def test_what_a_manager_asks_for_just_before_it_leaves_is_there_and_in_others_hands(platform, holds):

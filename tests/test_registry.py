@@ -103,6 +103,14 @@ def test_fields_of_newer_releases_are_kept(state):
     assert (content["region"], content["app_url"]) == ("west", "https://x/")
 
 
+def test_record_of_an_older_release_lacks_owners(state):
+    folder = claim(Record("a"), state)
+    content = json.loads((folder / RECORD_FILE).read_text())
+    del content["owners"]
+    (folder / RECORD_FILE).write_text(json.dumps(content))
+    assert read("a", state).owners == {}
+
+
 def test_options_that_json_cannot_hold_leave_the_old_record(state):
     folder = claim(Record("a"), state)
     with pytest.raises(TypeError):

@@ -16,7 +16,7 @@ def state(here):
 
 
 def test_the_first_manager_leads(state):
-    expected = {"leader": "a", "asked": "a", "wanted": 2, "sessions": {"w0": "sess0"}}
+    expected = {"leader": "a", "asked": "a", "wanted": 2, "sessions": {"w0": "sess0"}, "owners": {}}
     assert state.sync("a", wanted=2, launched={"w0": "sess0"}) == expected
     assert state.sync("b")["leader"] == "a"
 
@@ -24,7 +24,7 @@ def test_the_first_manager_leads(state):
 def test_who_scales_leads(state):
     state.sync("a", wanted=2)
     state.sync("b", wanted=5)
-    assert state.sync("a") == {"leader": "b", "asked": "b", "wanted": 5, "sessions": {}}
+    assert state.sync("a") == {"leader": "b", "asked": "b", "wanted": 5, "sessions": {}, "owners": {}}
 
 
 def test_sessions_of_all_managers_are_kept(state):
@@ -33,11 +33,17 @@ def test_sessions_of_all_managers_are_kept(state):
     assert state.sync("a", launched={"w1": "sess1"})["sessions"] == {"w1": "sess1"}
 
 
+def test_the_owner_of_a_session_is_known_as_long_as_the_session(state):
+    state.sync("a", launched={"w0": "sess0", "w1": "sess1"}, owners={"w0": "first"})
+    assert state.sync("b")["owners"] == {"w0": "first"}
+    assert state.sync("a", gone=["w0"])["owners"] == {}
+
+
 def test_a_follower_takes_over_from_a_leader_that_is_gone(state, here):
     state.sync("a", wanted=2)
     assert state.sync("b")["leader"] == "a"
     here.remove("a")
-    assert state.sync("b") == {"leader": "b", "asked": "a", "wanted": 2, "sessions": {}}
+    assert state.sync("b") == {"leader": "b", "asked": "a", "wanted": 2, "sessions": {}, "owners": {}}
 
 
 def test_a_leader_that_was_away_follows_when_it_comes_back(state, here):
@@ -60,6 +66,8 @@ def test_a_leader_that_was_away_follows_when_it_comes_back(state, here):
         ("b", {"wanted": 10**9}),
         ("b", {"launched": ["w1"]}),
         ("b", {"launched": {"w1": ""}}),
+        ("b", {"owners": ["w1"]}),
+        ("b", {"owners": {"w1": 3}}),
         ("b", {"launched": {"w1": "../etc"}}),
         ("b", {"launched": {"w1": None}}),
         ("b", {"launched": {"": "sess1"}}),
