@@ -34,7 +34,7 @@ LIVE = ("scheduling", "starting", "running")
 def workers_v1(platform, monkeypatch):
     """The platform, where code that is written for CML finds it."""
     monkeypatch.delenv("CDSW_READONLY_PORT", raising=False)
-    for name in ("cml", "cml.workers_v1"):
+    for name in ("cml", "cml.workers_v1", "cdsw"):
         monkeypatch.setitem(sys.modules, name, None)  # so that it is forgotten after the test
     platform.install()
     from cml import workers_v1

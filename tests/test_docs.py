@@ -78,7 +78,7 @@ def project(platform, monkeypatch, tmp_path):
     """A session's home folder, and the local platform instead of CML."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("cml", "cml.workers_v1"):
+    for name in ("cml", "cml.workers_v1", "cdsw"):
         monkeypatch.setitem(sys.modules, name, None)  # so that it is forgotten after the test
     platform.install()
     with dask.config.set({"cml.platform": "local"}):
