@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT = 30.0
+#: More than close() takes if the platform does not answer.
+_TIMEOUT = 60.0
 _clusters: dict[CMLCluster, weakref.ref[threading.Thread]] = {}
 _is_over = False
 _fork = threading.local()

@@ -14,6 +14,7 @@ from dask.utils import parse_timedelta
 from distributed.objects import SchedulerInfo
 from distributed.protocol import pickle
 
+from dask_cml.answers import CallFailed
 from dask_cml.checks import integer, seconds
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import setting
@@ -53,6 +54,7 @@ class Reconciler:
         self.cluster = cluster
         self._failure: str | None = None
         self._shortage: str | None = None
+        self._outage: str | None = None
         self._failures = 0
         self._not_before = 0.0
         self._failure_limit: int = setting("failure-limit", integer, 1)
@@ -75,7 +77,7 @@ class Reconciler:
     @property
     def trouble(self) -> str | None:
         """What is wrong, in words: failures until a worker arrives, a quota until it grants more."""
-        return self._failure or self._shortage
+        return self._failure or self._shortage or self._outage
 
     def affordable(self, n: int) -> int:
         """Return how many of `n` sessions may be asked for, given what the quota allowed lately.
@@ -96,10 +98,13 @@ class Reconciler:
                 if self.cluster.membership.leads:
                     self._replace(lost)
                 await self.cluster._correct_state()
+            except CallFailed:
+                pass  # the outage is told once, however long it lasts
             except CMLError as error:
                 logger.warning("The cluster %s cannot be looked after: %s", self.cluster.name, error)
             except Exception:
                 logger.exception("The cluster %s cannot be looked after", self.cluster.name)
+            self._tell_outage()
             # What is on its way is looked at as often as the platform is asked.
             pause = 0.1 if self._missing_since else _LOOK_INTERVAL
             if time.monotonic() < self._not_before:
@@ -108,10 +113,18 @@ class Reconciler:
                 await asyncio.wait_for(self._changed.wait(), pause)
 
     async def step(self) -> None:
-        """Make the sessions agree with the wanted workers, once."""
-        await self._shrink()
-        await self._close_unwanted()
-        await self._launch_missing()
+        """Make the sessions agree with the wanted workers, once, as far as the platform does its part."""
+        with contextlib.suppress(CallFailed):
+            await self._shrink()
+            await self._close_unwanted()
+            await self._launch_missing()
+
+    def _tell_outage(self) -> None:
+        before, self._outage = self._outage, self.cluster.api.trouble
+        if self._outage and not before:
+            logger.warning("The cluster %s cannot be looked after: %s", self.cluster.name, self._outage)
+        elif before and not self._outage:
+            logger.warning("The cluster %s is looked after again", self.cluster.name)
 
     async def choose(self, n: int) -> list[str]:
         """Pick the `n` sessions whose end costs least, those that have not arrived yet before others."""
@@ -320,11 +333,12 @@ class Reconciler:
             return
         refusals: list[LaunchRefused] = []
         failures: list[CMLError] = []
+        outages: list[CallFailed] = []
         queue = iter(missing)
 
         async def launch() -> None:
             for key in queue:
-                if refusals:
+                if refusals or outages:
                     return
                 if key not in cluster.worker_spec:
                     continue
@@ -333,6 +347,8 @@ class Reconciler:
                     await worker
                 except LaunchRefused as error:
                     refusals.append(error)
+                except CallFailed as error:
+                    outages.append(error)
                 except CMLError as error:
                     failures.append(error)
                 else:
@@ -342,6 +358,8 @@ class Reconciler:
         await asyncio.gather(*[launch() for _ in range(cluster.api.threads)])
         if refusals:
             self._accept_refusal(missing, refusals[0])
+        elif outages:
+            raise outages[0]
         elif failures:
             self._count_failure(str(failures[0]), len(failures))
         elif self._ceiling is None or len(cluster.workers) > self._ceiling[0]:

@@ -6,70 +6,43 @@ This is the only module that calls ``cml.workers_v1``, ``cdsw`` or the local pla
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
-import importlib
 import inspect
 import logging
-import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from typing import Any
 
+from dask_cml import answers
+from dask_cml.answers import CallFailed, NoAnswer, SessionInfo, has_ended, ip_address, may_pass
+from dask_cml.calls import Calls
 from dask_cml.checks import integer, seconds
-from dask_cml.errors import CMLError, LaunchRefused, NotOnCML
+from dask_cml.errors import CMLError
+from dask_cml.loading import load_platform
 from dask_cml.options import SessionSize, setting
+
+__all__ = ["SessionInfo", "WorkersAPI", "has_ended", "ip_address", "load_platform"]
 
 logger = logging.getLogger(__name__)
 
-#: What the platform says of a session.
-SessionInfo = Mapping[str, Any]
-
-_ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
-#: Errors of a program, which no second try mends. Whatever else a call raises without an HTTP status
-#: is taken for a broken connection, because nothing is promised of the HTTP library under the API.
-_OUR_FAULT = (TypeError, ValueError, LookupError, AttributeError, NameError, ImportError, CMLError)
+#: A call that stops more sessions than this has as many times the time. The platform stops ten at once.
+_IN_TIME = 1000
+#: So many calls stop what is left when one call for all of them hangs.
+_GROUPS = 64
 
 
-def has_ended(session: SessionInfo) -> bool:
-    """Whether a session is over, in whichever way."""
-    return session.get("status") in _ENDED
+@dataclass
+class _Launch:
+    """One launch, whatever number of calls it takes. The first session that is heard of is its session."""
 
-
-def ip_address(session: SessionInfo) -> str | None:
-    """Return a session's IP address, once the platform tells it."""
-    ip = session.get("ip_address")
-    return ip if ip and ip != "unknown" else None
-
-
-def load_platform(platform: str = "auto") -> Any:
-    """Import the module that offers ``launch_workers`` and its three companions.
-
-    Parameters
-    ----------
-    platform : {"auto", "local"}
-        ``"auto"`` is CML: ``cml.workers_v1``, else the older ``cdsw``.
-
-    Raises
-    ------
-    NotOnCML
-        If it is not there.
-    """
-    if platform == "local":
-        return importlib.import_module("dask_cml.local")
-    for name in ("cml.workers_v1", "cdsw"):
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue
-        if hasattr(module, "launch_workers"):
-            return module
-    raise NotOnCML(
-        "this is not a CML session: neither cml.workers_v1 nor cdsw can be imported. To run on this "
-        'machine, give platform="local" or set the environment variable DASK_CML__PLATFORM=local'
-    )
+    name: str
+    arguments: Mapping[str, Any]
+    session: SessionInfo | None = None
+    #: Nobody waits for it any more.
+    over: bool = False
 
 
 class WorkersAPI:
@@ -79,6 +52,9 @@ class WorkersAPI:
     platform's answer came, in whichever thread that was; :meth:`end` stops them, also when no event
     loop is left. :attr:`names` is what each was launched as; :attr:`on_change` is called in the event loop
     when a session was launched or stopped. No more than :attr:`threads` calls are under way at once.
+
+    Each call has ``cml.api.timeout`` seconds. One that takes longer is left behind in its thread and tried
+    again in another; if it launches a session after all, that session is taken, or stopped at once.
 
     Parameters
     ----------
@@ -104,18 +80,26 @@ class WorkersAPI:
         self.module = module
         self.live: set[str] = set()
         self.names: dict[str, str] = {}
-        self._unanswered: set[str] = set()
         self.on_change: Callable[[], None] = lambda: None
         self.threads: int = setting("api.threads", integer, 1)
-        self._threads = concurrent.futures.ThreadPoolExecutor(self.threads, thread_name_prefix="cml-api")
         self._interval = setting("api.poll-interval", seconds)
-        self._retries = setting("api.retries", integer, 0)
-        self._patience = setting("api.timeout", seconds)
-        self._lock = threading.Lock()
-        self._ended = False
-        self._under_way: set[concurrent.futures.Future[Any]] = set()
+        self._limit = setting("api.timeout", seconds)
+        functions = ("launch_workers", "list_workers", "stop_workers")
+        modules = {getattr(getattr(module, name, None), "__module__", "") for name in functions}
+        self._calls = Calls(self.threads, self._limit, setting("api.retries", integer, 0), modules)
         self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
         self._next_listing = 0.0
+        # What follows is shared by threads, and so is `live` and `names`: it changes under the lock.
+        self._lock = threading.Lock()
+        self._ended = False
+        #: How many calls to launch a name have not been answered, nor failed for good.
+        self._unanswered: Counter[str] = Counter()
+        self._launching: set[Future[Any]] = set()
+
+    @property
+    def trouble(self) -> str | None:
+        """What the platform does not do, in words, until it does it again."""
+        return next(iter([*self._calls.troubles.values()]), None)
 
     @property
     def shares_host_network(self) -> bool:
@@ -169,7 +153,9 @@ class WorkersAPI:
         Raises
         ------
         LaunchRefused
-            If the platform answers without an id, as it does over quota.
+            If the platform says that it does not launch it, as it does over quota.
+        CMLError
+            If the platform fails at every try.
         ValueError
             If ``launch_workers`` does not have one of the options.
         """
@@ -177,53 +163,88 @@ class WorkersAPI:
         self.check_options(options)
         if self._takes("name"):
             options["name"] = name
-
-        def launch() -> SessionInfo:
-            if self._ended:
-                raise CMLError(f"{name} is not launched: the cluster has ended")
-            found = self._find_unanswered({name}) if name in self._unanswered else []
-            try:
-                answer = found or self.module.launch_workers(
-                    n=1,
-                    cpu=size.cpu,
-                    memory=size.memory,
-                    nvidia_gpu=size.nvidia_gpu,
-                    code=code,
-                    env=dict(env or {}),
-                    **options,
-                )
-            except Exception as error:
-                if may_pass(error) and "name" in options:
-                    self._unanswered.add(name)
-                raise
-            session = answer[0] if answer else {}
-            # A refused launch may have made half a session, which counts and costs as a whole one does.
-            half_made = None if session.get("id") else session.get("engineId")
+        arguments = {
+            "n": 1,
+            "cpu": size.cpu,
+            "memory": size.memory,
+            "nvidia_gpu": size.nvidia_gpu,
+            "code": code,
+            "env": dict(env or {}),
+            **options,
+        }
+        launch = _Launch(name, arguments)
+        try:
+            session: SessionInfo = await self._calls.do(f"launch {name}", lambda: self._launch_now(launch))
+        finally:
             with self._lock:
-                for session_id in filter(None, [session.get("id"), half_made]):
-                    self.live.add(session_id)
-                    self.names[session_id] = name
-                too_late = self._ended
-            if half_made or (too_late and session.get("id")):
-                self._try_to_stop(half_made or session["id"])
-            if not session.get("id"):
-                words = [session.get("message"), session.get("k8sMessage")]
-                raise LaunchRefused(name, ". ".join(w for w in words if w) or f"it answers {answer!r}")
-            return session
-
-        session: SessionInfo = await self._call(launch)
+                launch.over = True
         self.on_change()
         return session
 
+    def _launch_now(self, launch: _Launch) -> SessionInfo:
+        """Launch a session by a plain call, unless an earlier call has done so after all."""
+        under_way: Future[Any] = Future()
+        with self._lock:
+            if self._ended:
+                raise CMLError(f"{launch.name} is not launched: the cluster has ended")
+            if launch.session is not None:
+                return launch.session
+            self._launching.add(under_way)
+        try:
+            if self._unanswered[launch.name] and (found := self._find_unanswered({launch.name})):
+                return self._take(launch, found[0])
+            return self._take(launch, self._ask_for(launch))
+        finally:
+            with self._lock:
+                self._launching.discard(under_way)
+            under_way.set_result(None)
+
+    def _ask_for(self, launch: _Launch) -> SessionInfo:
+        """Return what the platform launched, or raise what says why it did not."""
+        named = "name" in launch.arguments
+        with self._lock:
+            self._unanswered[launch.name] += named
+        try:
+            session = answers.launched(self.module.launch_workers(**launch.arguments))
+        except Exception as error:
+            # There may be a session nevertheless, which may_pass does not exclude.
+            with self._lock:
+                self._unanswered[launch.name] -= named and not may_pass(error)
+            raise
+        with self._lock:
+            self._unanswered[launch.name] -= named
+        if session.get("id"):
+            return session
+        # It may have made half a session, which counts and costs as a whole one does.
+        if half_made := session.get("engineId"):
+            self.adopt(half_made, launch.name)
+            self._try_to_stop(half_made)
+        raise answers.refusal(launch.name, session)
+
+    def _take(self, launch: _Launch, session: SessionInfo) -> SessionInfo:
+        """Give a launch its session. What comes too late, or twice, is stopped."""
+        session_id = session["id"]
+        with self._lock:
+            is_new = session_id not in self.names
+            if is_new:
+                self.live.add(session_id)
+                self.names[session_id] = launch.name
+                if launch.session is None and not launch.over and not self._ended:
+                    launch.session = session
+            taken = launch.session
+        if is_new and taken is not session:
+            logger.info("The session %s came too late for %s", session_id, launch.name)
+            self._try_to_stop(session_id)
+        if taken is None:
+            raise CMLError(f"the session {session_id} came too late for {launch.name}")
+        return taken
+
     def _find_unanswered(self, names: Collection[str]) -> list[SessionInfo]:
-        """Find sessions of launches that raised an error, which does not say that there is no session."""
+        """Find sessions of launches without a good answer, which does not say that there is no session."""
         return [
             session
-            for session in self.module.list_workers()
-            if session.get("name") in names
-            and session.get("id")
-            and session["id"] not in self.names
-            and not has_ended(session)
+            for session in answers.listed(self.module.list_workers())
+            if session.get("name") in names and session["id"] not in self.names and not has_ended(session)
         ]
 
     async def sessions(self) -> dict[str, SessionInfo]:
@@ -234,7 +255,7 @@ class WorkersAPI:
         Raises
         ------
         CMLError
-            If :meth:`close` is called meanwhile.
+            If the platform fails at every try, or :meth:`close` is called meanwhile.
         """
         if self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(self._list())
@@ -249,8 +270,8 @@ class WorkersAPI:
     async def _list(self) -> dict[str, SessionInfo]:
         await asyncio.sleep(self._next_listing - time.monotonic())
         self._next_listing = time.monotonic() + self._interval
-        sessions = await self._call(self.module.list_workers)
-        return {session["id"]: session for session in sessions if session.get("id")}
+        sessions = await self._calls.do("list sessions", lambda: answers.listed(self.module.list_workers()))
+        return {session["id"]: session for session in sessions}
 
     async def stop(self, *ids: str) -> None:
         """Stop sessions, all in one call.
@@ -264,73 +285,43 @@ class WorkersAPI:
         """
         if not ids or not all(ids):
             raise ValueError(f"stop() needs the ids of sessions, it got {ids!r}")
-        await self._call(lambda: self._stop_now(ids))
+        await self._calls.do(f"stop {_some(ids)}", lambda: self._stop_now(ids), self._limit_to_stop(ids))
         self.on_change()
+
+    def _limit_to_stop(self, ids: Collection[str]) -> float:
+        return self._limit * (1 + len(ids) // _IN_TIME)
 
     def _stop_now(self, ids: Iterable[str]) -> None:
         ids = [*ids]
         if not ids:  # would stop all sessions of the user's, those of other work too
             return
-        responses = self.module.stop_workers(*ids)
-        codes = [getattr(response, "status_code", 200) for response in responses or ()]
-        # 404: the session is gone already. Nothing promises that answers come in the order of the ids.
-        bad = sorted({code for code in codes if code >= 400 and code != 404})
-        if bad:
-            raise StopFailed(f"CML answered {bad} when asked to stop {', '.join(ids)}", max(bad))
+        answers.check_stopped(ids, self.module.stop_workers(*ids))
         with self._lock:
             self.live.difference_update(ids)
 
     def _try_to_stop(self, session_id: str) -> None:
         """Stop a session that nobody waits for. What fails here is left to :meth:`end`."""
-        try:
-            self._stop_now([session_id])
-        except Exception as error:
-            logger.warning("The session %s is not stopped yet: %r", session_id, error)
-
-    async def _call(self, function: Callable[[], Any]) -> Any:
-        """Call in the thread pool; try again while what is wrong may pass."""
-        for pause in [*self._pauses(), None]:
+        for pause in [*self._calls.pauses(), None]:
             try:
-                return await self._in_thread(function)
+                return self._stop_now([session_id])
             except Exception as error:
-                if not may_pass(error):
-                    raise
-                if pause is None:
-                    raise CMLError(f"the Workers API fails again and again: {error!r}") from error
-                logger.info("The Workers API failed, next try in %.1f s: %r", pause, error)
-            await asyncio.sleep(pause)
-        raise AssertionError("unreachable")
-
-    def _pauses(self) -> list[float]:
-        steps = [min(_FIRST_PAUSE * 2**i, _LONGEST_PAUSE) for i in range(self._retries)]
-        return [step * random.uniform(0.8, 1.2) for step in steps]
-
-    async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        # Not run_in_executor: when the awaiting task is cancelled the thread goes on, and end() must know it.
-        try:
-            future = self._threads.submit(function)
-        except RuntimeError as error:  # the pool is shut down, or the interpreter ends
-            raise CMLError(f"the Workers API is not called any more: {error}") from error
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
-        return await asyncio.wrap_future(future)
+                if pause is None or not self._ended or not may_pass(error):
+                    words = answers.in_words(error)
+                    logger.warning("The session %s is not stopped yet: %s", session_id, words)
+                    return
+            time.sleep(pause)
 
     async def close(self) -> None:
         """Do what :meth:`end` does, without blocking the event loop."""
         if self._listing is not None:
             self._listing.cancel()
-        # A thread of its own, because those of the pool may all wait for an API that does not answer.
-        thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="cml-api-end")
-        try:
-            await asyncio.wrap_future(thread.submit(self.end))
-        finally:
-            thread.shutdown(wait=False)
+        await asyncio.wrap_future(self._calls.start(self.end))
 
     def end(self) -> None:
         """Launch nothing more, and stop every session in :attr:`live`, by plain calls.
 
-        A launch that is under way stops its session itself when the answer comes; this waits for that,
-        for ``cml.api.timeout`` at most. It may be called more than once.
+        It takes ``cml.api.timeout`` at most if the platform hangs. A launch that hangs longer stops its
+        session itself when the answer comes, as long as the process lives. It may be called more than once.
 
         Raises
         ------
@@ -339,26 +330,36 @@ class WorkersAPI:
         """
         with self._lock:
             self._ended = True
+        begin = time.monotonic()
         # Once only, because what fails here is tried again below, for as long as it takes.
-        with contextlib.suppress(Exception):
-            self._stop_now(self.named_sessions())
-        try:
-            concurrent.futures.wait(tuple(self._under_way), timeout=self._patience)
-            self._adopt_unanswered()
-            self._stop_all()
-        finally:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        ids = [*self.named_sessions()]
+        errors = (
+            self._calls.run_all([lambda: self._stop_now(ids)], self._limit_to_stop(ids) / 2) if ids else []
+        )
+        hangs = any(isinstance(error, NoAnswer) for error in errors)
+        wait([*self._launching], timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
+        self._adopt_unanswered()
+        self._stop_all(hangs, begin + self._limit)
 
     def _adopt_unanswered(self) -> None:
-        if not self._unanswered:
+        with self._lock:
+            names = sorted(+self._unanswered)
+        if not names:
             return
-        names = sorted(self._unanswered)
-        try:
+
+        def look() -> None:
             for session in self._find_unanswered(names):
                 self.adopt(session["id"], session["name"])
-            self._unanswered.difference_update(names)
-        except Exception as error:
-            logger.warning("There may be sessions of the names %s: the last listing fails: %r", names, error)
+
+        if errors := self._calls.run_all([look], self._limit / 4):
+            words = answers.in_words(errors[0])
+            logger.warning(
+                "There may be sessions named %s: CML did not list sessions: %s", _some(names), words
+            )
+            return
+        with self._lock:
+            for name in names:
+                del self._unanswered[name]
 
     def adopt(self, session_id: str, name: str) -> None:
         """Take a session over that was launched elsewhere."""
@@ -376,32 +377,28 @@ class WorkersAPI:
         with self._lock:
             self.live.difference_update(ids)
 
-    def _stop_all(self) -> None:
-        for pause in [*self._pauses(), None]:
-            with self._lock:
-                ids = sorted(self.live)
-            try:
-                return self._stop_now(ids)
-            except Exception as error:
-                if pause is None or not may_pass(error):
-                    raise CMLError(f"these sessions may still run, stop them by hand: {ids}") from error
+    def _stop_all(self, hangs: bool, deadline: float) -> None:
+        """Stop what is live: by one call, or if that hangs by many, so that one session delays no other."""
+        for pause in [*self._calls.pauses(), None]:
+            ids = sorted(self.named_sessions())
+            if not ids:
+                return
+            groups = [ids[i::_GROUPS] for i in range(min(_GROUPS, len(ids)))] if hangs else [ids]
+            stops = [lambda group=group: self._stop_now(group) for group in groups]
+            left = max(deadline - time.monotonic(), self._limit / 4)
+            errors = self._calls.run_all(stops, left if hangs else self._limit_to_stop(ids) / 2)
+            if not errors:
+                return
+            late = hangs and time.monotonic() > deadline
+            hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
+            if pause is None or late or not all(map(may_pass, errors)):
+                named, words = sorted(self.named_sessions()), answers.in_words(errors[-1])
+                raise CallFailed(
+                    f"CML did not stop {_some(named, len(named))}, which may still run: {words}"
+                ) from errors[-1]
             time.sleep(pause)
 
 
-class StopFailed(CMLError):
-    """The platform did not accept that sessions are stopped."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.code = status
-
-
-def may_pass(error: Exception) -> bool:
-    """Whether an error of the Workers API is one that a later try may not meet."""
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None) or getattr(error, "code", None)
-    if isinstance(status, int):
-        return status >= 500 or status in (408, 429)
-    # An OSError comes from outside whatever else it is: the one of `requests` for an answer that is no JSON,
-    # such as the page of a gateway, is a ValueError, too.
-    return isinstance(error, OSError) or not isinstance(error, _OUR_FAULT)
+def _some(names: Collection[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join([*names][:most]) + more

@@ -34,6 +34,15 @@ class HTTPError(OSError):
 
 
 @dataclass
+class Hanging:
+    """Calls of a function that do not return."""
+
+    times: int
+    after: bool
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
 class Call:
     """One call of a function of the API."""
 
@@ -120,7 +129,11 @@ class Stub:
         self.first_status = "scheduling"
         self.launch_workers = self._newer_launch if newer else self._older_launch
         self._lock = threading.RLock()
+        #: Sessions whose stop hangs while they are in it.
+        self.never_stops: set[str] = set()
         self._errors: dict[str, deque[Exception]] = {}
+        self._answers: dict[str, deque[Any]] = {}
+        self._hanging: dict[str, Hanging] = {}
         self._refusals: deque[dict[str, str]] = deque()
         self._stop_codes: deque[int] = deque()
         self._gates: dict[str, threading.Event] = {}
@@ -153,14 +166,19 @@ class Stub:
         """Raise these errors in the next calls of a function, one in each."""
         self._errors.setdefault(function, deque()).extend(errors)
 
+    def say(self, function: str, *answers: Any) -> None:
+        """Return these from the next calls of a function, one from each, and do nothing."""
+        self._answers.setdefault(function, deque()).extend(answers)
+
     def answer_stop(self, *codes: int) -> None:
         """Answer the next requests to stop a session with these codes, one each; below 400 it is stopped."""
         self._stop_codes.extend(codes)
 
     def heal(self) -> None:
-        """Fail and refuse no more."""
-        for planned in (*self._errors.values(), self._refusals, self._stop_codes):
+        """Fail, refuse and hang no more."""
+        for planned in (*self._errors.values(), *self._answers.values(), self._refusals, self._stop_codes):
             planned.clear()
+        self.never_stops.clear()
 
     @contextmanager
     def held(self, function: str) -> Iterator[Callable[[], None]]:
@@ -171,6 +189,16 @@ class Stub:
         finally:
             del self._gates[function]
             gate.set()
+
+    @contextmanager
+    def hangs(self, function: str, times: int = 1, after: bool = False) -> Iterator[Callable[[], None]]:
+        """Let the next calls hang, before or after they are done, for the block or until its value's call."""
+        hanging = self._hanging[function] = Hanging(times, after)
+        try:
+            yield hanging.over.set
+        finally:
+            del self._hanging[function]
+            hanging.over.set()
 
     @property
     def live(self) -> list[str]:
@@ -190,16 +218,24 @@ class Stub:
 
     # -- the API
 
-    def list_workers(self) -> list[dict[str, Any]]:
+    def list_workers(self) -> Any:
         with self._call("list_workers", None):
+            if self._answers.get("list_workers"):
+                return self._answers["list_workers"].popleft()
             return self._listing()
 
-    def stop_workers(self, *ids: Any) -> list[Response]:
+    def stop_workers(self, *ids: Any) -> Any:
         ids = tuple(each["id"] if isinstance(each, dict) else each for each in ids)
-        with self._call("stop_workers", ids), self._lock:
-            if not ids:  # it means all of the caller's
-                ids = tuple(each.id for each in self._of_caller() if each.live)
-            return [self._stop(session_id) for session_id in ids]
+        with self._call("stop_workers", ids):
+            if self._answers.get("stop_workers"):
+                return self._answers["stop_workers"].popleft()
+            with self._lock:
+                if not ids:  # it means all of the caller's
+                    ids = tuple(each.id for each in self._of_caller() if each.live)
+                responses = [self._stop(each) for each in ids if each not in self.never_stops]
+            while self.never_stops & {*ids}:
+                time.sleep(0.01)
+            return responses + [self._stop(each) for each in ids[len(responses) :]]
 
     def await_workers(
         self, ids: Iterable[Any], wait_for_completion: bool = True, timeout_seconds: float = 60
@@ -259,7 +295,14 @@ class Stub:
             self.most_at_once = max(self.most_at_once, self.under_way)
             errors = self._errors.get(function)
             error = errors.popleft() if errors else None
+            hanging = self._hanging.get(function)
+            if hanging is not None and hanging.times:
+                hanging.times -= 1
+            else:
+                hanging = None
         try:
+            if hanging and not hanging.after:
+                hanging.over.wait()
             if gate := self._gates.get(function):
                 gate.wait()
             if function != "launch_workers":
@@ -267,6 +310,8 @@ class Stub:
             if error is not None:
                 raise error
             yield
+            if hanging and hanging.after:
+                hanging.over.wait()
         finally:
             with self._lock:
                 self.under_way -= 1
@@ -275,8 +320,10 @@ class Stub:
         if self.latency:
             time.sleep(self.latency)
 
-    def _launch(self, n: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    def _launch(self, n: int, options: dict[str, Any]) -> Any:
         with self._call("launch_workers", {"n": n, **options}):
+            if self._answers.get("launch_workers"):
+                return self._answers["launch_workers"].popleft()
             if n == 1:
                 return [self._launch_one(options)]
             with ThreadPoolExecutor(10) as threads:

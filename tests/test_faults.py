@@ -14,8 +14,9 @@ import pytest
 from distributed import Client
 from distributed.core import Status
 
-from dask_cml import CMLCluster, SessionFailed
+from dask_cml import CMLCluster, CMLError, SessionFailed
 
+ENDED = ("succeeded", "failed", "stopped", "timedout")
 MODES = {
     "fixed": {},
     "adapt": {},
@@ -170,6 +171,134 @@ async def test_faults_of_the_api_are_borne(platform, holds, fault):
         cluster.scale(1)
         await holds(lambda: complete(cluster, 1), 60)
         inject()
+
+
+#: What the platform answers that is no answer.
+WRONG = {
+    "unauthorized": ("answer", {"status": 401}),
+    "server error": ("answer", {"status": 500}),
+    "gateway's page": ("page", {}),
+    "no answer": ("hang", {}),
+    "answer lost": ("unanswered", {}),
+}
+
+
+@pytest.fixture
+def quick_limit(platform):
+    with dask.config.set({"cml.api.timeout": "3s"}):
+        yield
+    # What hangs must not launch or stop anything when the platform's directory is gone.
+    platform.clear_faults()
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_start_life_and_close_bear_one_wrong_answer_of_each_function(
+    platform, holds, quick_limit, wrong, caplog
+):
+    kind, arguments = WRONG[wrong]
+
+    def inject():
+        for function in ("launch_workers", "list_workers", "stop_workers"):
+            platform.inject(kind, function=function, **arguments)
+
+    inject()
+    async with make(n_workers=1) as cluster:
+        await holds(lambda: complete(cluster, 1), 60)
+        inject()
+        cluster.scale(2)
+        await holds(lambda: complete(cluster, 2), 60)
+        inject()
+        cluster.scale(1)
+        await holds(lambda: complete(cluster, 1), 60)
+        assert cluster.reconciler.trouble is None
+        inject()
+    await holds(lambda: not wanted(platform), 60)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_start_life_and_close_bear_wrong_answers_for_12_seconds(
+    platform, holds, quick_limit, wrong, caplog
+):
+    kind, arguments = WRONG[wrong]
+
+    def inject():
+        platform.inject(kind, seconds=12, **arguments)
+
+    inject()
+    async with make(n_workers=1) as cluster:
+        await holds(lambda: complete(cluster, 1), 60)
+        [lost] = [each.id for each in cluster.sessions if each.role == "worker"]
+        inject()
+        platform.evict(lost)
+        cluster.scale(2)
+        await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions}, 90)
+        inject()
+        if kind in ("hang", "unanswered"):
+            # close() takes no longer than the limit of one call, and names what it could not stop.
+            ids = [each.id for each in cluster.sessions]
+            with pytest.raises(CMLError) as caught:
+                await cluster.close()
+            assert kind == "unanswered" or all(session_id in str(caught.value) for session_id in ids)
+            platform.clear_faults()
+            await cluster.api.close()
+    await holds(lambda: not wanted(platform), 60)
+    assert "Traceback" not in caplog.text
+
+
+def wanted(platform):
+    return [
+        each for each in platform.sessions() if each["status"] not in ENDED and not each["stop_requested"]
+    ]
+
+
+async def test_an_outage_is_told_when_it_begins_and_when_it_ends(platform, holds, caplog, monkeypatch):
+    list_workers, listings = platform.list_workers, []
+
+    def counted():
+        listings.append(list_workers())
+        return listings[-1]
+
+    def lines():
+        return [each.getMessage() for each in caplog.records if "looked after" in each.getMessage()]
+
+    monkeypatch.setattr(platform, "list_workers", counted)
+
+    with dask.config.set({"cml.api.retries": 0}):
+        cluster = make(n_workers=1)
+    async with cluster:
+        await holds(lambda: complete(cluster, 1))
+        cluster.adapt(minimum=2, maximum=2, interval="100 ms")
+        platform.inject("answer", status=401, seconds=600)
+        [lost] = [each.id for each in cluster.sessions if each.role == "worker"]
+        platform.evict(lost)
+        await holds(lambda: "Unauthorized" in repr(cluster))
+        await holds(lambda: listings.count({"message": "Unauthorized"}) > 3)
+        assert len(lines()) == 1
+        assert lines()[0].endswith("Unauthorized")
+        platform.clear_faults()
+        await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions}, 60)
+        await holds(lambda: len(lines()) == 2)
+        assert lines()[1].endswith("is looked after again")
+        assert not cluster.reconciler.gave_up
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_missing_key_is_told_at_once(platform, holds, monkeypatch, caplog):
+    platform.configure(needs_api_key=True)
+    monkeypatch.delenv("CDSW_API_KEY", raising=False)
+    with pytest.raises(CMLError, match="^CML did not launch .*: CDSW_API_KEY is not set. Restart the kernel"):
+        await make(n_workers=1)
+    assert platform.sessions() == []
+    monkeypatch.setenv("CDSW_API_KEY", "key")
+    async with make() as cluster:
+        monkeypatch.delenv("CDSW_API_KEY")
+        cluster.scale(1)
+        await holds(lambda: "CDSW_API_KEY is not set" in repr(cluster))
+        monkeypatch.setenv("CDSW_API_KEY", "key")
+        await holds(lambda: complete(cluster, 1), 60)
+    assert caplog.text.count("CDSW_API_KEY is not set") == 1
 
 
 async def test_too_many_failures_in_a_row_end_the_trying_until_scale(platform, holds):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import dask_cml
-from dask_cml import CMLCluster, LaunchRefused, SchedulerTimeout, SessionFailed
+from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_what_may_pass_is_tried_again(platform, fault):
 
 def test_what_will_not_pass_is_told_at_once(platform, start):
     platform.inject("error", function="launch_workers", status=403)
-    with pytest.raises(OSError, match="403"):
+    with pytest.raises(CMLError, match="did not launch .*: HTTPError: 403 Forbidden"):
         CMLCluster(platform="local")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +16,8 @@ import dask.config
 import pytest
 from stub import HTTPError, Stub, eventually
 
-from dask_cml import CMLError, LaunchRefused, NotOnCML, workers_api
+from dask_cml import CMLError, LaunchRefused, NotOnCML, calls
+from dask_cml.answers import CallFailed
 from dask_cml.options import SessionSize
 from dask_cml.workers_api import WorkersAPI, has_ended, load_platform
 
@@ -25,7 +28,7 @@ class ProtocolError(Exception):
     """What an HTTP library may raise that is no OSError."""
 
 
-class BrokenJSON(OSError, ValueError):
+class JSONDecodeError(OSError, ValueError):
     """As `requests` raises it for the HTML page of a gateway."""
 
     response = None
@@ -33,8 +36,8 @@ class BrokenJSON(OSError, ValueError):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(workers_api, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(workers_api, "_LONGEST_PAUSE", 0.004)
+    monkeypatch.setattr(calls, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(calls, "_LONGEST_PAUSE", 0.004)
     with dask.config.set({"cml.api.poll-interval": "10ms", "cml.api.retries": 3, "cml.api.timeout": "30s"}):
         yield
 
@@ -136,22 +139,73 @@ async def test_a_refused_launch_says_the_platforms_words_and_stops_what_was_half
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ([{"message": "no"}], "no"),
-        ([{"k8sMessage": "exceeded quota"}], "exceeded quota"),
-        ([{"message": "no", "k8sMessage": "exceeded quota", "engineId": ""}], "no. exceeded quota"),
-        ([{}], "it answers [{}]"),
-        ([{"id": None, "message": "no"}], "no"),
-        ([], "it answers []"),
-        (None, "it answers None"),
+        ({"k8sMessage": "no room"}, "no room"),
+        ({"message": "no", "k8sMessage": "exceeded quota", "engineId": ""}, "no. exceeded quota"),
+        (
+            {"message": "You have reached your limit of 2 sessions"},
+            "You have reached your limit of 2 sessions",
+        ),
+        ({"message": "Forbidden"}, "Forbidden"),
+        ({"id": None, "message": "Quota exceeded"}, "Quota exceeded"),
     ],
 )
-async def test_an_answer_without_an_id_is_a_refusal(stub, api, answer, words):
-    stub.launch_workers = lambda **options: answer
+async def test_an_answer_that_says_so_is_a_refusal(stub, api, answer, words):
+    stub.say("launch_workers", [answer])
     with pytest.raises(LaunchRefused) as caught:
         await api.launch("mine", SIZE, "pass")
     assert caught.value.reason == words
     assert not api.live
+    assert stub.count("launch_workers") == 1
     assert stub.count("stop_workers") == 0
+
+
+UNAUTHORIZED = {"message": "Unauthorized"}
+#: What each function may answer that is no answer, and what is told of it if it lasts.
+WRONG = [
+    ("launch_workers", [{"message": "Internal Server Error"}], "Internal Server Error"),
+    ("launch_workers", [{"message": "context deadline exceeded"}], "context deadline exceeded"),
+    ("launch_workers", [{"message": "Rate limit exceeded"}], "Rate limit exceeded"),
+    ("launch_workers", UNAUTHORIZED, "Unauthorized"),
+    ("launch_workers", [{}], "with a dict"),
+    ("launch_workers", [{"id": None}], "with a dict"),
+    ("launch_workers", [], "with a list"),
+    ("launch_workers", None, "with a NoneType"),
+    ("list_workers", UNAUTHORIZED, "Unauthorized"),
+    ("list_workers", {"message": "Internal Server Error"}, "Internal Server Error"),
+    ("list_workers", ["stub000000000000"], "with a list"),
+    ("list_workers", None, "with a NoneType"),
+    ("stop_workers", UNAUTHORIZED, "Unauthorized"),
+    ("stop_workers", [UNAUTHORIZED], "Unauthorized"),
+    ("stop_workers", [], "with a NoneType"),
+    ("stop_workers", None, "with a NoneType"),
+]
+
+
+@pytest.mark.parametrize(("function", "answer", "words"), WRONG)
+async def test_an_answer_of_no_right_shape_is_asked_for_again(stub, api, left, function, answer, words):
+    await launch(api)
+    before = stub.count(function)
+    stub.say(function, answer, answer)
+    await do(api, function)
+    assert stub.count(function) - before == 3
+    assert left() == api.live
+
+
+@pytest.mark.parametrize(("function", "answer", "words"), WRONG)
+async def test_an_answer_of_no_right_shape_is_told_in_the_platforms_words_if_it_lasts(
+    stub, api, left, function, answer, words
+):
+    await launch(api)
+    stub.say(function, *[answer] * 4)
+    with pytest.raises(CallFailed) as caught:
+        await do(api, function)
+    assert str(caught.value).endswith(words)
+    assert "4 tries" in str(caught.value)
+    assert "{" not in str(caught.value)
+    assert api.trouble == str(caught.value)
+    await do(api, function)
+    assert api.trouble is None
+    assert left() == api.live
 
 
 @pytest.mark.parametrize("code", [503, 403])
@@ -177,11 +231,13 @@ async def test_a_refusal_is_told_though_the_half_made_session_cannot_be_stopped_
         HTTPError(503),
         HTTPError(429),
         HTTPError(408),
+        HTTPError(401),
         ConnectionError("broken"),
         TimeoutError("timed out"),
         OSError("no route to host"),
         ProtocolError("incomplete read"),
-        BrokenJSON("no JSON"),
+        JSONDecodeError("no JSON"),
+        json.JSONDecodeError("no JSON", "<html>", 0),
     ],
     ids=repr,
 )
@@ -208,15 +264,16 @@ async def test_it_gives_up_at_the_limit_with_the_last_error_as_the_cause(stub, a
     await launch(api)
     before = stub.count(function)
     stub.fail(function, *[error] * 4)
-    with pytest.raises(CMLError, match="again and again") as caught:
+    with pytest.raises(CallFailed, match=r"^CML did not (launch|list|stop) .* in 4 tries, ") as caught:
         await do(api, function)
     assert caught.value.__cause__ is error
+    assert str(caught.value).endswith(f"{type(error).__name__}: {error}")
     assert stub.count(function) - before == 1 + dask.config.get("cml.api.retries")
 
 
 async def test_the_pauses_grow(stub, monkeypatch):
-    monkeypatch.setattr(workers_api, "_FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(workers_api, "_LONGEST_PAUSE", 0.08)
+    monkeypatch.setattr(calls, "_FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(calls, "_LONGEST_PAUSE", 0.08)
     with dask.config.set({"cml.api.retries": 4}):
         api = WorkersAPI(stub)
     stub.fail("list_workers", *[HTTPError(503)] * 4)
@@ -233,11 +290,6 @@ async def test_the_pauses_grow(stub, monkeypatch):
 @pytest.mark.parametrize(
     "error",
     [
-        HTTPError(400),
-        HTTPError(401),
-        HTTPError(403),
-        HTTPError(404),
-        HTTPError(409),
         TypeError("unexpected keyword"),
         ValueError("no"),
         KeyError("no"),
@@ -245,7 +297,7 @@ async def test_the_pauses_grow(stub, monkeypatch):
     ],
     ids=repr,
 )
-async def test_what_will_not_pass_is_raised_at_once(stub, api, function, error):
+async def test_an_error_of_the_program_is_raised_at_once_as_it_is(stub, api, function, error):
     await launch(api)
     before = stub.count(function)
     stub.fail(function, error)
@@ -253,6 +305,29 @@ async def test_what_will_not_pass_is_raised_at_once(stub, api, function, error):
         await do(api, function)
     assert caught.value is error
     assert stub.count(function) - before == 1
+
+
+NO_KEY = RuntimeError("Environment variable CDSW_API_KEY is not set.")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        *[(HTTPError(status), f"HTTPError: {status} Error") for status in (400, 403, 404, 409)],
+        (NO_KEY, "CDSW_API_KEY is not set. Restart the kernel, or start a new session"),
+    ],
+    ids=repr,
+)
+async def test_what_will_not_pass_is_told_at_once(stub, api, function, error, words):
+    await launch(api)
+    before = stub.count(function)
+    stub.fail(function, error)
+    with pytest.raises(CallFailed, match=rf"^CML did not \w+ [\w, ]+: {words}$") as caught:
+        await do(api, function)
+    assert caught.value.__cause__ is error
+    assert stub.count(function) - before == 1
+    assert api.trouble == str(caught.value)
 
 
 # -- launches whose answer is lost
@@ -278,7 +353,7 @@ def lose_answers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [ConnectionError("broken"), HTTPError(504), BrokenJSON("no JSON")], ids=repr
+    "error", [ConnectionError("broken"), HTTPError(504), JSONDecodeError("no JSON")], ids=repr
 )
 async def test_a_session_whose_launch_was_not_answered_is_taken_and_no_other_launched(
     stub, api, left, lose_answers, error
@@ -318,7 +393,7 @@ async def test_nothing_is_launched_again_before_a_listing_tells_what_is_there(st
 
 async def test_nothing_is_listed_for_a_launch_that_is_answered(stub, api):
     stub.fail("launch_workers", HTTPError(403))
-    with pytest.raises(HTTPError):
+    with pytest.raises(CallFailed):
         await launch(api)
     await launch(api)
     await api.close()
@@ -352,7 +427,7 @@ async def test_the_end_stops_a_session_that_the_platform_listed_too_late(stub, a
 async def test_the_end_stops_the_session_of_a_launch_that_was_given_up(stub, api, left, lose_answers):
     lose_answers(stub, ConnectionError("broken"))
     stub.fail("list_workers", *[HTTPError(503)] * 3)
-    with pytest.raises(CMLError, match="again and again"):
+    with pytest.raises(CallFailed):
         await launch(api)
     assert len(left()) == 1
     await api.close()
@@ -365,7 +440,7 @@ async def test_the_end_tells_the_names_of_sessions_that_it_cannot_look_for(
     [session_id] = await launch(api)
     lose_answers(stub, ConnectionError("broken"))
     stub.fail("list_workers", *[HTTPError(503)] * 4)
-    with pytest.raises(CMLError, match="again and again"):
+    with pytest.raises(CallFailed):
         await api.launch("the lost one", SIZE, "pass")
     await api.close()
     assert session_id not in left()
@@ -434,7 +509,7 @@ async def test_no_second_listing_follows_when_all_wait_no_longer(stub, api):
 async def test_a_failed_listing_fails_for_all_and_the_next_is_tried_anew(stub, api):
     stub.fail("list_workers", HTTPError(403))
     errors = await asyncio.gather(*[api.sessions() for _ in range(3)], return_exceptions=True)
-    assert [type(error) for error in errors] == [HTTPError] * 3
+    assert [type(error) for error in errors] == [CallFailed] * 3
     assert await api.sessions()
 
 
@@ -497,7 +572,7 @@ async def test_a_session_that_is_gone_counts_as_stopped(stub, api):
 async def test_a_stop_that_is_not_allowed_is_told_and_the_session_is_not_forgotten(stub, api):
     [session_id] = await launch(api)
     stub.answer_stop(403)
-    with pytest.raises(CMLError, match=f"403.*{session_id}"):
+    with pytest.raises(CMLError, match=f"{session_id}.*403"):
         await api.stop(session_id)
     assert stub.count("stop_workers") == 1
     assert api.live == {session_id}
@@ -556,7 +631,7 @@ async def test_a_launch_whose_task_is_cancelled_leaves_no_session(stub, api, lef
         assert task.cancelled()
         if answered_before_close:
             release()
-            await eventually(left)
+            await eventually(lambda: stub.count("stop_workers"))
         closing = asyncio.create_task(api.close())
         await asyncio.sleep(0)
         release()
@@ -682,15 +757,150 @@ async def test_the_end_waits_for_launches_under_way_also_after_a_failed_stop(stu
 
 
 async def test_close_does_not_wait_for_an_api_that_does_not_answer(stub, left):
-    with dask.config.set({"cml.api.timeout": "10ms", "cml.api.threads": 2}):
+    with dask.config.set({"cml.api.timeout": "2s", "cml.api.threads": 2}):
         api = WorkersAPI(stub)
     await launch(api, 2)
     with stub.held("list_workers"), stub.held("launch_workers"):
-        tasks = [asyncio.create_task(api.sessions()), asyncio.create_task(launch(api, 2))]
+        tasks = [asyncio.create_task(api.sessions()), asyncio.create_task(launch(api))]
         await eventually(lambda: stub.under_way == 2)
         await api.close()
         assert not left()
     await asyncio.wait(tasks)
+    await eventually(lambda: stub.count("launch_workers") == 3 and not left())
+
+
+# -- calls that do not return
+
+
+@pytest.fixture
+def impatient(stub):
+    """An API with a short time limit, and one thread."""
+    with dask.config.set({"cml.api.timeout": "500ms", "cml.api.threads": 1}):
+        api = WorkersAPI(stub)
+    yield api
+    stub.heal()
+    api.end()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+async def test_a_call_that_hangs_is_left_behind_and_tried_again(stub, impatient, left, function):
+    await launch(impatient)
+    before = stub.count(function)
+    with stub.hangs(function):
+        await do(impatient, function)
+        assert stub.count(function) - before == 2
+        await launch(impatient)
+        await do(impatient, function)
+    await eventually(lambda: not stub.under_way)
+    await eventually(lambda: left() == impatient.live)
+
+
+async def test_what_hangs_for_ever_is_told(stub, impatient):
+    words = r"did not list sessions in 4 tries, .*: no answer within 0.5 s"
+    with stub.hangs("list_workers", times=100), pytest.raises(CallFailed, match=words):
+        await impatient.sessions()
+    await eventually(lambda: not stub.under_way)
+
+
+async def test_calls_that_hang_do_not_become_ever_more(stub, impatient, monkeypatch):
+    monkeypatch.setattr(calls, "_MOST_HANGING", 2)
+    with stub.hangs("list_workers", times=100):
+        with pytest.raises(CallFailed, match="2 earlier calls hang"):
+            await impatient.sessions()
+        assert stub.count("list_workers") == 2
+    await eventually(lambda: not stub.under_way)
+    await impatient.sessions()
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_a_launch_that_hangs_leaves_one_session_when_it_is_answered(stub, impatient, left, listed):
+    with stub.hangs("launch_workers", after=True) as release:
+        launching = asyncio.create_task(impatient.launch("mine", SIZE, "pass"))
+        await eventually(left)
+        [first] = left()
+        stub.set(first, listed=listed)
+        session = await launching
+        assert (session["id"] == first) is listed
+        assert impatient.live == {session["id"]}
+        release()
+        await eventually(lambda: not stub.under_way and left() == {session["id"]})
+    assert impatient.live == {session["id"]}
+
+
+async def test_a_launch_that_hangs_and_is_answered_meanwhile_is_not_tried_again(stub, impatient, left):
+    with stub.hangs("launch_workers", after=True) as release, stub.hangs("list_workers"):
+        launching = asyncio.create_task(impatient.launch("mine", SIZE, "pass"))
+        await eventually(lambda: stub.count("list_workers"))
+        release()
+        session = await launching
+    assert stub.count("launch_workers") == 1
+    assert left() == {session["id"]}
+
+
+async def test_a_launch_that_hangs_beyond_the_end_stops_its_session(stub, impatient, left):
+    with stub.hangs("launch_workers", after=True):
+        launching = asyncio.create_task(impatient.launch("mine", SIZE, "pass"))
+        await eventually(left)
+        [session_id] = left()
+        stub.set(session_id, listed=False)
+        await impatient.close()
+        assert left() == {session_id}
+    await eventually(lambda: not left())
+    with pytest.raises(CMLError):
+        await launching
+
+
+async def test_close_stops_what_does_not_hang_and_names_what_does(stub, impatient, left):
+    ids = await launch(impatient, 5)
+    stub.never_stops.add(ids[2])
+    with pytest.raises(CallFailed, match=rf"did not stop {ids[2]}, which may still run: no answer within"):
+        await impatient.close()
+    assert left() == impatient.live == {ids[2]}
+    stub.never_stops.clear()
+    await impatient.close()
+    assert not left()
+
+
+async def test_a_hanging_stop_delays_the_end_by_no_more_than_its_time(stub, left):
+    with dask.config.set({"cml.api.timeout": "2s", "cml.api.retries": 6}):
+        api = WorkersAPI(stub)
+    await launch(api, 3)
+    with stub.hangs("stop_workers", times=100):
+        begin = time.monotonic()
+        with pytest.raises(CallFailed, match="may still run"):
+            await api.close()
+        # With seven tries it would be 14 s.
+        assert time.monotonic() - begin < 8
+    await eventually(lambda: not left())
+
+
+def test_the_interpreter_ends_though_calls_hang():
+    program = """
+import asyncio, concurrent.futures, sys, threading
+import dask
+from dask_cml.options import SessionSize
+from dask_cml.workers_api import WorkersAPI
+
+def launch_workers(n, cpu, memory, nvidia_gpu=0, code="", env={}):
+    with concurrent.futures.ThreadPoolExecutor(10) as pool:
+        return [each.result() for each in [pool.submit(lambda: threading.Event().wait())]]
+
+list_workers = stop_workers = launch_workers
+
+async def main():
+    with dask.config.set({"cml.api.timeout": "200ms", "cml.api.retries": 1}):
+        api = WorkersAPI(sys.modules["__main__"])
+    try:
+        await api.launch("mine", SessionSize(1, 1), "pass")
+    except Exception as error:
+        print(error)
+    await api.close()
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "CML did not launch mine in 2 tries" in done.stdout
 
 
 # -- sessions that were launched elsewhere, and what each is
@@ -736,9 +946,9 @@ async def test_a_change_is_not_told_where_there_was_none(stub, api):
     api.on_change = lambda: seen.append("called")
     stub.fail("launch_workers", HTTPError(403))
     stub.answer_stop(403)
-    with pytest.raises(HTTPError):
+    with pytest.raises(CallFailed):
         await launch(api)
-    with pytest.raises(CMLError):
+    with pytest.raises(CallFailed):
         await api.stop(session_id)
     assert not seen
 
