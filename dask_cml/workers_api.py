@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_cml import answers
-from dask_cml.answers import CallFailed, NoAnswer, SessionInfo, has_ended, ip_address, may_pass
+from dask_cml.answers import NoAnswer, SessionInfo, has_ended, ip_address, may_pass
 from dask_cml.calls import Calls
 from dask_cml.checks import integer, seconds
-from dask_cml.errors import CMLError
+from dask_cml.errors import CallFailed, CMLError
 from dask_cml.loading import load_platform
 from dask_cml.options import SessionSize, setting
 
@@ -392,13 +392,11 @@ class WorkersAPI:
             late = hangs and time.monotonic() > deadline
             hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
             if pause is None or late or not all(map(may_pass, errors)):
-                named, words = sorted(self.named_sessions()), answers.in_words(errors[-1])
-                raise CallFailed(
-                    f"CML did not stop {_some(named, len(named))}, which may still run: {words}"
-                ) from errors[-1]
+                named, words = ", ".join(sorted(self.named_sessions())), answers.in_words(errors[-1])
+                raise CallFailed(f"CML did not stop {named}, which may still run: {words}") from errors[-1]
             time.sleep(pause)
 
 
-def _some(names: Collection[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join([*names][:most]) + more
+def _some(names: Iterable[str]) -> str:
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first

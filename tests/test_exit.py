@@ -267,7 +267,7 @@ def test_an_api_that_fails_at_exit_is_told_with_the_sessions_that_are_left(platf
     assert returned == 128 + signal.SIGTERM
     # Without its scheduler the worker ends by itself some time, and nobody can stop either by these words.
     [line] = err.splitlines()
-    assert "these sessions may still run" in line
+    assert "which may still run" in line
     for each in platform.sessions():
         assert each["id"] in line
         assert not each["stop_requested"]

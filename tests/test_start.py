@@ -71,7 +71,7 @@ def test_what_may_pass_is_tried_again(platform, fault):
 
 def test_what_will_not_pass_is_told_at_once(platform, start):
     platform.inject("error", function="launch_workers", status=403)
-    with pytest.raises(CMLError, match="did not launch .*: HTTPError: 403 Forbidden"):
+    with pytest.raises(CMLError, match=r"did not launch .*: HTTPError: 403 Forbidden"):
         CMLCluster(platform="local")
 
 

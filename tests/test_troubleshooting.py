@@ -82,7 +82,7 @@ def fails(seen, error, function):
 
 
 @pytest.mark.slow
-def test_errors_when_a_cluster_is_made(platform, seen, shown):
+def test_errors_when_a_cluster_is_made(platform, seen, shown, monkeypatch):
     scheduler = {"match": "The scheduler of"}
     fails(seen, NotOnCML, lambda: make(platform="auto"))
     fails(seen, ValueError, lambda: make(memory="lots"))
@@ -101,7 +101,10 @@ def test_errors_when_a_cluster_is_made(platform, seen, shown):
         platform.inject("error", status=503)
         fails(seen, CMLError, make)
     platform.inject("error", status=403)
-    fails(seen, OSError, make)
+    fails(seen, CMLError, make)
+    monkeypatch.delenv("CDSW_API_KEY", raising=False)
+    platform.configure(needs_api_key=True)
+    fails(seen, CMLError, make)
     shown("Errors when a cluster is made")
 
 
@@ -177,8 +180,11 @@ def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, 
         cluster.scale(1)
         until(lambda: worker_sessions(cluster))
         platform.inject("error", status=503, seconds=600)
-        until(lambda: "looked after" in caplog.text)
+        until(lambda: "cannot be looked after" in caplog.text)
+        platform.clear_faults()
+        until(lambda: "looked after again" in caplog.text)
         seen.append(caplog.text)
+        platform.inject("error", status=503, seconds=600)
         fails(seen, CMLError, cluster.close)
     finally:
         platform.clear_faults()
