@@ -251,6 +251,8 @@ class Reconciler:
         self.cluster._end_soon(shutdown=False)
 
     def _replace(self, lost: dict[str, str]) -> None:
+        # What was not wanted any more while the platform was asked has ended on purpose.
+        lost = {key: why for key, why in lost.items() if key in self.cluster.worker_spec}
         if not lost:
             return
         self._count_failure(next(iter(lost.values())), len(lost))

@@ -306,9 +306,8 @@ class WorkersAPI:
                 return self._stop_now([session_id])
             except Exception as error:
                 if pause is None or not self._ended or not may_pass(error):
-                    words = answers.in_words(error)
-                    logger.warning("The session %s is not stopped yet: %s", session_id, words)
-                    return
+                    why = answers.in_words(error)
+                    return logger.warning("The session %s is not stopped yet: %s", session_id, why)
             time.sleep(pause)
 
     async def close(self) -> None:
@@ -333,11 +332,11 @@ class WorkersAPI:
         begin = time.monotonic()
         # Once only, because what fails here is tried again below, for as long as it takes.
         ids = [*self.named_sessions()]
-        errors = (
-            self._calls.run_all([lambda: self._stop_now(ids)], self._limit_to_stop(ids) / 2) if ids else []
-        )
+        errors = self._calls.run_all([lambda: self._stop_now(ids)], self._limit_to_stop(ids) / 2)
         hangs = any(isinstance(error, NoAnswer) for error in errors)
-        wait([*self._launching], timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
+        with self._lock:
+            launching = [*self._launching]
+        wait(launching, timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
         self._adopt_unanswered()
         self._stop_all(hangs, begin + self._limit)
 
@@ -352,11 +351,8 @@ class WorkersAPI:
                 self.adopt(session["id"], session["name"])
 
         if errors := self._calls.run_all([look], self._limit / 4):
-            words = answers.in_words(errors[0])
-            logger.warning(
-                "There may be sessions named %s: CML did not list sessions: %s", _some(names), words
-            )
-            return
+            why = answers.in_words(errors[0])
+            return logger.warning("Sessions named %s may run: CML did not list them: %s", names, why)
         with self._lock:
             for name in names:
                 del self._unanswered[name]
@@ -387,13 +383,13 @@ class WorkersAPI:
             stops = [lambda group=group: self._stop_now(group) for group in groups]
             left = max(deadline - time.monotonic(), self._limit / 4)
             errors = self._calls.run_all(stops, left if hangs else self._limit_to_stop(ids) / 2)
-            if not errors:
+            if not errors or not self.named_sessions():  # what hung may have been done meanwhile
                 return
             late = hangs and time.monotonic() > deadline
             hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
             if pause is None or late or not all(map(may_pass, errors)):
-                named, words = ", ".join(sorted(self.named_sessions())), answers.in_words(errors[-1])
-                raise CallFailed(f"CML did not stop {named}, which may still run: {words}") from errors[-1]
+                named, why = ", ".join(sorted(self.named_sessions())), answers.in_words(errors[-1])
+                raise CallFailed(f"CML did not stop {named}, which may still run: {why}") from errors[-1]
             time.sleep(pause)
 
 

@@ -65,7 +65,7 @@ def local_platform() -> Iterator[None]:
         patch.setenv("DASK_CML__STATE_DIRECTORY", state_directory)
         local.configure(stop_grace=0.3, variables={"DASK_CML__STATE_DIRECTORY": state_directory})
         yield
-        local.configure(latency=0.0)
+        local.configure(latency=0.0, needs_api_key=False)
         local.clear_faults()
         leaked = [each for each in local.sessions() if each["status"] not in ENDED]
         leaked = [each for each in leaked if not each["stop_requested"]]
