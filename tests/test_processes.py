@@ -12,7 +12,7 @@ from distributed import Scheduler
 from distributed.core import Status
 from stub import HTTPError, Stub, eventually
 
-from dask_cml import CMLError, LaunchRefused, SchedulerTimeout, SessionFailed, processes, workers_api
+from dask_cml import CMLError, LaunchRefused, SchedulerTimeout, SessionFailed, calls, processes
 from dask_cml.commands import SCHEDULER_FILE
 from dask_cml.options import Options
 from dask_cml.processes import CMLScheduler, CMLWorker
@@ -26,8 +26,8 @@ NOWHERE = "tcp://127.0.0.1:1"
 def quick(monkeypatch):
     monkeypatch.setattr(processes, "_LOOK_INTERVAL", 0.01)
     monkeypatch.setattr(processes, "_ANSWER_TIMEOUT", 1)
-    monkeypatch.setattr(workers_api, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(workers_api, "_LONGEST_PAUSE", 0.004)
+    monkeypatch.setattr(calls, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(calls, "_LONGEST_PAUSE", 0.004)
     with dask.config.set({"cml.api.poll-interval": "10ms", "cml.api.retries": 3}):
         yield
 
@@ -277,10 +277,10 @@ async def test_a_listing_that_fails_for_a_while_does_not_fail_the_start(stub, ma
     await starting
 
 
-async def test_a_listing_that_is_not_allowed_fails_the_start_with_its_own_error(stub, make):
+async def test_a_listing_that_is_not_allowed_fails_the_start_in_its_words(stub, make):
     starting = await begin(stub, make())
     stub.fail("list_workers", HTTPError(403))
-    with pytest.raises(HTTPError):
+    with pytest.raises(CMLError, match="403"):
         await starting
 
 

@@ -23,7 +23,7 @@ from distributed import Client, Scheduler, Worker
 from distributed.core import Status
 from stub import HTTPError, Stub, StubSession, eventually
 
-from dask_cml import CMLCluster, CMLError, cluster, reconciler, workers_api
+from dask_cml import CMLCluster, CMLError, calls, cluster, reconciler
 
 EPISODES = int(os.environ.get("DASK_CML_EPISODES", 4))
 # The same in all processes of a run, as each of them collects the tests.
@@ -179,8 +179,8 @@ def quick(monkeypatch, tmp_path):
         (reconciler, "_FIRST_PAUSE", 0.01),
         (reconciler, "_LONGEST_PAUSE", 0.05),
         (reconciler, "_LOOK_INTERVAL", 0.2),
-        (workers_api, "_FIRST_PAUSE", 0.01),
-        (workers_api, "_LONGEST_PAUSE", 0.05),
+        (calls, "_FIRST_PAUSE", 0.01),
+        (calls, "_LONGEST_PAUSE", 0.05),
     ):
         monkeypatch.setattr(module, name, value)
     settings = {
