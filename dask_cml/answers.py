@@ -17,6 +17,7 @@ SessionInfo = Mapping[str, Any]
 #: Errors of a program, which no second try mends. Whatever else a call raises without an HTTP status
 #: is taken for a broken connection, because nothing is promised of the HTTP library under the API.
 _OUR_FAULT = (TypeError, ValueError, LookupError, AttributeError, NameError, ImportError, CMLError)
+_PENDING = frozenset({"scheduling", "starting"})
 _ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
 _REFUSAL = re.compile(r"quota|limit|exceeded|forbidden", re.IGNORECASE)
 #: They have such words, too, and pass.
@@ -84,9 +85,19 @@ def in_words(error: BaseException) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
+def status_of(session: SessionInfo) -> str:
+    """Return a session's status in lower case, as newer releases do not write all of them."""
+    return str(session.get("status", "unknown")).lower()
+
+
 def has_ended(session: SessionInfo) -> bool:
-    """Whether a session is over, in whichever way."""
-    return session.get("status") in _ENDED
+    """Whether a session is over, in whichever way; ``stopping`` and ``unknown`` are no ends."""
+    return status_of(session) in _ENDED
+
+
+def is_pending(session: SessionInfo) -> bool:
+    """Whether a session has not begun to run: it waits for room, or starts."""
+    return status_of(session) in _PENDING
 
 
 def ip_address(session: SessionInfo) -> str | None:

@@ -220,7 +220,7 @@ def list_clusters(as_json: bool) -> None:
         click.echo(json.dumps(rows, indent=2))
         return
     columns = ["name", "status", "workers", "threads", "memory", "age", "dashboard"]
-    _print_table(columns, [[_shown(column, row[column]) for column in columns] for row in rows])
+    _print_table(columns, [_cells(columns, row) for row in rows])
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -232,18 +232,27 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def _shown(column: str, value: Any) -> str:
     from dask.utils import format_bytes
 
+    from dask_cml.waiting import span
+
     if value is None:
         return "-"
     if column == "memory":
         return format_bytes(value)
-    return _time(value) if column == "age" else str(value)
+    return span(value) if column == "age" else str(value)
 
 
-def _time(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds // length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+def _cells(columns: Sequence[str], row: dict[str, Any]) -> list[str]:
+    """Return the cells of a cluster's row; where sessions wait for room, they say so."""
+    from dask_cml.waiting import waiting
+
+    cells = {column: _shown(column, row[column]) for column in columns}
+    if row["waiting"]:
+        words = waiting(row["waiting_for"])
+        if row["workers"] is None:
+            cells["status"] += f", {words}"
+        else:
+            cells["workers"] += f" ({row['waiting']} {words})"
+    return [*cells.values()]
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -276,6 +285,7 @@ def info(name: str, as_json: bool) -> None:
 
     from dask_cml import lifecycle, registry
     from dask_cml.options import state_directory
+    from dask_cml.waiting import waiting
 
     record = registry.read(name)
     [row] = _run(lifecycle.describe([record], timeout=_PATIENCE))
@@ -293,6 +303,9 @@ def info(name: str, as_json: bool) -> None:
     row["maker"] = f"process {record.maker.pid} on {record.maker.host}"
     row["security"] = "keys of its own" if row["security"] else "no keys of its own"
     sessions, owners = row.pop("sessions"), row.pop("owners")
+    n, seconds = row.pop("waiting"), row.pop("waiting_for")
+    if n:
+        row["waiting"] = f"{n} {waiting(seconds)}"
     for key, value in row.items():
         click.echo(f"{key:<10} {_shown(key, value)}")
     for session, role in sessions.items():
@@ -323,9 +336,17 @@ def scale(name: str, n: int, timeout: float) -> None:
     """Have N worker sessions, and wait until they are there."""
     with _rebuilt(name) as cluster:
         cluster.scale(n)
-        with _progress(lambda: f"{len(cluster.arrived)} of {_workers(n)} here"):
+        with _progress(lambda: _here(cluster, n)):
             _wait_for_scale(cluster, n, time.monotonic() + timeout)
     click.echo(f"{name} has {_workers(n)}")
+
+
+def _here(cluster: CMLCluster, n: int) -> str:
+    """Return how many of n workers have come, and how many sessions wait for room."""
+    from dask_cml.waiting import waiting_workers
+
+    words = waiting_workers(cluster.reconciler.waits)
+    return f"{len(cluster.arrived)} of {_workers(n)} here" + f", {words}" * bool(words)
 
 
 def _wait_for_scale(cluster: CMLCluster, n: int, deadline: float) -> None:
@@ -343,8 +364,8 @@ def _wait_for_scale(cluster: CMLCluster, n: int, deadline: float) -> None:
         if cluster.reconciler.gave_up:
             raise CMLError(f"{cluster.name} launches {trouble}")
         if time.monotonic() > deadline:
-            here = f"{len(cluster.arrived)} of {_workers(n)} here"
-            raise CMLError(f"{cluster.name} has {here}, and the time is up" + f": {trouble}" * bool(trouble))
+            why = f": {trouble}" if trouble else ""
+            raise CMLError(f"{cluster.name} has {_here(cluster, n)}, and the time is up{why}")
         time.sleep(_INTERVAL)
 
 
@@ -362,7 +383,7 @@ def adapt(name: str, minimum: int, maximum: int) -> None:
             cluster.adapt(minimum=minimum, maximum=maximum)
             cluster.sync(cluster.carry_out)
             click.echo(f"{name} adapts between {minimum} and {_workers(maximum)} while this command runs.")
-            with _progress(lambda: f"{len(cluster.arrived)} of {_workers(cluster.wanted)} here"):
+            with _progress(lambda: _here(cluster, cluster.wanted)):
                 while cluster.status.name == "running" and cluster.membership.leads:
                     time.sleep(_INTERVAL)
         except KeyboardInterrupt:

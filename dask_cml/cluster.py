@@ -34,6 +34,7 @@ from dask_cml.recording import SCHEDULER, RecordKeeper
 from dask_cml.session_logs import SessionLogs
 from dask_cml.tasks import cancel
 from dask_cml.views import first_line, sessions_html, show_start
+from dask_cml.waiting import pending, waiting
 from dask_cml.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -79,10 +80,14 @@ class CMLCluster(SpecCluster):
         The cluster's name. Default: a random one.
     security : bool or distributed.Security, optional
         True: TLS with keys made for this cluster, which go with it. Default False.
+    pending_timeout : float or str, optional
+        Seconds, or a string such as ``"15 minutes"``, for which the scheduler's session may wait for room and
+        start. Default 15 minutes. Worker sessions wait as long as they are wanted.
     scheduler_timeout : float or str, optional
-        Seconds, or a string such as ``"90s"``, within which the scheduler must answer. Default 90 s.
+        Seconds within which the scheduler must answer once its session runs. Default 90 s.
     worker_timeout : float or str, optional
-        Within which a launched worker must have registered, else it is replaced. Default 10 minutes.
+        Seconds within which a worker must have registered once its session runs, else it is replaced. Default
+        10 minutes.
     idle_timeout : float or str, optional
         After which the scheduler ends an idle cluster. Default: never.
     orphan_timeout : float or str, optional
@@ -156,6 +161,7 @@ class CMLCluster(SpecCluster):
         scheduler_launch_options: Mapping[str, Any] | None = None,
         name: str | None = None,
         security: bool | Security | None = None,
+        pending_timeout: float | str | None = None,
         scheduler_timeout: float | str | None = None,
         worker_timeout: float | str | None = None,
         idle_timeout: float | str | None = None,
@@ -263,9 +269,12 @@ class CMLCluster(SpecCluster):
                 self.worker_spec.update(self.new_worker_spec())
         self.workers = {key: self.make_worker(key) for key in self.worker_spec}
         showing = asyncio.create_task(show_start(self))
-        # All at the same moment: a session takes long to start. The workers find the scheduler by its file.
-        tasks = [asyncio.ensure_future(p) for p in (self.scheduler, *self.workers.values())]
+        tasks: list[asyncio.Future[Any]] = []
         try:
+            # The scheduler's first: where sessions wait for room, workers would take its place.
+            await self.scheduler.launch()
+            # The workers right after it: a session takes long to start. They find the scheduler by its file.
+            tasks += [asyncio.ensure_future(p) for p in (self.scheduler, *self.workers.values())]
             await asyncio.gather(*tasks)
         except BaseException:
             await cancel(*tasks)
@@ -632,7 +641,9 @@ class CMLCluster(SpecCluster):
         text = super().__repr__()
         n = len(self.scheduler_info["workers"])
         if self.n_pending:
-            text = text.replace(f"workers={n}", f"workers={n} ({self.n_pending} pending)", 1)
+            text = text.replace(f"workers={n}", f"workers={n} ({pending(self)})", 1)
+        if self.scheduler is not None and (waits := self.scheduler.waits_for) is not None:
+            text = f"{text[:-1]}, scheduler {waiting(waits)})"
         if self.reconciler.trouble:
             text = f"{text[:-1]}, trouble: {first_line(self.reconciler.trouble)})"
         return text

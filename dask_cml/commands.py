@@ -63,20 +63,23 @@ port = os.environ.get('CDSW_APP_PORT') or os.environ.get('CDSW_READONLY_PORT') o
 command += ['--dashboard-address', '127.0.0.1:' + port]
 """
 
-# `dask worker --scheduler-file` waits for the file without an end, and NFS may remember for long that
-# there was none; to list the folder is what makes it look again.
+# The scheduler's session may wait for room. If the cluster closes, its folder goes, and no scheduler comes.
+# NFS may remember for long that there was no file; to list the folder is what makes it look again.
 _MEETING = """\
-    def there():
-        try:
-            return {file!r} in os.listdir({folder!r})
-        except OSError:
-            return False
     def meet():
-        deadline = time.monotonic() + {timeout}
-        while not there():
-            if time.monotonic() > deadline or process.poll() is not None:
-                return process.terminate()
+        deadline, seen = time.monotonic() + {timeout}, False
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                if {file!r} in os.listdir({folder!r}):
+                    return
+                seen = True
+            except FileNotFoundError:
+                if seen:
+                    break
+            except OSError:
+                pass
             time.sleep(0.2)
+        process.terminate()
     threading.Thread(target=meet, daemon=True).start()
 """
 
@@ -174,18 +177,18 @@ def plan_worker(
         Its keys, as files.
     """
     meanwhile = ""
+    patience = options.scheduler_timeout
     command = _dask("worker")
     if address is None:
+        patience += options.pending_timeout  # the program counts the time until there is a file, too
         command += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
-        meanwhile = _MEETING.format(
-            file=SCHEDULER_FILE, folder=str(folder), timeout=options.scheduler_timeout
-        )
+        meanwhile = _MEETING.format(file=SCHEDULER_FILE, folder=str(folder), timeout=patience)
     else:
         command.append(address)
     memory = int(options.worker.memory * 2**30) // options.processes
     command += ["--name", name, "--nworkers", str(options.processes)]
     command += ["--nthreads", str(options.nthreads // options.processes)]
-    command += ["--memory-limit", str(memory), "--death-timeout", str(options.scheduler_timeout)]
+    command += ["--memory-limit", str(memory), "--death-timeout", str(patience)]
     command += ["--no-dashboard"]
     if options.worker_class is not None:
         command += ["--worker-class", options.worker_class]

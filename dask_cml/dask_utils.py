@@ -80,8 +80,8 @@ def run_dask_cluster(
     Raises
     ------
     RuntimeError
-        If a session is refused, fails or is late (``cml.scheduler-timeout``, ``cml.worker-timeout``). No
-        session is left then.
+        If a session is refused, fails or is late (``cml.pending-timeout``, ``cml.scheduler-timeout``,
+        ``cml.worker-timeout``). No session is left then.
     TypeError, ValueError
         For an argument that is not allowed, before anything is launched.
 
@@ -143,8 +143,9 @@ def run_scheduler(
     Raises
     ------
     RuntimeError
-        If the session is refused or fails, or the scheduler does not answer in time
-        (``cml.scheduler-timeout``, 90 s). No session is left then.
+        If the session is refused or fails, waits for room longer than ``cml.pending-timeout``, 15 minutes, or
+        runs and its scheduler does not answer in time (``cml.scheduler-timeout``, 90 s). No session is left
+        then.
     TypeError, ValueError
         For an argument that is not allowed, before anything is launched.
 
@@ -236,8 +237,9 @@ def run_dask_workers(
     Raises
     ------
     RuntimeError
-        If a session is refused, or fails, or its worker does not register in time (``cml.worker-timeout``,
-        10 minutes). No session of this call is left then.
+        If a session is refused or fails, waits for room longer than ``cml.pending-timeout``, 15 minutes, or
+        runs and its worker does not register in time (``cml.worker-timeout``, 10 minutes). No session of this
+        call is left then.
     TypeError, ValueError
         For an argument that is not allowed, before anything is launched.
 
@@ -351,14 +353,13 @@ async def _start_workers(
     arrival = asyncio.create_task(_arrival(url, missing))
     end = asyncio.create_task(_end(api, [*filter(None, [scheduler]), *workers]))
     try:
-        await asyncio.wait(
-            {arrival, end}, timeout=options.worker_timeout, return_when=asyncio.FIRST_COMPLETED
-        )
-        if end.done():
-            end.result()
-        if not arrival.done():
-            late = next(iter(missing.values()))
-            raise CMLError(await late.failure(f"did not register within {options.worker_timeout:g} s"))
+        while not arrival.done():
+            await asyncio.wait({arrival, end}, timeout=_LOOK_INTERVAL, return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                end.result()
+            for worker in [*missing.values()]:
+                if what := worker.late("register", options.worker_timeout):
+                    raise CMLError(await worker.failure(what))
         arrival.result()
     finally:
         await cancel(arrival, end)

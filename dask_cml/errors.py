@@ -38,7 +38,7 @@ class SessionFailed(CMLError):
 
 
 class SchedulerTimeout(CMLError, TimeoutError):
-    """The scheduler did not answer within ``scheduler_timeout``."""
+    """The scheduler's session did not run, or its scheduler did not answer, in time."""
 
 
 class ClusterExists(CMLError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Collection, Iterable
 from datetime import datetime, timezone
 from typing import Any
@@ -64,8 +65,9 @@ async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict
     Returns
     -------
     list of dict
-        Name, status, workers, threads, memory in bytes, age in seconds, dashboard and scheduler address. The
-        status is "running", "starting", "not answering" or "stale"; see :func:`liveness.judge`.
+        Name, status, workers, threads, memory in bytes, age in seconds, dashboard and scheduler address; how
+        many sessions wait for room, and for how many seconds the first one has, or None. The status is
+        "running", "starting", "not answering" or "stale"; see :func:`liveness.judge`.
     """
     records = [*records]
     findings = await liveness.judge(records, timeout=timeout)
@@ -85,6 +87,7 @@ async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict
                 "age": (now - datetime.fromisoformat(record.created)).total_seconds(),
                 "dashboard": f"{record.app_url.rstrip('/')}/status" if record.app_url else None,
                 "scheduler": record.scheduler_address,
+                **_waiting(record, {worker["name"] for worker in workers or ()}),
             }
         )
     return rows
@@ -94,6 +97,18 @@ def _status(record: Record, finding: Finding) -> str:
     if finding.state is State.UNKNOWN:
         return "starting" if record.scheduler_address is None else "not answering"
     return "running" if finding.state is State.ALIVE else "stale"
+
+
+def _waiting(record: Record, arrived: Collection[str]) -> dict[str, float | None]:
+    """Describe which sessions wait for room, as far as their managers know."""
+    processes = record.options.get("processes") or 1
+
+    def has_arrived(key: str) -> bool:
+        return key in arrived or (processes > 1 and f"{key}-0" in arrived)
+
+    roles = record.sessions
+    since = [when for each, when in record.waiting.items() if each in roles and not has_arrived(roles[each])]
+    return {"waiting": len(since), "waiting_for": max(0.0, time.time() - min(since)) if since else None}
 
 
 async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) -> dict[str, CMLError | None]:

@@ -103,6 +103,7 @@ class Options:
     log_directory: str | None = _option(checks.folder_or_none)
     name: str = _option(checks.cluster_name, recorded=False)
     security: bool | Security = _option(checks.security, recorded=False)  # noqa: RUF009
+    pending_timeout: float = _option(checks.seconds)
     scheduler_timeout: float = _option(checks.seconds)
     worker_timeout: float = _option(checks.seconds)
     idle_timeout: float | None = _option(checks.seconds_or_none)

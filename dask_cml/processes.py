@@ -16,18 +16,21 @@ from distributed.core import Status, rpc
 from distributed.deploy.spec import ProcessInterface
 from distributed.security import Security
 
+from dask_cml.answers import SessionInfo, has_ended, ip_address, is_pending, status_of
 from dask_cml.commands import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.options import Options, SessionSize
 from dask_cml.record import this_owner
 from dask_cml.tasks import cancel
-from dask_cml.workers_api import SessionInfo, WorkersAPI, has_ended, ip_address
+from dask_cml.workers_api import WorkersAPI
 
 #: Dask's own port, which a session on CML has for itself.
 _SCHEDULER_PORT = 8786
 _LOOK_INTERVAL = 0.2
 _ANSWER_TIMEOUT = 5
 _LOG_LINES = 15
+#: Seconds for which every session may be `scheduling`, before it is said to wait for room.
+_MOMENT = 10.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Session:
         Its virtual CPUs, memory in GiB, and GPUs.
     owner : str or None
         The id of the session with which it ends; None if that is not known, or if it ends with none.
+    waits_for : float or None
+        For how many seconds it has waited for room; None: it does not wait.
     """
 
     id: str
@@ -65,6 +70,7 @@ class Session:
     since: datetime
     size: SessionSize
     owner: str | None = None
+    waits_for: float | None = None
 
 
 class CMLProcess(ProcessInterface):
@@ -80,12 +86,14 @@ class CMLProcess(ProcessInterface):
         self._launch_options = launch_options
         self.name = plan.name
         self.launched_at: float | None = None
-        self._since = datetime.now(timezone.utc)
+        self.since = datetime.now(timezone.utc)
         self._info: SessionInfo = {}
         self._adopted = False
         self.owner: str | None = None
+        self._begun_at: float | None = None
+        self.is_listed = self._has_run = False
 
-    async def start(self) -> None:
+    async def launch(self) -> None:
         """Launch the session; it is accepted when this returns, and need not run yet.
 
         Raises
@@ -93,12 +101,17 @@ class CMLProcess(ProcessInterface):
         LaunchRefused
             If the platform does not grant it.
         """
-        self._since = datetime.now(timezone.utc)
+        self.since = datetime.now(timezone.utc)
         self.owner = this_owner()
         self._info = await self.api.launch(
             self.plan.name, self.plan.size, self.plan.code, self.plan.env, self._launch_options
         )
-        self.launched_at = time.monotonic()
+        self.launched_at = self._begun_at = time.monotonic()
+
+    async def start(self) -> None:
+        """Launch the session, if that has not been done. See :meth:`launch`."""
+        if self.launched_at is None:
+            await self.launch()
         await super().start()
 
     def adopt(self, session_id: str, app_url: str | None = None, owner: str | None = None) -> None:
@@ -107,7 +120,7 @@ class CMLProcess(ProcessInterface):
         self._info = {"id": session_id, "status": "running", "app_url": app_url}
         self._adopted = True
         self.owner = owner
-        self.launched_at = time.monotonic()
+        self.launched_at = self._begun_at = time.monotonic()
         self.status = Status.running
 
     async def close(self) -> None:
@@ -140,9 +153,10 @@ class CMLProcess(ProcessInterface):
             status=status,
             address=self.ip_address,
             app_url=self._info.get("app_url"),
-            since=self._since,
+            since=self.since,
             size=self.plan.size,
             owner=self.owner,
+            waits_for=self.waits_for,
         )
 
     @property
@@ -153,15 +167,63 @@ class CMLProcess(ProcessInterface):
     @property
     def is_known_to_run(self) -> bool:
         """Whether the platform has said that the session runs, and where."""
-        return self._adopted or (self._info.get("status") == "running" and self.ip_address is not None)
+        return self._adopted or (status_of(self._info) == "running" and self.ip_address is not None)
+
+    @property
+    def waits_for(self) -> float | None:
+        """For how many seconds the session has waited for room. None: it does not, or for a moment only."""
+        if self.launched_at is None or self._has_run or self.status == Status.closed:
+            return None
+        waited = time.monotonic() - self.launched_at
+        return waited if status_of(self._info) == "scheduling" and waited > _MOMENT else None
+
+    @property
+    def runs_for(self) -> float:
+        """For how many seconds the session has been expected to do something.
+
+        That is since it runs, as far as the platform lists it. One that is not listed, or has never been, may
+        run nevertheless, so the time since its launch or the last word of it counts.
+        """
+        return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
+
+    def late(self, what: str, timeout: float) -> str | None:
+        """Return in words what the session has not done in time, if anything.
+
+        Parameters
+        ----------
+        what : str
+            What it should do once it runs.
+        timeout : float
+            Within so many seconds. Until it runs, ``pending_timeout`` counts alone.
+        """
+        if self.is_listed and is_pending(self._info) and self.launched_at is not None:
+            what, timeout, took = "run", self.options.pending_timeout, time.monotonic() - self.launched_at
+        else:
+            took = self.runs_for
+        return f"did not {what} within {timeout:g} s" if took > timeout else None
 
     def update(self, listing: Mapping[str, SessionInfo]) -> bool:
         """Take in what the platform lists; return whether the session has ended.
 
         A session that is not listed keeps what was known of it: new ones may be listed late.
         """
-        self._info = {**self._info, **listing.get(self.session_id or "", {})}
+        listed = listing.get(self.session_id or "", {})
+        self._info = {**self._info, **listed}
+        if self._adopted and listed and not self.is_listed:
+            self._learn_launch(listed)
+        self.is_listed = self.is_listed or bool(listed)
+        runs = status_of(listed) == "running"
+        if is_pending(listed) or (runs and not self._has_run):
+            self._begun_at = time.monotonic()
+        self._has_run = self._has_run or runs
         return has_ended(self._info)
+
+    def _learn_launch(self, listed: SessionInfo) -> None:
+        """Learn when a session was launched that another process has launched."""
+        with contextlib.suppress(ValueError, TypeError):
+            created = datetime.fromisoformat(str(listed.get("created_at")).replace("Z", "+00:00"))
+            ago = (datetime.now(timezone.utc) - created).total_seconds()
+            self.since, self.launched_at = created, time.monotonic() - max(0.0, ago)
 
     async def failure(self, what: str, brief: bool = False) -> str:
         """Describe a failure: the session, its last status, and the last lines of its output.
@@ -232,26 +294,22 @@ class CMLScheduler(CMLProcess):
         SessionFailed
             If the session ends first, whatever its status says.
         SchedulerTimeout
-            If the scheduler does not answer within ``scheduler_timeout``.
+            If the session does not run within ``pending_timeout``, or the scheduler does not answer within
+            ``scheduler_timeout`` from then on.
         """
-        begin = time.monotonic()
         await super().start()
         watch = asyncio.create_task(self._watch())
         look = asyncio.create_task(self._look())
         try:
-            done, _ = await asyncio.wait(
-                {watch, look},
-                timeout=self.options.scheduler_timeout,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if look in done:
-                self.address = look.result()
-                self.start_time = time.monotonic() - begin
-            elif watch in done:
+            while not (look.done() or watch.done()):
+                await asyncio.wait({watch, look}, timeout=_LOOK_INTERVAL, return_when=asyncio.FIRST_COMPLETED)
+                what = self.late("answer", self.options.scheduler_timeout)
+                if what and not (look.done() or watch.done()):
+                    raise SchedulerTimeout(await self.failure(what))
+            if not look.done():
                 raise watch.exception() or CMLError("the scheduler's session is not watched any more")
-            else:
-                what = f"did not answer within {self.options.scheduler_timeout:g} s"
-                raise SchedulerTimeout(await self.failure(what))
+            self.address, self._has_run = look.result(), True
+            self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
         finally:
             await cancel(watch, look)
 

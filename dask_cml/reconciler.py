@@ -61,6 +61,7 @@ class Reconciler:
         self._ceiling: tuple[int, float] | None = None
         self._arrived: set[str] = set()
         self._missing_since: dict[str, float] = {}
+        self._told_waiting = False
         self._heard = time.monotonic()
         self._changed = asyncio.Event()
 
@@ -81,12 +82,24 @@ class Reconciler:
     def affordable(self, n: int) -> int:
         """Return how many of `n` sessions may be asked for, given what the quota allowed lately.
 
-        After ``cml.quota-retry`` one more than was granted is tried.
+        After ``cml.quota-retry`` one more than was granted is tried. When sessions have waited for room for
+        as long, no more are asked for than there are.
         """
+        if any(waited > self._quota_pause for waited in self.waits):
+            n = min(n, len(self.cluster.worker_spec))
         if self._ceiling is None:
             return n
         granted, since = self._ceiling
         return min(n, granted + (time.monotonic() - since > self._quota_pause))
+
+    @property
+    def waits(self) -> list[float]:
+        """For how many seconds each wanted session that waits for room has done so."""
+        return [waited for key in [*self.cluster.worker_spec] if (waited := self._waits_for(key)) is not None]
+
+    def _waits_for(self, key: str) -> float | None:
+        worker = None if key in self._arrived else self.cluster.workers.get(key)
+        return None if worker is None else worker.waits_for
 
     async def run(self) -> None:
         """Keep the cluster until cancelled."""
@@ -105,7 +118,8 @@ class Reconciler:
                 logger.exception("The cluster %s cannot be looked after", self.cluster.name)
             self._tell_outage()
             # What is on its way is looked at as often as the platform is asked.
-            pause = 0.1 if self._missing_since else _LOOK_INTERVAL
+            on_its_way = any(self._waits_for(key) is None for key in self._missing_since)
+            pause = 0.1 if on_its_way else _LOOK_INTERVAL
             if time.monotonic() < self._not_before:
                 pause = min(pause, self._not_before - time.monotonic())
             with contextlib.suppress(asyncio.TimeoutError):
@@ -126,11 +140,15 @@ class Reconciler:
             logger.warning("The cluster %s is looked after again", self.cluster.name)
 
     async def choose(self, n: int) -> list[str]:
-        """Pick the `n` sessions whose end costs least, those that have not arrived yet before others."""
+        """Pick the `n` sessions whose end costs least.
+
+        Those that wait for room come first, then those that have not arrived yet.
+        """
         present = self.cluster.arrived
         spec = self.cluster.worker_spec
         arrived = [key for key in spec if key in present]
-        chosen = [key for key in reversed(spec) if key not in present][:n]
+        absent = [key for key in reversed(spec) if key not in present]
+        chosen = sorted(absent, key=lambda key: self._waits_for(key) is None)[:n]
         n -= len(chosen)
         if not n:
             return chosen
@@ -203,8 +221,16 @@ class Reconciler:
                 self._scheduler_is_silent()
             return {}
         ended = {key for key, worker in workers.items() if worker.update(listing)}
+        self._tell_waiting()
         reasons = {key: "ended" if key in ended else self._why_late(key, workers[key]) for key in missing}
         return {key: await workers[key].failure(why, brief=True) for key, why in reasons.items() if why}
+
+    def _tell_waiting(self) -> None:
+        waits = self.waits
+        if waits and not self._told_waiting:
+            n = f"{len(waits)} of {len(self.cluster.worker_spec)} worker sessions"
+            self.cluster._log(f"The cluster {self.cluster.name} waits for room for {n}")
+        self._told_waiting = bool(waits)
 
     def _why_late(self, key: str, worker: CMLWorker) -> str | None:
         now = time.monotonic()
@@ -212,7 +238,7 @@ class Reconciler:
             patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
             if now - self._missing_since[key] > patience:
                 return "lost a Dask worker"
-        elif now - (worker.launched_at or now) > worker.options.worker_timeout:
+        elif worker.runs_for > worker.options.worker_timeout:
             return f"did not register within {worker.options.worker_timeout:g} s"
         return None
 

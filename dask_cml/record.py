@@ -133,6 +133,13 @@ class Record:
     version: int = VERSION
     more: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def waiting(self) -> dict[str, float]:
+        """The ids of sessions that wait for room, with when they were launched, in seconds since 1970."""
+        waiting = self.more.get("waiting")
+        known = waiting.items() if isinstance(waiting, dict) else ()
+        return {each: since for each, since in known if isinstance(since, (int, float))}
+
     def to_json(self) -> str:
         """Return the record as text.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from dask_cml.tasks import cancel
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
+    from dask_cml.processes import CMLProcess
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ SCHEDULER = "scheduler"
 _LOOK_INTERVAL = 0.2
 #: How long to rest after the record is written, in times of what that took, and in seconds at most.
 _REST, _LONGEST_REST = 9, 1.0
+#: Seconds between two looks at which sessions wait for room.
+_WAITING_INTERVAL = 2.0
 
 
 class RecordKeeper:
@@ -42,6 +46,7 @@ class RecordKeeper:
         self.record = record
         self._cluster = cluster
         self._written: set[str] = set()
+        self._waiting: dict[str, float] = {}
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -117,26 +122,45 @@ class RecordKeeper:
 
     async def _run(self) -> None:
         while True:
-            await self._changed.wait()
+            # Nobody tells that a session waits for room any more, or does not.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _WAITING_INTERVAL)
+            if not self._changed.is_set() and self._waiting_sessions() == self._waiting:
+                continue
             self._changed.clear()
             begin = time.monotonic()
             await self.write()
             # While thousands of sessions are launched one after the other, most is not to write their record.
             await asyncio.sleep(min(_REST * (time.monotonic() - begin), _LONGEST_REST))
 
+    def _waiting_sessions(self) -> dict[str, float]:
+        waiting = {each: p for each, p in self._processes().items() if p.waits_for is not None}
+        return {each: process.since.timestamp() for each, process in waiting.items()}
+
+    def _processes(self) -> dict[str, CMLProcess]:
+        """Return those of the cluster that are launched, by their sessions."""
+        cluster = self._cluster
+        processes = (cluster.scheduler, *cluster.workers.values())
+        return {p.session_id: p for p in processes if p is not None and p.session_id}
+
     async def write(self) -> None:
         """Write it now. What hinders that is logged."""
         try:
             async with self._writing:
-                processes = (self._cluster.scheduler, *self._cluster.workers.values())
-                owners = {p.session_id: p.owner for p in processes if p.session_id and p.owner}
-                await asyncio.to_thread(self._write, owners)
+                processes = self._processes()
+                waiting = self._waiting_sessions()
+                listed = {each for each, process in processes.items() if process.is_listed}
+                owners = {each: process.owner for each, process in processes.items() if process.owner}
+                self._waiting = waiting
+                await asyncio.to_thread(self._write, owners, waiting, listed)
         except NoSuchCluster:
             logger.info("The record of the cluster %s is gone: another process ends it", self._cluster.name)
         except (OSError, CMLError) as error:
             logger.warning("The record of the cluster %s cannot be written: %s", self._cluster.name, error)
 
-    def _write(self, owners: Mapping[str, str]) -> None:
+    def _write(
+        self, owners: Mapping[str, str], waiting: Mapping[str, float], listed: Collection[str]
+    ) -> None:
         cluster, own = self._cluster, self.record
         assert own is not None
         sessions = cluster.api.named_sessions()
@@ -149,8 +173,15 @@ class RecordKeeper:
                 each: SCHEDULER if key == cluster.scheduler.name else key for each, key in sessions.items()
             }
             present = {**kept, **roles}
+            # What another session has launched, that one knows.
+            others = {each: since for each, since in record.waiting.items() if each not in listed}
+            all_waiting = {**others, **waiting}
             return replace(
                 record,
+                more={
+                    **record.more,
+                    "waiting": {key: all_waiting[key] for key in all_waiting if key in present},
+                },
                 sessions=present,
                 owners={key: each for key, each in {**record.owners, **owners}.items() if key in present},
                 scheduler_session=scheduler.id if scheduler else record.scheduler_session,

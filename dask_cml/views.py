@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from dask.widgets.widgets import TEMPLATE_PATHS, get_template
 
+from dask_cml.waiting import pending, waiting
+
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
+    from dask_cml.processes import Session
 
 # Where Dask looks for the templates of what is shown in notebooks.
 TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
@@ -24,8 +27,15 @@ def sessions_html(cluster: CMLCluster) -> str:
     """Return rows for the table of the cluster's HTML representation."""
     template = get_template("cml_sessions.html.j2")
     return template.render(
-        sessions=cluster.sessions, pending=cluster.n_pending, trouble=cluster.reconciler.trouble
+        sessions=cluster.sessions,
+        status=_status,
+        pending=pending(cluster),
+        trouble=cluster.reconciler.trouble,
     )
+
+
+def _status(session: Session) -> str:
+    return session.status if session.waits_for is None else waiting(session.waits_for)
 
 
 def first_line(text: str) -> str:
@@ -52,7 +62,7 @@ async def show_start(cluster: CMLCluster, out: TextIO | None = None) -> None:
     try:
         while True:
             session = cluster.scheduler and cluster.scheduler.session
-            state = f"{session.id} is {session.status}" if session else "is being launched"
+            state = f"{session.id} is {_status(session)}" if session else "is being launched"
             show(f"{cluster.name}: the scheduler's session {state}, {time.monotonic() - started:.0f} s")
             await asyncio.sleep(_INTERVAL)
     finally:

@@ -41,7 +41,7 @@ class Cluster:
         self.new_spec = {"group": [f"-{i}" for i in range(processes)]} if processes > 1 else {}
         keys = [f"mine-{i}" for i in range(planned)]
         self.worker_spec = dict.fromkeys(keys)
-        self.workers = dict.fromkeys(keys[:launched])
+        self.workers = {key: SimpleNamespace(launched_at=None, waits_for=None) for key in keys[:launched]}
         self.reconciler = Reconciler(self)
         self.arrived = set(keys[:arrived])
         self.observed = {name for key in self.arrived for name in self.reconciler.names(key)}
@@ -98,6 +98,22 @@ async def test_no_more_are_wanted_than_the_quota_granted_lately():
     cluster.reconciler.affordable = lambda n: min(n, 3)
     assert await adaptive(cluster).safe_target() == 3
     assert await adaptive(cluster, minimum=5).safe_target() == 3
+
+
+async def test_no_more_are_wanted_while_some_have_waited_long_for_room():
+    cluster = Cluster(planned=4, arrived=2)
+    cluster.scheduler_comm.wanted = 20
+    cluster.workers["mine-3"].waits_for = 11.0
+    assert await adaptive(cluster).safe_target() == 20
+    cluster.workers["mine-3"].waits_for = 61.0
+    assert await adaptive(cluster).safe_target() == 4
+
+
+async def test_what_waits_for_room_is_closed_before_what_starts():
+    cluster = Cluster(planned=5, arrived=1)
+    for key in "mine-1", "mine-2":
+        cluster.workers[key].waits_for = 61.0
+    assert await adaptive(cluster).workers_to_close(3) == ["mine-2", "mine-1"]
 
 
 @pytest.mark.parametrize(

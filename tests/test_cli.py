@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from dask_cml import CMLCluster, cli, lifecycle, registry
 from dask_cml.options import state_directory
 from dask_cml.record import Maker, Record
+from dask_cml.waiting import span
 
 NOBODY = Maker("elsewhere", 1, 1.0, "gone")
 
@@ -475,7 +476,7 @@ def test_names_are_completed():
     ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (3600, "60 min"), (90000, "25 h"), (1e6, "11 d")]
 )
 def test_ages_have_one_unit(seconds, text):
-    assert cli._time(seconds) == text
+    assert span(seconds) == text
 
 
 def test_dasks_other_commands_do_not_wait_for_what_these_import():

@@ -182,7 +182,7 @@ def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, fold
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 def test_a_worker_without_an_address_ends_its_program_when_no_scheduler_file_comes(program, run, folder):
     program("time.sleep(600)")
-    plan = plan_worker(read(scheduler_timeout=0.2), folder, "mine-0", None)
+    plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), folder, "mine-0", None)
     done = run(plan)
     assert done.returncode == 1
     assert f"exit status -{TERMINATED}" in done.stderr
@@ -193,7 +193,7 @@ def test_a_worker_without_an_address_ends_its_program_when_no_scheduler_file_com
 def test_a_worker_without_an_address_runs_on_when_there_is_a_scheduler_file(program, run, folder):
     (folder / SCHEDULER_FILE).touch()
     program("time.sleep(1); print('runs on')")
-    plan = plan_worker(read(scheduler_timeout=0.2), folder, "mine-0", None)
+    plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), folder, "mine-0", None)
     done = run(plan)
     assert done.returncode == 0, done.stderr
     assert "runs on" in plan.log.read_text()
@@ -210,9 +210,22 @@ def test_a_worker_that_ends_by_itself_is_not_waited_for(program, run, folder):
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_worker_ends_its_program_though_the_folder_cannot_be_listed(program, run, folder):
-    program("time.sleep(1.5)")
-    plan = plan_worker(read(scheduler_timeout=0.2), folder / "not seen yet", "mine-0", None)
+    program("time.sleep(600)")
+    options = read(scheduler_timeout=0.1, pending_timeout=0.1)
+    plan = plan_worker(options, folder / "not seen yet", "mine-0", None)
     assert f"exit status -{TERMINATED}" in run(plan).stderr
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is_gone(program, run, folder):
+    cluster = folder / "cluster"
+    cluster.mkdir()
+    program(f"time.sleep(1); os.rmdir({str(cluster)!r}); time.sleep(600)")
+    options = read(scheduler_timeout=0.1, pending_timeout=900, log_directory=str(folder))
+    plan = plan_worker(options, cluster, "mine-0", None)
+    assert f"exit status -{TERMINATED}" in run(plan).stderr
+    assert values(argv(plan), "--death-timeout") == ["900.1"]
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)

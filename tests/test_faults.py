@@ -69,7 +69,6 @@ def live(platform):
         ("fails", "its status is failed"),
         ("succeeds", "its status is succeeded"),
         ("hangs", "did not register within 4 s"),
-        ("stuck", "did not register within 4 s"),
     ],
 )
 async def test_a_worker_that_does_not_come_is_replaced(platform, holds, mode, fault, words):

@@ -56,6 +56,7 @@ EXAMPLES = {
     ),
     "name": ("mine", "mine", "name", "mine"),
     "security": (True, "True", "security", True),
+    "pending_timeout": ("3 minutes", "3 minutes", "pending_timeout", 180),
     "scheduler_timeout": ("2 minutes", "2 minutes", "scheduler_timeout", 120),
     "worker_timeout": (30, "30", "worker_timeout", 30),
     "idle_timeout": ("1 hour", "1 hour", "idle_timeout", 3600),
@@ -99,6 +100,7 @@ def test_without_arguments_and_configuration_the_defaults_stand():
     assert (options.worker.cpu, options.worker.memory, options.worker.nvidia_gpu) == (1, 2, 0)
     assert (options.scheduler.cpu, options.scheduler.memory, options.scheduler.nvidia_gpu) == (1, 2, 0)
     assert (options.scheduler_timeout, options.worker_timeout, options.idle_timeout) == (90, 600, None)
+    assert options.pending_timeout == 900
     assert (options.orphan_timeout, options.forward_dashboard) == (300, False)
     assert (options.env, options.launch_options, options.worker_args, options.scheduler_args) == (
         {},
@@ -346,6 +348,7 @@ REFUSED = [
     ("scheduler_args", ["--protocol=tls"], ValueError, "use the argument security"),
     ("security", "yes", TypeError, "True, False or a distributed.Security"),
     ("security", 1, TypeError, "True, False or a distributed.Security"),
+    ("pending_timeout", 0, ValueError, SECONDS),
     ("scheduler_timeout", 0, ValueError, SECONDS),
     ("scheduler_timeout", "soon", ValueError, SECONDS),
     ("scheduler_timeout", "-5s", ValueError, SECONDS),

@@ -182,19 +182,75 @@ async def test_output_that_is_not_utf8_is_shown_as_well_as_it_can_be(stub, make)
         await starting
 
 
-@pytest.mark.parametrize("status", ["scheduling", "starting", "running"])
-async def test_a_scheduler_that_does_not_answer_in_time_is_told_with_session_and_status(stub, make, status):
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("scheduling", "did not run within 0.4 s"),
+        ("starting", "did not run within 0.4 s"),
+        ("running", "did not answer within 0.3 s"),
+        ("STOPPING", "did not answer within 0.3 s"),
+        ("UNKNOWN", "did not answer within 0.3 s"),
+    ],
+)
+async def test_a_scheduler_that_does_not_come_in_time_is_told_with_session_and_status(
+    stub, make, status, words
+):
     stub.first_status = status
-    scheduler = make(scheduler_timeout=0.3)
+    scheduler = make(pending_timeout=0.4, scheduler_timeout=0.3)
     with pytest.raises(SchedulerTimeout) as caught:
         await scheduler.start()
     assert isinstance(caught.value, TimeoutError)
     assert scheduler.session_id in str(caught.value)
-    assert "within 0.3 s" in str(caught.value)
+    assert words in str(caught.value)
     assert f"its status is {status}" in str(caught.value)
 
 
-async def test_a_port_that_takes_connections_and_never_answers_is_no_scheduler(make, folder):
+async def test_the_scheduler_has_its_time_from_when_its_session_runs(stub, make, folder, running):
+    scheduler = make(scheduler_timeout=0.5)
+    starting = await begin(stub, scheduler)
+    for status in "scheduling", "starting":
+        stub.set(scheduler.session_id, status)
+        await asyncio.sleep(0.7)
+        assert not starting.done()
+    stub.set(scheduler.session_id, "running")
+    with pytest.raises(SchedulerTimeout, match=r"did not answer within 0\.5 s"):
+        await starting
+
+
+async def test_a_scheduler_that_is_never_listed_is_not_waited_for_without_end(stub, make, monkeypatch):
+    monkeypatch.setattr(stub, "list_workers", list)
+    with pytest.raises(SchedulerTimeout, match=r"did not answer within 0\.3 s"):
+        await make(scheduler_timeout=0.3).start()
+
+
+async def test_a_workers_time_begins_when_its_session_runs(stub, api, make_worker):
+    worker = make_worker(worker_timeout=600)
+    assert worker.runs_for == 0
+    await worker
+    for status in "scheduling", "starting", "running":
+        await asyncio.sleep(0.2)
+        stub.set(worker.session_id, status)
+        worker.update(await api.sessions())
+        assert worker.runs_for < 0.15
+    for status in "UNKNOWN", "running", "STOPPING":
+        stub.set(worker.session_id, status)
+        assert not worker.update(await api.sessions())
+    await asyncio.sleep(0.2)
+    worker.update({})
+    assert worker.runs_for >= 0.2
+
+
+async def test_a_worker_that_is_never_listed_has_its_time_from_its_launch(stub, make_worker):
+    worker = make_worker()
+    await worker
+    await asyncio.sleep(0.2)
+    worker.update({})
+    assert worker.runs_for >= 0.2
+
+
+async def test_a_port_that_takes_connections_and_never_answers_is_no_scheduler(stub, make, folder):
+    stub.first_status = "running"
+
     async def keep_silent(reader, writer):
         await reader.read()
         writer.close()

@@ -96,7 +96,11 @@ def test_errors_when_a_cluster_is_made(platform, seen, shown, monkeypatch):
     fails(seen, SessionFailed, lambda: make(scheduler_args=["--preload", "my_setup"]))
     for fault, seconds in ("hangs", 3), ("stuck", 0.5):
         platform.inject(fault, **scheduler)
-        fails(seen, SchedulerTimeout, lambda timeout=seconds: make(scheduler_timeout=timeout))
+        fails(
+            seen,
+            SchedulerTimeout,
+            lambda timeout=seconds: make(scheduler_timeout=timeout, pending_timeout=timeout),
+        )
     with dask.config.set({"cml.api.retries": 0}):
         platform.inject("error", status=503)
         fails(seen, CMLError, make)
@@ -134,7 +138,7 @@ def waiting(platform):
 def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen, shown, until):
     # No other session comes in the place of one that failed, so each of these has its fault.
     with dask.config.set({"cml.failure-limit": 1}), make(worker_timeout="2s") as cluster:
-        for n, fault in enumerate(["fails", "succeeds", "hangs", "stuck"], start=1):
+        for n, fault in enumerate(["fails", "succeeds", "hangs"], start=1):
             platform.inject(fault)
             cluster.scale(1)
             until(lambda n=n: told(cluster).count("A worker failed") == n)
@@ -147,6 +151,11 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
         platform.configure(quota={"sessions": 2})
         cluster.scale(3)
         until(lambda: "granted" in told(cluster))
+        cluster.scale(0)
+        until(lambda: not cluster.workers)
+        platform.configure(quota={"sessions": 1}, over_quota="wait")
+        cluster.scale(1)
+        until(lambda: "waits for room" in told(cluster))
         seen.append(told(cluster))
     shown("Workers that do not come")
 

@@ -26,7 +26,8 @@ Notebook.__module__ = "ipykernel.iostream"
 
 @pytest.fixture
 def cluster():
-    scheduler = SimpleNamespace(session=SimpleNamespace(id="abc", status="starting"), start_time=None)
+    session = SimpleNamespace(id="abc", status="starting", waits_for=None)
+    scheduler = SimpleNamespace(session=session, start_time=None)
     return SimpleNamespace(name="c", quiet=False, scheduler=scheduler)
 
 
@@ -55,6 +56,14 @@ async def test_line_on_the_start(cluster, holds, out, took, left):
     cluster.scheduler.start_time = took
     await cancel(showing)
     assert shown(out.getvalue()) == left
+
+
+async def test_line_on_a_scheduler_that_waits_for_room(cluster, holds):
+    out = Terminal()
+    cluster.scheduler.session = SimpleNamespace(id="abc", status="scheduling", waits_for=200)
+    showing = asyncio.create_task(show_start(cluster, out))
+    await holds(lambda: "c: the scheduler's session abc is waiting for room, 3 min" in shown(out.getvalue()))
+    await cancel(showing)
 
 
 @pytest.mark.parametrize("quiet", [True, False])

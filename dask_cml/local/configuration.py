@@ -12,6 +12,7 @@ from dask_cml.local import network, state
 
 RESOURCES = ("cpu", "memory", "nvidia_gpu", "sessions")
 NETWORKS = ("shared", "namespaces")
+OVER_QUOTA = ("refuse", "wait")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Settings:
     start_delay: float = 0.0
     latency: float = 0.0
     quota: Mapping[str, float] | None = None
+    over_quota: str = "refuse"
     stop_grace: float = 2.0
     lifetime: float | None = None
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -45,6 +47,7 @@ def configure(
     start_delay: float | EllipsisType = ...,
     latency: float | EllipsisType = ...,
     quota: Mapping[str, float] | EllipsisType | None = ...,
+    over_quota: str | EllipsisType = ...,
     stop_grace: float | EllipsisType = ...,
     lifetime: float | EllipsisType | None = ...,
     variables: Mapping[str, str] | EllipsisType = ...,
@@ -64,6 +67,9 @@ def configure(
     quota : mapping of str to float, optional
         What the live sessions of all launchers may use together, of "cpu", "memory" (GiB),
         "nvidia_gpu" and "sessions". None: no limit.
+    over_quota : {"refuse", "wait"}
+        Whether a launch over the quota is refused, or its session stays ``scheduling`` until there is room:
+        others end, or the quota grows. Releases of CML differ in this. First come, first served.
     stop_grace : float
         Seconds from SIGTERM to SIGKILL when a session is stopped.
     lifetime : float, optional
@@ -99,6 +105,7 @@ def configure(
         "start_delay": start_delay,
         "latency": latency,
         "quota": quota,
+        "over_quota": over_quota,
         "stop_grace": stop_grace,
         "lifetime": lifetime,
         "variables": variables,
@@ -145,6 +152,9 @@ def _check(name: str, value: Any) -> None:
     elif name == "needs_api_key":
         if not isinstance(value, bool):
             raise TypeError(f"needs_api_key must be a bool, not {value!r}")
+    elif name == "over_quota":
+        if value not in OVER_QUOTA:
+            raise ValueError(f"over_quota must be one of {', '.join(OVER_QUOTA)}, not {value!r}")
     elif value not in NETWORKS:
         raise ValueError(f"network must be one of {', '.join(NETWORKS)}, not {value!r}")
     elif value == "namespaces":

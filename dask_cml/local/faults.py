@@ -14,8 +14,13 @@ from dask_cml.local.responses import HTTPError, JSONDecodeError, Response
 
 #: What becomes of a session instead of running its code.
 FATES = ("refused", "fails", "succeeds", "hangs", "stuck")
-#: What list_workers does not tell of a session for some seconds.
-HIDDEN = ("invisible", "unknown_ip")
+#: What list_workers does not tell of a session for some seconds, and where its plan has them.
+HIDDEN = {
+    "invisible": "hide",
+    "unknown_ip": "hide_ip",
+    "unknown_status": "hide_status",
+    "stopping": "stopping",
+}
 #: How an HTTP request ends instead of being done.
 ENDS = ("error", "answer", "page", "hang")
 #: What goes wrong with an HTTP request.
@@ -55,6 +60,9 @@ def inject(
         - ``"stuck"``: its status stays ``scheduling`` until it is stopped.
         - ``"invisible"``: ``list_workers`` leaves it out for `seconds` after its launch.
         - ``"unknown_ip"``: its ``ip_address`` stays ``"unknown"`` for `seconds` after it began to run.
+        - ``"unknown_status"``: its status is ``"UNKNOWN"`` for `seconds` after it began to run.
+        - ``"stopping"``: once it is to be stopped its status is ``"STOPPING"``, until `seconds` after its
+          processes have ended.
 
         Or what becomes of an HTTP request (each launch of one session, each listing, each stop of one):
 
@@ -98,7 +106,7 @@ def inject(
     >>> local.inject("error", function="list_workers", status=503, seconds=2)
     >>> local.clear_faults()
     """
-    kinds = FATES + HIDDEN + CALLS
+    kinds = (*FATES, *HIDDEN, *CALLS)
     if kind not in kinds:
         raise ValueError(f"kind must be one of {', '.join(kinds)}, not {kind!r}")
     if skip < 0 or times < 1:
@@ -152,7 +160,7 @@ def of_launch(name: str, code: str) -> list[Fault]:
     """Use up and return the faults for a session that is being launched."""
 
     def fits(fault: Fault) -> bool:
-        return fault["kind"] in FATES + HIDDEN and _matches(fault, name, code)
+        return fault["kind"] in (*FATES, *HIDDEN) and _matches(fault, name, code)
 
     return _use_up(fits)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dask_cml.local import configuration, environment, faults, network, records, state
+from dask_cml.local import configuration, environment, faults, network, quota, records, state
 
 # Below the ports that Linux and macOS give to outgoing connections.
 _PORTS = range(20000, 32000)
@@ -40,15 +40,18 @@ def launch(request: Request) -> dict[str, Any]:
     injected = {fault["kind"]: fault for fault in faults.of_launch(request.name, request.code)}
     fate = next((kind for kind in injected if kind in faults.FATES), None)
     with state.locked():
-        live = [record for record in records.read_all() if record.live and not record.half_made]
-        words = _excess(request, live, current.quota or {})
+        live = quota.live_sessions()
+        words = quota.excess(dataclasses.asdict(request), live, current.quota or {})
+        waits = current.over_quota == "wait" and (words is not None or any(each.waits for each in live))
+        if waits:
+            words = None
         if fate == "refused" and not words:
             words = "requested: pods=1, used: pods=1, limited: pods=1"
         if words:
             fate = "refused"
         plan = _plan(request, current, live)
-        plan["fate"] = fate
-        for kind, key in (("invisible", "hide"), ("unknown_ip", "hide_ip")):
+        plan["fate"], plan["waits"] = fate, waits
+        for kind, key in faults.HIDDEN.items():
             plan[key] = injected[kind]["seconds"] if kind in injected else 0.0
         lock = records.create(plan)
     try:
@@ -99,23 +102,6 @@ def _plan(request: Request, current: configuration.Settings, live: list[records.
         "stop_grace": current.stop_grace,
         "lifetime": current.lifetime,
     }
-
-
-def _excess(request: Request, live: list[records.Record], quota: Mapping[str, float]) -> str | None:
-    """Return in words what exceeds the quota, if anything does."""
-    for resource, limit in quota.items():
-        if resource == "sessions":
-            wanted, used = 1.0, float(len(live))
-        else:
-            wanted = float(getattr(request, resource))
-            used = sum(float(record.plan[resource]) for record in live)
-        if wanted and used + wanted > limit:
-            unit = "Gi" if resource == "memory" else ""
-            return ", ".join(
-                f"{verb}: {resource}={amount:g}{unit}"
-                for verb, amount in (("requested", wanted), ("used", used), ("limited", limit))
-            )
-    return None
 
 
 def _refusal(session_id: str, words: str) -> dict[str, Any]:

@@ -55,6 +55,11 @@ class Record:
         return self.plan["fate"] == "refused"
 
     @property
+    def waits(self) -> bool:
+        """Whether it waits for room, over the quota."""
+        return self.plan["waits"] and not self.status.get("admitted")
+
+    @property
     def stop_requested(self) -> bool:
         """Whether somebody asked to stop it."""
         return (self.folder / "stop").exists()
@@ -229,7 +234,7 @@ def public(record: Record) -> dict[str, Any]:
     description = {
         "id": record.id,
         "name": plan["name"],
-        "status": status["status"],
+        "status": _told_status(record),
         "created_at": _timestamp(plan["created_at"]),
         "running_at": _timestamp(status.get("running_at")),
         "finished_at": _timestamp(status.get("finished_at")),
@@ -248,6 +253,16 @@ def public(record: Record) -> dict[str, Any]:
         known_at = status.get("running_at", float("inf")) + plan["hide_ip"]
         description["ip_address"] = plan["ip"] if time.time() >= known_at else "unknown"
     return description
+
+
+def _told_status(record: Record) -> str:
+    plan, status = record.plan, record.status
+    if plan["stopping"] and record.live and record.stop_requested:
+        return "STOPPING"
+    if status["status"] == "running" and time.time() < status["running_at"] + plan["hide_status"]:
+        return "UNKNOWN"
+    told: str = status["status"]
+    return told
 
 
 def _timestamp(moment: float | None) -> str | None:

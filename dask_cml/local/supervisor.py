@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_cml.local import engines, environment, network, records, state
+    from dask_cml.local import engines, environment, network, quota, records, state
 
 _RUNNER = Path(__file__).with_name("runner.py")
 #: Seconds that a session runs whose fate is to end without running its code.
 _MOMENT = 0.1
 #: Seconds between two looks whether the session's owner has ended.
 _COLLECT_INTERVAL = 0.5
+#: Seconds between two looks whether there is room, over the quota.
+_ROOM_INTERVAL = 0.5
 
 
 class Supervisor:
@@ -108,12 +110,17 @@ class Supervisor:
             self.clean_up()
         except Exception:
             traceback.print_exc()
+        if end == "stopped":
+            time.sleep(self.plan["stopping"])
         self.write(end, finished_at=time.time())
 
     def live(self) -> str:
         """Run the session and return its last status."""
         fate, delay = self.plan["fate"], self.plan["start_delay"]
         self.write("scheduling")
+        while self.plan["waits"] and not self.admitted():
+            if end := self.wait(_ROOM_INTERVAL):
+                return end
         if end := self.wait(None if fate == "stuck" else delay / 2):
             return end
         self.write("starting")
@@ -127,6 +134,14 @@ class Supervisor:
         if fate in ("fails", "succeeds"):
             return self.wait(_MOMENT) or {"fails": "failed", "succeeds": "succeeded"}[fate]
         return self.wait(self.plan["lifetime"]) or "timedout"
+
+    def admitted(self) -> bool:
+        """Take the room that there is for a session that waits, if it is this one's turn."""
+        with state.locked():
+            room = quota.has_room(self.folder.name)
+            if room:
+                self.write("scheduling", admitted=True)
+            return room
 
     def start(self) -> None:
         """Start what the session runs, as the leader of a process group and a POSIX session."""
@@ -172,8 +187,8 @@ def _import_siblings() -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(path)]
         sys.modules[name] = package
-    global engines, environment, network, records, state
-    from dask_cml.local import engines, environment, network, records, state
+    global engines, environment, network, quota, records, state
+    from dask_cml.local import engines, environment, network, quota, records, state
 
 
 if __name__ == "__main__":

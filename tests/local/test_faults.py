@@ -71,6 +71,17 @@ def test_fault_is_used_up_once_by_all_threads_and_processes(platform, launch):
     assert sum("id" not in each for each in here) + there.count("engineId") == 3
 
 
+def test_statuses_of_newer_releases(platform, launch, reaches):
+    platform.inject("unknown_status", seconds=1.0)
+    platform.inject("stopping", seconds=1.0)
+    [session] = launch(code=FOREVER)
+    assert reaches(session, "UNKNOWN")["running_at"]
+    reaches(session, "running")
+    platform.stop_workers(session["id"])
+    assert reaches(session, "STOPPING")["finished_at"] is None
+    reaches(session, "stopped")
+
+
 def test_invisible_session_is_not_listed_for_a_time(platform, launch, until):
     platform.inject("invisible", seconds=0.5)
     begin = time.monotonic()

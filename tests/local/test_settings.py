@@ -29,6 +29,7 @@ def test_configure_changes_only_what_is_given(platform):
         ({"quota": 3}, TypeError, "quota"),
         ({"quota": {"gpus": 1}}, ValueError, "gpus"),
         ({"quota": {"cpu": None}}, TypeError, "cpu"),
+        ({"over_quota": "queue"}, ValueError, "refuse, wait"),
         ({"variables": {"A": 1}}, TypeError, "'A': 1"),
         ({"variables": {"A=B": "1"}}, ValueError, "A=B"),
         ({"network": "none"}, ValueError, "shared, namespaces"),
@@ -91,6 +92,34 @@ def test_quota_counts_live_sessions_of_all_launchers(platform, launch, reaches, 
     reaches(other, "stopped")
     assert "nvidia_gpu" in launch(code=FOREVER, nvidia_gpu=2)[0]["k8sMessage"]
     assert "id" in launch(code=FOREVER, nvidia_gpu=1)[0]
+
+
+def test_over_quota_sessions_wait_their_turn_until_others_end_or_the_quota_grows(
+    platform, launch, reaches, find
+):
+    platform.configure(quota={"sessions": 1}, over_quota="wait")
+    first, second, third, fourth = [launch(code=FOREVER)[0] for _ in range(4)]
+    reaches(first, "running")
+    platform.stop_workers(first["id"])
+    reaches(second, "running")
+    platform.stop_workers(third["id"])
+    assert reaches(third, "stopped")["running_at"] is None
+    assert find(fourth["id"])["status"] == "scheduling"
+    platform.configure(quota={"sessions": 2})
+    reaches(fourth, "running")
+
+
+def test_a_small_session_does_not_overtake_a_large_one_that_waits(platform, launch, reaches, find):
+    platform.configure(quota={"cpu": 4}, over_quota="wait")
+    [first] = launch(code=FOREVER, cpu=2)
+    [large] = launch(code=FOREVER, cpu=4)
+    [small] = launch(code=FOREVER, cpu=1)
+    reaches(first, "running")
+    assert {find(each["id"])["status"] for each in (large, small)} == {"scheduling"}
+    platform.configure(quota={"cpu": 6})
+    reaches(large, "running")
+    platform.stop_workers(first["id"])
+    reaches(small, "running")
 
 
 def test_project_variables_are_in_every_session_and_env_overrides_them(platform, output_of):

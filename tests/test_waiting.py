@@ -1,0 +1,129 @@
+"""Sessions that wait for room: none is called failed or launched twice, all is told, and they come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from datetime import timedelta
+
+import dask
+import pytest
+from click.testing import CliRunner
+
+from dask_cml import CMLCluster, processes
+from dask_cml.cli import cml
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch):
+    """What waits for half a second is said to wait; the time-outs are shorter than what the tests wait."""
+    monkeypatch.setattr(processes, "_MOMENT", 0.5)
+    with dask.config.set({"cml.api.poll-interval": "200ms", "cml.quota-retry": "500ms"}):
+        yield
+
+
+@pytest.fixture
+def room(platform):
+    """Give room to so many sessions; the others wait."""
+
+    def room(n):
+        platform.configure(quota={"sessions": n}, over_quota="wait")
+
+    return room
+
+
+def make(**options):
+    return CMLCluster(platform="local", quiet=True, asynchronous=True, cpu=1, memory=1, **options)
+
+
+def told(cluster):
+    return "\n".join(line for _, line in cluster._cluster_manager_logs)
+
+
+async def listed(name):
+    """What `dask cml list` says of a cluster, for programs and for people."""
+
+    def ask(*arguments):
+        result = CliRunner().invoke(cml, ["list", *arguments])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    [row] = json.loads(await asyncio.to_thread(ask, "--json"))
+    assert row["name"] == name
+    return row, await asyncio.to_thread(ask)
+
+
+async def test_twenty_workers_where_two_have_room(platform, room, holds):
+    room(3)
+    async with make(n_workers=20) as cluster:
+        await holds(lambda: len(cluster.arrived) == 2 and len(cluster.reconciler.waits) == 18)
+        before = {each.id for each in cluster.sessions}
+        for worker in cluster.workers.values():  # as if an hour had passed
+            worker.launched_at -= 3600
+            worker.since -= timedelta(hours=1)
+        for _ in range(3):
+            cluster.reconciler.poke()
+            await cluster.api.sessions()
+        assert "workers=2 (18 waiting for room, 60 min)" in repr(cluster)
+        assert "18 waiting for room, 60 min" in cluster._repr_html_()
+        assert cluster._repr_html_().count("waiting for room, 60 min") == 19
+        row, text = await listed(cluster.name)
+        assert (row["status"], row["workers"], row["waiting"]) == ("running", 2, 18)
+        assert "2 (18 waiting for room, " in text
+        assert told(cluster).count("waits for room for 18 of 20 worker sessions") == 1
+        assert "failed" not in told(cluster)
+        assert {each.id for each in cluster.sessions} == before
+        assert len(platform.sessions()) == 21
+        room(5)
+        await holds(lambda: len(cluster.arrived) == 4)
+        assert len(platform.sessions()) == 21
+        cluster.scale(3)
+        await holds(lambda: len(cluster.workers) == 3)
+        assert len(cluster.arrived) == 3
+        assert "failed" not in told(cluster)
+    assert len(platform.sessions()) == 21
+
+
+async def test_a_scheduler_that_waits_for_room_is_told_and_comes_with_the_workers_that_were_early(
+    platform, room, holds
+):
+    room(0)
+    cluster = make(n_workers=1, scheduler_timeout="30s")
+    starting = asyncio.ensure_future(cluster)
+    await holds(lambda: cluster.scheduler is not None and cluster.scheduler.waits_for)
+    assert re.search(r", scheduler waiting for room, \d+ s\)", repr(cluster))
+    while not (row := (await listed(cluster.name))[0])["waiting"]:
+        await asyncio.sleep(0.1)
+    assert (row["status"], row["waiting"]) == ("starting", 2) or row["waiting"] == 1
+    assert "starting, waiting for room, " in (await listed(cluster.name))[1]
+    room(2)
+    await asyncio.wait_for(starting, 60)
+    await holds(lambda: len(cluster.arrived) == 1)
+    assert len(platform.sessions()) == 2
+    await cluster.close()
+
+
+async def test_adapting_asks_for_no_more_than_what_waits_already(platform, room, holds):
+    room(2)
+    async with make() as cluster:
+        cluster.scale(2)
+        await holds(lambda: cluster.reconciler.waits and max(cluster.reconciler.waits) > 0.5)
+        assert cluster.reconciler.affordable(10) == 2
+        room(9)
+        await holds(lambda: len(cluster.arrived) == 2)
+        assert cluster.reconciler.affordable(10) == 10
+
+
+@pytest.mark.parametrize("fault", ["unknown_status", "stopping"])
+async def test_statuses_that_are_no_ends(platform, holds, fault):
+    platform.inject(fault, seconds=2.0, match="-0'")
+    async with make(n_workers=1) as cluster:
+        await holds(lambda: len(cluster.arrived) == 1)
+        assert "failed" not in told(cluster)
+        [session] = [each.id for each in cluster.sessions if each.role == "worker"]
+        assert len(platform.sessions()) == 2
+        if fault == "stopping":
+            platform.stop_workers(session)
+            await holds(lambda: session in told(cluster))
+            assert "its status is stopped" in told(cluster)
