@@ -187,7 +187,9 @@ def test_adapt_ends_when_another_manager_scales_and_by_ctrl_c(platform, until):
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 0
             assert process.stdout.read() == "mine keeps 2 workers and does not adapt any more.\n"
-            assert process.stderr.read() == ""
+            # Dask's Adaptive before 2024.11 also logs its end when it is collected.
+            errors = process.stderr.read().splitlines()
+            assert [line for line in errors if not line.endswith("INFO - Adaptive stop")] == []
         assert len(live(platform)) == 3
 
 
