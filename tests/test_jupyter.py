@@ -397,6 +397,7 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar
         return await is_alive(record, *rest)
 
     monkeypatch.setattr(liveness, "is_alive", counted)
+    monkeypatch.setattr(jupyter, "_RETRY", 3600.0)
     registry.claim(Record("stale", scheduler_address="tcp://127.0.0.1:9", scheduler_id="Scheduler-1"))
     await made_elsewhere("alive")
     await holds(lambda: len(sidebar._manager._clusters) == 1)
