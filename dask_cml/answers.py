@@ -46,6 +46,10 @@ class NoAnswer(CMLError, TimeoutError):
     """A call has not returned within its time. A later one may."""
 
 
+class CallFailed(CMLError):
+    """The platform did not do what it was asked for, at any try, or will not. It says why in its words."""
+
+
 def may_pass(error: BaseException) -> bool:
     """Whether an error of the Workers API is one that a later try may not meet."""
     response = getattr(error, "response", None)

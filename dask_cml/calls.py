@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 from dask_cml import answers
-from dask_cml.answers import NoAnswer
-from dask_cml.errors import CallFailed, CMLError
+from dask_cml.answers import CallFailed, NoAnswer
+from dask_cml.errors import CMLError
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,6 @@ class LaunchRefused(CMLError):
         self.reason = reason
 
 
-class CallFailed(CMLError):
-    """The platform did not do what it was asked for, at any try, or will not. It says why in its words."""
-
-
 class SessionFailed(CMLError):
     """A session ended before its Dask process was heard of."""
 

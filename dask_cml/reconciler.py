@@ -14,8 +14,9 @@ from dask.utils import parse_timedelta
 from distributed.objects import SchedulerInfo
 from distributed.protocol import pickle
 
+from dask_cml.answers import CallFailed
 from dask_cml.checks import integer, seconds
-from dask_cml.errors import CallFailed, CMLError, LaunchRefused
+from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import setting
 from dask_cml.processes import CMLWorker
 

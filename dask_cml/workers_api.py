@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_cml import answers
-from dask_cml.answers import NoAnswer, SessionInfo, has_ended, ip_address, may_pass
+from dask_cml.answers import CallFailed, NoAnswer, SessionInfo, has_ended, ip_address, may_pass
 from dask_cml.calls import Calls
 from dask_cml.checks import integer, seconds
-from dask_cml.errors import CallFailed, CMLError
+from dask_cml.errors import CMLError
 from dask_cml.loading import load_platform
 from dask_cml.options import SessionSize, setting
 

@@ -17,7 +17,7 @@ import pytest
 from stub import HTTPError, Stub, eventually
 
 from dask_cml import CMLError, LaunchRefused, NotOnCML, calls
-from dask_cml.errors import CallFailed
+from dask_cml.answers import CallFailed
 from dask_cml.options import SessionSize
 from dask_cml.workers_api import WorkersAPI, has_ended, load_platform
 
