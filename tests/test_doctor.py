@@ -226,11 +226,11 @@ def test_the_sessions_that_the_platform_lists(cml):
     [
         (UNAUTHORIZED, "Unauthorized"),
         ({"message": "Internal Server Error"}, "Internal Server Error"),
-        ({}, "{}"),
-        (["id", "status"], "['id', 'status']"),
-        (None, "None"),
-        (RuntimeError("CDSW_API_KEY is not set"), "RuntimeError: CDSW_API_KEY is not set"),
-        (ValueError("Expecting value:\nline 1"), "ValueError: Expecting value: line 1"),
+        ({}, "list_workers() fails: CML answered with no session"),
+        (["id", "status"], "with a list"),
+        (None, "list_workers() fails: "),
+        (RuntimeError("no CDSW_API_KEY in the environment"), "CDSW_API_KEY is not set. Restart the kernel"),
+        (OSError("connection\nreset"), "OSError: connection"),
         (ConnectionError("x" * 1000), "list_workers() fails"),
     ],
 )

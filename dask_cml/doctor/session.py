@@ -8,7 +8,6 @@ import shlex
 import stat
 import sys
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,8 @@ def platform() -> Finding:
 
 
 def _module() -> Any:
+    from dask_cml.loading import load_platform
     from dask_cml.options import setting
-    from dask_cml.workers_api import load_platform
 
     return load_platform(setting("platform", lambda _, value: value))
 
@@ -76,28 +75,19 @@ def key() -> Finding:
 
 def sessions() -> Finding | list[Finding]:
     """Check that the platform lists its worker sessions."""
+    from dask_cml import answers
     from dask_cml.errors import NotOnCML
-    from dask_cml.workers_api import has_ended
 
     try:
-        listed = _module().list_workers()
+        listed = answers.listed(_module().list_workers())
     except NotOnCML:
         return []
     except Exception as error:
-        return _not_listed(f"{type(error).__name__}: {error}")
-    # An error of the platform comes back as if it were the list.
-    if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
-        told = listed.get("message") if isinstance(listed, Mapping) else None
-        return _not_listed(str(told or repr(listed)))
-    live = sum(not has_ended(each) for each in listed)
-    return Finding(
-        "sessions", "ok", f"The platform lists {len(listed)} worker sessions; {live} have not ended."
-    )
-
-
-def _not_listed(why: str) -> Finding:
-    words = textwrap.shorten(f"list_workers() fails: {why}", _LONGEST_ANSWER)
-    return Finding("sessions", "wrong", f"{words} If this lasts, start a new session.")
+        words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _LONGEST_ANSWER)
+        return Finding("sessions", "wrong", f"{words.rstrip('.')}. If this lasts, start a new session.")
+    live = sum(not answers.has_ended(each) for each in listed)
+    words = f"The platform lists {len(listed)} worker sessions; {live} have not ended."
+    return Finding("sessions", "ok", words)
 
 
 def configuration() -> Finding:
