@@ -69,7 +69,7 @@ def run(request, tmp_path):
     """Run a plan's code and return what came out of it. It must be quick to end."""
 
     def run(plan, **environment):
-        code = tmp_path / "code.py"
+        code = tmp_path / "session.py"  # not code.py, which IPython imports
         code.write_text(plan.code, encoding="utf-8")
         kernel = tmp_path / "kernel.py"
         kernel.write_text(IPYTHON)
