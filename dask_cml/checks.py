@@ -142,10 +142,10 @@ def command_line(argument: str, value: Any, own: Mapping[str, str | None]) -> tu
     """Check more arguments of a program; ``own`` are the cluster's, each with the argument to use instead."""
     strings = 'a list of strings, such as ["--option", "3"]'
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(_of_type(argument, value, strings))
+        raise TypeError(of_type(argument, value, strings))
     for i, part in enumerate(value):
         if not isinstance(part, str):
-            raise TypeError(_of_type(f"{argument}[{i}]", part, "a string"))
+            raise TypeError(of_type(f"{argument}[{i}]", part, "a string"))
         if "\0" in part:
             raise ValueError(f"invalid {argument}[{i}]: expected a string without zero bytes")
         option = part.split("=")[0]
@@ -158,7 +158,7 @@ def _instead(argument: str | None) -> str:
     return f"use the argument {argument}" if argument else "the cluster sets it"
 
 
-def _of_type(argument: str, value: Any, expected: str) -> str:
+def of_type(argument: str, value: Any, expected: str) -> str:
     """Return the message for what may hold secrets."""
     return f"invalid {argument} of type {type(value).__name__}: expected {expected}"
 
@@ -166,14 +166,14 @@ def _of_type(argument: str, value: Any, expected: str) -> str:
 def environment(argument: str, value: Any) -> dict[str, str]:
     """Check environment variables."""
     if not isinstance(value, Mapping):
-        raise TypeError(_of_type(argument, value, "a mapping of names to strings"))
+        raise TypeError(of_type(argument, value, "a mapping of names to strings"))
     for name, content in value.items():
         if not isinstance(name, str):
             raise TypeError(f"invalid {argument}: expected names that are strings, got {name!r}")
         if not name or "=" in name or "\0" in name:
             raise ValueError(f"invalid {argument}: expected names of environment variables, got {name!r}")
         if not isinstance(content, str):
-            raise TypeError(_of_type(f"{argument}[{name!r}]", content, "a string"))
+            raise TypeError(of_type(f"{argument}[{name!r}]", content, "a string"))
         if "\0" in content:
             raise ValueError(f"invalid {argument}[{name!r}]: expected a string without zero bytes")
     return {_plain(name): _plain(content) for name, content in value.items()}
@@ -182,7 +182,7 @@ def environment(argument: str, value: Any) -> dict[str, str]:
 def launch_parameters(argument: str, value: Any, own: Mapping[str, str | None]) -> dict[str, Any]:
     """Check more parameters of ``launch_workers``; ``own`` are the cluster's, as in `command_line`."""
     if not isinstance(value, Mapping):
-        raise TypeError(_of_type(argument, value, "a mapping of parameters of launch_workers"))
+        raise TypeError(of_type(argument, value, "a mapping of parameters of launch_workers"))
     checked = {}
     for name, content in value.items():
         if not isinstance(name, str):
@@ -195,7 +195,7 @@ def launch_parameters(argument: str, value: Any, own: Mapping[str, str | None]) 
             checked[_plain(name)] = json.loads(json.dumps(content, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(_of_type(f"{argument}[{name!r}]", content, "what JSON can hold")) from None
+            raise kind(of_type(f"{argument}[{name!r}]", content, "what JSON can hold")) from None
     return checked
 
 

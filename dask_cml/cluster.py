@@ -181,6 +181,8 @@ class CMLCluster(SpecCluster):
         self.status = Status.closed
         self._pid = os.getpid()
         self.options = Options.read(**{name: arguments[name] for name in OPTION_NAMES})
+        if _record is None:
+            self.options = self.options.inheriting()
         self.api = WorkersAPI(load_platform(self.options.platform))
         self.api.check_options(self.options.launch_options)
         self.api.check_options(self.options.scheduler_launch_options, "scheduler_launch_options")

@@ -272,7 +272,7 @@ def _options(**arguments: Any) -> Options:
             f"invalid cml.security={options.security!r}: expected False, because what these functions "
             "return has no place for keys; use CMLCluster for an encrypted cluster"
         )
-    return options
+    return options.inheriting()
 
 
 def _port(dashboard_port: int | str | None) -> int | None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dask.config
-import yaml
 from distributed.security import Security
 
-from dask_cml import checks
-
-_DEFAULTS = Path(__file__).with_name("cml.yaml")
-dask.config.update_defaults(yaml.safe_load(_DEFAULTS.read_text()))
+from dask_cml import checks, configuration
 
 #: What the cluster itself says to the programs, so that worker_args and scheduler_args must not.
 _OWN_WORKER_ARGS = {
@@ -129,15 +125,24 @@ class Options:
         Raises
         ------
         TypeError, ValueError
-            With the argument, its value and what is expected.
+            With the argument, its value and what is expected; for a value of the configuration, with its key
+            and where it is from. Also for keys below ``cml`` that are no options.
         """
+        configuration.check_keys()
         values: dict[str, Any] = {}
         for option in fields(cls):
-            key = f"cml.{option.name.replace('_', '-')}"
-            value = dask.config.get(key, override_with=arguments.get(option.name))
+            check = option.metadata["check"]
             needed = {name: values[name] for name in option.metadata["needs"]}
-            values[option.name] = option.metadata["check"](option.name, value, **needed)
+            given = arguments.get(option.name)
+            if given is None:
+                values[option.name] = setting(option.name.replace("_", "-"), check, **needed)
+            else:
+                values[option.name] = check(option.name, given, **needed)
         return cls(**values)
+
+    def inheriting(self) -> Options:
+        """Return the same for new sessions, which get the Dask configuration of this process."""
+        return replace(self, env={**configuration.inherited(state_directory()), **self.env})
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that make these options again, as JSON can hold them."""
@@ -156,7 +161,7 @@ class Options:
 OPTION_NAMES = tuple(option.name for option in fields(Options))
 
 
-def setting(name: str, check: Callable[..., Any], *rest: Any) -> Any:
+def setting(name: str, check: Callable[..., Any], *rest: Any, **needed: Any) -> Any:
     """Read and check what is set by Dask's configuration alone.
 
     Parameters
@@ -164,15 +169,19 @@ def setting(name: str, check: Callable[..., Any], *rest: Any) -> Any:
     name : str
         The key below ``cml``.
     check : callable
-        Such as `checks.integer` or `checks.seconds`; gets the key, the value, and `rest`.
+        Such as `checks.integer` or `checks.seconds`; gets the key, the value, and the rest.
 
     Raises
     ------
     TypeError, ValueError
-        With the key, its value and what is expected.
+        With the key, its value, what is expected, and where the value is from.
     """
     key = f"cml.{name}"
-    return check(key, dask.config.get(key), *rest)
+    value = dask.config.get(key)
+    try:
+        return check(key, value, *rest, **needed)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}; it is from {configuration.origin(key)}") from None
 
 
 def state_directory() -> Path:

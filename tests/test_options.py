@@ -408,9 +408,10 @@ def stub(monkeypatch):
     assert stub.calls == []
 
 
-def refused_as(argument, value):
+def refused_as(argument, value, name=None):
     """How a message names what it refuses. What may hold secrets it does not show."""
-    return argument if argument in CONTAINERS else f"{argument}={value!r}: expected"
+    name = name or argument
+    return name if argument in CONTAINERS else f"{name}={value!r}: expected"
 
 
 @pytest.mark.parametrize(("argument", "value", "error", "allowed"), REFUSED)
@@ -427,7 +428,8 @@ def test_a_bad_value_is_refused_with_what_is_allowed_and_nothing_is_launched(
 def test_a_bad_value_of_the_configuration_is_refused_alike(stub, argument, value, error):
     with dask.config.set({key(argument): value}), pytest.raises(error) as caught:
         CMLCluster()
-    assert str(caught.value).startswith(f"invalid {refused_as(argument, value)}")
+    assert str(caught.value).startswith(f"invalid {refused_as(argument, value, key(argument))}")
+    assert str(caught.value).endswith("; it is from Dask's configuration")
 
 
 def test_a_name_too_long_for_a_file_name_is_refused():

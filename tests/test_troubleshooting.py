@@ -86,6 +86,8 @@ def test_errors_when_a_cluster_is_made(platform, seen, shown, monkeypatch):
     scheduler = {"match": "The scheduler of"}
     fails(seen, NotOnCML, lambda: make(platform="auto"))
     fails(seen, ValueError, lambda: make(memory="lots"))
+    with dask.config.set({"cml.cpus": 3}):
+        fails(seen, ValueError, make)
     fails(seen, ValueError, lambda: make(launch_options={"gpu_label": 3}))
     platform.configure(quota={"sessions": 0})
     fails(seen, LaunchRefused, make)

@@ -1,0 +1,198 @@
+"""Dask's configuration: unknown keys are refused, errors name a value's origin, and sessions inherit it."""
+
+from __future__ import annotations
+
+import dask.config
+import pytest
+from distributed import Client
+
+from dask_cml import CMLCluster, configuration
+from dask_cml.options import Options, state_directory
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of configuration files; read them with `dask.config.refresh`."""
+    monkeypatch.setattr(dask.config, "paths", [str(tmp_path)])
+    return tmp_path
+
+
+@pytest.fixture
+def configured(folder):
+    """Write a file and read it, as a program that starts does."""
+    before = dask.config.config.copy()
+
+    def configured(text, **variables):
+        (folder / "mine.yaml").write_text(text)
+        dask.config.refresh(paths=[str(folder)], env=variables)
+
+    yield configured
+    dask.config.config.clear()
+    dask.config.config.update(before)
+
+
+# -- unknown keys
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("cml.cpus", "cml.cpu"),
+        ("cml.n_worker", "cml.n-workers"),
+        ("cml.poll-interval", "cml.api.poll-interval"),
+        ("cml.api.timeouts", "cml.api.timeout"),
+        ("cml.xyz", "one of cml.n-workers, cml.cpu, "),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(key, nearest):
+    with dask.config.set({key: 3}), pytest.raises(ValueError, match="invalid key") as caught:
+        Options.read()
+    message = f"invalid key {key.replace('_', '-')} from Dask's configuration: expected {nearest}"
+    assert str(caught.value).startswith(message)
+
+
+def test_an_unknown_key_of_a_file_is_told_with_the_file(configured, folder):
+    configured("cml:\n  cpus: 3\n")
+    with pytest.raises(ValueError, match="invalid key") as caught:
+        CMLCluster(platform="local")
+    assert f"from the file {folder / 'mine.yaml'}: expected cml.cpu" in str(caught.value)
+
+
+def test_an_unknown_variable_is_told_by_its_name(configured, monkeypatch):
+    monkeypatch.setenv("DASK_CML__N_WORKER", "2")
+    configured("", DASK_CML__N_WORKER="2")
+    with pytest.raises(
+        ValueError, match=r"from the environment variable DASK_CML__N_WORKER: expected cml.n-w"
+    ):
+        Options.read()
+
+
+@pytest.mark.parametrize("key", ["cml", "cml.api"])
+def test_a_section_must_be_a_mapping(key):
+    with (
+        dask.config.set({key: 3}),
+        pytest.raises(TypeError, match=f"invalid {key} of type int: expected a map"),
+    ):
+        Options.read()
+
+
+def test_what_is_below_an_option_is_no_key():
+    with dask.config.set({"cml.env": {"cpus": "1"}, "cml.launch-options": {"a": {"b": 1}}}):
+        assert Options.read().env == {"cpus": "1"}
+
+
+# -- where values are from
+
+
+def test_an_error_says_which_file_a_value_is_from(configured, folder):
+    configured("cml:\n  n_workers: many\n")
+    with pytest.raises(TypeError, match=r"invalid cml.n-workers='many': expected a whole number") as caught:
+        Options.read()
+    assert str(caught.value).endswith(f"; it is from the file {folder / 'mine.yaml'}")
+
+
+def test_an_error_says_which_variable_a_value_is_from(configured, monkeypatch):
+    monkeypatch.setenv("DASK_CML__API__RETRIES", "-1")
+    configured("cml:\n  api:\n    retries: 3\n", DASK_CML__API__RETRIES="-1")
+    with pytest.raises(ValueError, match=r"invalid cml.api.retries=-1: .*variable DASK_CML__API__RETRIES$"):
+        CMLCluster(platform="local")
+
+
+def test_an_error_about_an_argument_says_no_origin(monkeypatch):
+    with pytest.raises(ValueError, match=r"^invalid n_workers=-1: expected a whole number of at least 0$"):
+        Options.read(n_workers=-1)
+
+
+# -- what sessions inherit
+
+
+def inherited():
+    variables = configuration.inherited(state_directory())
+    return dask.config.deserialize(variables.get("DASK_INTERNAL_INHERIT_CONFIG", "e30="))
+
+
+def test_only_what_differs_from_the_defaults_is_passed_on():
+    before = inherited()
+    with dask.config.set(
+        {
+            "distributed.scheduler.allowed_failures": 10,
+            "distributed.worker.memory.target": 0.6,  # the default
+            "distributed.worker.resources": {"GPU": 1},
+            "mine.own": [1, 2],
+        }
+    ):
+        after = inherited()
+    assert before == {}
+    assert after == {
+        "distributed": {"scheduler": {"allowed-failures": 10}, "worker": {"resources": {"GPU": 1}}},
+        "mine": {"own": [1, 2]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cml.n-workers", 3),
+        ("cml.name", "mine"),
+        ("scheduler", "threads"),
+        ("scheduler-address", "tcp://10.0.0.1:8786"),
+        ("labextension.factory.module", "dask_cml"),
+        ("gateway.address", "http://gateway"),
+        ("distributed.client.security-loader", "mine.load"),
+        ("distributed.comm.tls.client.key", "/keys/client.pem"),
+        ("distributed.comm.require-encryption", True),
+        ("distributed.nanny.environ.AWS_SECRET_ACCESS_KEY", "s3cr3t"),
+        ("distributed.nanny.environ.DATABASE", "postgres://me:s3cr3t@host/db"),
+        ("mine.auth_token", "s3cr3t"),
+        ("mine.password", "s3cr3t"),
+        ("mine.key", "-----BEGIN PRIVATE KEY-----"),
+        ("mine.pool", object()),
+    ],
+)
+def test_secrets_and_what_is_this_processs_own_stay_here(key, value):
+    with dask.config.set({key: value}):
+        assert configuration.inherited(state_directory()) == {}
+
+
+def test_a_configuration_too_big_for_a_variable_is_not_passed_on_and_that_is_told(caplog):
+    with dask.config.set({"mine": "x" * 40_000}):
+        assert configuration.inherited(state_directory()) == {}
+    assert "not passed on to the sessions" in caplog.text
+
+
+def test_what_is_set_here_wins_over_a_variable_that_the_sessions_have_too(monkeypatch):
+    monkeypatch.setenv("DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING", "False")
+    monkeypatch.setenv("DASK_MINE__TOKEN", "s3cr3t")
+    assert configuration.inherited(state_directory()) == {
+        "DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "True"
+    }
+
+
+def test_a_state_directory_that_is_set_here_is_that_of_the_sessions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with dask.config.set({"cml.state-directory": "here"}):
+        assert configuration.inherited(state_directory()) == {
+            "DASK_CML__STATE_DIRECTORY": str(tmp_path / "here")
+        }
+
+
+async def test_scheduler_and_workers_have_what_was_set_before_the_cluster_was_made(platform):
+    ours = {
+        "distributed.scheduler.unknown-task-duration": "3s",
+        "distributed.worker.memory.target": 0.5,
+        "mine.token": "s3cr3t",
+    }
+
+    def settings():  # within this function, because sessions cannot import this module
+        return [dask.config.get(key, None) for key in [*ours, "cml.state-directory"]]
+
+    expected = ["3s", 0.5, None, dask.config.get("cml.state-directory")]
+    with dask.config.set(ours):
+        cluster = CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True, security=False)
+    async with cluster, Client(cluster, asynchronous=True) as client:
+        assert await client.run_on_scheduler(settings) == expected
+        await client.wait_for_workers(1, timeout=60)
+        assert [*(await client.run(settings)).values()] == [expected]
+        # Another manager, whose configuration is another, launches workers like these.
+        async with CMLCluster.from_name(cluster.name, asynchronous=True, quiet=True) as other:
+            assert other.options.env == cluster.options.env
