@@ -156,7 +156,8 @@ class CMLAdaptive(Adaptive):
 
     async def workers_to_close(self, target: int) -> list[str]:
         """Return the sessions to close to have `target` of them."""
-        return await self.cluster.reconciler.choose(len(self.plan) - target)
+        n = len(self.plan) - target
+        return await self.cluster.reconciler.choose(n, self.worker_key, **self._workers_to_close_kwargs)
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Have `n` sessions."""

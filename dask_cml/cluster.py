@@ -22,7 +22,7 @@ from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 from dask_cml import keys, liveness, registry
 from dask_cml.adaptive import CMLAdaptive, stop_adapting
 from dask_cml.checks import gibibytes, integer, message, positive
-from dask_cml.ending import end_at_exit, no_longer_end_at_exit
+from dask_cml.ending import end_at_exit, no_longer_end_at_exit, unclosed
 from dask_cml.errors import CMLError
 from dask_cml.forwarding import DashboardForwarder
 from dask_cml.membership import Membership
@@ -108,7 +108,7 @@ class CMLCluster(SpecCluster):
     loop : tornado.ioloop.IOLoop, optional
         The event loop to use.
     silence_logs : int, str or False
-        The logging level below which Dask's logs are not shown.
+        The logging level below which Dask's logs are not shown in this process. Default ``logging.WARNING``.
     quiet : bool
         Whether to print nothing about what happens to the sessions.
 
@@ -172,7 +172,7 @@ class CMLCluster(SpecCluster):
         platform: str | None = None,
         asynchronous: bool = False,
         loop: Any = None,
-        silence_logs: int | str | bool = False,
+        silence_logs: int | str | bool | None = logging.WARNING,
         quiet: bool = False,
         _record: Record | None = None,
     ) -> None:
@@ -263,6 +263,8 @@ class CMLCluster(SpecCluster):
         self.tls, files = await asyncio.to_thread(keys.as_files, self.options.security, self.folder)
         self.security = self.tls or Security()
         await self.record_keeper.take_name()
+        if others := [repr(each.options.name) for each in unclosed() if each is not self]:
+            self._log(f"This process has other clusters open, each with its sessions: {', '.join(others)}")
         self.scheduler = CMLScheduler(self.api, self.options, self.folder, self.tls)
         self.record_keeper.start()
         await asyncio.to_thread(self._write_files, files)
@@ -319,7 +321,7 @@ class CMLCluster(SpecCluster):
         forward_dashboard: bool | None = None,
         asynchronous: bool = False,
         loop: Any = None,
-        silence_logs: int | str | bool = False,
+        silence_logs: int | str | bool | None = logging.WARNING,
         quiet: bool = False,
     ) -> CMLCluster:
         """Rebuild the manager of a cluster that another process of the project has made.

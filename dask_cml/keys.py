@@ -40,10 +40,13 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
         If new keys are wanted and ``cryptography`` is not installed.
     ValueError
         If a Security lacks what scheduler, workers and clients need.
+    OSError
+        If the file of a certificate cannot be read.
     """
     if not security:
         return None, {}
     given = _temporary() if security is True else security
+    given = _with_keys_of_certificates(given)
     missing = [field for field in _FIELDS if getattr(given, field) is None]
     if missing:
         raise ValueError(f"invalid security={given!r}: expected one that has {', '.join(missing)}")
@@ -59,6 +62,18 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
             setattr(result, field, os.path.abspath(value))
     result.require_encryption = True
     return result, files
+
+
+def _with_keys_of_certificates(security: Security) -> Security:
+    """Return the same with each key that is in the file, or the text, of its certificate."""
+    result = copy.copy(security)
+    for role in ("client", "scheduler", "worker"):
+        certificate = getattr(security, f"tls_{role}_cert")
+        if certificate is not None and getattr(security, f"tls_{role}_key") is None:
+            text = certificate if "-----BEGIN" in certificate else Path(certificate).read_text()
+            if "PRIVATE KEY-----" in text:
+                setattr(result, f"tls_{role}_key", certificate)
+    return result
 
 
 def _temporary() -> Security:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import dask.config
@@ -140,10 +140,21 @@ class Reconciler:
         elif before and not self._outage:
             logger.warning("The cluster %s is looked after again", self.cluster.name)
 
-    async def choose(self, n: int) -> list[str]:
+    async def choose(
+        self, n: int, worker_key: Callable[[WorkerState], Hashable] | None = None, **more: Any
+    ) -> list[str]:
         """Pick the `n` sessions whose end costs least.
 
         Those that wait for room come first, then those that have not arrived yet.
+
+        Parameters
+        ----------
+        n : int
+            Sessions.
+        worker_key : callable, optional
+            Groups workers that are closed together or not at all, so that they may be fewer.
+        **more
+            For ``Scheduler.workers_to_close``.
         """
         present = self.cluster.arrived
         spec = self.cluster.worker_spec
@@ -157,16 +168,19 @@ class Reconciler:
         def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
             return str(worker.name).rpartition("-")[0]
 
-        grouped = self.cluster.options.processes > 1
+        key = worker_key or (session_of if self.cluster.options.processes > 1 else None)
         names: Iterable[str] = ()
         with contextlib.suppress(OSError):
             names = await self.cluster.scheduler_comm.workers_to_close(
                 n=n * self.cluster.options.processes,
-                key=pickle.dumps(session_of) if grouped else None,
+                key=pickle.dumps(key) if key else None,
                 attribute="name",
+                **more,
             )
         keys = {name: key for key in arrived for name in self.names(key)}
-        order = [keys[name] for name in names if name in keys] + arrived[::-1]
+        order = [keys[name] for name in names if name in keys]
+        if worker_key is None:
+            order += arrived[::-1]
         return chosen + list(dict.fromkeys(order))[:n]
 
     def names(self, key: str) -> set[str]:

@@ -27,8 +27,9 @@ class SchedulerComm:
             raise self.errors.pop()
         return self.wanted
 
-    async def workers_to_close(self, n, key, attribute):
+    async def workers_to_close(self, n, key, attribute, **more):
         assert attribute == "name"
+        self.more = more
         return self.workers[::-1][:n]
 
 
@@ -90,6 +91,13 @@ async def test_as_many_sessions_are_wanted_as_hold_the_workers(processes, worker
     cluster = Cluster(processes)
     cluster.scheduler_comm.wanted = workers
     assert await adaptive(cluster).target() == sessions
+
+
+async def test_more_arguments_are_those_of_the_schedulers_choice():
+    cluster = Cluster(planned=2, arrived=2)
+    adapting = adaptive(cluster, memory_ratio=3)
+    assert len(await adapting.workers_to_close(1)) == 1
+    assert cluster.scheduler_comm.more == {"memory_ratio": 3}
 
 
 async def test_no_more_are_wanted_than_the_quota_granted_lately():

@@ -181,6 +181,12 @@ def test_adapting_follows_the_work(platform, until):
         assert client.submit(sum, [1, 2]).result() == 3
 
 
+def test_adapting_closes_workers_by_the_groups_of_their_key(cluster, client):
+    for key, closed in (lambda worker: "all", 0), (lambda worker: worker.name, 1):
+        adaptive = cluster.adapt(minimum=0, maximum=2, interval="1 hour", worker_key=key)
+        assert len(cluster.sync(adaptive.workers_to_close, 1)) == closed
+
+
 def test_scale_ends_adapting(platform, cluster, client):
     adaptive = cluster.adapt(minimum=0, maximum=2)
     cluster.scale(2)
@@ -347,16 +353,18 @@ def test_close_from_two_threads(platform):
     assert cluster.status.name == "closed"
 
 
-def test_two_clusters_side_by_side(platform):
+def test_two_clusters_side_by_side(platform, capsys):
     with (
-        CMLCluster(n_workers=1, platform="local") as one,
-        CMLCluster(n_workers=1, platform="local") as two,
+        CMLCluster(n_workers=1, platform="local", name="one") as one,
+        CMLCluster(n_workers=1, platform="local", name="two") as two,
         Client(one) as of_one,
         Client(two, set_as_default=False) as of_two,
     ):
         assert of_one.submit(sum, [1, 2]).result() == 3
         assert of_two.submit(sum, [3, 4]).result() == 7
         assert one.scheduler_address != two.scheduler_address
+        told = [line for line in capsys.readouterr().out.splitlines() if "other clusters" in line]
+        assert told == ["This process has other clusters open, each with its sessions: 'one'"]
         two.close()
         assert of_one.submit(sum, [5, 6]).result() == 11
 
@@ -387,9 +395,10 @@ def test_silence_logs_is_undone_at_the_end(platform):
     handler = logging.StreamHandler()
     logging.getLogger("distributed").addHandler(handler)
     try:
-        with CMLCluster(platform="local", silence_logs=logging.CRITICAL):
-            assert handler.level == logging.CRITICAL
-        assert handler.level == logging.NOTSET
+        for options, level in [({"silence_logs": logging.CRITICAL}, logging.CRITICAL), ({}, logging.WARNING)]:
+            with CMLCluster(platform="local", **options):
+                assert handler.level == level
+            assert handler.level == logging.NOTSET
     finally:
         logging.getLogger("distributed").removeHandler(handler)
 

@@ -88,6 +88,19 @@ async def test_a_security_is_taken_as_it_is(platform, tmp_path):
     assert (tmp_path / "tls_scheduler_key").exists()
 
 
+async def test_keys_may_be_in_the_files_of_their_certificates(platform, tmp_path):
+    security = Security.temporary()
+    for role in ("client", "scheduler", "worker"):
+        file = tmp_path / f"{role}.pem"
+        parts = [getattr(security, f"tls_{role}_{part}") for part in ("cert", "key")]
+        file.write_text("\n".join(parts))
+        setattr(security, f"tls_{role}_cert", str(file))
+        setattr(security, f"tls_{role}_key", None)
+    async with CMLCluster(n_workers=1, security=security, platform="local", asynchronous=True) as cluster:
+        assert await computes(cluster.scheduler_address, security=security) == 3
+    assert security.tls_client_key is None
+
+
 async def test_an_incomplete_security_is_refused_before_anything_is_launched(platform):
     with pytest.raises(ValueError, match=r"invalid security=.*expected one that has tls_ca_file"):
         await CMLCluster(security=Security(require_encryption=True), platform="local", asynchronous=True)
