@@ -199,8 +199,11 @@ def launch_parameters(argument: str, value: Any, own: Mapping[str, str | None]) 
     return checked
 
 
-def cluster_name(argument: str, value: Any) -> str:
-    """Check a cluster's name; by default it is a random one."""
+def cluster_name(argument: str, value: Any, create_mode: str) -> str:
+    """Check a cluster's name; by default a new cluster has a random one."""
+    if value is None and create_mode != "create":
+        expected = f"the name of a cluster, because create_mode={create_mode!r} looks for it"
+        raise ValueError(message(argument, value, expected))
     if value is None:
         return f"cml-{secrets.token_hex(4)}"
     expected = (

@@ -32,7 +32,7 @@ _INTERRUPTED = 130  # as shells say it
 _IDLE_TIMEOUT = "1 hour"
 _NEVER = "never"
 #: What concerns this process, or makers that stay, is not an option of a cluster that is left to itself.
-_NO_OPTIONS = ("shutdown-on-close", "orphan-timeout", "forward-dashboard")
+_NO_OPTIONS = ("create-mode", "shutdown-on-close", "orphan-timeout", "forward-dashboard")
 
 
 def _names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -173,7 +173,9 @@ def create(spec: str | None, **options: Any) -> None:
         del arguments["idle_timeout"]
         dask.config.set({"cml.idle-timeout": None})
     # Whatever ends this command before its end, ends the cluster, too.
-    arguments.update(shutdown_on_close=True, asynchronous=False, quiet=True, silence_logs="WARNING")
+    arguments.update(
+        create_mode="create", shutdown_on_close=True, asynchronous=False, quiet=True, silence_logs="WARNING"
+    )
     with _progress(lambda: "The scheduler is being started"):
         cluster = CMLCluster(*positional, **arguments)
     click.echo(cluster.name)

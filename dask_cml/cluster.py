@@ -23,8 +23,9 @@ from dask_cml import keys, liveness, registry
 from dask_cml.adaptive import CMLAdaptive, stop_adapting
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.ending import end_at_exit, no_longer_end_at_exit, unclosed
-from dask_cml.errors import CMLError
+from dask_cml.errors import ClusterExists, CMLError
 from dask_cml.forwarding import DashboardForwarder
+from dask_cml.lifecycle import wait_until_running
 from dask_cml.membership import Membership
 from dask_cml.options import OPTION_NAMES, Options, state_directory
 from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
@@ -78,6 +79,12 @@ class CMLCluster(SpecCluster):
         session, and those of the scheduler's.
     name : str, optional
         The cluster's name. Default: a random one.
+    create_mode : {"create", "connect", "create-or-connect"}, optional
+        ``"create"``, the default, creates a cluster and fails if its `name` is taken. ``"connect"`` connects
+        to the running cluster of this name. ``"create-or-connect"`` does either.
+        A running cluster keeps its options, and lives on when an object that connected to it goes, as with
+        :meth:`from_name`: :meth:`close` ends it, the end of ``with`` or of the process does not, unless
+        ``shutdown_on_close=True`` is given.
     security : bool or distributed.Security, optional
         True: TLS with keys made for this cluster, which go with it. Default False.
     pending_timeout : float or str, optional
@@ -160,6 +167,7 @@ class CMLCluster(SpecCluster):
         launch_options: Mapping[str, Any] | None = None,
         scheduler_launch_options: Mapping[str, Any] | None = None,
         name: str | None = None,
+        create_mode: str | None = None,
         security: bool | Security | None = None,
         pending_timeout: float | str | None = None,
         scheduler_timeout: float | str | None = None,
@@ -176,11 +184,12 @@ class CMLCluster(SpecCluster):
         quiet: bool = False,
         _record: Record | None = None,
     ) -> None:
-        arguments = dict(locals())
+        arguments = locals()
+        self._given = {name: arguments[name] for name in OPTION_NAMES}
         # What ends a cluster is needed even if this constructor fails.
         self.status = Status.closed
         self._pid = os.getpid()
-        self.options = Options.read(**{name: arguments[name] for name in OPTION_NAMES})
+        self.options = Options.read(**self._given)
         if _record is None:
             self.options = self.options.inheriting()
         self.api = WorkersAPI(load_platform(self.options.platform))
@@ -203,14 +212,10 @@ class CMLCluster(SpecCluster):
         if silence_logs:
             self._silence.enter_context(silence_logging_cmgr(level=silence_logs))
         self._quiet = quiet
-        processes = self.options.processes
-        spec: dict[str, Any] = {"cls": CMLWorker, "options": {}}
-        if processes > 1:
-            spec["group"] = [f"-{i}" for i in range(processes)]
         end_at_exit(self)
         try:
             super().__init__(
-                worker=spec,
+                worker=self._worker_template(),
                 asynchronous=asynchronous,
                 loop=loop,
                 name=self.options.name,
@@ -245,7 +250,7 @@ class CMLCluster(SpecCluster):
     async def _start_once(self) -> None:
         self.quiet = self._quiet
         self._lock = asyncio.Lock()
-        await (self._adopt() if self._adopts else self._launch())
+        await (self._adopt() if self._adopts else self._create_or_connect())
         self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self.tls))
         await Cluster._start(self)
         await self.record_keeper.write()  # from now on other processes can take part
@@ -258,6 +263,34 @@ class CMLCluster(SpecCluster):
             self._forwarder = DashboardForwarder(self.scheduler_comm.address, arguments)
             await self._forwarder.start()
         self._keeping = asyncio.create_task(self.reconciler.run())
+
+    async def _create_or_connect(self) -> None:
+        mode = self.options.create_mode
+        if mode != "connect":
+            try:
+                await self._launch()
+                return
+            except ClusterExists:
+                if mode == "create":
+                    raise
+        name, given = self.options.name, self._given
+        record = await wait_until_running(name, self.options.scheduler_timeout)
+        differing = self.options.differing(given, record.options)
+        kept = f"; it keeps its {', '.join(differing)}" if differing else ""
+        self._log(f"Connected to the running cluster {name}{kept}")
+        self._adopts = True
+        self.options = self.options.of_running(record.options, bool(given["shutdown_on_close"]))
+        self.shutdown_on_close = self.options.shutdown_on_close
+        self.new_spec = self._worker_template()
+        self.membership = Membership(self, leads=False)
+        self.record_keeper = RecordKeeper(self, record)
+        await self._adopt()
+
+    def _worker_template(self) -> dict[str, Any]:
+        template: dict[str, Any] = {"cls": CMLWorker, "options": {}}
+        if self.options.processes > 1:
+            template["group"] = [f"-{i}" for i in range(self.options.processes)]
+        return template
 
     async def _launch(self) -> None:
         self.tls, files = await asyncio.to_thread(keys.as_files, self.options.security, self.folder)
@@ -367,7 +400,7 @@ class CMLCluster(SpecCluster):
     @classmethod
     def _from_record(cls, record: Record, **arguments: Any) -> CMLCluster:
         """Do the same, without a look at the file system."""
-        return cls(**record.options, name=record.name, **arguments, _record=record)
+        return cls(**record.options, name=record.name, create_mode="create", **arguments, _record=record)
 
     def __await__(self) -> Generator[Any, Any, CMLCluster]:
         return self._ready().__await__()

@@ -81,7 +81,7 @@ def _leaves(path: str, value: Any, options: list[str] | None = None) -> Iterator
 
 
 def origin(key: str) -> str:
-    """Say where the value of a key is from: an environment variable, a file, or neither."""
+    """Say where the value of a key is from: an environment variable, a file, the defaults, or the program."""
     value = repr(dask.config.get(key, None))
     for name, text in os.environ.items():
         if _key(name) == key and repr(dask.config.interpret_value(text)) == value:
@@ -89,6 +89,8 @@ def origin(key: str) -> str:
     for path, content in reversed([*dask.config.collect_yaml(dask.config.paths, return_paths=True)]):
         if repr(dask.config.get(key, None, config=content)) == value:
             return f"the file {path}"
+    if repr(dask.config.get(key, None, config={"cml": _DEFAULTS["cml"]})) == value:
+        return "the defaults"
     return "Dask's configuration"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import time
 from collections.abc import Collection, Iterable
 from datetime import datetime, timezone
@@ -20,6 +21,7 @@ from dask_cml.workers_api import WorkersAPI, load_platform
 
 _GOODBYE_TIMEOUT = 3.0
 _AT_ONCE = 8
+_LOOK_INTERVAL = 0.5
 
 
 async def take_name(record: Record, api: WorkersAPI) -> None:
@@ -43,6 +45,36 @@ async def take_name(record: Record, api: WorkersAPI) -> None:
     if old.sessions:
         await api.stop(*old.sessions)
     await asyncio.to_thread(registry.claim, record, stale=old)
+
+
+async def wait_until_running(name: str, timeout: float) -> Record:
+    """Wait until the scheduler of a cluster answers, which another process may be creating.
+
+    Parameters
+    ----------
+    name : str
+        The cluster's.
+    timeout : float
+        Seconds to wait.
+
+    Raises
+    ------
+    NoSuchCluster
+        If there is none, or it ends meanwhile.
+    CMLError
+        If its scheduler does not answer in time.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        record = await asyncio.to_thread(registry.read, name)
+        if record.scheduler_address is not None and await liveness.is_alive(record):
+            return record
+        if time.monotonic() > deadline:
+            raise CMLError(
+                f"the scheduler of the cluster {name!r} did not answer within {timeout:g} s; look at it "
+                f"with `dask cml info {shlex.quote(name)}`"
+            )
+        await asyncio.sleep(_LOOK_INTERVAL)
 
 
 def _read(name: str) -> Record | None:

@@ -54,6 +54,7 @@ _OWN_SCHEDULER_LAUNCH_OPTIONS = {
     **{name: f"scheduler_{name}" for name in ("cpu", "memory", "nvidia_gpu")},
     "n": None,
 }
+CREATE_MODES = ("create", "connect", "create-or-connect")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Options:
     )
     env: Mapping[str, str] = _option(checks.environment)
     log_directory: str | None = _option(checks.folder_or_none)
-    name: str = _option(checks.cluster_name, recorded=False)
+    create_mode: str = _option(checks.choice, choices=CREATE_MODES, recorded=False)
+    name: str = _option(checks.cluster_name, needs=("create_mode",), recorded=False)
     security: bool | Security = _option(checks.security, recorded=False)  # noqa: RUF009
     pending_timeout: float = _option(checks.seconds)
     scheduler_timeout: float = _option(checks.seconds)
@@ -139,6 +141,23 @@ class Options:
             else:
                 values[option.name] = check(option.name, given, **needed)
         return cls(**values)
+
+    def of_running(self, recorded: Mapping[str, Any], shutdown_on_close: bool) -> Options:
+        """Return the options of a running cluster with those that each manager of it has for itself."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata["recorded"]}
+        return Options.read(**{**recorded, **own, "shutdown_on_close": shutdown_on_close})
+
+    def differing(self, given: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
+        """Return the names of the options that were given and are others in a running cluster."""
+        values = self.arguments()
+        names = [name for name in values if given.get(name) is not None and name in recorded]
+        return [
+            name
+            for name in names
+            if values[name] != recorded[name]
+            # The sessions' variables include the configuration, which may have changed.
+            and not (name == "env" and given[name].items() <= recorded[name].items())
+        ]
 
     def inheriting(self) -> Options:
         """Return the same for new sessions, which get the Dask configuration of this process."""

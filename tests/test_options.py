@@ -55,6 +55,7 @@ EXAMPLES = {
         {"kernel": "r"},
     ),
     "name": ("mine", "mine", "name", "mine"),
+    "create_mode": ("create-or-connect", "create-or-connect", "create_mode", "create-or-connect"),
     "security": (True, "True", "security", True),
     "pending_timeout": ("3 minutes", "3 minutes", "pending_timeout", 180),
     "scheduler_timeout": ("2 minutes", "2 minutes", "scheduler_timeout", 120),
@@ -66,6 +67,8 @@ EXAMPLES = {
     "forward_dashboard": (True, "True", "forward_dashboard", True),
     "platform": ("local", "local", "platform", "local"),
 }
+#: What else must be set for that.
+NEEDED = {"create_mode": {"cml.name": "mine"}}
 
 
 def of(options, where):
@@ -116,14 +119,14 @@ def test_without_arguments_and_configuration_the_defaults_stand():
 def test_an_option_is_read_from_the_configuration(argument):
     value, _, where, expected = EXAMPLES[argument]
     assert of(Options.read(), where) != expected
-    with dask.config.set({key(argument): value}):
+    with dask.config.set({key(argument): value, **NEEDED.get(argument, {})}):
         assert of(Options.read(), where) == expected
 
 
 @pytest.mark.parametrize("argument", EXAMPLES)
 def test_an_argument_goes_over_the_configuration(argument):
     value, _, where, expected = EXAMPLES[argument]
-    with dask.config.set({key(argument): "of the configuration"}):
+    with dask.config.set({key(argument): "of the configuration", **NEEDED.get(argument, {})}):
         assert of(Options.read(**{argument: value}), where) == expected
 
 
@@ -337,6 +340,7 @@ REFUSED = [
     ("launch_options", {"kernel": object}, TypeError, "launch_options['kernel'] of type"),
     ("launch_options", {"kernel": {1, 2}}, TypeError, "launch_options['kernel'] of type"),
     ("launch_options", {"kernel": NAN}, ValueError, "launch_options['kernel'] of type"),
+    ("create_mode", "attach", ValueError, "one of 'create', 'connect', 'create-or-connect'"),
     ("name", "", ValueError, NAME),
     ("name", "a/b", ValueError, NAME),
     ("name", "..", ValueError, NAME),
@@ -430,6 +434,12 @@ def test_a_bad_value_of_the_configuration_is_refused_alike(stub, argument, value
         CMLCluster()
     assert str(caught.value).startswith(f"invalid {refused_as(argument, value, key(argument))}")
     assert str(caught.value).endswith("; it is from Dask's configuration")
+
+
+@pytest.mark.parametrize("mode", ["connect", "create-or-connect"])
+def test_a_cluster_that_may_be_there_already_needs_a_name(stub, mode):
+    with pytest.raises(ValueError, match=r"name=None: expected the name of a cluster, because .*the defaults"):
+        CMLCluster(create_mode=mode)
 
 
 def test_a_name_too_long_for_a_file_name_is_refused():

@@ -1,0 +1,56 @@
+"""Create a cluster or connect to the one of its name: the same cell gives the same cluster."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from distributed import Client
+from distributed.core import Status
+
+from dask_cml import ClusterExists, CMLCluster, NoSuchCluster
+
+
+def make(**options):
+    return CMLCluster(**{"name": "lab", "platform": "local", "asynchronous": True, **options})
+
+
+async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsys):
+    async with make(n_workers=1, create_mode="create-or-connect") as first:
+        cell = make(n_workers=1, create_mode="create-or-connect")
+        async with cell as again, Client(again, asynchronous=True) as client:
+            assert again.scheduler_address == first.scheduler_address
+            assert await client.submit(sum, [1, 2]) == 3
+            assert "Connected to the running cluster lab\n" in capsys.readouterr().out
+        assert again.status == Status.closed
+        # Other options than the cluster's do not change it, and that is told.
+        async with make(cpu=2, processes=2, create_mode="connect") as other:
+            assert (other.options.cpu, other.options.processes) == (1, 1)
+            assert (
+                "Connected to the running cluster lab; it keeps its cpu, processes" in capsys.readouterr().out
+            )
+            other.scale(2)
+            await holds(lambda: len(first.scheduler_info["workers"]) == 2)
+        with pytest.raises(ClusterExists):
+            await make()
+        assert first.status == Status.running
+        assert len(first.sessions) == 3
+
+
+async def test_of_two_at_once_one_creates_and_the_other_connects(platform):
+    platform.configure(start_delay=1)
+    one, two = (make(create_mode="create-or-connect", quiet=True) for _ in range(2))
+    await asyncio.gather(one, two)
+    assert one.scheduler_address == two.scheduler_address
+    assert len(platform.list_workers()) == 1
+    assert sorted([one.shutdown_on_close, two.shutdown_on_close]) == [False, True]
+    # An object that connected ends the cluster by close(), as one that from_name() gave.
+    await (one if two.shutdown_on_close else two).close()
+    await (two if two.shutdown_on_close else one).close()
+    assert {each["status"] for each in platform.list_workers()} == {"stopped"}
+
+
+async def test_connecting_creates_no_cluster(platform):
+    with pytest.raises(NoSuchCluster):
+        await make(create_mode="connect")
+    assert platform.list_workers() == []
