@@ -274,7 +274,8 @@ class CMLCluster(SpecCluster):
                 if mode == "create":
                     raise
         name, given = self.options.name, self._given
-        record = await wait_until_running(name, self.options.scheduler_timeout)
+        timeout = self.options.pending_timeout + self.options.scheduler_timeout
+        record = await wait_until_running(name, timeout)
         differing = self.options.differing(given, record.options)
         kept = f"; it keeps its {', '.join(differing)}" if differing else ""
         self._log(f"Connected to the running cluster {name}{kept}")
