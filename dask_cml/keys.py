@@ -80,9 +80,7 @@ def _temporary() -> Security:
     try:
         return Security.temporary()
     except ImportError as error:
-        raise ImportError(
-            'security=True needs the package cryptography: pip install "dask-cml[tls]"'
-        ) from error
+        raise ImportError("security=True needs the package cryptography: pip install cryptography") from error
 
 
 def write(files: Mapping[Path, str]) -> None:

@@ -77,7 +77,7 @@ def launch_workers(
     ImportError
         If the code needs IPython, and there is none.
     RuntimeError
-        If ``CDSW_API_KEY`` is not set, and the platform is :func:`configure`d to need it.
+        If ``CDSW_API_KEY`` is not set, and :func:`configure` has set that it is needed.
     OSError
         If that was injected. Other sessions of the same call may have been launched.
 
