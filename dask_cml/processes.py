@@ -179,22 +179,13 @@ class CMLProcess(ProcessInterface):
 
     @property
     def runs_for(self) -> float:
-        """For how many seconds the session has been expected to do something.
-
-        That is since it runs, as far as the platform lists it. One that is not listed, or has never been, may
-        run nevertheless, so the time since its launch or the last word of it counts.
-        """
+        """For how many seconds the session has run, or may have run if the platform does not list it."""
         return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
 
     def late(self, what: str, timeout: float) -> str | None:
-        """Return in words what the session has not done in time, if anything.
+        """Return in words that the session has not done something within `timeout` seconds, if that is so.
 
-        Parameters
-        ----------
-        what : str
-            What it should do once it runs.
-        timeout : float
-            Within so many seconds. Until it runs, ``pending_timeout`` counts alone.
+        The time begins when the session runs. Until then ``pending_timeout`` counts alone.
         """
         if self.is_listed and is_pending(self._info) and self.launched_at is not None:
             what, timeout, took = "run", self.options.pending_timeout, time.monotonic() - self.launched_at
