@@ -791,6 +791,7 @@ class CMLCluster(SpecCluster):
             stop_adapting(self._adaptive, "the cluster closes")
         self.status = Status.closing
         await cancel(self._starting, self._keeping, self._correct_state_waiting)
+        await self.reconciler.close()
         if self._forwarder is not None:
             await self._forwarder.close()
         await self.record_keeper.close()

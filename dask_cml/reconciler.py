@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable
+from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import dask.config
@@ -19,6 +19,9 @@ from dask_cml.checks import integer, seconds
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import setting
 from dask_cml.processes import CMLWorker
+from dask_cml.retirement import Retirements
+from dask_cml.tasks import cancel
+from dask_cml.watch import Watch
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
@@ -65,6 +68,8 @@ class Reconciler:
         self._told_waiting = False
         self._heard = time.monotonic()
         self._changed = asyncio.Event()
+        self._retirements = Retirements(cluster)
+        self._watch = Watch(cluster)
 
     def poke(self, *_: object) -> None:
         """Look again now. To be called in the event loop."""
@@ -78,7 +83,7 @@ class Reconciler:
     @property
     def trouble(self) -> str | None:
         """What is wrong, in words: failures until a worker arrives, a quota until it grants more."""
-        return self._failure or self._shortage or self._outage
+        return self._failure or self._shortage or self._outage or self._retirements.words
 
     def affordable(self, n: int) -> int:
         """Return how many of `n` sessions may be asked for, given what the quota allowed lately.
@@ -104,6 +109,17 @@ class Reconciler:
 
     async def run(self) -> None:
         """Keep the cluster until cancelled."""
+        watching = asyncio.create_task(self._watch.run())
+        try:
+            await self._keep()
+        finally:
+            await cancel(watching)
+
+    async def close(self) -> None:
+        """Wait for nothing any more that :meth:`step` has begun."""
+        await self._retirements.close()
+
+    async def _keep(self) -> None:
         while True:
             self._changed.clear()
             try:
@@ -170,12 +186,16 @@ class Reconciler:
 
         key = worker_key or (session_of if self.cluster.options.processes > 1 else None)
         names: Iterable[str] = ()
-        with contextlib.suppress(OSError):
-            names = await self.cluster.scheduler_comm.workers_to_close(
-                n=n * self.cluster.options.processes,
-                key=pickle.dumps(key) if key else None,
-                attribute="name",
-                **more,
+        # It names those that are being retired, too.
+        retiring = 0 if worker_key else len(self._retirements)
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            names = await self.answer(
+                self.cluster.scheduler_comm.workers_to_close(
+                    n=(n + retiring) * self.cluster.options.processes,
+                    key=pickle.dumps(key) if key else None,
+                    attribute="name",
+                    **more,
+                )
             )
         keys = {name: key for key in arrived for name in self.names(key)}
         order = [keys[name] for name in names if name in keys]
@@ -321,6 +341,11 @@ class Reconciler:
     async def _shrink(self) -> None:
         """Take those out of the wanted workers that scale() found to be too many."""
         cluster = self.cluster
+        with cluster.spec_lock:  # another manager that led meanwhile counts those that are being retired
+            for key in self._retirements:
+                cluster.worker_spec.pop(key, None)
+            while len(cluster.worker_spec) < cluster.wanted:
+                cluster.worker_spec.update(cluster.new_worker_spec())
         while (excess := len(cluster.worker_spec) - cluster.wanted) > 0:
             chosen = await self.choose(excess)
             with cluster.spec_lock:  # scale() may have been called meanwhile
@@ -329,42 +354,19 @@ class Reconciler:
                     cluster.worker_spec.pop(key, None)
 
     async def _close_unwanted(self) -> None:
-        """Move the data off workers that are not wanted, then stop their sessions."""
+        """Stop the sessions of workers that are not wanted and hold nothing any more."""
         cluster = self.cluster
-        unwanted = {key: w for key, w in cluster.workers.items() if key not in cluster.worker_spec}
-        for key in await self._not_retired(unwanted):
-            with cluster.spec_lock:
-                cluster.worker_spec[key] = cluster.new_spec
-                cluster.wanted = max(cluster.wanted, len(cluster.worker_spec))
-            cluster.membership.claim()
-            del unwanted[key]
-            cluster._log(f"The worker {key} stays: no other worker can take its data")
-        kept = [w for key, w in cluster.workers.items() if key not in unwanted]
+        unwanted = cluster.workers.keys() - cluster.worker_spec.keys()
+        # It may find that some are wanted nevertheless, and what another manager stops is not here any more.
+        retired = await self._retirements.carry_on(unwanted) - cluster.worker_spec.keys()
+        closing = {key: worker for key, worker in cluster.workers.items() if key in retired}
+        kept = [worker for key, worker in cluster.workers.items() if key not in closing]
         # Also what nobody has, such as half a session of a refused launch that could not be stopped then.
         if ids := cluster.api.live - {process.session_id for process in (cluster.scheduler, *kept)}:
             await cluster.api.stop(*sorted(ids))
-        for key, worker in unwanted.items():
+        for key, worker in closing.items():
             await worker.close()
-            del cluster.workers[key]
-
-    async def _not_retired(self, unwanted: Collection[str]) -> set[str]:
-        """Retire workers by name; return those that hold what no other worker could take."""
-        # SpecCluster hands names over where addresses are meant (`retire_workers(workers=...)`), so its
-        # workers are closed with the data on them.
-        cluster = self.cluster
-        names = {name: key for key in unwanted for name in self.names(key)}
-        present = names.keys() & cluster.observed
-        if not present:
-            return set()
-        try:
-            retired = await cluster.scheduler_comm.retire_workers(names=sorted(present))
-        except OSError:
-            return set()
-        others = {name for key in cluster.worker_spec for name in self.names(key)}
-        if not others & cluster.observed:
-            return set()
-        left = present - {info["name"] for info in retired.values()}
-        return {names[name] for name in left & cluster.observed}
+            cluster.workers.pop(key, None)
 
     async def _launch_missing(self) -> None:
         cluster = self.cluster

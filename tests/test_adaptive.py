@@ -48,6 +48,7 @@ class Cluster:
         self.observed = {name for key in self.arrived for name in self.reconciler.names(key)}
         self.scheduler_comm = SchedulerComm()
         self.scheduler_comm.workers = sorted(self.observed)
+        self._watch_worker_status_task = SimpleNamespace(done=lambda: True)
         self.did = []
         self.errors = []
         self.loop = IOLoop.current()

@@ -59,7 +59,7 @@ def log(session_id: str) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def evict(session_id: str) -> None:
+def evict(session_id: str, *, silently: bool = False) -> None:
     """Kill a session with everything in it at once, as the loss of its node does.
 
     It returns when the processes are gone; the session's status is ``failed`` then, unless it had ended.
@@ -68,11 +68,16 @@ def evict(session_id: str) -> None:
     ----------
     session_id : str
         The session's id.
+    silently : bool
+        Its link goes down first, so that nobody hears of the end of its connections. This needs
+        ``configure(network="namespaces")``, and a session that runs.
 
     Raises
     ------
     LookupError
         If there is no such session.
+    RuntimeError
+        If it has no link of its own to take down.
 
     Examples
     --------
@@ -81,7 +86,7 @@ def evict(session_id: str) -> None:
     >>> [session] = local.launch_workers(1, cpu=1, memory=2, code=code)
     >>> local.evict(session["id"])
     """
-    records.evict(session_id)
+    records.evict(session_id, silently)
 
 
 def prune() -> list[str]:

@@ -106,6 +106,11 @@ def set_up(plan: dict[str, str]) -> None:
     )
 
 
+def cut(plan: dict[str, str]) -> None:
+    """Take a session's link down: what it sends and what is sent to it is lost."""
+    _batch(plan["bridge"], f"link set {plan['interface']} down")
+
+
 def remove(plan: dict[str, str]) -> None:
     """Remove the namespace of a session whose processes have ended, and the bridge with the last of them."""
     bridge = plan["bridge"]

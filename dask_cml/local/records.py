@@ -212,8 +212,13 @@ def wake(record: Record, signum: signal.Signals) -> None:
             os.kill(now.status["supervisor"], signum)
 
 
-def evict(session_id: str) -> None:
+def evict(session_id: str, silently: bool) -> None:
     """Kill a session as the loss of its node does."""
+    record = read(session_id)
+    if silently and record and record.live:
+        if not record.plan["network"]:
+            raise RuntimeError('silently=True needs a session launched with network="namespaces"')
+        network.cut(record.plan["network"])
     while (record := read(session_id)) and record.live:
         if record.half_made:
             _end(record, "failed")

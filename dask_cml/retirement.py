@@ -1,0 +1,170 @@
+"""Workers that hand over what they hold before their sessions are stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from dask_cml.checks import seconds
+from dask_cml.options import setting
+from dask_cml.tasks import cancel
+from dask_cml.watch import drop
+
+if TYPE_CHECKING:
+    from dask_cml.cluster import CMLCluster
+
+logger = logging.getLogger(__name__)
+
+#: Most workers hand over in less. Until then nothing is launched, so that their room in a quota is free.
+_USUAL = 2.0
+#: From then on the user is told what is waited for.
+_LONG = 10.0
+
+
+class Retirements(Collection[str]):
+    """Retire workers in tasks of their own, so that a worker which does not answer holds up nobody.
+
+    It contains the keys of the worker sessions that are being retired. Dask takes no worker back that is
+    being retired, so these are not wanted workers any more.
+
+    Parameters
+    ----------
+    cluster : CMLCluster
+        The cluster that the workers are of.
+    """
+
+    def __init__(self, cluster: CMLCluster) -> None:
+        self._cluster = cluster
+        self._limit: float = setting("retire-timeout", seconds)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._since: dict[str, float] = {}
+        self._over: set[str] = set()
+        self._closed = False
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tasks
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._tasks])
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def words(self) -> str | None:
+        """What is waited for, if that takes long."""
+        now = time.monotonic()
+        late = [key for key in self._present(self) if now - self._since.get(key, now) > _LONG]
+        return f"waiting for the data of {', '.join(late)}" if late else None
+
+    async def carry_on(self, unwanted: Collection[str]) -> set[str]:
+        """Begin to retire unwanted workers, and return those whose sessions can be stopped.
+
+        Parameters
+        ----------
+        unwanted : collection of str
+            The keys of all worker sessions that are not wanted.
+        """
+        self._over &= set(unwanted)
+        begin = {key for key in self._present(unwanted) if key not in self._over and key not in self}
+        if begin and not self._closed:
+            task = asyncio.create_task(self._retire(begin))
+            self._tasks.update(dict.fromkeys(begin, task))
+            self._since.update(dict.fromkeys(begin, time.monotonic()))
+            await asyncio.wait([task], timeout=_USUAL)
+        waiting = self._present(self)
+        return {key for key in unwanted if key in self._over or key not in waiting}
+
+    async def close(self) -> None:
+        """Wait for no worker any more."""
+        self._closed = True
+        await cancel(*self._tasks.values())
+
+    def _present(self, keys: Collection[str]) -> list[str]:
+        """Return those of which the scheduler has a Dask worker."""
+        observed = self._cluster.observed
+        return sorted(key for key in keys if self._cluster.reconciler.names(key) & observed)
+
+    async def _retire(self, keys: set[str]) -> None:
+        cluster = self._cluster
+        names = {name: key for key in keys for name in cluster.reconciler.names(key)}
+        try:
+            left = await self._hand_over(names)
+            if not cluster.membership.leads:
+                return
+            # Without others, an order to close the last worker is all that is left to obey.
+            stays = left if self._present(cluster.worker_spec) else set()
+            for key in stays & cluster.workers.keys():
+                with cluster.spec_lock:
+                    cluster.worker_spec[key] = cluster.new_spec
+                    cluster.wanted = max(cluster.wanted, len(cluster.worker_spec))
+                cluster.membership.claim()
+                cluster._log(f"The worker {key} stays: no other worker can take its data")
+            self._over |= keys - stays
+            cluster.reconciler.poke()
+        except OSError as error:
+            # The next step tries again: nothing says that the data is elsewhere.
+            logger.info("The workers %s are not retired yet: %r", sorted(keys), error)
+        except Exception:
+            logger.exception("The workers %s are not retired yet", sorted(keys))
+        finally:
+            for key in keys:
+                self._tasks.pop(key, None)
+                self._since.pop(key, None)
+
+    async def _hand_over(self, names: dict[str, str]) -> set[str]:
+        """Have workers hand over what they hold; return the keys of those that hold what no other can take.
+
+        Parameters
+        ----------
+        names : dict
+            The keys of the sessions by the names of the Dask workers in them.
+        """
+        cluster = self._cluster
+        # SpecCluster hands names over where addresses are meant (`retire_workers(workers=...)`), so its
+        # workers are closed with the data on them.
+        asked = sorted(names.keys() & cluster.observed)
+        asking = asyncio.ensure_future(cluster.scheduler_comm.retire_workers(names=asked))
+        try:
+            heard = await self._last_heard(names)
+            if not await _is_done(asking, min(_LONG, self._limit)):
+                late = ", ".join(self._present(set(names.values())))
+                cluster._log(f"The cluster {cluster.name} waits until other workers have the data of {late}")
+            while not await _is_done(asking, self._limit):
+                before, heard = heard, await self._last_heard(names)
+                # A slow worker is waited for, as long as it answers. What a frozen one holds can be had from
+                # nobody, and its session costs: two minutes are silence enough, of a scheduler, too. Dask
+                # itself would wait for five.
+                silent = {name for name in heard if heard[name] == before.get(name)}
+                with contextlib.suppress(OSError, asyncio.TimeoutError):
+                    await drop(cluster, silent)
+                    for key in sorted({names[name] for name in silent}):
+                        cluster._log(
+                            f"The worker {key} is given up: it has not answered for {self._limit:g} s"
+                        )
+            retired: dict[str, Any] = asking.result()
+        finally:
+            await cancel(asking)
+        left = set(asked) - {info["name"] for info in retired.values()}
+        return {names[name] for name in left & cluster.observed}
+
+    async def _last_heard(self, names: Collection[str]) -> dict[str, float]:
+        """Return when the scheduler heard of Dask workers, by its own clock, by their names.
+
+        It is empty while the scheduler does not answer.
+        """
+        try:
+            scheduler = await self._cluster.reconciler.answer(self._cluster.scheduler_comm.identity())
+        except (OSError, asyncio.TimeoutError):
+            return {}
+        workers = scheduler["workers"].values()
+        return {each["name"]: each["last_seen"] for each in workers if each["name"] in names}
+
+
+async def _is_done(future: asyncio.Future[Any], timeout: float) -> bool:
+    done, _ = await asyncio.wait([future], timeout=timeout)
+    return bool(done)

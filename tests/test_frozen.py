@@ -1,0 +1,196 @@
+"""Workers and nodes that fall silent: nobody waits for them who need not."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import dask
+import pytest
+from distributed import Client, wait
+
+from dask_cml import CMLCluster, retirement
+from dask_cml.local import network, processes
+
+
+def make(**options):
+    return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
+
+
+def told(cluster):
+    return "\n".join(line for _, line in cluster._cluster_manager_logs)
+
+
+def session_of(cluster, key):
+    return cluster.workers[key].session_id
+
+
+def live(platform):
+    return {
+        each["id"]
+        for each in platform.sessions()
+        if each["status"] == "running" and not each["stop_requested"]
+    }
+
+
+def freeze(session):
+    for pid in processes.pids(session):
+        os.kill(pid, signal.SIGSTOP)
+
+
+async def test_a_frozen_worker_that_is_retired_holds_up_nobody(platform, holds, monkeypatch):
+    monkeypatch.setattr(retirement, "_LONG", 0.5)
+    with dask.config.set({"cml.retire-timeout": "1 hour"}):
+        cluster = make(n_workers=2)
+    async with cluster, Client(cluster, asynchronous=True) as client:
+        await holds(lambda: len(cluster.arrived) == 2)
+        frozen = f"{cluster.name}-0"
+        held = await client.scatter([1, 2, 3], workers=[frozen])
+        freeze(session_of(cluster, frozen))
+        await cluster.scale_down([frozen])
+        cluster.scale(2)
+        await holds(lambda: len(cluster.arrived) == 2)
+        await holds(lambda: f"waits until other workers have the data of {frozen}" in told(cluster))
+        assert f"waiting for the data of {frozen}" in repr(cluster)
+        # Another manager, which knows nothing of it, counts its session as any other.
+        async with CMLCluster.from_name(cluster.name, quiet=True, asynchronous=True) as other:
+            await other.scale(3)
+            await holds(lambda: other.wanted == 3 and other.membership.leads)
+        await holds(lambda: frozen not in cluster.worker_spec and len(cluster.arrived) == cluster.wanted == 3)
+        assert frozen in cluster.workers
+        assert session_of(cluster, frozen) in live(platform)
+        assert len(held) == 3
+        await asyncio.wait_for(cluster.close(), 30)
+    assert not live(platform)
+
+
+async def test_a_frozen_worker_is_given_up_in_time_and_its_results_are_computed_again(platform, holds):
+    with dask.config.set({"cml.retire-timeout": "2s"}):
+        cluster = make(n_workers=2)
+    async with cluster, Client(cluster, asynchronous=True) as client:
+        await holds(lambda: len(cluster.arrived) == 2)
+        frozen = f"{cluster.name}-0"
+        session = session_of(cluster, frozen)
+        future = client.submit(sum, [1, 2], workers=[frozen], allow_other_workers=True)
+        await future
+        freeze(session)
+        await cluster.scale_down([frozen])
+        await holds(lambda: frozen not in cluster.workers)
+        assert f"The worker {frozen} is given up: it has not answered for 2 s" in told(cluster)
+        await holds(lambda: session not in live(platform))
+        assert await client.gather(future) == 3
+
+
+class SlowToRead:
+    """A result that nobody else has read before a file is there."""
+
+    def __init__(self, made: Path, gate: Path) -> None:
+        self.made, self.gate = made, gate
+        with made.open("a") as file:
+            file.write("once\n")
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        while not self.gate.exists():
+            time.sleep(0.05)
+
+
+async def test_a_worker_that_hands_over_slowly_but_answers_is_waited_for(
+    platform, holds, tmp_path, monkeypatch
+):
+    heard = []
+    last_heard = retirement.Retirements._last_heard
+
+    async def counted(self, names):
+        heard.append(await last_heard(self, names))
+        return heard[-1]
+
+    monkeypatch.setattr(retirement.Retirements, "_last_heard", counted)
+    with dask.config.set({"cml.retire-timeout": "4s"}):
+        cluster = make(n_workers=2, env={"PYTHONPATH": str(Path(__file__).parent)})
+    made, gate = tmp_path / "made", tmp_path / "gate"
+    async with cluster, Client(cluster, asynchronous=True) as client:
+        await holds(lambda: len(cluster.arrived) == 2)
+        slow = f"{cluster.name}-0"
+        future = client.submit(SlowToRead, made, gate, workers=[slow], allow_other_workers=True)
+        await wait(future)  # this process would read it, too
+        await cluster.scale_down([slow])
+        await holds(lambda: len(heard) == 2, 60)
+        assert slow in cluster.workers
+        gate.touch()
+        await holds(lambda: slow not in cluster.workers)
+        assert "given up" not in told(cluster)
+        assert (await client.gather(future)).made == made
+    assert made.read_text() == "once\n"
+
+
+@pytest.fixture
+def listings(platform, monkeypatch):
+    """When the sessions were listed."""
+    moments = []
+    list_workers = platform.list_workers
+
+    @functools.wraps(list_workers)
+    def noted():
+        moments.append(time.monotonic())
+        return list_workers()
+
+    monkeypatch.setattr(platform, "list_workers", noted)
+    return moments
+
+
+async def test_settled_workers_are_listed_once_in_an_interval(platform, holds, listings):
+    with dask.config.set({"cml.api.watch-interval": "2s", "cml.api.poll-interval": "10ms"}):
+        cluster = make(n_workers=1)
+    async with cluster:
+        await holds(lambda: len(cluster.arrived) == 1 and not cluster.reconciler._missing_since)
+        await holds(lambda: all(worker.is_known_to_run for worker in cluster.workers.values()))
+        settled = len(listings) + 1  # one may be under way
+        await holds(lambda: len(listings) == settled + 3)
+        assert listings[settled + 2] - listings[settled] > 3
+
+
+def can_have_namespaces():
+    try:
+        network.check()
+        for action in ("add", "delete"):
+            probe = ["ip", "netns", action, f"cml-frozen-{os.getpid()}"]
+            subprocess.run(probe, check=True, capture_output=True)
+    except (RuntimeError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+async def test_a_worker_whose_node_goes_without_a_word_is_dropped_and_replaced(platform, holds):
+    if not can_have_namespaces():
+        pytest.skip("needs network namespaces")
+    platform.configure(network="namespaces")
+    # So long nothing else tells anybody that the node is lost.
+    hour = {
+        f"DASK_DISTRIBUTED__{each}": "1 hour" for each in ("COMM__TIMEOUTS__TCP", "SCHEDULER__WORKER_TTL")
+    }
+    with dask.config.set({"cml.api.watch-interval": "1s"}):
+        cluster = make(n_workers=2, env=hour)
+    async with cluster, Client(cluster, asynchronous=True) as client:
+        await holds(lambda: len(cluster.arrived) == 2)
+        lost = f"{cluster.name}-0"
+        future = client.submit(sum, [1, 2], workers=[lost], allow_other_workers=True)
+        await future
+        session = session_of(cluster, lost)
+        await asyncio.to_thread(platform.evict, session, silently=True)
+        await holds(lambda: len(cluster.arrived) == 2 and lost not in cluster.observed, 60)
+        assert session in told(cluster)
+        assert lost not in {each["name"] for each in (await client.scheduler.identity())["workers"].values()}
+        assert await client.gather(future) == 3
+
+
+def test_a_session_without_a_link_of_its_own_is_not_lost_silently(platform):
+    [session] = platform.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
+    with pytest.raises(RuntimeError, match='network="namespaces"'):
+        platform.evict(session["id"], silently=True)
+    platform.stop_workers(session["id"])
