@@ -190,7 +190,10 @@ def quick_limit(platform):
     platform.clear_faults()
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param(wrong, marks=[pytest.mark.slow] if "answer" in wrong else []) for wrong in WRONG],
+)
 async def test_start_life_and_close_bear_one_wrong_answer_of_each_function(
     platform, holds, quick_limit, wrong, caplog
 ):
