@@ -86,7 +86,7 @@ class Simulation:
     async def carry_out(self):
         pass
 
-    async def choose(self, n):
+    async def choose(self, n, *_):
         order = [key for key in self.worker_spec if key not in self.here]
         order += [key for key in self.here[::-1] if key not in self.ends]
         return (order + self.here[::-1])[:n]
