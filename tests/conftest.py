@@ -106,7 +106,7 @@ def processes_of(directory: Path) -> Iterator[psutil.Process]:
 def until() -> Callable[..., None]:
     """Wait until a condition holds."""
 
-    def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, "the condition did not come true"
@@ -119,7 +119,7 @@ def until() -> Callable[..., None]:
 def holds() -> Callable[..., Awaitable[None]]:
     """Wait in the event loop until a condition holds."""
 
-    async def holds(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    async def holds(condition: Callable[[], object], seconds: float = 60.0) -> None:
         async def wait() -> None:
             while not condition():
                 await asyncio.sleep(0.01)

@@ -40,6 +40,10 @@ _SETTINGS = {
 }
 
 
+#: JupyterLab gives its themes a second and a half to load. On a busy machine it complains, and goes on.
+_OF_THEMES = "Error Loading Theme"
+
+
 class JupyterServer:
     """A Jupyter server with a configuration of its own. Leaving the ``with`` block ends it as SIGTERM does.
 
@@ -224,6 +228,10 @@ class Page:
         self.page = page
         self._server = server
         page.set_default_timeout(PATIENCE * 1000)
+        page.add_locator_handler(
+            page.locator(".jp-Dialog", has_text=_OF_THEMES),
+            lambda dialog: dialog.locator("button.jp-mod-accept").click(),
+        )
 
     def open(self, path: str = "") -> None:
         """Load the page, without what was open before, and show the sidebar."""
@@ -282,7 +290,7 @@ class Page:
     @property
     def dialog(self) -> Any:
         """The dialog that is open."""
-        return self.page.locator(".jp-Dialog")
+        return self.page.locator(".jp-Dialog").filter(has_not_text=_OF_THEMES)
 
     def scale(self, item: Any, n: int) -> None:
         """SCALE to a number."""

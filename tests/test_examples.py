@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,8 @@ def laptop(platform, monkeypatch, tmp_path):
     monkeypatch.delenv("CDSW_ENGINE_ID", raising=False)
     for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    # Notebooks run `python` in a shell, which is this one also where its environment was not activated.
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     yield tmp_path
     assert platform.sessions()
 

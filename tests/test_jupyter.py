@@ -132,7 +132,7 @@ def test_shutdown_of_a_cluster_whose_scheduler_has_died(server, shared_platform,
     shared_platform.evict(record.scheduler_session)
     start = time.monotonic()
     assert server.ask("DELETE", f"dask/clusters/{model['id']}")[0] == 204
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert server.clusters == {}
 
 
@@ -219,9 +219,9 @@ def test_scheduler_that_hangs_holds_nobody_up(server, shared_platform, leaves_no
             process.suspend()
         try:
             with CMLCluster(name="answers", platform="local", quiet=True):
-                until(lambda: "answers" in server.clusters, 20)
+                until(lambda: "answers" in server.clusters)
                 assert server.clusters["hangs, listed"]["workers"] == 0
-            until(lambda: "answers" not in server.clusters, 20)
+            until(lambda: "answers" not in server.clusters)
         finally:
             for process in processes:
                 process.resume()

@@ -88,7 +88,7 @@ async def a_refused_launch_is_tried_again_by_the_same_scale(make, platform, hold
 
 async def a_worker_that_never_registers_is_replaced(make, platform, holds):
     platform.inject("hangs", match="-0")
-    cluster = await make(n_workers=1, worker_timeout="3s")
+    cluster = await make(n_workers=1, worker_timeout="8s")
     await holds(lambda: len(names(cluster)) == 1)
 
 
