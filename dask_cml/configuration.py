@@ -149,6 +149,8 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any], path: str =
 
 def _is_shared(key: str) -> bool:
     parts = key.split(".")
+    if parts[0].startswith("cml-"):  # Dask takes DASK_CML_LOCAL_DIRECTORY and its like for configuration
+        return False
     return not _SECRET.search(key) and not any(".".join(parts[: i + 1]) in _OWN for i in range(len(parts)))
 
 

@@ -89,7 +89,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
     assert err.endswith("The cluster mine can run until the session mysession ends.\n")
     assert "answers at tls://" in err
     assert "1 worker granted" in err
-    assert told("mine")["env"] == {"A": "B=C"}
+    assert told("mine")["env"]["A"] == "B=C"
     assert told("mine")["worker_args"] == ["--resources", "X=1"]
     assert told("mine")["idle_timeout"] == 3600
 
@@ -181,7 +181,7 @@ def test_adapt_ends_when_another_manager_scales_and_by_ctrl_c(platform, until):
             cluster.scale(2)
             assert process.wait(30) == 1
             assert "another manager scales it" in process.stderr.read()
-        until(lambda: len(cluster.arrived) == cluster.wanted == 2)
+        until(lambda: len(cluster.arrived) == cluster.fleet.target == 2)
         with started("adapt", "mine", 2, 2) as process:
             assert process.stdout.readline()
             process.send_signal(signal.SIGINT)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 from collections import Counter
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -26,6 +28,7 @@ from dask_cml import (
     reconciler,
     registry,
 )
+from dask_cml.local import processes
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 #: What differs from one time to the next.
@@ -164,8 +167,17 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
 
 @pytest.mark.slow
 def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, until):
-    with make(n_workers=2) as cluster, Client(cluster) as client:
-        client.wait_for_workers(2)
+    with dask.config.set({"cml.retire-timeout": "2s"}):
+        cluster = make(n_workers=3)
+    with cluster, Client(cluster) as client:
+        client.wait_for_workers(3)
+        held = client.submit(bytes, 10**6, workers=["night-2"], allow_other_workers=True)
+        wait(held)
+        for pid in processes.pids(cluster.workers["night-2"].session_id):
+            os.kill(pid, signal.SIGSTOP)
+        cluster.sync(cluster.scale_down, ["night-2"])
+        until(lambda: "given up" in told(cluster))
+        assert len(held.result()) == 10**6
         # The scheduler can best do without the worker that holds least.
         actor = client.submit(Counter, actor=True, workers=["night-0"]).result()
         computed = client.submit(bytes, 10**6, workers=["night-1"], allow_other_workers=True)
