@@ -98,7 +98,7 @@ class Simulation(Stub):
 
     def _advance(self, session: StubSession) -> None:
         fate = self.fate_of.get(session.id, "runs")
-        if fate == "stuck":
+        if fate == "stuck" and "stuck" in self.fates:  # until there is room
             return
         before = session.status
         super()._advance(session)
@@ -220,6 +220,7 @@ class Episode:
             processes=processes,
             worker_timeout="4s",
             scheduler_timeout="20s",
+            pending_timeout="4s",
             asynchronous=True,
             quiet=True,
         )
@@ -266,8 +267,26 @@ class Episode:
 
     # -- what may happen
 
+    def ask(self, function, *args, **options) -> None:
+        """Ask the cluster for something, which it refuses only if it has ended by itself."""
+        try:
+            function(*args, **options)
+        except CMLError:
+            assert self.cluster.status in (Status.closing, Status.closed)
+
     async def scale(self) -> None:
-        self.cluster.scale(self.chance.randrange(5))
+        self.ask(self.cluster.scale, self.chance.randrange(5))
+
+    async def scale_in_threads(self) -> None:
+        numbers = [self.chance.randrange(5) for _ in range(4)]
+        await asyncio.gather(*[asyncio.to_thread(self.ask, self.cluster.scale, n) for n in numbers])
+
+    async def scale_by_another_manager(self) -> None:
+        with suppress(CMLError, OSError):  # the cluster may end meanwhile
+            name = self.cluster.name
+            async with CMLCluster.from_name(name, asynchronous=True, quiet=True) as other:
+                other.scale(self.chance.randrange(5))
+                await asyncio.sleep(self.chance.choice([0, 0.1, 0.3]))
 
     async def scale_twice(self) -> None:
         await self.scale()
@@ -276,7 +295,7 @@ class Episode:
     async def adapt(self) -> None:
         minimum = self.chance.randrange(3)
         maximum = minimum + self.chance.randrange(3)
-        self.cluster.adapt(minimum=minimum, maximum=maximum, interval="50ms", wait_count=2)
+        self.ask(self.cluster.adapt, minimum=minimum, maximum=maximum, interval="50ms", wait_count=2)
 
     async def scale_down(self) -> None:
         keys = [*self.cluster.worker_spec]
@@ -328,10 +347,10 @@ class Episode:
         n = self.chance.randrange(4)
         if self.chance.random() < 0.3:
             self.note(f"wants {n} by adapt")
-            self.cluster.adapt(minimum=n, maximum=n, interval="50ms", wait_count=2)
+            self.ask(self.cluster.adapt, minimum=n, maximum=n, interval="50ms", wait_count=2)
         else:
             self.note(f"wants {n}")
-            self.cluster.scale(n)
+            self.ask(self.cluster.scale, n)
         await eventually(lambda: self.cluster.status == Status.closed or self.has(n), PATIENCE)
         if self.cluster.status == Status.closed:
             assert [*self.lost_schedulers()], "the cluster ended by itself, but its scheduler is there"
@@ -371,6 +390,8 @@ class Episode:
 ACTIONS = [
     *[Episode.scale] * 3,
     Episode.scale_twice,
+    Episode.scale_in_threads,
+    Episode.scale_by_another_manager,
     *[Episode.adapt] * 2,
     Episode.scale_down,
     *[Episode.submit] * 2,
@@ -385,6 +406,8 @@ ACTIONS = [
 ]
 
 
+# The scheduler says so in its own process, where it is no error.
+@pytest.mark.filterwarnings("ignore:Scheduler already contains a plugin")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(SEED, SEED + EPISODES))
 async def test_an_episode_ends_well(monkeypatch, seed):
