@@ -161,11 +161,10 @@ class CMLAdaptive(Adaptive):
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Have `n` sessions."""
-        self.cluster.want(n)
         # The reconciler tries again and logs the error; Adaptive before 2024.11 would stop.
         with contextlib.suppress(OSError):
-            await self.cluster.carry_out()
+            await self.cluster._resize(n, self)
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions; their data moves to others first."""
-        await self.cluster.scale_down(workers)
+        await self.cluster.scale_down(workers, self)

@@ -360,9 +360,11 @@ def _wait_for_scale(cluster: CMLCluster, n: int, deadline: float) -> None:
         trouble = cluster.reconciler.trouble
         if cluster.status.name != "running":
             raise CMLError(f"{cluster.name} has ended: {trouble or 'another process has deleted it'}")
-        if cluster.wanted != n:
+        if cluster.fleet.target != n:
             other = "" if cluster.membership.leads else "another manager scales it: "
-            raise CMLError(f"{cluster.name} has {trouble or f'{other}{_workers(cluster.wanted)} wanted'}")
+            raise CMLError(
+                f"{cluster.name} has {trouble or f'{other}{_workers(cluster.fleet.target)} wanted'}"
+            )
         if cluster.reconciler.gave_up:
             raise CMLError(f"{cluster.name} launches {trouble}")
         if time.monotonic() > deadline:
@@ -385,11 +387,11 @@ def adapt(name: str, minimum: int, maximum: int) -> None:
             cluster.adapt(minimum=minimum, maximum=maximum)
             cluster.sync(cluster.carry_out)
             click.echo(f"{name} adapts between {minimum} and {_workers(maximum)} while this command runs.")
-            with _progress(lambda: _here(cluster, cluster.wanted)):
+            with _progress(lambda: _here(cluster, cluster.fleet.target)):
                 while cluster.status.name == "running" and cluster.membership.leads:
                     time.sleep(_INTERVAL)
         except KeyboardInterrupt:
-            click.echo(f"{name} keeps {_workers(cluster.wanted)} and does not adapt any more.")
+            click.echo(f"{name} keeps {_workers(cluster.fleet.target)} and does not adapt any more.")
             return
         if cluster.status.name == "running":
             raise CMLError(f"{name} does not adapt any more: another manager scales it")

@@ -23,7 +23,8 @@ from dask_cml import keys, liveness, registry
 from dask_cml.adaptive import CMLAdaptive, stop_adapting
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.ending import end_at_exit, no_longer_end_at_exit, unclosed
-from dask_cml.errors import ClusterExists, CMLError
+from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
+from dask_cml.fleet import Fleet, session_keys
 from dask_cml.forwarding import DashboardForwarder
 from dask_cml.lifecycle import wait_until_running
 from dask_cml.membership import Membership
@@ -146,7 +147,6 @@ class CMLCluster(SpecCluster):
     scheduler_comm: Any
     loop: Any
     _watch_worker_status_task: Any
-    workers: dict[str, CMLWorker]
 
     def __init__(
         self,
@@ -197,8 +197,9 @@ class CMLCluster(SpecCluster):
         self.api.check_options(self.options.scheduler_launch_options, "scheduler_launch_options")
         self.folder = state_directory() / self.options.name
         self.tls: Security | None = None
-        self.wanted = self.options.n_workers
-        self.spec_lock = threading.RLock()
+        self.fleet: Fleet[CMLWorker] = Fleet(self.options.name, self.options.processes)
+        if _record is None:  # otherwise it takes over what another process has launched
+            self.fleet.resize(self.options.n_workers)
         self.reconciler = Reconciler(self)
         self.membership = Membership(self, leads=_record is None)
         self.record_keeper = RecordKeeper(self, _record)
@@ -240,6 +241,11 @@ class CMLCluster(SpecCluster):
             await self._close(shutdown=not self._adopts)
             if closed_meanwhile:
                 raise CMLError(f"the cluster {self.name} was closed while it started") from None
+            raise
+        except LaunchRefused:
+            await self._close(shutdown=not self._adopts)
+            # A smaller cluster, asked for at once, must not be refused for what is being stopped.
+            await self.api.wait_until_ended(self.api.names)
             raise
         except BaseException:
             # SpecCluster's `__await__` does not close a cluster whose start fails, and its `_start` makes a
@@ -302,17 +308,16 @@ class CMLCluster(SpecCluster):
         self.scheduler = CMLScheduler(self.api, self.options, self.folder, self.tls)
         self.record_keeper.start()
         await asyncio.to_thread(self._write_files, files)
-        with self.spec_lock:
-            while len(self.worker_spec) < self.wanted:
-                self.worker_spec.update(self.new_worker_spec())
-        self.workers = {key: self.make_worker(key) for key in self.worker_spec}
+        workers = {key: self.make_worker(key) for key in self.fleet.missing}
+        for key, worker in workers.items():
+            self.fleet.launched(key, worker)
         showing = asyncio.create_task(show_start(self))
         tasks: list[asyncio.Future[Any]] = []
         try:
             # The scheduler's first: where sessions wait for room, workers would take its place.
             await self.scheduler.launch()
             # The workers right after it: a session takes long to start. They find the scheduler by its file.
-            tasks += [asyncio.ensure_future(p) for p in (self.scheduler, *self.workers.values())]
+            tasks += [asyncio.ensure_future(p) for p in (self.scheduler, *workers.values())]
             await asyncio.gather(*tasks)
         except BaseException:
             await cancel(*tasks)
@@ -343,7 +348,7 @@ class CMLCluster(SpecCluster):
         for session_id, key in record.sessions.items():
             if key != SCHEDULER:
                 self.membership.adopt(key, session_id, record.owners.get(session_id))
-        self.wanted = len(self.worker_spec)
+        self.fleet.follow(len(self.fleet.keys))
         self.record_keeper.start()
 
     @classmethod
@@ -446,45 +451,31 @@ class CMLCluster(SpecCluster):
             n = max(n, math.ceil(gibibytes("memory", memory) / self.options.worker.memory))
         if cores is not None:
             n = max(n, math.ceil(positive("cores", cores) / self.options.nthreads))
+        self.fleet.resize(n)
         if isinstance(self._adaptive, CMLAdaptive):
             stop_adapting(self._adaptive, "scale() was called")
         self.reconciler.start_anew()
-        self.want(n)
         self.loop.add_callback(self._correct_state)
         return NoOpAwaitable() if self.asynchronous else None
 
-    def want(self, n: int) -> None:
-        """Set how many worker sessions there should be; the reconciler then makes it so.
+    async def _resize(self, n: int, driver: object) -> None:
+        """Scale to `n` sessions for adaptive scaling, which goes on."""
+        if self.fleet.resize(n, driver):
+            await self.carry_out()
 
-        Parameters
-        ----------
-        n : int
-            Worker sessions. Unlike :meth:`scale` this leaves adaptive scaling as it is.
-        """
-        with self.spec_lock:
-            if self.status in (Status.closing, Status.closed):
-                return
-            self.wanted = n
-            self.membership.claim()
-            # Those to close are picked later, with the scheduler's help.
-            while len(self.worker_spec) < n:
-                self.worker_spec.update(self.new_worker_spec())
-
-    async def scale_down(self, workers: Iterable[str]) -> None:
+    async def scale_down(self, workers: Iterable[str], driver: object | None = None) -> None:
         """Close worker sessions, after their data has been moved.
 
         Parameters
         ----------
         workers : iterable of str
             Names of sessions, or of Dask workers in them.
+        driver : Adaptive, optional
+            The adaptive scaling that asks; it goes on. Default: the user.
         """
-        names = {name: key for key in [*self.worker_spec] for name in self.reconciler.names(key)}
-        with self.spec_lock:
-            for key in {names.get(worker, worker) for worker in workers}:
-                self.worker_spec.pop(key, None)
-            self.wanted = len(self.worker_spec)
-            self.membership.claim()
-        await self.carry_out()
+        keys = session_keys(self.fleet.keys, self.options.processes)
+        if self.fleet.remove({keys.get(worker, worker) for worker in workers}, driver):
+            await self.carry_out()
 
     async def carry_out(self) -> None:
         """Make the sessions what they should be, or return when the cluster closes."""
@@ -547,27 +538,38 @@ class CMLCluster(SpecCluster):
                 maximum = min(maximum, math.floor(high / per_session[unit]))
         if maximum < minimum:
             raise ValueError(message("maximum", maximum, f"at least the minimum, {minimum} worker sessions"))
+        self.fleet.drive(None)  # the adaptive scaling before has no say any more
+        adaptive = Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
+        self.fleet.drive(adaptive)
         self.reconciler.start_anew()
-        self.membership.claim()
         # Tells the claim at once: another manager may scale soon, and the last wish counts.
         self.loop.add_callback(self._correct_state)
-        return Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
+        return adaptive
 
     @property
     def arrived(self) -> set[str]:
         """The worker sessions of which a Dask worker has registered."""
-        observed = self.observed
-        return {key for key in [*self.worker_spec] if not self.reconciler.names(key).isdisjoint(observed)}
+        return self.fleet.arrived(self.observed)
 
-    def _new_worker_name(self, worker_number: int) -> str:
-        return f"{self.options.name}-{worker_number}"
+    # SpecCluster's own state of the workers. It sets these; here they show what the fleet has.
 
-    def new_worker_spec(self) -> dict[str, Any]:
-        """Return the next worker by its name, which none had before it."""
-        # SpecCluster gives a lost worker's name to the next, while the scheduler may still know the old one.
-        key = self._new_worker_name(self._i)
-        self._i += 1
-        return {key: self.new_spec}
+    @property
+    def worker_spec(self) -> dict[str, Any]:
+        """The wanted worker sessions, by name."""
+        return dict.fromkeys(self.fleet.keys, self.new_spec)
+
+    @worker_spec.setter
+    def worker_spec(self, _: Any) -> None:
+        pass
+
+    @property
+    def workers(self) -> dict[str, CMLWorker]:
+        """The worker sessions by name, also those that are not wanted any more."""
+        return self.fleet.workers
+
+    @workers.setter
+    def workers(self, _: Any) -> None:
+        pass
 
     def make_worker(self, key: str) -> CMLWorker:
         """Make a worker, unlaunched.
@@ -648,8 +650,7 @@ class CMLCluster(SpecCluster):
         Examples
         --------
         >>> print(cluster.get_logs()["mine-0"])
-        2026-01-01 12:00:00,000 - distributed.nanny - INFO - Start Nanny at: 'tcp://100.66.0.19:34567'
-        ...
+        2... - distributed.nanny - INFO - ...Start Nanny at: ...
         """
         return self.sync(self._get_logs, cluster=cluster, scheduler=scheduler, workers=workers)
 
@@ -669,7 +670,7 @@ class CMLCluster(SpecCluster):
     @property
     def n_pending(self) -> int:
         """How many of the wanted worker sessions have not arrived yet."""
-        return len(self.worker_spec) - len(self.arrived)
+        return len(self.fleet.keys) - len(self.arrived)
 
     @property
     def _cluster_class_name(self) -> str:
@@ -682,6 +683,8 @@ class CMLCluster(SpecCluster):
             text = text.replace(f"workers={n}", f"workers={n} ({pending(self)})", 1)
         if self.scheduler is not None and (waits := self.scheduler.waits_for) is not None:
             text = f"{text[:-1]}, scheduler {waiting(waits)})"
+        if self.status == Status.running and self._watch_worker_status_task.done():
+            text = f"{text[:-1]}, not connected to the scheduler)"
         if self.reconciler.trouble:
             text = f"{text[:-1]}, trouble: {first_line(self.reconciler.trouble)})"
         return text
@@ -703,7 +706,7 @@ class CMLCluster(SpecCluster):
         if self.tls is None:  # the paths, for what is not started; no file is written
             self.tls, _ = keys.as_files(self.options.security, self.folder)
         scheduler = self.scheduler or CMLScheduler(self.api, self.options, self.folder, self.tls)
-        worker = self.make_worker(self._new_worker_name(self._i))
+        worker = self.make_worker(self.fleet.new_key())
         return f"{scheduler.plan}\n{worker.plan}"
 
     def get_snippet(self) -> str:
@@ -790,6 +793,7 @@ class CMLCluster(SpecCluster):
         if self._adaptive is not None:
             stop_adapting(self._adaptive, "the cluster closes")
         self.status = Status.closing
+        self.fleet.close()
         await cancel(self._starting, self._keeping, self._correct_state_waiting)
         await self.reconciler.close()
         if self._forwarder is not None:
@@ -816,8 +820,7 @@ class CMLCluster(SpecCluster):
             for process in (self.scheduler, *self.workers.values()):
                 if process is not None:
                     process.status = Status.closed
-            self.worker_spec.clear()
-            self.workers.clear()
+            self.fleet.clear()
             no_longer_end_at_exit(self)
 
     async def _hand_over(self) -> None:

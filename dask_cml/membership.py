@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dask_cml.adaptive import stop_adapting
@@ -35,39 +34,37 @@ class Membership:
         self._makes = leads
         self._presence: Presence | None = None
         self._cluster = cluster
-        self._claims = leads
         self._asked: str | None = None
         self._known: dict[str, str] = {}
-
-    def claim(self) -> None:
-        """Lead from now on, because the user has asked this manager to scale."""
-        self._claims = True
 
     async def sync(self) -> bool:
         """Tell what has changed here and learn what has changed elsewhere; return whether this one leads."""
         cluster = self._cluster
-        here = {key: w.session_id for key, w in cluster.workers.items() if w.session_id}
+        fleet, workers = cluster.fleet, cluster.fleet.workers
+        here = {key: w.session_id for key, w in workers.items() if w.session_id}
         launched = {key: each for key, each in here.items() if self._known.get(key) != each}
-        claims, self._claims = self._claims, False
+        claim = fleet.take_claim()
         try:
             state = await cluster.reconciler.answer(
                 cluster.scheduler_comm.cml_sync(
                     manager=self.id,
-                    wanted=cluster.wanted if claims else None,
+                    wanted=claim,
                     launched=launched,
-                    owners={key: owner for key in launched if (owner := cluster.workers[key].owner)},
+                    owners={key: owner for key in launched if (owner := workers[key].owner)},
                     gone=[key for key in self._known if key not in here],
                 )
             )
         except (OSError, asyncio.TimeoutError, ValueError):  # ValueError: it does not know this manager
-            self._claims = self._claims or claims
+            if claim is not None:
+                fleet.claim()
             return False
         leads = state["leader"] == self.id
         if leads and not self.leads:
             logger.info("This manager of the cluster %s leads from now on", cluster.name)
         # Not when another one leads: it may have gone again since it was asked, as `dask cml scale` does.
-        overruled = self._asked == self.id != state["asked"] and not self._claims
+        overruled = self._asked == self.id != state["asked"] and not fleet.claim_pending
         if overruled and cluster._adaptive is not None:
+            fleet.release(cluster._adaptive)
             stop_adapting(cluster._adaptive, "another manager scales the cluster")
         self._asked = state["asked"]
         known_before, self._known, self.leads = self._known, state["sessions"], leads
@@ -75,8 +72,8 @@ class Membership:
             self.adopt(key, self._known[key], state["owners"].get(key))
         for key in (here.keys() & known_before.keys()) - self._known.keys():
             self._drop(key)
-        if not claims and not self._claims:
-            self._follow(state["wanted"], None if leads else self._known)
+        if claim is None:
+            fleet.follow(state["wanted"], None if leads else self._known)
         return leads
 
     def adopt(self, key: str, session_id: str, owner: str | None = None) -> None:
@@ -94,31 +91,13 @@ class Membership:
         cluster = self._cluster
         worker = cluster.make_worker(key)
         worker.adopt(session_id, owner=owner)
-        cluster.workers[key] = worker
-        with cluster.spec_lock:
-            cluster.worker_spec.setdefault(key, cluster.new_spec)
-            number = key.rpartition("-")[2]
-            if number.isdecimal():  # no two workers have the same name, whoever launches them
-                cluster._i = max(cluster._i, int(number) + 1)
+        cluster.fleet.attach(key, worker)
 
     def _drop(self, key: str) -> None:
         """Forget a worker that another manager has stopped."""
-        cluster = self._cluster
-        worker = cluster.workers.pop(key)
-        if worker.session_id is not None:
-            cluster.api.forget(worker.session_id)
-        with cluster.spec_lock:
-            cluster.worker_spec.pop(key, None)
-
-    def _follow(self, wanted: int, workers: Iterable[str] | None) -> None:
-        """Take over how many workers another manager wants and, if that is settled, which."""
-        cluster = self._cluster
-        with cluster.spec_lock:
-            cluster.wanted = wanted
-            if workers is not None:
-                cluster.worker_spec = dict.fromkeys(workers, cluster.new_spec)
-            while workers is None and len(cluster.worker_spec) < wanted:  # the last leader did not get to it
-                cluster.worker_spec.update(cluster.new_worker_spec())
+        worker = self._cluster.fleet.drop(key)
+        if worker is not None and worker.session_id is not None:
+            self._cluster.api.forget(worker.session_id)
 
     async def start(self) -> None:
         """Have the plugin in the scheduler, and say from now on that this manager is there."""

@@ -44,8 +44,8 @@ _DELETED_WITHIN = 3.0
 class Reconciler:
     """Compare the wanted workers with their sessions and with what the scheduler sees, and act.
 
-    The wanted workers are ``cluster.worker_spec``; :meth:`step` makes ``cluster.workers``, the sessions,
-    agree with it, and :meth:`run` finds those that are lost and puts others in their place.
+    :meth:`step` makes the fleet's sessions agree with what it is asked for, and :meth:`run` finds those that
+    are lost and puts others in their place.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class Reconciler:
         as long, no more are asked for than there are.
         """
         if any(waited > self._quota_pause for waited in self.waits):
-            n = min(n, len(self.cluster.worker_spec))
+            n = min(n, len(self.cluster.fleet.keys))
         if self._ceiling is None:
             return n
         granted, since = self._ceiling
@@ -101,10 +101,10 @@ class Reconciler:
     @property
     def waits(self) -> list[float]:
         """For how many seconds each wanted session that waits for room has done so."""
-        return [waited for key in [*self.cluster.worker_spec] if (waited := self._waits_for(key)) is not None]
+        return [waited for key in self.cluster.fleet.keys if (waited := self._waits_for(key)) is not None]
 
     def _waits_for(self, key: str) -> float | None:
-        worker = None if key in self._arrived else self.cluster.workers.get(key)
+        worker = None if key in self._arrived else self.cluster.fleet.workers.get(key)
         return None if worker is None else worker.waits_for
 
     async def run(self) -> None:
@@ -173,9 +173,9 @@ class Reconciler:
             For ``Scheduler.workers_to_close``.
         """
         present = self.cluster.arrived
-        spec = self.cluster.worker_spec
-        arrived = [key for key in spec if key in present]
-        absent = [key for key in reversed(spec) if key not in present]
+        wanted = self.cluster.fleet.keys
+        arrived = [key for key in wanted if key in present]
+        absent = [key for key in reversed(wanted) if key not in present]
         chosen = sorted(absent, key=lambda key: self._waits_for(key) is None)[:n]
         n -= len(chosen)
         if not n:
@@ -205,7 +205,7 @@ class Reconciler:
 
     def names(self, key: str) -> set[str]:
         """Return the names of the Dask workers in a session."""
-        return {f"{key}{suffix}" for suffix in self.cluster.new_spec.get("group", [""])}
+        return set(self.cluster.fleet.dask_names(key))
 
     async def answer(self, call: Coroutine[Any, Any, T]) -> T:
         """Wait for what the scheduler answers, but not for long once it is most likely gone.
@@ -237,7 +237,7 @@ class Reconciler:
         if scheduler_answers := await self._refresh():
             self._heard = time.monotonic()
         observed = cluster.observed
-        workers = {key: w for key, w in cluster.workers.items() if key in cluster.worker_spec}
+        workers = cluster.fleet.wanted_workers
         here = {key for key in workers if self.names(key) <= observed}
         if here - self._arrived:
             self._failures, self._failure = 0, None
@@ -263,7 +263,7 @@ class Reconciler:
     def _tell_waiting(self) -> None:
         waits = self.waits
         if waits and not self._told_waiting:
-            n = f"{len(waits)} of {len(self.cluster.worker_spec)} worker sessions"
+            n = f"{len(waits)} of {len(self.cluster.fleet.keys)} worker sessions"
             self.cluster._log(f"The cluster {self.cluster.name} waits for room for {n}")
         self._told_waiting = bool(waits)
 
@@ -312,15 +312,19 @@ class Reconciler:
         self.cluster._end_soon(shutdown=False)
 
     def _replace(self, lost: dict[str, str]) -> None:
+        cluster = self.cluster
         # What was not wanted any more while the platform was asked has ended on purpose.
-        lost = {key: why for key, why in lost.items() if key in self.cluster.worker_spec}
-        if not lost:
-            return
-        self._count_failure(next(iter(lost.values())), len(lost))
-        with self.cluster.spec_lock:
-            gone = [key for key in lost if self.cluster.worker_spec.pop(key, None)]
-            for _ in gone:
-                self.cluster.worker_spec.update(self.cluster.new_worker_spec())
+        gone = cluster.fleet.replace(lost)
+        closed = [key for key in gone if self._was_closed(key)]
+        for key in closed:
+            cluster._log(f"The worker {key} was closed; another one takes its place")
+        if failed := [key for key in gone if key not in closed]:
+            self._count_failure(lost[failed[0]], len(failed))
+
+    def _was_closed(self, key: str) -> bool:
+        """Whether a worker ended well after it had come, as when a client retires it."""
+        session = self.cluster.fleet.workers[key].session
+        return key in self._arrived and session is not None and session.status == "succeeded"
 
     def _count_failure(self, reason: str, n: int) -> None:
         self._failures += 1
@@ -340,39 +344,31 @@ class Reconciler:
 
     async def _shrink(self) -> None:
         """Take those out of the wanted workers that scale() found to be too many."""
-        cluster = self.cluster
-        with cluster.spec_lock:  # another manager that led meanwhile counts those that are being retired
-            for key in self._retirements:
-                cluster.worker_spec.pop(key, None)
-            while len(cluster.worker_spec) < cluster.wanted:
-                cluster.worker_spec.update(cluster.new_worker_spec())
-        while (excess := len(cluster.worker_spec) - cluster.wanted) > 0:
-            chosen = await self.choose(excess)
-            with cluster.spec_lock:  # scale() may have been called meanwhile
-                excess = max(0, len(cluster.worker_spec) - cluster.wanted)
-                for key in chosen[:excess]:
-                    cluster.worker_spec.pop(key, None)
+        fleet = self.cluster.fleet
+        fleet.replace(self._retirements)  # another manager that led meanwhile counts these
+        while (excess := fleet.excess) > 0:
+            fleet.trim(await self.choose(excess))
 
     async def _close_unwanted(self) -> None:
         """Stop the sessions of workers that are not wanted and hold nothing any more."""
-        cluster = self.cluster
-        unwanted = cluster.workers.keys() - cluster.worker_spec.keys()
-        # It may find that some are wanted nevertheless, and what another manager stops is not here any more.
-        retired = await self._retirements.carry_on(unwanted) - cluster.worker_spec.keys()
-        closing = {key: worker for key, worker in cluster.workers.items() if key in retired}
-        kept = [worker for key, worker in cluster.workers.items() if key not in closing]
+        cluster, fleet = self.cluster, self.cluster.fleet
+        retired = await self._retirements.carry_on(fleet.unwanted_workers.keys())
+        # It may have found that some are wanted nevertheless, and another manager may have stopped others.
+        closing = {key: worker for key, worker in fleet.unwanted_workers.items() if key in retired}
+        kept = [worker for key, worker in fleet.workers.items() if key not in closing]
         # Also what nobody has, such as half a session of a refused launch that could not be stopped then.
         if ids := cluster.api.live - {process.session_id for process in (cluster.scheduler, *kept)}:
             await cluster.api.stop(*sorted(ids))
         for key, worker in closing.items():
             await worker.close()
-            cluster.workers.pop(key, None)
+            fleet.stopped(key)
 
     async def _launch_missing(self) -> None:
         cluster = self.cluster
         if self.gave_up or time.monotonic() < self._not_before:
             return
-        missing = [key for key in cluster.worker_spec if key not in cluster.workers]
+        fleet = cluster.fleet
+        wish, missing = fleet.wish, fleet.missing
         if not missing:
             return
         refusals: list[LaunchRefused] = []
@@ -384,7 +380,7 @@ class Reconciler:
             for key in queue:
                 if refusals or outages:
                     return
-                if key not in cluster.worker_spec:
+                if not fleet.wants(key):
                     continue
                 worker = cluster.make_worker(key)
                 try:
@@ -396,31 +392,27 @@ class Reconciler:
                 except CMLError as error:
                     failures.append(error)
                 else:
-                    cluster.workers[key] = worker
+                    fleet.launched(key, worker)
 
         # No more than the API takes at once, so that a quota met by a hundred launches is not asked for each.
         await asyncio.gather(*[launch() for _ in range(cluster.api.threads)])
         if refusals:
-            self._accept_refusal(missing, refusals[0])
+            self._accept_refusal(missing, wish, refusals[0])
         elif outages:
             raise outages[0]
         elif failures:
             self._count_failure(str(failures[0]), len(failures))
-        elif self._ceiling is None or len(cluster.workers) > self._ceiling[0]:
+        elif self._ceiling is None or len(fleet.workers) > self._ceiling[0]:
             self._shortage = None
         self.poke()
 
-    def _accept_refusal(self, missing: Iterable[str], refusal: LaunchRefused) -> None:
-        cluster = self.cluster
-        with cluster.spec_lock:
-            asked = len(cluster.worker_spec)
-            for key in missing:
-                if key not in cluster.workers:
-                    cluster.worker_spec.pop(key, None)
-            cluster.wanted = granted = len(cluster.worker_spec)
-        cluster.membership.claim()
+    def _accept_refusal(self, missing: Iterable[str], wish: int, refusal: LaunchRefused) -> None:
+        numbers = self.cluster.fleet.refuse(missing, wish)
+        if numbers is None:
+            return
+        granted, asked = numbers
         known = self._ceiling is not None and self._ceiling[0] == granted
         self._ceiling = (granted, time.monotonic())
         self._shortage = f"{granted} of {asked} workers granted: {refusal.reason}"
         if not known:
-            cluster._log(f"The cluster {cluster.name} has {self._shortage}")
+            self.cluster._log(f"The cluster {self.cluster.name} has {self._shortage}")

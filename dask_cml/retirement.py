@@ -97,12 +97,9 @@ class Retirements(Collection[str]):
             if not cluster.membership.leads:
                 return
             # Without others, an order to close the last worker is all that is left to obey.
-            stays = left if self._present(cluster.worker_spec) else set()
+            stays = left if self._present(cluster.fleet.keys) else set()
             for key in stays & cluster.workers.keys():
-                with cluster.spec_lock:
-                    cluster.worker_spec[key] = cluster.new_spec
-                    cluster.wanted = max(cluster.wanted, len(cluster.worker_spec))
-                cluster.membership.claim()
+                cluster.fleet.keep(key)
                 cluster._log(f"The worker {key} stays: no other worker can take its data")
             self._over |= keys - stays
             cluster.reconciler.poke()

@@ -20,7 +20,7 @@ from dask_cml import answers
 from dask_cml.answers import CallFailed, NoAnswer, SessionInfo, has_ended, ip_address, may_pass
 from dask_cml.calls import Calls
 from dask_cml.checks import integer, seconds
-from dask_cml.errors import CMLError
+from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.loading import load_platform
 from dask_cml.options import SessionSize, setting
 
@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 _IN_TIME = 1000
 #: So many calls stop what is left when one call for all of them hangs.
 _GROUPS = 64
+#: Sessions that are stopped usually end within so many seconds.
+_STOPPED_WITHIN = 30.0
+#: What this process has stopped, of whichever cluster.
+_stopped: set[str] = set()
 
 
 @dataclass
@@ -95,6 +99,7 @@ class WorkersAPI:
         #: How many calls to launch a name have not been answered, nor failed for good.
         self._unanswered: Counter[str] = Counter()
         self._launching: set[Future[Any]] = set()
+        self._half_made: set[str] = set()
 
     @property
     def trouble(self) -> str | None:
@@ -172,14 +177,22 @@ class WorkersAPI:
             "env": dict(env or {}),
             **options,
         }
-        launch = _Launch(name, arguments)
         try:
-            session: SessionInfo = await self._calls.do(f"launch {name}", lambda: self._launch_now(launch))
+            session = await self._launch(_Launch(name, arguments))
+        except LaunchRefused:
+            # Sessions that were just stopped fill the quota until they have ended.
+            if not (_stopped and await self.wait_until_ended(_stopped)):
+                raise
+            session = await self._launch(_Launch(name, arguments))
+        self.on_change()
+        return session
+
+    async def _launch(self, launch: _Launch) -> SessionInfo:
+        try:
+            return await self._calls.do(f"launch {launch.name}", lambda: self._launch_now(launch))
         finally:
             with self._lock:
                 launch.over = True
-        self.on_change()
-        return session
 
     def _launch_now(self, launch: _Launch) -> SessionInfo:
         """Launch a session by a plain call, unless an earlier call has done so after all."""
@@ -217,6 +230,7 @@ class WorkersAPI:
             return session
         # It may have made half a session, which counts and costs as a whole one does.
         if half_made := session.get("engineId"):
+            self._half_made.add(half_made)
             self.adopt(half_made, launch.name)
             self._try_to_stop(half_made)
         raise answers.refusal(launch.name, session)
@@ -297,6 +311,7 @@ class WorkersAPI:
             return
         answers.check_stopped(ids, self.module.stop_workers(*ids))
         with self._lock:
+            _stopped.update(set(ids) - self._half_made)
             self.live.difference_update(ids)
 
     def _try_to_stop(self, session_id: str) -> None:
@@ -315,6 +330,36 @@ class WorkersAPI:
         if self._listing is not None:
             self._listing.cancel()
         await asyncio.wrap_future(self._calls.start(self.end))
+
+    async def wait_until_ended(self, ids: Collection[str], timeout: float = _STOPPED_WITHIN) -> bool:
+        """Wait until the platform lists stopped sessions as ended; until then they fill the quota.
+
+        Parameters
+        ----------
+        ids : collection of str
+            The sessions.
+        timeout : float
+            Seconds to wait at most.
+
+        Returns
+        -------
+        bool
+            Whether there were such sessions, and all have ended. False, too, if the platform fails.
+        """
+        deadline = time.monotonic() + timeout
+        waited = False
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                # Not sessions(), which lists no more after close().
+                listing = asyncio.wrap_future(self._calls.start(self.module.list_workers))
+                listed = answers.listed(await asyncio.wait_for(listing, left))
+                if all(has_ended(session) for session in listed if session["id"] in ids):
+                    return waited
+                waited = True
+                await asyncio.sleep(self._interval)
+        except Exception as error:  # whatever the platform raises
+            logger.info("Sessions that end were not waited for: %s", answers.in_words(error))
+        return False
 
     def end(self) -> None:
         """Launch nothing more, and stop every session in :attr:`live`, by plain calls.

@@ -12,6 +12,7 @@ from tornado.ioloop import IOLoop
 
 from dask_cml import CMLAdaptive
 from dask_cml.adaptive import stop_adapting
+from dask_cml.fleet import Fleet
 from dask_cml.reconciler import Reconciler
 
 
@@ -39,10 +40,11 @@ class Cluster:
     def __init__(self, processes=1, planned=0, launched=None, arrived=None):
         self.options = SimpleNamespace(processes=processes, nthreads=processes)
         self.scheduler = SimpleNamespace(start_time=None)  # how long sessions take to start is not known
-        self.new_spec = {"group": [f"-{i}" for i in range(processes)]} if processes > 1 else {}
-        keys = [f"mine-{i}" for i in range(planned)]
-        self.worker_spec = dict.fromkeys(keys)
-        self.workers = {key: SimpleNamespace(launched_at=None, waits_for=None) for key in keys[:launched]}
+        self.fleet = Fleet("mine", processes)
+        self.fleet.resize(planned)
+        keys = self.fleet.keys
+        for key in keys[:launched]:
+            self.fleet.launched(key, SimpleNamespace(launched_at=None, waits_for=None))
         self.reconciler = Reconciler(self)
         self.arrived = set(keys[:arrived])
         self.observed = {name for key in self.arrived for name in self.reconciler.names(key)}
@@ -53,18 +55,25 @@ class Cluster:
         self.errors = []
         self.loop = IOLoop.current()
 
+    @property
+    def worker_spec(self):
+        return dict.fromkeys(self.fleet.keys)
+
+    @property
+    def workers(self):
+        return self.fleet.workers
+
     def __await__(self):
         return iter(())
 
-    def want(self, n):
-        self.did.append(("want", n))
-
-    async def carry_out(self):
+    async def _resize(self, n, driver):
+        assert isinstance(driver, CMLAdaptive)
+        self.did.append(("resize", n))
         if self.errors:
             raise self.errors.pop()
-        self.did.append("correct state")
 
-    async def scale_down(self, workers):
+    async def scale_down(self, workers, driver):
+        assert isinstance(driver, CMLAdaptive)
         self.did.append(("close", set(workers)))
 
 
@@ -81,7 +90,7 @@ async def test_plan_requested_and_observed_are_sessions():
 
 async def test_a_session_that_is_not_wanted_any_more_is_not_counted():
     cluster = Cluster(planned=2)
-    del cluster.worker_spec["mine-1"]
+    cluster.fleet.remove(["mine-1"])
     assert adaptive(cluster).requested == {"mine-0"}
 
 
@@ -132,7 +141,7 @@ async def test_minimum_and_maximum_are_sessions(minimum, maximum, workers, n):
     cluster = Cluster(processes=4)
     cluster.scheduler_comm.wanted = workers
     await adaptive(cluster, minimum=minimum, maximum=maximum).adapt()
-    assert cluster.did == [("want", n), "correct state"]
+    assert cluster.did == [("resize", n)]
 
 
 async def test_nothing_is_done_when_there_is_what_is_wanted():
@@ -188,7 +197,7 @@ async def test_a_question_without_an_answer_does_not_end_adapting(error, caplog)
     assert repr(error) in caplog.text
     assert adapting.periodic_callback is not None
     await adapting.adapt()
-    assert cluster.did == [("want", 3), "correct state"]
+    assert cluster.did == [("resize", 3)]
     stop_adapting(adapting, "the test is over")
 
 
@@ -197,7 +206,7 @@ async def test_a_failed_launch_does_not_end_adapting():
     cluster.scheduler_comm.wanted, cluster.errors = 3, [OSError("the disk is full")]
     adapting = adaptive(cluster, interval="1 h")
     await adapting.adapt()
-    assert cluster.did == [("want", 3)]
+    assert cluster.did == [("resize", 3)]
     assert adapting.periodic_callback is not None
     stop_adapting(adapting, "the test is over")
 

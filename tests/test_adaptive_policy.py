@@ -83,15 +83,15 @@ class Simulation:
     async def scale(self, n):
         self.want(n)
 
-    async def carry_out(self):
-        pass
+    async def _resize(self, n, driver):
+        self.want(n)
 
     async def choose(self, n, *_):
         order = [key for key in self.worker_spec if key not in self.here]
         order += [key for key in self.here[::-1] if key not in self.ends]
         return (order + self.here[::-1])[:n]
 
-    async def scale_down(self, keys):
+    async def scale_down(self, keys, driver=None):
         for key in keys:
             self.closed += 1
             self.killed += key not in self.here

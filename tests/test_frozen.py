@@ -60,8 +60,10 @@ async def test_a_frozen_worker_that_is_retired_holds_up_nobody(platform, holds, 
         # Another manager, which knows nothing of it, counts its session as any other.
         async with CMLCluster.from_name(cluster.name, quiet=True, asynchronous=True) as other:
             await other.scale(3)
-            await holds(lambda: other.wanted == 3 and other.membership.leads)
-        await holds(lambda: frozen not in cluster.worker_spec and len(cluster.arrived) == cluster.wanted == 3)
+            await holds(lambda: other.fleet.target == 3 and other.membership.leads)
+        await holds(
+            lambda: frozen not in cluster.worker_spec and len(cluster.arrived) == cluster.fleet.target == 3
+        )
         assert frozen in cluster.workers
         assert session_of(cluster, frozen) in live(platform)
         assert len(held) == 3

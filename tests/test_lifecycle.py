@@ -244,7 +244,7 @@ async def test_discovery_yields_what_answers(platform):
 async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(platform, holds):
     def settled(n):
         return all(
-            len(manager.workers) == len(manager.scheduler_info["workers"]) == manager.wanted == n
+            len(manager.workers) == len(manager.scheduler_info["workers"]) == manager.fleet.target == n
             for manager in (maker, other)
         )
 
@@ -334,7 +334,9 @@ async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_lea
             assert not maker.membership.leads
             await asyncio.to_thread(platform.end_engine, "second")
             assert await second.wait() == -signal.SIGKILL
-            await holds(lambda: maker.membership.leads and len(maker.arrived) == 3 and maker.wanted == 3)
+            await holds(
+                lambda: maker.membership.leads and len(maker.arrived) == 3 and maker.fleet.target == 3
+            )
             await holds(lambda: owners(maker) == ["first"] * 4)
             assert {each["id"] for each in live(platform)} == {each.id for each in maker.sessions}
         assert not live(platform)
@@ -352,7 +354,7 @@ async def test_what_a_manager_asks_for_just_before_it_leaves_is_there_and_in_oth
 async def test_who_scales_after_another_manager_adapts_ends_the_adapting(platform, holds):
     async with make(name="shared") as maker, rebuild("shared") as other:
         maker.adapt(minimum=0, maximum=3)
-        await holds(lambda: not maker.membership._claims)
+        await holds(lambda: not maker.fleet.claim_pending)
         other.scale(1)
         await holds(lambda: other.membership.leads and not maker.membership.leads)
         await holds(lambda: len(maker.arrived) == len(other.arrived) == 1)
@@ -362,10 +364,10 @@ async def test_who_scales_after_another_manager_adapts_ends_the_adapting(platfor
 async def test_who_scales_and_leaves_at_once_ends_the_adapting(platform, holds):
     async with make(name="shared") as maker:
         maker.adapt(minimum=0, maximum=3)
-        await holds(lambda: not maker.membership._claims)
+        await holds(lambda: not maker.fleet.claim_pending)
         async with rebuild("shared") as other:
             other.scale(1)
-        await holds(lambda: maker.wanted == 1 and maker._adaptive.periodic_callback is None)
+        await holds(lambda: maker.fleet.target == 1 and maker._adaptive.periodic_callback is None)
         await holds(lambda: len(maker.arrived) == len(live(platform)) - 1 == 1)
 
 
@@ -377,7 +379,7 @@ async def test_the_next_manager_leads_when_the_leader_goes(platform, holds):
         await holds(lambda: len(other.arrived) == 2)
         await other.leave()
         await holds(lambda: maker.membership.leads)
-        await holds(lambda: len(maker.workers) == maker.wanted == 2)
+        await holds(lambda: len(maker.workers) == maker.fleet.target == 2)
 
 
 def test_the_record_holds_every_session_and_is_its_owners_only(platform, until):

@@ -1,0 +1,182 @@
+"""What a user asks for is never lost, whatever the manager finds at the same moment."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+from dask_cml.errors import CMLError
+from dask_cml.fleet import Fleet
+
+
+def of(n: int, processes: int = 1) -> Fleet[str]:
+    """Return a fleet that is asked for `n` sessions, which the other managers know."""
+    fleet: Fleet[str] = Fleet("mine", processes)
+    fleet.resize(n)
+    fleet.take_claim()
+    return fleet
+
+
+def launched(fleet: Fleet[str], n: int) -> None:
+    """Give the first `n` missing keys a session."""
+    for key in fleet.missing[:n]:
+        fleet.launched(key, f"session of {key}")
+
+
+def test_the_last_of_many_threads_wins():
+    fleet: Fleet[str] = Fleet("mine")
+
+    def scale(seed: int) -> None:
+        luck = random.Random(seed)
+        for _ in range(200):
+            fleet.resize(luck.randrange(12))
+            fleet.trim(fleet.keys[::-1])
+
+    threads = [threading.Thread(target=scale, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fleet.resize(2)
+    fleet.trim(fleet.keys[::-1])
+    assert (fleet.target, len(fleet.keys)) == (2, 2)
+
+
+def test_keys_are_never_used_twice():
+    fleet = of(2)
+    fleet.replace(["mine-0"])
+    assert fleet.keys == ["mine-1", "mine-2"]
+
+
+def test_a_refusal_lowers_the_target_to_what_was_granted():
+    fleet = of(8)
+    wish, missing = fleet.wish, fleet.missing
+    launched(fleet, 5)
+    assert fleet.refuse(missing, wish) == (5, 8)
+    assert (fleet.target, len(fleet.keys)) == (5, 5)
+
+
+def test_a_refusal_leaves_a_smaller_wish_as_it_is():
+    fleet = of(8)
+    wish, missing = fleet.wish, fleet.missing
+    launched(fleet, 5)
+    fleet.resize(1)
+    assert fleet.refuse(missing, wish) is None
+    assert fleet.target == 1
+    fleet.trim(fleet.keys[::-1])
+    assert len(fleet.keys) == 1
+
+
+def test_a_refusal_of_an_older_wish_does_not_lower_a_new_one():
+    fleet = of(8)
+    wish, missing = fleet.wish, fleet.missing
+    launched(fleet, 5)
+    fleet.resize(8)
+    assert fleet.refuse(missing, wish) is None
+    assert fleet.missing == ["mine-5", "mine-6", "mine-7"]
+
+
+def test_adaptive_scaling_that_has_ended_has_no_say():
+    fleet: Fleet[str] = Fleet("mine")
+    adaptive = object()
+    fleet.drive(adaptive)
+    assert fleet.resize(3, adaptive)
+    fleet.resize(0)
+    assert not fleet.resize(3, adaptive)
+    assert not fleet.remove(["mine-0"], adaptive)
+    assert fleet.target == 0
+
+
+def test_another_manager_is_not_followed_while_a_wish_is_untold():
+    fleet: Fleet[str] = Fleet("mine")
+    fleet.resize(5)
+    assert not fleet.follow(1)
+    assert not fleet.follow(1, ["mine-0"])
+    assert (fleet.target, len(fleet.keys)) == (5, 5)
+    assert fleet.take_claim() == 5
+    assert fleet.take_claim() is None
+    assert fleet.follow(1, ["other-0"])
+    assert (fleet.target, fleet.keys) == (1, ["other-0"])
+
+
+def test_a_claim_that_could_not_be_told_is_told_with_the_newest_target():
+    fleet: Fleet[str] = Fleet("mine")
+    fleet.resize(5)
+    fleet.take_claim()
+    fleet.resize(4)
+    fleet.claim()
+    assert fleet.take_claim() == 4
+    assert fleet.take_claim() is None
+
+
+def test_only_what_is_too_many_is_trimmed():
+    fleet = of(4)
+    chosen = fleet.keys[:3]
+    fleet.resize(1)
+    fleet.resize(3)
+    assert fleet.trim(chosen) == ["mine-0"]
+    assert fleet.trim(chosen) == []
+
+
+def test_lost_sessions_that_nobody_wants_are_not_replaced():
+    fleet = of(3)
+    fleet.resize(1)
+    fleet.trim(["mine-2", "mine-1"])
+    assert fleet.replace(["mine-2", "mine-0"]) == ["mine-0"]
+    assert fleet.keys == ["mine-3"]
+
+
+def test_a_lost_session_is_not_replaced_while_there_are_too_many():
+    fleet = of(3)
+    fleet.resize(2)
+    assert fleet.replace(["mine-1"]) == ["mine-1"]
+    assert fleet.keys == ["mine-0", "mine-2"]
+
+
+def test_what_is_removed_lowers_the_target():
+    fleet = of(3)
+    fleet.remove(["mine-1", "unknown"])
+    assert (fleet.target, fleet.keys) == (2, ["mine-0", "mine-2"])
+    fleet.resize(1)  # one of the two is still to be picked
+    fleet.remove(["mine-0"])
+    assert (fleet.target, fleet.keys) == (1, ["mine-2"])
+
+
+def test_a_session_that_keeps_its_data_raises_the_target():
+    fleet = of(1)
+    launched(fleet, 1)
+    fleet.resize(0)
+    fleet.trim(["mine-0"])
+    assert fleet.unwanted_workers == {"mine-0": "session of mine-0"}
+    fleet.keep("mine-0")
+    assert (fleet.target, fleet.keys, fleet.unwanted_workers) == (1, ["mine-0"], {})
+
+
+def test_attached_sessions_keep_their_names_for_themselves():
+    fleet: Fleet[str] = Fleet("mine")
+    fleet.attach("mine-7", "session")
+    fleet.resize(2)
+    assert fleet.keys == ["mine-7", "mine-8"]
+    assert fleet.drop("mine-7") == "session"
+    assert fleet.drop("mine-7") is None
+
+
+def test_workers_of_several_processes_have_their_sessions_name():
+    fleet = of(2, processes=2)
+    assert fleet.dask_names("mine-0") == ["mine-0-0", "mine-0-1"]
+    assert fleet.arrived({"mine-1-1", "mine-0"}) == {"mine-1"}
+
+
+@pytest.mark.parametrize(
+    "wish", [lambda f: f.resize(1), lambda f: f.remove(["x"]), lambda f: f.drive(object())]
+)
+def test_a_closed_cluster_takes_no_wishes(wish):
+    fleet = of(1)
+    fleet.close()
+    with pytest.raises(CMLError, match="cannot scale the cluster mine: it is closed"):
+        wish(fleet)
+    assert not fleet.follow(3)
+    fleet.clear()
+    assert fleet.keys == []

@@ -1,0 +1,151 @@
+"""What the user asked for last is what the cluster has in the end, whatever happens at the same moment.
+
+The sessions are those of the simulated platform: real schedulers and workers in this event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+
+import pytest
+from distributed import Client
+from distributed.core import Status
+from stub import eventually
+from test_random import Simulation, quick  # noqa: F401  # a fixture
+
+from dask_cml import CMLCluster, CMLError, LaunchRefused, cluster
+
+
+@pytest.fixture
+async def simulated(monkeypatch):
+    """Return a function that makes a cluster on a platform of its own."""
+    platform = Simulation(random.Random(1))
+    monkeypatch.setattr(cluster, "load_platform", lambda _: platform)
+    made = []
+
+    def make(**options):
+        options = {"cpu": 1, "worker_timeout": "1 minute", "asynchronous": True, "quiet": True, **options}
+        made.append(CMLCluster(**options))
+        return made[-1]
+
+    make.platform = platform
+    yield make
+    for each in made:
+        await each.close()
+    await platform.finish()
+    assert platform.live == []
+
+
+def has(cluster, n):
+    workers = cluster.scheduler_info["workers"]
+    return len(cluster.worker_spec) == len(cluster.workers) == len(cluster.arrived) == len(workers) == n
+
+
+def told(cluster):
+    return "\n".join(line for _, line in cluster._cluster_manager_logs)
+
+
+async def test_a_smaller_wish_during_a_refusal_counts(simulated):
+    mine = await simulated()
+    simulated.platform.configure(quota={"sessions": 6})
+    with simulated.platform.held("launch_workers"):
+        mine.scale(8)
+        await eventually(lambda: simulated.platform.under_way)
+        mine.scale(1)
+    await eventually(lambda: has(mine, 1))
+    await mine.carry_out()
+    assert mine.fleet.target == 1
+    assert has(mine, 1)
+
+
+async def test_the_last_wish_of_many_threads_counts(simulated):
+    mine = await simulated()
+
+    def scale(seed):
+        luck = random.Random(seed)
+        for _ in range(20):
+            mine.scale(luck.randrange(6))
+
+    threads = [threading.Thread(target=scale, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in threads])
+    mine.scale(2)
+    await eventually(lambda: has(mine, 2))
+    await mine.carry_out()
+    assert has(mine, 2)
+
+
+async def test_scale_ends_adapting_that_is_under_way(simulated):
+    mine = await simulated()
+    adaptive = mine.adapt(minimum=3, maximum=3, interval="1 hour")
+    with simulated.platform.held("launch_workers"):
+        adapting = asyncio.ensure_future(adaptive.adapt())
+        await eventually(lambda: simulated.platform.under_way)
+        mine.scale(0)
+    await adapting
+    with contextlib.suppress(AttributeError):  # as one that was stopped may still do once
+        await adaptive.scale_up(3)
+    await eventually(lambda: has(mine, 0))
+    assert mine.fleet.target == 0
+
+
+async def test_what_is_not_wanted_any_more_is_no_failure(simulated):
+    mine = await simulated()
+    for _ in range(10):
+        mine.scale(3)
+        await asyncio.sleep(0)
+        await eventually(lambda: len(mine.workers) == 3)
+        mine.scale(1)
+        await eventually(lambda: len(mine.workers) == 1)
+    await eventually(lambda: has(mine, 1))
+    assert "failed" not in told(mine)
+    assert "trouble" not in repr(mine)
+
+
+async def test_workers_that_the_user_retires_are_replaced_and_no_failure(simulated):
+    mine = await simulated(n_workers=2)
+    async with Client(mine, asynchronous=True) as client:
+        await eventually(lambda: has(mine, 2))
+        for _ in range(3):
+            before = sorted(mine.arrived)
+            await client.retire_workers(names=before[:1], close_workers=True)
+            await eventually(lambda gone=before[0]: gone not in mine.worker_spec and has(mine, 2))
+    assert "failed" not in told(mine)
+    assert "trouble" not in repr(mine)
+    assert "was closed" in told(mine)
+
+
+async def test_a_closed_cluster_says_so(simulated):
+    mine = await simulated()
+    await mine.close()
+    with pytest.raises(CMLError, match=f"cannot scale the cluster {mine.name}: it is closed"):
+        mine.scale(1)
+    with pytest.raises(CMLError, match=f"cannot scale the cluster {mine.name}: it is closed"):
+        mine.adapt()
+    with pytest.raises(CMLError, match=f"cannot scale the cluster {mine.name}: it is closed"):
+        await mine.scale_down(["any"])
+    assert simulated.platform.live == []
+
+
+async def test_a_cluster_that_lost_its_scheduler_does_not_say_that_it_runs(simulated):
+    mine = await simulated(n_workers=1)
+    await eventually(lambda: has(mine, 1))
+    with simulated.platform.held("list_workers"):
+        simulated.platform.evict(mine.sessions[0].id)
+        await eventually(lambda: "not connected" in repr(mine))
+        assert mine.status == Status.running
+    await eventually(lambda: mine.status == Status.closed)
+
+
+async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform):
+    platform.configure(quota={"sessions": 3}, stop_grace=2.0)
+    options = {"platform": "local", "asynchronous": True, "quiet": True}
+    with pytest.raises(LaunchRefused):
+        await CMLCluster(n_workers=5, **options)
+    for _ in range(2):  # what a cluster has stopped that was closed fills the quota, too
+        async with CMLCluster(n_workers=2, **options) as smaller:
+            assert len(smaller.workers) == 2
