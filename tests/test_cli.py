@@ -171,6 +171,7 @@ def started(*arguments):
             process.kill()
 
 
+@pytest.mark.slow
 def test_adapt_ends_when_another_manager_scales_and_by_ctrl_c(platform, until):
     with CMLCluster(name="mine", quiet=True) as cluster:
         with started("adapt", "mine", 1, 2) as process:

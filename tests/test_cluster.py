@@ -411,6 +411,7 @@ def test_what_happens_is_printed_unless_quiet(platform, capsys):
         assert ("hello" in capsys.readouterr().out) is not quiet
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs network namespaces")
 def test_sessions_with_networks_of_their_own(platform):
     if os.geteuid() != 0 or not any(

@@ -124,6 +124,7 @@ async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(platform, hold
     assert session in cluster._cluster_manager_logs[-1][1]
 
 
+@pytest.mark.slow
 async def test_an_idle_cluster_ends(platform, holds):
     cluster = await make(n_workers=1, idle_timeout="5s")
     await holds(lambda: cluster.status == Status.closed)

@@ -10,6 +10,8 @@ from distributed.core import Status
 
 from dask_cml import ClusterExists, CMLCluster, NoSuchCluster
 
+pytestmark = pytest.mark.usefixtures("no_dashboard")
+
 
 def make(**options):
     return CMLCluster(**{"name": "lab", "platform": "local", "asynchronous": True, **options})

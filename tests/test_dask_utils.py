@@ -144,6 +144,7 @@ def test_what_run_dask_cluster_returns(workers_v1):
         stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
 
 
+@pytest.mark.slow
 def test_where_each_session_has_an_address_the_schedulers_port_is_dasks(workers_v1):
     try:
         workers_v1.configure(network="namespaces")
@@ -292,6 +293,7 @@ def test_a_worker_that_ends_is_an_error(workers_v1, scheduler, other, fault):
     assert left(workers_v1, other) == [scheduler[0]["id"]]
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_register_is_an_error(workers_v1, scheduler, other):
     workers_v1.inject("hangs", skip=1)
     with (

@@ -98,6 +98,7 @@ def closing():
         asyncio.run(lifecycle.end_all(registry.records()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_python_code_of_a_page_runs(project, page):
     names = {"__name__": page.stem}
@@ -216,6 +217,7 @@ def run_examples(modules, **names):
     assert runner.summarize(verbose=False).failed == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [name for name in MODULES if examples(name) and not of_a_cluster(name)])
 def test_the_examples_of_a_modules_docstrings_run(project, module):
     with closing():

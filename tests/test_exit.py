@@ -12,6 +12,8 @@ import pytest
 
 from dask_cml import CMLCluster, ending, registry
 
+pytestmark = pytest.mark.usefixtures("no_dashboard")
+
 #: Seconds within which a program must have ended.
 PATIENCE = 60
 
@@ -160,7 +162,9 @@ WAITS = {
 
 
 @pytest.mark.parametrize("code", WAITS.values(), ids=WAITS)
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
+)
 def test_a_signal_leaves_no_session(platform, all_stopped, code, signum):
     program = Program(code).when_ready()
     program.process.send_signal(signum)
@@ -320,6 +324,7 @@ FORKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fork", FORKS.values(), ids=FORKS)
 def test_the_end_of_a_forked_child_is_not_that_of_the_cluster(platform, all_stopped, fork):
     code = textwrap.dedent(fork) + textwrap.dedent(

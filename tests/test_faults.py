@@ -18,6 +18,7 @@ from distributed.core import Status
 from dask_cml import CMLCluster, CMLError, SessionFailed, calls
 
 ENDED = ("succeeded", "failed", "stopped", "timedout")
+pytestmark = pytest.mark.usefixtures("no_dashboard")
 MODES = {
     "fixed": {},
     "adapt": {},

@@ -17,6 +17,8 @@ from distributed import Client, wait
 from dask_cml import CMLCluster, retirement
 from dask_cml.local import network, processes
 
+pytestmark = pytest.mark.usefixtures("no_dashboard")
+
 
 def make(**options):
     return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
@@ -102,6 +104,7 @@ class SlowToRead:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_hands_over_slowly_but_answers_is_waited_for(
     platform, holds, tmp_path, monkeypatch
 ):
@@ -146,6 +149,7 @@ def listings(platform, monkeypatch):
     return moments
 
 
+@pytest.mark.slow
 async def test_settled_workers_are_listed_once_in_an_interval(platform, holds, listings):
     with dask.config.set({"cml.api.watch-interval": "2s", "cml.api.poll-interval": "10ms"}):
         cluster = make(n_workers=1)

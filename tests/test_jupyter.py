@@ -207,6 +207,7 @@ def test_what_the_sidebar_makes_is_listed_once(server, new, leaves_no_session):
             assert {*server.clusters} == {"first", "second", model["name"]}
 
 
+@pytest.mark.slow
 def test_scheduler_that_hangs_holds_nobody_up(server, shared_platform, leaves_no_session):
     with (
         CMLCluster(name="hangs", platform="local", quiet=True) as cluster,
@@ -244,6 +245,7 @@ def scheduler_processes(cluster):
 # -- the end of the server
 
 
+@pytest.mark.slow
 def test_server_s_end_ends_what_its_sidebar_made_and_nothing_else(platform, tmp_path, environment):
     initial = [{"name": "at the start", "workers": 1}]
     with JupyterServer(tmp_path, FACTORY, {"initial": initial}) as server:
@@ -260,6 +262,7 @@ def test_server_s_end_ends_what_its_sidebar_made_and_nothing_else(platform, tmp_
                 assert client.submit(sum, [1, 2]).result() == 3
 
 
+@pytest.mark.slow
 def test_two_servers_list_each_other_s_clusters(server, shared_platform, new, tmp_path, leaves_no_session):
     with JupyterServer(tmp_path, FACTORY) as other:
         model = new()
@@ -408,6 +411,7 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar
     assert asked.count("stale") == 1
 
 
+@pytest.mark.slow
 async def test_cluster_whose_end_nobody_can_see_is_listed_until_its_scheduler_is_gone_for_long(
     sidebar, platform, holds, monkeypatch
 ):
@@ -422,6 +426,7 @@ async def test_cluster_whose_end_nobody_can_see_is_listed_until_its_scheduler_is
     assert registry.records() == [record]
 
 
+@pytest.mark.slow
 async def test_kernel_that_is_killed_leaves_an_orphan_though_the_sidebar_lists_it(sidebar, platform, holds):
     code = """
 from dask_cml import CMLCluster

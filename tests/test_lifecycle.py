@@ -29,6 +29,8 @@ from dask_cml.discovery import discover
 from dask_cml.local import processes
 from dask_cml.options import state_directory
 
+pytestmark = pytest.mark.usefixtures("no_dashboard")
+
 MAKER = """
 import time
 from dask_cml import CMLCluster
@@ -68,7 +70,7 @@ def manager_log(cluster):
     return [message for _, message in cluster._cluster_manager_logs]
 
 
-@pytest.mark.parametrize("security", [False, True])
+@pytest.mark.parametrize("security", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_cluster_whose_maker_was_killed_is_rebuilt_steered_and_ended(platform, holds, security):
     await asyncio.to_thread(make_and_kill, security=security)
     [row] = await lifecycle.describe(registry.records())
@@ -147,7 +149,7 @@ def frozen(session):
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("security", [False, True])
+@pytest.mark.parametrize("security", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(platform, security):
     await asyncio.to_thread(make_and_kill, security=security)
     sessions = live(platform)
@@ -197,6 +199,7 @@ async def test_an_orphan_ends_itself_and_its_sessions(platform, holds):
     await holds(lambda: not live(platform))
 
 
+@pytest.mark.slow
 def test_a_maker_that_is_killed_before_it_connects_leaves_an_orphan_that_ends_itself(platform, until):
     platform.configure(start_delay=1.0)
     code = MAKER.format(options={"orphan_timeout": "1s", "scheduler_timeout": "10s"})
@@ -207,6 +210,7 @@ def test_a_maker_that_is_killed_before_it_connects_leaves_an_orphan_that_ends_it
     until(lambda: not live(platform))
 
 
+@pytest.mark.slow
 async def test_a_client_keeps_an_orphan_until_it_leaves(platform, holds):
     await asyncio.to_thread(make_and_kill, orphan_timeout="4s")
     async with Client(registry.read("made").scheduler_address, asynchronous=True) as client:
@@ -227,7 +231,7 @@ async def test_a_cluster_that_is_to_outlive_its_maker_is_no_orphan(platform, hol
 
 
 async def test_the_dashboard_is_forwarded(platform):
-    async with make(forward_dashboard=True, security=True) as cluster:
+    async with make(forward_dashboard=True, security=True, scheduler_args=[]) as cluster:
         link = cluster.dashboard_link
         assert link.startswith("http://127.0.0.1:")
         assert link != f"{cluster.sessions[0].app_url}status"
@@ -273,7 +277,7 @@ async def test_a_lost_worker_is_replaced_once_by_whom_of_two_managers_leads(plat
             assert len(live(platform)) == 2
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_manager_says_that_another_one_has_ended_the_cluster(platform, holds, elsewhere):
     async with make(name="shared") as maker:
         other = await rebuild("shared")
@@ -283,6 +287,7 @@ async def test_a_manager_says_that_another_one_has_ended_the_cluster(platform, h
         assert manager_log(seeing)[-1] == "The cluster shared ends: another process has ended it"
 
 
+@pytest.mark.slow
 async def test_a_manager_leaves_a_cluster_of_which_it_hears_nothing_any_more(platform, holds, monkeypatch):
     monkeypatch.setattr(reconciler, "_SILENCE", 1.0)
     async with make(n_workers=1, name="shared") as maker:
@@ -311,6 +316,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_leader(
     platform, holds, monkeypatch
 ):

@@ -169,6 +169,7 @@ async def test_a_scheduler_leaves_signs_of_life_in_its_clusters_folder(tmp_path,
         await holds(lambda: pulse.silence(folder) < 3600)
 
 
+@pytest.mark.slow
 async def test_among_two_hundred_records_those_that_are_alive_are_found(tmp_path):
     """Half of them stale: refused, or silent as where a pod was."""
     with contextlib.ExitStack() as stack:

@@ -339,6 +339,7 @@ def cluster(tmp_path, until):
             yield scheduler, worker, json.loads(file.read_text())["address"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
 def test_processes_of_an_orphan_end_when_its_last_client_has_left(cluster, tmp_path, end):
     scheduler, worker, address = cluster

@@ -323,6 +323,7 @@ def test_record_that_was_replaced_while_it_was_read_is_read_again(state, monkeyp
 # -- several writers, and their deaths
 
 
+@pytest.mark.slow
 def test_reader_sees_a_whole_record_or_none_whenever_the_writer_is_killed(state, caplog, fork):
     seed = random.randrange(2**32)
     print(f"seed {seed}")

@@ -16,6 +16,8 @@ from dask_cml.options import Options, state_directory
 from dask_cml.processes import CMLScheduler, CMLWorker
 from dask_cml.workers_api import WorkersAPI
 
+pytestmark = pytest.mark.usefixtures("no_dashboard")
+
 
 class PlainCluster(SpecCluster):
     """The base class on the same scheduler and workers."""

@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from dask_cml import CMLCluster, processes
 from dask_cml.cli import cml
 
+pytestmark = pytest.mark.usefixtures("no_dashboard")
+
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
