@@ -230,12 +230,16 @@ async def test_start_life_and_close_bear_one_wrong_answer_of_each_function(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("wrong", "seconds"), [*((wrong, 1.2) for wrong in WRONG), ("gateway's page", 12)])
 async def test_start_life_and_close_bear_wrong_answers_for_a_while(
-    platform, holds, quick_limit, wrong, caplog
+    platform, holds, quick_limit, wrong, seconds, caplog, monkeypatch
 ):
     kind, arguments = WRONG[wrong]
-    seconds = 2.5 if kind in ("hang", "unanswered") else 1.2  # several tries
+    if seconds == 12:  # with the pauses that users have
+        monkeypatch.setattr(calls, "_FIRST_PAUSE", calls._FIRST_PAUSE * 10)
+        monkeypatch.setattr(calls, "_LONGEST_PAUSE", calls._LONGEST_PAUSE * 10)
+    if kind in ("hang", "unanswered"):
+        seconds *= 2  # several tries, each of which takes its limit
 
     def inject():
         platform.inject(kind, seconds=seconds, **arguments)
