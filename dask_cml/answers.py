@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
 
 #: What the platform says of a session.
@@ -120,7 +121,7 @@ def listed(answer: Any) -> list[SessionInfo]:
     """
     if not isinstance(answer, list) or not all(isinstance(each, Mapping) for each in answer):
         raise _wrong(answer)
-    return [each for each in answer if each.get("id")]
+    return [each for each in answer if is_session_id(each.get("id"))]
 
 
 def launched(answer: Any) -> SessionInfo:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 from dask.utils import format_bytes, parse_bytes, parse_timedelta
 from distributed.security import Security
@@ -21,6 +22,12 @@ from distributed.security import Security
 _MOST_GIB = 100_000
 #: A file's name has 255 at most, and that of a session's log begins with the cluster's.
 _NAME_BYTES = 200
+_SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
+
+
+def is_session_id(value: object) -> TypeGuard[str]:
+    """Return whether this can be the id of a session. The platform's have 16 letters and digits."""
+    return isinstance(value, str) and _SESSION_ID.fullmatch(value) is not None
 
 
 def message(argument: str, value: Any, expected: str) -> str:

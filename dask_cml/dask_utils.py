@@ -29,6 +29,7 @@ from distributed.scheduler import Scheduler
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
 from dask_cml.options import Options, state_directory
+from dask_cml.private import make_folder
 from dask_cml.processes import CMLProcess, CMLScheduler, CMLWorker
 from dask_cml.tasks import cancel
 from dask_cml.workers_api import SessionInfo, WorkersAPI, has_ended, ip_address, load_platform
@@ -313,7 +314,8 @@ async def _launching(options: Options) -> AsyncIterator[tuple[WorkersAPI, Path]]
     api = WorkersAPI(load_platform(options.platform))
     folder = state_directory() / options.name
     try:
-        await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True)
+        await asyncio.to_thread(make_folder, folder.parent)
+        await asyncio.to_thread(make_folder, folder)
         yield api, folder
     except BaseException:
         await api.close()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from distributed.security import Security
 
+from dask_cml.private import make_folder, owner_only
+
 _FOLDER = "keys"
 _FIELDS = (
     "tls_ca_file",
@@ -86,8 +88,8 @@ def _temporary() -> Security:
 def write(files: Mapping[Path, str]) -> None:
     """Write key files, for their owner only."""
     for path, content in files.items():
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        make_folder(path.parent)
+        with open(path, "w", opener=owner_only) as file:
             file.write(content)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from dask_cml.adaptive import stop_adapting
@@ -36,11 +37,15 @@ class Membership:
         self._cluster = cluster
         self._asked: str | None = None
         self._known: dict[str, str] = {}
+        self._passed_over: set[tuple[str, str]] = set()
 
     async def sync(self) -> bool:
         """Tell what has changed here and learn what has changed elsewhere; return whether this one leads."""
         cluster = self._cluster
         fleet, workers = cluster.fleet, cluster.fleet.workers
+        if any(w.session_id and self._known.get(key) != w.session_id for key, w in workers.items()):
+            await cluster.record_keeper.write()  # others take over only what the record names
+            workers = fleet.workers
         here = {key: w.session_id for key, w in workers.items() if w.session_id}
         launched = {key: each for key, each in here.items() if self._known.get(key) != each}
         claim = fleet.take_claim()
@@ -58,6 +63,7 @@ class Membership:
             if claim is not None:
                 fleet.claim()
             return False
+        sessions = await self._trusted(state["sessions"], here)
         leads = state["leader"] == self.id
         if leads and not self.leads:
             logger.info("This manager of the cluster %s leads from now on", cluster.name)
@@ -67,7 +73,7 @@ class Membership:
             fleet.release(cluster._adaptive)
             stop_adapting(cluster._adaptive, "another manager scales the cluster")
         self._asked = state["asked"]
-        known_before, self._known, self.leads = self._known, state["sessions"], leads
+        known_before, self._known, self.leads = self._known, sessions, leads
         for key in self._known.keys() - here.keys():
             self.adopt(key, self._known[key], state["owners"].get(key))
         for key in (here.keys() & known_before.keys()) - self._known.keys():
@@ -75,6 +81,21 @@ class Membership:
         if claim is None:
             fleet.follow(state["wanted"], None if leads else self._known)
         return leads
+
+    async def _trusted(self, told: Mapping[str, str], here: Collection[str]) -> dict[str, str]:
+        """Leave out sessions that the cluster's record does not name: anybody may tell the scheduler of some.
+
+        The record may name them a moment later, so the next sync looks again.
+        """
+        if told.keys() <= set(here):
+            return dict(told)
+        recorded = await asyncio.to_thread(self._cluster.record_keeper.sessions)
+        new = {(key, each) for key, each in told.items() if key not in here}
+        passed_over = {(key, each) for key, each in new if recorded.get(each) != key}
+        for key, session_id in passed_over - self._passed_over:
+            logger.info("%s's session %s is not taken over: the record does not name it", key, session_id)
+        self._passed_over = passed_over
+        return {key: each for key, each in told.items() if (key, each) not in passed_over}
 
     def adopt(self, key: str, session_id: str, owner: str | None = None) -> None:
         """Take a worker over that another manager has launched.

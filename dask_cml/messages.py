@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from dask_cml.checks import is_session_id
+
 #: Of workers, of sessions, of whatever a message counts or lists.
 _MOST = 100_000
 _LONGEST_TEXT = 300
 _LONGEST_TIME = 10 * 365 * 24 * 3600.0
 _MOST_INFO = 20
-_SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
 
 
 def check_manager(value: object) -> None:
@@ -81,11 +82,6 @@ def check_names(name: str, value: object) -> None:
     """Refuse what is not a list of workers' names."""
     if not isinstance(value, (list, tuple)) or len(value) > _MOST or not all(map(_is_text, value)):
         raise _invalid(name, value, "a list of workers' names")
-
-
-def is_session_id(value: object) -> bool:
-    """Return whether this can be the id of a session."""
-    return isinstance(value, str) and _SESSION_ID.fullmatch(value) is not None
 
 
 def _is_text(value: object) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 from distributed.security import Security
 
+from dask_cml.checks import is_session_id
+
 VERSION = 1
 
 #: psutil derives the time when a process was made from the clock, which may be set meanwhile.
@@ -172,7 +174,7 @@ class Record:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         for key, value in own.items():
             if not _CHECKS.get(key, _is_text_or_none)(value):
-                raise ValueError(f"its {key} cannot be {value!r}")
+                raise ValueError(f"its {key} cannot be {repr(value)[:100]}")
         maker = {each.name: own["maker"].get(each.name) for each in fields(Maker)}
         return cls(**{**own, "maker": Maker(**maker)}, more=content)
 
@@ -195,6 +197,10 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
+def _is_by_session(value: object) -> bool:
+    return _is_texts(value) and isinstance(value, dict) and all(map(is_session_id, value))
+
+
 def _is_maker(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("started"), (int, float)):
         return False
@@ -209,8 +215,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "created": _is_text,
     "maker": _is_maker,
     "options": lambda value: isinstance(value, dict),
-    "sessions": _is_texts,
-    "owners": _is_texts,
+    "scheduler_session": lambda value: value is None or is_session_id(value),
+    "sessions": _is_by_session,
+    "owners": _is_by_session,
     "security": lambda value: value is None or _is_texts(value),
     "version": lambda value: value > 0,
 }

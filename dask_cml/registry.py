@@ -24,6 +24,14 @@ from pathlib import Path
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import state_directory
+from dask_cml.private import (
+    MOST_BYTES,
+    NotPrivate,
+    check_folder,
+    make_folder,
+    owner_only,
+    read_file,
+)
 from dask_cml.record import Maker, Record
 
 logger = logging.getLogger(__name__)
@@ -60,12 +68,14 @@ def claim(record: Record, directory: Path | None = None, *, stale: Record | None
         If there is a folder of this name, and it is not that of `stale`.
     ValueError
         If the name cannot be that of a folder.
+    NotPrivate
+        If the state directory belongs to another user, or others can write to it.
     """
     folder = _folder(record.name, directory)
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder.parent)
     # It gets its name as a whole: a crash leaves no folder of that name without a record.
     made = folder.parent / f".claim-{secrets.token_hex(8)}"
-    made.mkdir(mode=0o700)
+    make_folder(made)
     try:
         write(record, directory, folder=made)
         if stale is not None:
@@ -90,14 +100,21 @@ def write(record: Record, directory: Path | None = None, *, folder: Path | None 
     ------
     NoSuchCluster
         If the cluster's folder is gone.
+    CMLError
+        If the record has more than a megabyte, so that nobody would read it.
     """
     folder = folder or _folder(record.name, directory)
     content = record.to_json().encode()
+    if len(content) > MOST_BYTES:
+        raise CMLError(
+            f"the record of the cluster {record.name!r} has {len(content)} bytes: "
+            f"expected at most {MOST_BYTES}; use shorter options or fewer sessions"
+        )
     temporary = folder / f".{RECORD_FILE}-{secrets.token_hex(8)}"
     try:
         with contextlib.ExitStack() as on_error:
             on_error.callback(_unlink, temporary)
-            with open(temporary, "xb", opener=_owner_only) as file:
+            with open(temporary, "xb", opener=owner_only) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -155,7 +172,7 @@ def read(name: str, directory: Path | None = None) -> Record:
 
 
 def records(directory: Path | None = None) -> list[Record]:
-    """Read all records, sorted by name. What is damaged or foreign is reported once, and passed over."""
+    """Read all records, sorted by name. What is damaged or not private is reported once, and passed over."""
     directory = directory or state_directory()
     found = (_load(directory / name) for name in sorted(_folders(directory)))
     return [record for record in found if record is not None]
@@ -202,10 +219,6 @@ def _folder(name: str, directory: Path | None) -> Path:
     return (directory or state_directory()) / name
 
 
-def _owner_only(path: str, flags: int) -> int:
-    return os.open(path, flags, mode=0o600)
-
-
 def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
@@ -232,6 +245,9 @@ def _load(folder: Path) -> Record | None:
         if record.name != folder.name:
             raise ValueError(f"it is that of the cluster {record.name!r}")
         return record
+    except NotPrivate as error:
+        _report(error.path, f"it {error.why}", f"; run `{error.command}`")
+        return None
     except (OSError, ValueError, RecursionError) as error:
         _report(folder / RECORD_FILE, str(error))
         return None
@@ -241,9 +257,13 @@ def _read(folder: Path) -> bytes | None:
     for _ in range(_TRIES):
         try:
             # NFS may remember that a file is not there; listing the folder is what makes it look again.
+            check_folder(folder.parent)
+            check_folder(folder)
             if RECORD_FILE not in os.listdir(folder):
                 return None
-            return (folder / RECORD_FILE).read_bytes()
+            if folder.is_symlink():
+                raise ValueError("its folder is a symbolic link")
+            return read_file(folder / RECORD_FILE)
         except (FileNotFoundError, NotADirectoryError):
             if not folder.is_dir():
                 return None
@@ -254,10 +274,10 @@ def _read(folder: Path) -> bytes | None:
     return None
 
 
-def _report(path: Path, why: str) -> None:
+def _report(path: Path, why: str, remedy: str = "") -> None:
     if (str(path), why) not in _reported:
         _reported.add((str(path), why))
-        logger.warning("%s is passed over: %s", path, why)
+        logger.warning("%s is passed over: %s%s", path, why, remedy)
 
 
 def _sweep(folder: Path, prefixes: tuple[str, ...], newest: Path) -> None:
@@ -284,7 +304,7 @@ def _locked(folder: Path) -> Iterator[None]:
     since = 0.0
     while True:
         try:
-            with open(path, "xb", opener=_owner_only) as file:
+            with open(path, "xb", opener=owner_only) as file:
                 file.write(own)
             break
         except FileExistsError:
@@ -306,8 +326,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _content(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
-    except OSError:
+        return read_file(path)
+    except (OSError, ValueError):
         return None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from dask_cml import answers
 from dask_cml.answers import CallFailed, NoAnswer, SessionInfo, has_ended, ip_address, may_pass
 from dask_cml.calls import Calls
-from dask_cml.checks import integer, seconds
+from dask_cml.checks import integer, is_session_id, message, seconds
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.loading import load_platform
 from dask_cml.options import SessionSize, setting
@@ -229,7 +229,7 @@ class WorkersAPI:
         if session.get("id"):
             return session
         # It may have made half a session, which counts and costs as a whole one does.
-        if half_made := session.get("engineId"):
+        if is_session_id(half_made := session.get("engineId")):
             self._half_made.add(half_made)
             self.adopt(half_made, launch.name)
             self._try_to_stop(half_made)
@@ -293,12 +293,14 @@ class WorkersAPI:
         Raises
         ------
         ValueError
-            If there is no id: to the platform that means every session of the user's.
+            If there is no id, which to the platform means every session of the user's, or one that is none.
         CMLError
             If the platform does not stop them.
         """
-        if not ids or not all(ids):
-            raise ValueError(f"stop() needs the ids of sessions, it got {ids!r}")
+        if not ids:
+            raise ValueError("invalid ids=(): expected the ids of sessions")
+        for each in ids:
+            _check_id(each)
         await self._calls.do(f"stop {_some(ids)}", lambda: self._stop_now(ids), self._limit_to_stop(ids))
         self.on_change()
 
@@ -403,7 +405,14 @@ class WorkersAPI:
                 del self._unanswered[name]
 
     def adopt(self, session_id: str, name: str) -> None:
-        """Take a session over that was launched elsewhere."""
+        """Take a session over that was launched elsewhere.
+
+        Raises
+        ------
+        ValueError
+            If the id is none.
+        """
+        _check_id(session_id)
         with self._lock:
             self.live.add(session_id)
             self.names[session_id] = name
@@ -436,6 +445,11 @@ class WorkersAPI:
                 named, why = ", ".join(sorted(self.named_sessions())), answers.in_words(errors[-1])
                 raise CallFailed(f"CML did not stop {named}, which may still run: {why}") from errors[-1]
             time.sleep(pause)
+
+
+def _check_id(session_id: object) -> None:
+    if not is_session_id(session_id):
+        raise ValueError(message("session id", session_id, "letters and digits"))
 
 
 def _some(names: Iterable[str]) -> str:

@@ -215,7 +215,7 @@ def test_the_key(cml, monkeypatch):
 
 
 def test_the_sessions_that_the_platform_lists(cml):
-    cml.answer = lambda: [{"id": "a", "status": "running"}, {"id": "b", "status": "stopped"}]
+    cml.answer = lambda: [{"id": "aaaa", "status": "running"}, {"id": "bbbb", "status": "stopped"}]
     finding = session.sessions()
     assert finding.state == "ok"
     assert "2 worker sessions; 1 have not ended" in finding.words

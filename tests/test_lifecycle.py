@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 
 import dask
 import pytest
@@ -300,6 +301,29 @@ async def test_a_manager_leaves_a_cluster_of_which_it_hears_nothing_any_more(pla
     assert "has not answered for 1 s" in manager_log(other)[-1]
     assert await lifecycle.end_all(registry.records()) == {"shared": None}
     assert not live(platform)
+
+
+async def test_a_session_that_only_the_scheduler_was_told_of_is_not_taken_over(platform, holds, caplog):
+    caplog.set_level("INFO")
+    code = "import time; time.sleep(600)"
+    foreign, other = (each["id"] for each in platform.launch_workers(2, cpu=1, memory=1, code=code))
+    async with make(name="told") as cluster:
+        await cluster.scheduler_comm.cml_sync(
+            manager=cluster.membership.id, launched={"told-7": foreign, "told-8": other}
+        )
+        assert await cluster.membership.sync()
+        assert not cluster.workers
+        # What another manager has launched, its record names, and it may be seen a moment later.
+        await asyncio.to_thread(
+            registry.update, "told", lambda r: replace(r, sessions={**r.sessions, other: "told-8"})
+        )
+        cluster.scale(0)
+        await holds(lambda: other not in {each["id"] for each in live(platform)})
+        assert await cluster.membership.sync()
+    assert caplog.text.count(f"told-7's session {foreign} is not taken over") == 1
+    [left] = [each["id"] for each in platform.sessions() if not each["stop_requested"]]
+    assert left == foreign
+    platform.stop_workers(foreign)
 
 
 SECOND = """

@@ -267,13 +267,16 @@ def damages():
     for key, value in {
         "id": 3,
         "maker": {"host": "a", "pid": -1, "started": 1.0},
-        "sessions": {"id": 3},
+        "sessions": {"abcdefgh12345678": 3},
+        "owners": {"../etc": "first"},
+        "scheduler_session": "",
         "security": ["a"],
         "scheduler_address": 8786,
         "options": None,
         "version": 0,
     }.items():
         yield key, {**good, key: value}, f"its {key} cannot be"
+    yield "no session", {**good, "sessions": {"": "scheduler"}}, "its sessions cannot be"
 
 
 @pytest.mark.parametrize(("content", "why"), [d[1:] for d in damages()], ids=[d[0] for d in damages()])
@@ -308,15 +311,15 @@ def test_foreign_files_and_folders_are_passed_over(state, caplog):
 def test_record_that_was_replaced_while_it_was_read_is_read_again(state, monkeypatch):
     record = Record("a")
     claim(record, state)
-    content = Path.read_bytes
+    content = registry.read_file
     stale = iter([OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError(), None])
 
-    def read_bytes(path):
+    def read_file(path):
         if error := next(stale):
             raise error
         return content(path)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(registry, "read_file", read_file)
     assert read("a", state) == record
 
 
@@ -423,12 +426,12 @@ def test_nothing_is_lost_when_two_processes_change_a_record(state, fork):
     while any(writer.is_alive() for writer in writers):
         read("a", state)
     assert [writer.exitcode for writer in writers] == [0, 0]
-    assert set(read("a", state).sessions) == {f"{p}{i}" for p in "xy" for i in range(40)}
+    assert set(read("a", state).sessions) == {f"{p}-session-{i}" for p in "xy" for i in range(40)}
 
 
 def add_sessions(state, prefix):
     for i in range(40):
-        new = {f"{prefix}{i}": f"worker-{i}"}
+        new = {f"{prefix}-session-{i}": f"worker-{i}"}
         update("a", lambda r, new=new: dataclasses.replace(r, sessions={**r.sessions, **new}), state)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -548,11 +549,18 @@ async def test_ended_sessions_are_listed_too_and_known_as_ended(stub, api):
 # -- stop
 
 
-@pytest.mark.parametrize("ids", [(), ("",), (None,), ("stub000000000000", "")])
-async def test_stop_without_an_id_is_refused_and_the_platform_is_not_called(stub, api, ids):
-    with pytest.raises(ValueError, match="needs the ids"):
+@pytest.mark.parametrize("ids", [(), ("",), (None,), ("stub000000000000", ""), ("../x",), ("ab cd",)])
+async def test_stop_of_what_is_no_id_is_refused_and_the_platform_is_not_called(stub, api, ids):
+    named = re.escape(f"session id={ids[-1]!r}") if ids else r"ids=\(\)"
+    with pytest.raises(ValueError, match=f"invalid {named}: expected"):
         await api.stop(*ids)
     assert stub.calls == []
+
+
+def test_what_is_no_id_is_not_adopted(api):
+    with pytest.raises(ValueError, match="invalid session id='': expected"):
+        api.adopt("", "night-1")
+    assert api.live == set()
 
 
 async def test_stop_ends_the_given_sessions_in_one_call_and_no_others(stub, api, left):

@@ -104,20 +104,20 @@ def configuration() -> Finding:
 def state_directory() -> Finding:
     """Check that the folder of the clusters' records is private, ours, and can be written."""
     from dask_cml.options import state_directory
+    from dask_cml.private import NotPrivate, check_folder, move_aside
 
     directory = state_directory()
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not there.is_dir():
-        return _state("wrong", f"{there} is not a folder.", _move_aside(there))
+        return _state("wrong", f"{there} is not a folder.", move_aside(there))
     if there == directory:
-        about = directory.stat()
-        mode = stat.S_IMODE(about.st_mode)
-        if about.st_uid != os.geteuid():
-            words = f"{directory} belongs to the user {about.st_uid}, and you are {os.geteuid()}."
-            return _state("wrong", words, _move_aside(directory))
+        try:
+            check_folder(directory)
+        except NotPrivate as error:
+            return _state("wrong", f"{directory} {error.why}.", error.command)
+        mode = stat.S_IMODE(directory.stat().st_mode)
         if mode & 0o777 != 0o700:
-            # Who can write there can replace what a cluster is run by.
-            state: State = "wrong" if mode & 0o022 or mode & 0o700 != 0o700 else "warning"
+            state: State = "warning" if mode & 0o700 == 0o700 else "wrong"
             words = f"{directory} has the mode {mode:04o}. Only you must be able to read and write it."
             return _state(state, words, f"chmod 700 {shlex.quote(str(directory))}")
     probe = there / f".doctor-{secrets.token_hex(8)}"
@@ -136,7 +136,3 @@ def state_directory() -> Finding:
 
 def _state(state: State, words: str, command: str | None = None) -> Finding:
     return Finding("state directory", state, words, command)
-
-
-def _move_aside(path: Path) -> str:
-    return shlex.join(["mv", str(path), f"{path}-{secrets.token_hex(2)}"])

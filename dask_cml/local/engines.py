@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dask_cml.local import processes, records, state
+from dask_cml.private import make_folder
 
 
 def has_ended(name: str) -> bool:
@@ -54,7 +55,7 @@ def engine(name: str) -> Iterator[None]:
     ...     [session] = local.launch_workers(1, cpu=1, memory=2, code="import time; time.sleep(600)")
     """
     path = _path(name)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    make_folder(path.parent)
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -94,7 +95,7 @@ def end_engine(name: str) -> None:
     >>> local.end_engine("another")
     """
     path = _path(name)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    make_folder(path.parent)
     if path.exists() and not has_ended(name):
         raise ValueError(f"invalid name={name!r}: expected an engine that does not end with a process")
     path.touch(mode=0o600)

@@ -6,12 +6,13 @@ import contextlib
 import fcntl
 import json
 import os
-import stat
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from dask_cml.private import make_folder, owner_only
 
 DIRECTORY_VARIABLE = "DASK_CML_LOCAL_DIRECTORY"
 
@@ -32,15 +33,8 @@ def directory() -> Path:
     """
     default = Path(tempfile.gettempdir(), f"dask-cml-local-{os.getuid()}")
     path = Path(os.environ.get(DIRECTORY_VARIABLE) or default).absolute()
-    (path / "sessions").mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat()
-    if path == default and found.st_uid == os.getuid():
-        path.chmod(0o700)
-    elif found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            f"{path} is writable by others, who could run code as you: "
-            f"set {DIRECTORY_VARIABLE} to a directory of your own with mode 0700"
-        )
+    make_folder(path)
+    make_folder(path / "sessions")
     return path
 
 
@@ -55,7 +49,7 @@ def read_json(path: Path) -> Any:
 def write_json(path: Path, content: Any) -> None:
     """Write a file that others see whole or not at all, and that its owner alone can read."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+    with open(new, "w", opener=owner_only) as file:
         json.dump(content, file)
     os.replace(new, path)
 

@@ -154,7 +154,7 @@ def test_state_directory_that_others_can_write_to_is_refused(platform, tmp_path,
     tmp_path.chmod(0o777)
     with monkeypatch.context() as patch:
         patch.setenv("DASK_CML_LOCAL_DIRECTORY", str(tmp_path))
-        with pytest.raises(PermissionError, match="DASK_CML_LOCAL_DIRECTORY"):
+        with pytest.raises(PermissionError, match="run `chmod 700"):
             platform.sessions()
 
 

@@ -1,0 +1,120 @@
+"""Folders and files that nobody else can change. What is known of clusters is read from no others.
+
+Who can write a record decides whom its readers connect with and which sessions they stop. All functions
+block for as long as the file system takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shlex
+import stat
+from pathlib import Path
+
+from dask_cml.errors import CMLError
+
+#: Bytes. No file that dask-cml reads has more.
+MOST_BYTES = 1_000_000
+
+
+class NotPrivate(CMLError, PermissionError):
+    """A folder or file belongs to another user, or others can write to it.
+
+    Parameters
+    ----------
+    path : Path
+        The folder or file.
+    why : str
+        What is wrong with it.
+    command : str
+        What mends it, as a line for a shell.
+    """
+
+    def __init__(self, path: Path, why: str, command: str) -> None:
+        super().__init__(f"{path} {why}: run `{command}`")
+        self.path, self.why, self.command = path, why, command
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, with the mode 0700 whatever the umask; or check one that is there.
+
+    Raises
+    ------
+    NotPrivate
+        If it was there, and is not private.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        path.chmod(0o700)
+    check_folder(path)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a folder that is not this user's, or to which others can write.
+
+    Raises
+    ------
+    NotPrivate
+        That says what is wrong with it.
+    NotADirectoryError
+        If it is no folder.
+    """
+    about = path.stat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    _check(path, about, "700")
+
+
+def read_file(path: Path) -> bytes:
+    """Read a regular file of this user, to which others cannot write.
+
+    Raises
+    ------
+    NotPrivate
+        If it is not private.
+    ValueError
+        If it is no regular file, or has more than a megabyte.
+    """
+    try:
+        # A pipe must not make its reader wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise ValueError("it is no regular file") from None
+        raise
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError("it is no regular file")
+        _check(path, about, "600")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    return content
+
+
+def owner_only(path: str, flags: int) -> int:
+    """Open a file for :func:`open`, so that only its owner can read it if this creates it."""
+    return os.open(path, flags, mode=0o600)
+
+
+def move_aside(path: Path) -> str:
+    """Return the line for a shell that gives a folder or file another name, which no cluster can have."""
+    aside = path.with_name(f".{path.name.lstrip('.')}-{secrets.token_hex(2)}")
+    return shlex.join(["mv", str(path), str(aside)])
+
+
+def _check(path: Path, about: os.stat_result, mode: str) -> None:
+    if about.st_uid != os.geteuid():
+        why = f"belongs to the user {about.st_uid}, and you are {os.geteuid()}"
+        raise NotPrivate(path, why, move_aside(path))
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"has the mode {stat.S_IMODE(about.st_mode):04o}, so others can write to it"
+        raise NotPrivate(path, why, shlex.join(["chmod", mode, str(path)]))

@@ -1,0 +1,165 @@
+"""Folders and files that others could have written: nothing is read from them, and nobody connected with."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+import stat
+import subprocess
+
+import pytest
+
+from dask_cml import dask_utils, lifecycle, registry
+from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.options import Options, state_directory
+from dask_cml.private import MOST_BYTES, NotPrivate, make_folder, read_file
+from dask_cml.record import Record
+from dask_cml.registry import RECORD_FILE
+
+STRANGER = 12345
+
+
+@pytest.fixture(params=["of another user", "writable by the group", "writable by others"])
+def open_up(request):
+    """Give a path to another user, or let others write to it."""
+    if request.param == "of another user":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give files to others")
+        return lambda path: os.chown(path, STRANGER, -1)
+    more = stat.S_IWGRP if request.param == "writable by the group" else stat.S_IWOTH
+    return lambda path: path.chmod(path.stat().st_mode | more)
+
+
+@pytest.fixture(params=[0, 0o277], ids=["umask 000", "umask 277"])
+def umask(request):
+    previous = os.umask(request.param)
+    yield
+    os.umask(previous)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+# -- folders
+
+
+def test_a_folder_is_made_private_whatever_the_umask(tmp_path, umask):
+    make_folder(tmp_path / "state")
+    assert mode(tmp_path / "state") == 0o700
+    make_folder(tmp_path / "state")
+
+
+async def test_the_prototypes_functions_make_the_state_directory_private(platform, umask):
+    async with dask_utils._launching(Options.read(name="a", platform="local")) as (_, folder):
+        assert mode(folder) == mode(state_directory()) == 0o700
+
+
+def test_a_folder_that_others_can_write_to_is_refused_with_the_command_that_mends_it(tmp_path, open_up):
+    folder = tmp_path / "it's mine"
+    make_folder(folder)
+    open_up(folder)
+    with pytest.raises(NotPrivate) as refused:
+        make_folder(folder)
+    assert str(refused.value).startswith(f"{folder} ")
+    assert isinstance(refused.value, CMLError)
+    [command] = str(refused.value).split("`")[1:-1]
+    subprocess.run(command, shell=True, check=True)
+    make_folder(folder)
+    assert mode(folder) == 0o700
+
+
+# -- files
+
+
+def test_a_file_that_others_can_write_to_is_not_read(tmp_path, open_up):
+    (tmp_path / "file").write_text("planted")
+    open_up(tmp_path / "file")
+    with pytest.raises(NotPrivate):
+        read_file(tmp_path / "file")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "link", "device"])
+def test_what_is_no_regular_file_is_not_read(tmp_path, kind):
+    path = tmp_path / "file"
+    with socket.socket(socket.AF_UNIX) as listener:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            listener.bind(str(path))
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "link":
+            (tmp_path / "other").write_text("elsewhere")
+            path.symlink_to(tmp_path / "other")
+        else:
+            path.symlink_to("/dev/zero")
+        with pytest.raises(ValueError, match="it is no regular file"):
+            read_file(path)
+
+
+def test_a_file_of_more_than_a_megabyte_is_not_read(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(MOST_BYTES))
+    assert len(read_file(tmp_path / "file")) == MOST_BYTES
+    (tmp_path / "file").write_bytes(bytes(MOST_BYTES + 1))
+    with pytest.raises(ValueError, match="more than"):
+        read_file(tmp_path / "file")
+
+
+# -- records
+
+
+@pytest.mark.parametrize("part", ["state directory", "folder", "record"])
+async def test_a_planted_record_is_passed_over_with_one_warning_and_nobody_is_asked(
+    platform, caplog, open_up, part
+):
+    connections = []
+    async with await asyncio.start_server(lambda *_: connections.append(1), "127.0.0.1", 0) as trap:
+        address = f"tcp://127.0.0.1:{trap.sockets[0].getsockname()[1]}"
+        folder = registry.claim(Record("planted", scheduler_address=address))
+        paths = {"state directory": folder.parent, "folder": folder, "record": folder / RECORD_FILE}
+        open_up(paths[part])
+        for _ in range(2):
+            assert await lifecycle.describe(registry.records()) == []
+        with pytest.raises(NoSuchCluster):
+            registry.read("planted")
+        with pytest.raises(NoSuchCluster):
+            registry.update("planted", lambda record: record)
+    assert connections == []
+    [warning] = [each.getMessage() for each in caplog.records if each.name == registry.__name__]
+    assert warning.startswith(f"{paths[part]} is passed over: it ")
+
+
+def test_no_cluster_is_made_where_others_can_write(tmp_path, open_up):
+    state = tmp_path / "state"
+    make_folder(state)
+    open_up(state)
+    with pytest.raises(NotPrivate):
+        registry.claim(Record("a"), state)
+    assert os.listdir(state) == []
+
+
+def test_a_pipe_in_place_of_a_record_hangs_nobody(tmp_path, caplog):
+    folder = registry.claim(Record("a"), tmp_path / "state")
+    (folder / RECORD_FILE).unlink()
+    os.mkfifo(folder / RECORD_FILE)
+    assert registry.records(tmp_path / "state") == []
+    assert "it is no regular file" in caplog.text
+
+
+def test_a_link_to_a_folder_elsewhere_is_no_cluster(tmp_path, caplog):
+    folder = registry.claim(Record("a"), tmp_path / "elsewhere")
+    make_folder(tmp_path / "state")
+    (tmp_path / "state" / "a").symlink_to(folder)
+    assert registry.records(tmp_path / "state") == []
+    assert "symbolic link" in caplog.text
+
+
+def test_a_record_that_nobody_would_read_is_not_written(tmp_path):
+    old = Record("a")
+    registry.claim(old, tmp_path)
+    with pytest.raises(CMLError, match="expected at most"):
+        registry.write(dataclasses.replace(old, options={"filler": "x" * MOST_BYTES}), tmp_path)
+    assert registry.read("a", tmp_path) == old
