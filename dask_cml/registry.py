@@ -24,14 +24,7 @@ from pathlib import Path
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import state_directory
-from dask_cml.private import (
-    MOST_BYTES,
-    NotPrivate,
-    check_folder,
-    make_folder,
-    owner_only,
-    read_file,
-)
+from dask_cml.private import MOST_BYTES, NotPrivate, check_folder, make_folder, owner_only, read_file
 from dask_cml.record import Maker, Record
 
 logger = logging.getLogger(__name__)
@@ -230,9 +223,13 @@ def _names(directory: Path) -> tuple[str, ...]:
 
 def _folders(directory: Path) -> list[str]:
     try:
+        check_folder(directory)
         return [name for name in os.listdir(directory) if not name.startswith(".")]
+    except NotPrivate as error:
+        _report_open(error)
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        pass
+    return []
 
 
 def _load(folder: Path) -> Record | None:
@@ -246,7 +243,7 @@ def _load(folder: Path) -> Record | None:
             raise ValueError(f"it is that of the cluster {record.name!r}")
         return record
     except NotPrivate as error:
-        _report(error.path, f"it {error.why}", f"; run `{error.command}`")
+        _report_open(error)
         return None
     except (OSError, ValueError, RecursionError) as error:
         _report(folder / RECORD_FILE, str(error))
@@ -256,11 +253,11 @@ def _load(folder: Path) -> Record | None:
 def _read(folder: Path) -> bytes | None:
     for _ in range(_TRIES):
         try:
-            # NFS may remember that a file is not there; listing the folder is what makes it look again.
             check_folder(folder.parent)
-            check_folder(folder)
+            # NFS may remember that a file is not there; listing the folder is what makes it look again.
             if RECORD_FILE not in os.listdir(folder):
                 return None
+            check_folder(folder)
             if folder.is_symlink():
                 raise ValueError("its folder is a symbolic link")
             return read_file(folder / RECORD_FILE)
@@ -272,6 +269,10 @@ def _read(folder: Path) -> bytes | None:
                 raise
         time.sleep(_PAUSE)
     return None
+
+
+def _report_open(error: NotPrivate) -> None:
+    _report(error.path, f"it {error.why}", f": run `{error.command}`")
 
 
 def _report(path: Path, why: str, remedy: str = "") -> None:

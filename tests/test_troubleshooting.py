@@ -29,6 +29,8 @@ from dask_cml import (
     registry,
 )
 from dask_cml.local import processes
+from dask_cml.options import state_directory
+from dask_cml.private import NotPrivate
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 #: What differs from one time to the next.
@@ -117,13 +119,18 @@ def test_errors_when_a_cluster_is_made(platform, seen, shown, monkeypatch):
     shown("Errors when a cluster is made")
 
 
-def test_errors_about_names(platform, seen, shown):
+def test_errors_about_names(platform, seen, shown, caplog):
     fails(seen, NoSuchCluster, lambda: CMLCluster.from_name("night"))
     with make():
         fails(seen, ClusterExists, make)
         fails(seen, NoSuchCluster, lambda: CMLCluster.from_name("day"))
         registry.claim(replace(registry.read("night"), name="dead", id="dead", scheduler_id="another"))
         fails(seen, CMLError, lambda: CMLCluster.from_name("dead"))
+    state_directory().chmod(0o775)
+    fails(seen, NotPrivate, make)
+    assert registry.records() == []
+    seen[:] = [text.replace(str(state_directory()), "~/.dask-cml") for text in [*seen, caplog.text]]
+    state_directory().chmod(0o700)
     shown("Errors about names")
 
 
