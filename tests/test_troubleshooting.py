@@ -129,7 +129,7 @@ def test_errors_about_names(platform, seen, shown, caplog):
     state_directory().chmod(0o775)
     fails(seen, NotPrivate, make)
     assert registry.records() == []
-    seen[:] = [text.replace(str(state_directory()), "~/.dask-cml") for text in [*seen, caplog.text]]
+    seen[:] = [text.replace(str(state_directory()), "/home/cdsw/.dask-cml") for text in [*seen, caplog.text]]
     state_directory().chmod(0o700)
     shown("Errors about names")
 
