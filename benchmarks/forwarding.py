@@ -36,8 +36,8 @@ PANE = "/individual-task-stream"
 MANAGER = """
 import asyncio, sys
 from distributed.security import Security
-from dask_cml.forwarding import DashboardForwarder
-from dask_cml.plugin import Presence
+from dask_cml.manager.dashboard import DashboardForwarder
+from dask_cml.manager.presence import Presence
 
 async def manage(address, folder):
     keys = {}

@@ -14,8 +14,8 @@ from pathlib import Path
 from distributed import LocalCluster
 
 from benchmarks.report import Report, figure, save_figure, spread
-from dask_cml.record import Record
-from dask_cml.registry import claim
+from dask_cml.records.record import Record
+from dask_cml.records.store import claim
 
 RECORDS = 200
 

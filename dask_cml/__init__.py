@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_cml.adaptive import CMLAdaptive
     from dask_cml.cluster import CMLCluster
     from dask_cml.errors import (
         ClusterExists,
@@ -17,12 +16,15 @@ if TYPE_CHECKING:
         SchedulerTimeout,
         SessionFailed,
     )
-    from dask_cml.processes import Session
+    from dask_cml.manager.adaptive import CMLAdaptive
+    from dask_cml.sessions.process import CMLScheduler, CMLWorker, Session
 
 __all__ = [
     "CMLAdaptive",
     "CMLCluster",
     "CMLError",
+    "CMLScheduler",
+    "CMLWorker",
     "ClusterExists",
     "LaunchRefused",
     "NoSuchCluster",
@@ -33,9 +35,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CMLAdaptive": "adaptive",
+    "CMLAdaptive": "manager.adaptive",
     "CMLCluster": "cluster",
-    "Session": "processes",
+    "CMLScheduler": "sessions.process",
+    "CMLWorker": "sessions.process",
+    "Session": "sessions.process",
 }
 
 

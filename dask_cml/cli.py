@@ -18,8 +18,8 @@ import click
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
-    from dask_cml.record import Record
-    from dask_cml.session_logs import SessionLogs
+    from dask_cml.records.record import Record
+    from dask_cml.sessions.session_logs import SessionLogs
 
 # Dask imports this with every one of its commands, so what takes long to import is imported where it is used.
 
@@ -37,10 +37,10 @@ _NO_OPTIONS = ("create-mode", "shutdown-on-close", "orphan-timeout", "forward-da
 
 def _names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete the name of a cluster."""
-    from dask_cml import registry
+    from dask_cml.records import store
 
     given = context.params.get(str(parameter.name)) or ()
-    return [r.name for r in registry.records() if r.name.startswith(incomplete) and r.name not in given]
+    return [r.name for r in store.records() if r.name.startswith(incomplete) and r.name not in given]
 
 
 def _in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def _in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_line(error: object) -> str:
-    from dask_cml.views import first_line
+    from dask_cml.manager.display import first_line
 
     return first_line(str(error)) or type(error).__name__
 
@@ -163,7 +163,7 @@ def create(spec: str | None, **options: Any) -> None:
     import dask.config
 
     from dask_cml.cluster import CMLCluster
-    from dask_cml.record import lifetime
+    from dask_cml.sessions.owner import lifetime
 
     positional, arguments = _read_spec(spec) if spec else ([], {})
     arguments.update({name: value for name, value in options.items() if value is not None})
@@ -215,9 +215,9 @@ def _read_spec(path: str) -> tuple[list[Any], dict[str, Any]]:
 @_in_one_line
 def list_clusters(as_json: bool) -> None:
     """List the clusters of the project."""
-    from dask_cml import lifecycle, registry
+    from dask_cml.records import operations, store
 
-    rows = _run(lifecycle.describe(registry.records()))
+    rows = _run(operations.describe(store.records()))
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -234,7 +234,7 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def _shown(column: str, value: Any) -> str:
     from dask.utils import format_bytes
 
-    from dask_cml.waiting import span
+    from dask_cml.manager.waiting import span
 
     if value is None:
         return "-"
@@ -245,7 +245,7 @@ def _shown(column: str, value: Any) -> str:
 
 def _cells(columns: Sequence[str], row: dict[str, Any]) -> list[str]:
     """Return the cells of a cluster's row; where sessions wait for room, they say so."""
-    from dask_cml.waiting import waiting
+    from dask_cml.manager.waiting import waiting
 
     cells = {column: _shown(column, row[column]) for column in columns}
     if row["waiting"]:
@@ -285,12 +285,12 @@ def info(name: str, as_json: bool) -> None:
     """Tell all about one cluster."""
     from dataclasses import asdict
 
-    from dask_cml import lifecycle, registry
+    from dask_cml.manager.waiting import waiting
     from dask_cml.options import state_directory
-    from dask_cml.waiting import waiting
+    from dask_cml.records import operations, store
 
-    record = registry.read(name)
-    [row] = _run(lifecycle.describe([record], timeout=_PATIENCE))
+    record = store.read(name)
+    [row] = _run(operations.describe([record], timeout=_PATIENCE))
     row.update(
         created=record.created,
         folder=str(state_directory() / name),
@@ -345,7 +345,7 @@ def scale(name: str, n: int, timeout: float) -> None:
 
 def _here(cluster: CMLCluster, n: int) -> str:
     """Return how many of n workers have come, and how many sessions wait for room."""
-    from dask_cml.waiting import waiting_workers
+    from dask_cml.manager.waiting import waiting_workers
 
     words = waiting_workers(cluster.reconciler.waits)
     return f"{len(cluster.arrived)} of {_workers(n)} here" + f", {words}" * bool(words)
@@ -411,11 +411,11 @@ def _sessions(context: click.Context, parameter: click.Parameter, incomplete: st
 
 
 def _session_logs(name: str) -> tuple[SessionLogs, Record]:
-    from dask_cml import registry
     from dask_cml.options import state_directory
-    from dask_cml.session_logs import SessionLogs
+    from dask_cml.records import store
+    from dask_cml.sessions.session_logs import SessionLogs
 
-    record = registry.read(name)
+    record = store.read(name)
     log_directory, processes = record.options.get("log_directory"), record.options.get("processes") or 1
     return SessionLogs(name, state_directory() / name, log_directory, processes), record
 
@@ -450,11 +450,11 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
 
 def _lasts(record: Record) -> bool:
     """Return whether a cluster's record is still there."""
-    from dask_cml import registry
     from dask_cml.errors import NoSuchCluster
+    from dask_cml.records import store
 
     try:
-        return registry.read(record.name).id == record.id
+        return store.read(record.name).id == record.id
     except NoSuchCluster:
         return False
 
@@ -465,13 +465,13 @@ def _lasts(record: Record) -> bool:
 @_in_one_line
 def delete(names: Sequence[str], everything: bool) -> None:
     """End clusters: every session of theirs is stopped."""
-    from dask_cml import lifecycle, registry
+    from dask_cml.records import operations, store
 
     if bool(names) == everything:
         raise click.UsageError("give names of clusters, or --all")
-    records = registry.records() if everything else [registry.read(name) for name in dict.fromkeys(names)]
+    records = store.records() if everything else [store.read(name) for name in dict.fromkeys(names)]
     with _progress(lambda: f"{len(records)} cluster{'s' * (len(records) != 1)} being ended"):
-        results = _run(lifecycle.end_all(records))
+        results = _run(operations.end_all(records))
     _tell_ends(results, "there is no cluster")
 
 
@@ -482,10 +482,10 @@ def prune() -> None:
 
     A dead cluster's scheduler has ended by the platform's list, or has been silent for two minutes.
     """
-    from dask_cml import lifecycle
+    from dask_cml.records import operations
 
     with _progress(lambda: "Looking for dead clusters"):
-        results, passed_over = _run(lifecycle.prune())
+        results, passed_over = _run(operations.prune())
     for name, why in passed_over.items():
         command = f"`dask cml delete {shlex.quote(name)}`"
         click.echo(f"{name} is passed over: {why}. To delete it all the same: {command}", err=True)

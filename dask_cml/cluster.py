@@ -19,25 +19,27 @@ from distributed.deploy.spec import SpecCluster
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
-from dask_cml import keys, liveness, registry
-from dask_cml.adaptive import CMLAdaptive, stop_adapting
+from dask_cml.aio import cancel
 from dask_cml.checks import gibibytes, integer, message, positive
-from dask_cml.ending import end_at_exit, no_longer_end_at_exit, unclosed
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
-from dask_cml.fleet import Fleet, session_keys
-from dask_cml.forwarding import DashboardForwarder
-from dask_cml.lifecycle import wait_until_running
-from dask_cml.membership import Membership
+from dask_cml.manager.adaptive import CMLAdaptive, stop_adapting
+from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
+from dask_cml.manager.dashboard import DashboardForwarder
+from dask_cml.manager.display import first_line, sessions_html, show_start
+from dask_cml.manager.fleet import Fleet, session_keys
+from dask_cml.manager.leadership import Membership
+from dask_cml.manager.reconciler import Reconciler
+from dask_cml.manager.record_keeper import SCHEDULER, RecordKeeper
+from dask_cml.manager.waiting import pending, waiting
 from dask_cml.options import OPTION_NAMES, Options, state_directory
-from dask_cml.processes import CMLScheduler, CMLWorker, Session, connection_args
-from dask_cml.reconciler import Reconciler
-from dask_cml.record import Record, lifetime
-from dask_cml.recording import SCHEDULER, RecordKeeper
-from dask_cml.session_logs import SessionLogs
-from dask_cml.tasks import cancel
-from dask_cml.views import first_line, sessions_html, show_start
-from dask_cml.waiting import pending, waiting
-from dask_cml.workers_api import WorkersAPI, load_platform
+from dask_cml.records import probe, store
+from dask_cml.records.operations import wait_until_running
+from dask_cml.records.record import Record
+from dask_cml.sessions import tls
+from dask_cml.sessions.owner import lifetime
+from dask_cml.sessions.process import CMLScheduler, CMLWorker, Session, connection_args
+from dask_cml.sessions.session_logs import SessionLogs
+from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +302,7 @@ class CMLCluster(SpecCluster):
         return template
 
     async def _launch(self) -> None:
-        self.tls, files = await asyncio.to_thread(keys.as_files, self.options.security, self.folder)
+        self.tls, files = await asyncio.to_thread(tls.as_files, self.options.security, self.folder)
         self.security = self.tls or Security()
         await self.record_keeper.take_name()
         if others := [repr(each.options.name) for each in unclosed() if each is not self]:
@@ -326,14 +328,14 @@ class CMLCluster(SpecCluster):
             await cancel(showing)
 
     def _write_files(self, files: Mapping[Path, str]) -> None:
-        keys.write(files)
+        tls.write(files)
         if self.options.log_directory is not None:
             Path(self.options.log_directory).mkdir(parents=True, exist_ok=True)
 
     async def _adopt(self) -> None:
         record = self.record_keeper.record
         assert record is not None
-        if not await liveness.is_alive(record):
+        if not await probe.is_alive(record):
             address = record.scheduler_address or "whose address is not known yet"
             raise CMLError(
                 f"the scheduler of the cluster {record.name!r}, {address}, does not answer; "
@@ -394,7 +396,7 @@ class CMLCluster(SpecCluster):
         mine
         """
         return cls._from_record(
-            registry.read(name),
+            store.read(name),
             shutdown_on_close=shutdown_on_close,
             forward_dashboard=forward_dashboard,
             asynchronous=asynchronous,
@@ -704,7 +706,7 @@ class CMLCluster(SpecCluster):
         ...
         """
         if self.tls is None:  # the paths, for what is not started; no file is written
-            self.tls, _ = keys.as_files(self.options.security, self.folder)
+            self.tls, _ = tls.as_files(self.options.security, self.folder)
         scheduler = self.scheduler or CMLScheduler(self.api, self.options, self.folder, self.tls)
         worker = self.make_worker(self.fleet.new_key())
         return f"{scheduler.plan}\n{worker.plan}"

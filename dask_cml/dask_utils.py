@@ -26,13 +26,13 @@ from distributed.comm.addressing import get_address_host_port
 from distributed.core import rpc
 from distributed.scheduler import Scheduler
 
+from dask_cml.aio import cancel
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
 from dask_cml.options import Options, state_directory
 from dask_cml.private import make_folder
-from dask_cml.processes import CMLProcess, CMLScheduler, CMLWorker
-from dask_cml.tasks import cancel
-from dask_cml.workers_api import SessionInfo, WorkersAPI, has_ended, ip_address, load_platform
+from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker
+from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, ip_address, load_platform
 
 __all__ = [
     "get_dashboard_url",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from dask_cml import liveness, registry
 from dask_cml.cluster import CMLCluster
+from dask_cml.records import probe, store
 
 
 async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
@@ -19,7 +19,7 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     >>> asyncio.run(names())
     ['mine']
     """
-    records = await asyncio.to_thread(registry.records)
+    records = await asyncio.to_thread(store.records)
     # dask-ctl gives a discovery 5 s in all, and stale records must not use them up.
-    for name in await liveness.identities(records, timeout=2.0):
+    for name in await probe.identities(records, timeout=2.0):
         yield name, CMLCluster

@@ -20,12 +20,12 @@ from jupyter_server.extension.application import ExtensionApp
 from tornado.ioloop import IOLoop
 from traitlets import Float
 
-from dask_cml import liveness, registry
+from dask_cml.aio import cancel
 from dask_cml.cluster import CMLCluster
-from dask_cml.ending import unclosed
 from dask_cml.errors import CMLError
-from dask_cml.record import Record
-from dask_cml.tasks import cancel
+from dask_cml.manager.at_exit import unclosed
+from dask_cml.records import probe, store
+from dask_cml.records.record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Sidebar:
             await asyncio.sleep(self._interval)
 
     async def _look(self) -> None:
-        records = {record.id: record for record in await asyncio.to_thread(registry.records)}
+        records = {record.id: record for record in await asyncio.to_thread(store.records)}
         managed = {cluster.options.name for cluster in unclosed()}
         for key, record in records.items():
             if key not in self._entries and record.name not in managed:
@@ -188,7 +188,7 @@ class Sidebar:
 
     async def _list(self, entry: _Entry) -> None:
         entry.not_before = time.monotonic() + _RETRY
-        if not await liveness.is_alive(entry.record):
+        if not await probe.is_alive(entry.record):
             return
         cluster = CMLCluster._from_record(
             entry.record, shutdown_on_close=False, forward_dashboard=True, asynchronous=True, quiet=True
@@ -242,7 +242,7 @@ async def _is_lost(entry: _Entry) -> bool:
     """Whether a cluster's scheduler has been gone for long, though the cluster's record is there."""
     assert entry.cluster is not None
     connection = entry.cluster._watch_worker_status_task
-    if not connection.done() or await liveness.is_alive(entry.record):
+    if not connection.done() or await probe.is_alive(entry.record):
         entry.lost_since = None
         return False
     entry.lost_since = entry.lost_since or time.monotonic()

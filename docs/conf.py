@@ -35,7 +35,8 @@ copybutton_prompt_text = "$ "
 
 # Of what is referred to here, all must be found. Other projects' pages are not at hand.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!dask_cml).*")]
+# What scheduler and worker have in common is no public name.
+nitpick_ignore_regex = [("py:.*", r"(?!dask_cml).*"), ("py:class", r"dask_cml\..*\.CMLProcess")]
 
 
 def hide_private_parameters(app, what, name, documented, options, signature, returned):

@@ -11,9 +11,9 @@ from distributed.comm import CommClosedError
 from tornado.ioloop import IOLoop
 
 from dask_cml import CMLAdaptive
-from dask_cml.adaptive import stop_adapting
-from dask_cml.fleet import Fleet
-from dask_cml.reconciler import Reconciler
+from dask_cml.manager.adaptive import stop_adapting
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.reconciler import Reconciler
 
 
 class SchedulerComm:

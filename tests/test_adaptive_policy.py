@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 from distributed.deploy.adaptive import Adaptive
 
-from dask_cml import CMLAdaptive, adaptive
+from dask_cml import CMLAdaptive
+from dask_cml.manager import adaptive
 
 TICK = 0.05
 MAXIMUM = 20

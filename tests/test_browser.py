@@ -9,8 +9,8 @@ import sys
 import pytest
 from lab import JupyterServer, Page, browser, chromium, until
 
-from dask_cml import registry
 from dask_cml.local import network
+from dask_cml.records import store
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]  # they share a server
 without_keys = pytest.mark.parametrize("security", [False], ids=["tcp"], indirect=True, scope="module")
@@ -104,7 +104,7 @@ def opened(chrome, server, request, tmp_path):
 def live(server):
     for model in server.clusters.values():
         server.ask("DELETE", f"dask/clusters/{model['id']}")
-    return registry.records()
+    return store.records()
 
 
 @with_and_without_keys
@@ -138,7 +138,7 @@ def test_sidebar_makes_steers_and_ends_a_cluster(opened, server):
 
     lab.shut_down(item)
     lab.lists_no(item)
-    assert registry.records() == []
+    assert store.records() == []
 
 
 def assert_shows(element, text):
@@ -201,7 +201,7 @@ def test_refused_cluster_is_a_dialog_with_the_platform_s_words(opened, sessions)
     assert "exceeded quota" in text
     lab.dialog.locator(".jp-Dialog-footer button").click()
     lab.dialog.wait_for(state="detached")
-    assert registry.records() == []
+    assert store.records() == []
 
 
 @without_keys
@@ -211,7 +211,7 @@ def test_cluster_whose_scheduler_has_died_is_shut_down(opened, sessions):
     lab.new_button.click()
     item = lab.item(MADE_HERE)
     lab.lists(item)
-    [record] = registry.records()
+    [record] = store.records()
     sessions.evict(record.scheduler_session)
     lab.shut_down(item)
     lab.lists_no(item)

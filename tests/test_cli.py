@@ -19,10 +19,11 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
-from dask_cml import CMLCluster, cli, lifecycle, registry
+from dask_cml import CMLCluster, cli
+from dask_cml.manager.waiting import span
 from dask_cml.options import state_directory
-from dask_cml.record import Maker, Record
-from dask_cml.waiting import span
+from dask_cml.records import operations, store
+from dask_cml.records.record import Maker, Record
 
 NOBODY = Maker("elsewhere", 1, 1.0, "gone")
 
@@ -54,7 +55,7 @@ def run(*arguments, code=0):
 
 def told(name):
     """Return what a cluster's record says of its options."""
-    return registry.read(name).options
+    return store.read(name).options
 
 
 def live(platform):
@@ -70,7 +71,7 @@ def free_port():
 
 def add_record(name, address=None, **more):
     record = Record(name, maker=NOBODY, options={"platform": "local"}, scheduler_address=address, **more)
-    registry.claim(record)
+    store.claim(record)
     return record
 
 
@@ -119,16 +120,16 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
 
     assert run("delete", "mine") == "mine is deleted\n"
     assert not live(platform)
-    assert registry.records() == []
+    assert store.records() == []
 
 
 async def test_a_deleted_clusters_maker_launches_nothing_more(platform, holds):
     async with CMLCluster(n_workers=1, name="mine", quiet=True, asynchronous=True) as cluster:
         await holds(lambda: cluster.arrived)
-        assert await lifecycle.end_all(registry.records()) == {"mine": None}
+        assert await operations.end_all(store.records()) == {"mine": None}
         await holds(lambda: cluster.status.name == "closed")
         assert not live(platform)
-        assert registry.records() == []
+        assert store.records() == []
 
 
 def test_a_refused_launch_is_told_in_the_platforms_words(platform):
@@ -138,7 +139,7 @@ def test_a_refused_launch_is_told_in_the_platforms_words(platform):
     assert "exceeded quota" in error
     assert error.count("\n") == 1
     assert not live(platform)
-    assert registry.records() == []
+    assert store.records() == []
     platform.configure(quota=None)
     run("create", "--name", "small")
     platform.configure(quota={"cpu": 2, "memory": 100})
@@ -206,7 +207,7 @@ def test_ctrl_c_in_create_is_quiet_and_leaves_nothing(platform, until):
     finally:
         platform.configure(start_delay=0)
     assert all(each["stop_requested"] for each in platform.sessions())
-    assert registry.records() == []
+    assert store.records() == []
 
 
 # -- logs
@@ -251,7 +252,7 @@ def test_logs_are_followed_until_the_cluster_is_gone(write_log):
         assert shown(3) == ["\n", "==> left-2 <==\n", "begins\n"]
         write_log("left-2", "anew\n", "w")
         assert shown(1) == ["anew\n"]
-        registry.remove("left")
+        store.remove("left")
         assert process.wait(30) == 0
         assert process.stdout.read() == ""
         assert process.stderr.read() == "the cluster 'left' has ended\n"
@@ -390,7 +391,7 @@ def test_stale_records_say_so_and_are_pruned(platform):
     add_stale("left", sessions={scheduler: "scheduler", worker: "left-0"})
     add_stale("doubtful", sessions={other: "scheduler"})
     platform.evict(scheduler)
-    registry.claim(replace(Record("begun"), options={"platform": "local"}))
+    store.claim(replace(Record("begun"), options={"platform": "local"}))
     status = {row["name"]: row["status"] for row in json.loads(run("list", "--json"))}
     assert status == {"left": "stale", "begun": "starting", "doubtful": "not answering"}
     assert re.search(r"left +stale +- +- +- +\d+ s +-", run("list"))
@@ -400,10 +401,10 @@ def test_stale_records_say_so_and_are_pruned(platform):
     assert "doubtful is passed over: nobody accepts connections at tcp://" in err
     assert "`dask cml delete begun`" in err
     assert live(platform) == [other]
-    assert [record.name for record in registry.records()] == ["begun", "doubtful"]
+    assert [record.name for record in store.records()] == ["begun", "doubtful"]
     assert run("prune").splitlines()[-1] == "no cluster is dead"
     run("delete", "--all")
-    assert registry.records() == []
+    assert store.records() == []
 
 
 def test_what_cannot_be_stopped_keeps_its_record_and_the_others_are_deleted(platform):
@@ -414,7 +415,7 @@ def test_what_cannot_be_stopped_keeps_its_record_and_the_others_are_deleted(plat
     out, err = shell("delete", "--all", code=1)
     assert out == "other is deleted\n"
     assert re.fullmatch(rf"Error: kept: .*{session['id']}.*\n", err)
-    assert [record.name for record in registry.records()] == ["kept"]
+    assert [record.name for record in store.records()] == ["kept"]
     platform.clear_faults()
     run("delete", "kept")
 

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import dask.config
 import pytest
 
-from dask_cml.commands import PATIENCE, PRELOAD, SCHEDULER_FILE, plan_scheduler, plan_worker
 from dask_cml.options import Options
+from dask_cml.sessions.plan import PATIENCE, PRELOAD, SCHEDULER_FILE, plan_scheduler, plan_worker
 
 #: Text that shells, format strings and IPython each read something into.
 NASTY = "a b'c\"d $HOME {1+1} {{x}} \\n \\ % ! ? é字"
@@ -59,7 +59,7 @@ def program(folder, monkeypatch):
     more = Path(f"{path}.more")
     more.touch()
     real = sys.executable
-    monkeypatch.setattr("dask_cml.commands.sys", SimpleNamespace(executable=str(path)))
+    monkeypatch.setattr("dask_cml.sessions.plan.sys", SimpleNamespace(executable=str(path)))
     assert sys.executable == real
     return more.write_text
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from dask_cml import registry
-from dask_cml.record import Maker, Record
+from dask_cml.records import store
+from dask_cml.records.record import Maker, Record
 
 SPEC = """
 version: 1
@@ -58,7 +58,7 @@ def live(platform):
 
 def test_a_cluster_from_its_creation_to_its_end(platform, spec):
     assert ctl("create", "-f", spec) == "Created cluster mine.\n"
-    assert len(registry.read("mine").sessions) == 2
+    assert len(store.read("mine").sessions) == 2
     assert "cmlcluster" in ctl("discovery", "list")
     assert "Scaled cluster mine to 2 workers." in ctl("scale", "mine", "2")
     [line] = [line.split() for line in ctl("list", "cmlcluster").splitlines() if "mine" in line]
@@ -69,7 +69,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, spec):
     assert len(live(platform)) == 3
     assert ctl("delete", "mine") == "Deleted cluster mine.\n"
     assert not live(platform)
-    assert registry.records() == []
+    assert store.records() == []
 
 
 CODE = """
@@ -102,7 +102,7 @@ def test_the_functions_of_dask_ctl(platform, spec, tmp_path):
     # The manager that made the cluster may say after that how it ended.
     assert "done" in run(str(program)).splitlines()
     assert not live(platform)
-    assert registry.records() == []
+    assert store.records() == []
 
 
 def test_stale_records_do_not_slow_discovery(platform, spec):
@@ -114,7 +114,7 @@ def test_stale_records_do_not_slow_discovery(platform, spec):
         for i in range(100):
             port = refuses if i % 2 else silent.getsockname()[1]
             maker = Maker("elsewhere", 1, 1.0, "gone")
-            registry.claim(Record(f"stale-{i}", maker=maker, scheduler_address=f"tcp://127.0.0.1:{port}"))
+            store.claim(Record(f"stale-{i}", maker=maker, scheduler_address=f"tcp://127.0.0.1:{port}"))
         listing = ctl("list")
     assert "mine" in listing
     assert "stale" not in listing

@@ -28,7 +28,8 @@ import yaml
 from distributed import Client
 
 import dask_cml
-from dask_cml import CMLCluster, cli, lifecycle, registry
+from dask_cml import CMLCluster, cli
+from dask_cml.records import operations, store
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -95,7 +96,7 @@ def closing():
             client.close()
         for cluster in [*CMLCluster._instances]:
             cluster.close()
-        asyncio.run(lifecycle.end_all(registry.records()))
+        asyncio.run(operations.end_all(store.records()))
 
 
 @pytest.mark.slow
@@ -190,11 +191,12 @@ def anchors(page):
 
 def test_the_table_of_modules_is_complete():
     text = (DOCS / "how-it-works.md").read_text()
-    there = {
-        f"`{path.name}/`" if path.is_dir() else f"`{path.name}`"
-        for path in (ROOT / "dask_cml").iterdir()
-        if (path.is_dir() and (path / "__init__.py").exists()) or path.suffix == ".py"
-    }
+    package = ROOT / "dask_cml"
+    top = [path for path in package.iterdir() if path.suffix == ".py"]
+    folders = [path.parent for path in package.glob("*/__init__.py")]
+    folded = ("manager", "records", "scheduler", "sessions")
+    below = [path for name in folded for path in (package / name).glob("*.py")]
+    there = {f"`{path.name}`" for path in top + below} | {f"`{path.name}/`" for path in folders}
     assert sorted(there - {"`__init__.py`"} - {*re.findall(r"`[\w/.]+`", text)}) == []
 
 

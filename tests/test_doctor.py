@@ -16,10 +16,11 @@ import pytest
 from click.testing import CliRunner
 from distributed import Client
 
-from dask_cml import CMLCluster, cli, registry
+from dask_cml import CMLCluster, cli
 from dask_cml.doctor import clusters, examine, jupyterlab, packages, session
 from dask_cml.doctor.finding import Finding
-from dask_cml.record import Maker, Record
+from dask_cml.records import store
+from dask_cml.records.record import Maker, Record
 
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
@@ -455,7 +456,7 @@ def test_versions_in_a_cluster_that_differ_and_workers_that_do_not_answer(platfo
 
 def test_a_cluster_of_another_name_and_one_that_is_gone(platform):
     gone = Record("gone", maker=Maker("elsewhere", 1, 1.0, "ended"), scheduler_address="tcp://127.0.0.1:1")
-    registry.claim(gone)
+    store.claim(gone)
     [unknown, stale] = clusters.versions(["lab", "gone"], 5)
     assert (unknown.name, unknown.state) == ("cluster lab", "wrong")
     assert unknown.command.endswith("cml list")

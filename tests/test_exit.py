@@ -10,7 +10,9 @@ import textwrap
 
 import pytest
 
-from dask_cml import CMLCluster, ending, registry
+from dask_cml import CMLCluster
+from dask_cml.manager import at_exit
+from dask_cml.records import store
 
 pytestmark = pytest.mark.usefixtures("no_dashboard")
 
@@ -67,7 +69,7 @@ def all_stopped(platform):
         assert sessions
         assert n is None or len(sessions) == n
         assert [each for each in sessions if not (each["stop_requested"] or each["finished_at"])] == []
-        assert registry.records() == []
+        assert store.records() == []
 
     return all_stopped
 
@@ -247,13 +249,14 @@ def test_sigterm_ends_a_program_that_waits_for_the_thread_of_a_cluster(platform,
 def test_no_cluster_is_made_when_the_program_has_ended(platform, all_stopped):
     code = """
     def work():
-        while ending._is_over is False:
+        while at_exit._is_over is False:
             time.sleep(0.01)
         try:
             CMLCluster(n_workers=0, quiet=True)
         except CMLError as error:
             print(error)
-    from dask_cml import CMLError, ending
+    from dask_cml import CMLError
+    from dask_cml.manager import at_exit
     cluster = CMLCluster(n_workers=0, quiet=True)
     threading.Thread(target=work).start()
     """
@@ -370,10 +373,10 @@ def default_sigterm():
 
 async def test_sigterm_is_minded_only_while_there_are_clusters(platform, default_sigterm):
     one = CMLCluster(platform="local", asynchronous=True)
-    assert signal.getsignal(signal.SIGTERM) is ending._exit
+    assert signal.getsignal(signal.SIGTERM) is at_exit._exit
     two = CMLCluster(platform="local", asynchronous=True)
     await one.close()
-    assert signal.getsignal(signal.SIGTERM) is ending._exit
+    assert signal.getsignal(signal.SIGTERM) is at_exit._exit
     await two.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

@@ -15,7 +15,8 @@ import pytest
 from distributed import Client
 from distributed.core import Status
 
-from dask_cml import CMLCluster, CMLError, SessionFailed, calls
+from dask_cml import CMLCluster, CMLError, SessionFailed
+from dask_cml.sessions import calls
 
 ENDED = ("succeeded", "failed", "stopped", "timedout")
 pytestmark = pytest.mark.usefixtures("no_dashboard")

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from dask_cml.errors import CMLError
-from dask_cml.fleet import Fleet
+from dask_cml.manager.fleet import Fleet
 
 
 def of(n: int, processes: int = 1) -> Fleet[str]:

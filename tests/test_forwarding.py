@@ -17,9 +17,12 @@ from distributed.security import Security
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 
-from dask_cml import forwarding
-from dask_cml.forwarding import FORWARD, DashboardForwarder
-from dask_cml.plugin import NAME, Presence
+from dask_cml import wire
+from dask_cml.manager import dashboard
+from dask_cml.manager.dashboard import DashboardForwarder
+from dask_cml.manager.presence import Presence
+from dask_cml.scheduler.plugin import NAME
+from dask_cml.wire import FORWARD
 
 pytest.importorskip("bokeh")
 
@@ -369,9 +372,9 @@ async def test_what_nobody_reads_is_bounded_and_does_not_stop_the_other_directio
             sending.cancel()
 
     tunnels = []
-    monkeypatch.setattr(forwarding, "Tunnel", recording(forwarding.Tunnel, tunnels))
+    monkeypatch.setattr(dashboard, "Tunnel", recording(dashboard.Tunnel, tunnels))
     async with carried(flood, monkeypatch) as (reader, writer, _):
-        bound = forwarding._WINDOW + forwarding._CHUNK
+        bound = wire._WINDOW + wire.CHUNK
         await holds(lambda: tunnels and tunnels[0]._waiting > bound // 2)
         for _ in range(50):
             writer.write(b"y" * 100_000)

@@ -14,8 +14,9 @@ import dask
 import pytest
 from distributed import Client, wait
 
-from dask_cml import CMLCluster, retirement
+from dask_cml import CMLCluster
 from dask_cml.local import network, processes
+from dask_cml.manager import retirement
 
 pytestmark = pytest.mark.usefixtures("no_dashboard")
 

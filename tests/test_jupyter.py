@@ -20,9 +20,10 @@ from distributed import Client
 from distributed.core import Status
 from lab import JupyterServer, until
 
-from dask_cml import CMLCluster, jupyter, liveness, registry
+from dask_cml import CMLCluster, jupyter
 from dask_cml.jupyter import Sidebar, find_manager
-from dask_cml.record import Record
+from dask_cml.records import probe, store
+from dask_cml.records.record import Record
 
 pytestmark = pytest.mark.xdist_group("jupyter")  # they share a server
 FACTORY = {"n-workers": 1, "forward-dashboard": True}
@@ -61,8 +62,8 @@ def leaves_no_session(shared_platform):
     left = live_sessions(shared_platform)
     if left:  # or the next tests would have them
         shared_platform.stop_workers(*[each["id"] for each in left])
-        for record in registry.records():
-            registry.remove(record.name)
+        for record in store.records():
+            store.remove(record.name)
     assert left == []
 
 
@@ -128,7 +129,7 @@ def test_refused_launch_is_told_in_the_platform_s_words(server, shared_platform,
 
 def test_shutdown_of_a_cluster_whose_scheduler_has_died(server, shared_platform, new, leaves_no_session):
     model = new()
-    [record] = registry.records()
+    [record] = store.records()
     shared_platform.evict(record.scheduler_session)
     start = time.monotonic()
     assert server.ask("DELETE", f"dask/clusters/{model['id']}")[0] == 204
@@ -177,7 +178,7 @@ def test_cluster_of_a_shell_is_listed_by_its_name_steered_and_shut_down(
     until(lambda: server.clusters["of a shell"]["workers"] == 1)
 
     assert server.ask("DELETE", path)[0] == 204
-    assert registry.records() == []
+    assert store.records() == []
     assert server.clusters == {}
 
 
@@ -256,7 +257,7 @@ def test_server_s_end_ends_what_its_sidebar_made_and_nothing_else(platform, tmp_
             until(lambda: server.clusters["at the start"]["workers"] == 1)
             server.stop()
             assert "Traceback" not in server.log
-            assert [record.name for record in registry.records()] == ["stays"]
+            assert [record.name for record in store.records()] == ["stays"]
             assert {each["id"] for each in live_sessions(platform)} == {each.id for each in cluster.sessions}
             with Client(cluster) as client:
                 assert client.submit(sum, [1, 2]).result() == 3
@@ -266,7 +267,7 @@ def test_server_s_end_ends_what_its_sidebar_made_and_nothing_else(platform, tmp_
 def test_two_servers_list_each_other_s_clusters(server, shared_platform, new, tmp_path, leaves_no_session):
     with JupyterServer(tmp_path, FACTORY) as other:
         model = new()
-        [record] = registry.records()
+        [record] = store.records()
         until(lambda: record.name in other.clusters)
         theirs = other.clusters[record.name]
         assert theirs["scheduler_address"] == model["scheduler_address"]
@@ -357,7 +358,7 @@ async def test_id_is_the_same_for_another_server(sidebar, holds):
     try:
         await holds(lambda: other._manager._clusters)
         [(cluster_id, cluster)] = other._manager._clusters.items()
-        assert cluster_id == str(uuid.uuid5(jupyter._IDS, registry.read("c").id))
+        assert cluster_id == str(uuid.uuid5(jupyter._IDS, store.read("c").id))
         await cluster.close()
     finally:
         await other.close()
@@ -393,15 +394,15 @@ async def test_adaptive_scaling_that_another_manager_has_ended_is_not_listed_any
 
 async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar, holds, monkeypatch):
     asked = []
-    is_alive = liveness.is_alive
+    is_alive = probe.is_alive
 
     async def counted(record, *rest):
         asked.append(record.name)
         return await is_alive(record, *rest)
 
-    monkeypatch.setattr(liveness, "is_alive", counted)
+    monkeypatch.setattr(probe, "is_alive", counted)
     monkeypatch.setattr(jupyter, "_RETRY", 3600.0)
-    registry.claim(Record("stale", scheduler_address="tcp://127.0.0.1:9", scheduler_id="Scheduler-1"))
+    store.claim(Record("stale", scheduler_address="tcp://127.0.0.1:9", scheduler_id="Scheduler-1"))
     await made_elsewhere("alive")
     await holds(lambda: len(sidebar._manager._clusters) == 1)
     assert [*sidebar._manager._cluster_names.values()] == ["alive"]
@@ -418,12 +419,12 @@ async def test_cluster_whose_end_nobody_can_see_is_listed_until_its_scheduler_is
     monkeypatch.setattr(jupyter, "_LOST", 0.5)
     await made_elsewhere("c")
     await holds(lambda: sidebar._manager._clusters)
-    record = registry.read("c")
+    record = store.read("c")
     # As on CML, where only the launcher's session is told of a session.
     monkeypatch.setattr(platform, "list_workers", list)
     platform.stop_workers(*record.sessions)
     await holds(lambda: not sidebar._manager._clusters)
-    assert registry.records() == [record]
+    assert store.records() == [record]
 
 
 @pytest.mark.slow
@@ -444,4 +445,4 @@ time.sleep(3600)
     kernel.send_signal(signal.SIGKILL)
     await kernel.wait()
     await holds(lambda: not sidebar._manager._clusters)
-    assert registry.records() == []
+    assert store.records() == []

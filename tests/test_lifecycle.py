@@ -16,19 +16,12 @@ import pytest
 from distributed import Client
 from distributed.core import Status
 
-from dask_cml import (
-    ClusterExists,
-    CMLCluster,
-    CMLError,
-    NoSuchCluster,
-    lifecycle,
-    pulse,
-    reconciler,
-    registry,
-)
+from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, pulse
 from dask_cml.discovery import discover
 from dask_cml.local import processes
+from dask_cml.manager import reconciler
 from dask_cml.options import state_directory
+from dask_cml.records import operations, store
 
 pytestmark = pytest.mark.usefixtures("no_dashboard")
 
@@ -74,7 +67,7 @@ def manager_log(cluster):
 @pytest.mark.parametrize("security", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_cluster_whose_maker_was_killed_is_rebuilt_steered_and_ended(platform, holds, security):
     await asyncio.to_thread(make_and_kill, security=security)
-    [row] = await lifecycle.describe(registry.records())
+    [row] = await operations.describe(store.records())
     assert (row["name"], row["status"], row["workers"]) == ("made", "running", 2)
     async with rebuild("made") as cluster, Client(cluster, asynchronous=True) as client:
         assert await client.submit(sum, [1, 2]) == 3
@@ -121,7 +114,7 @@ async def test_the_name_of_a_live_cluster_is_taken(platform):
 
 async def test_the_name_of_a_dead_cluster_is_free_and_what_is_left_of_it_is_ended(platform, holds):
     await asyncio.to_thread(make_and_kill)
-    record = registry.read("made")
+    record = store.read("made")
     platform.evict(record.scheduler_session)
     async with make(name="made") as cluster:
         assert {each["id"] for each in live(platform)} == {each.id for each in cluster.sessions}
@@ -129,12 +122,12 @@ async def test_the_name_of_a_dead_cluster_is_free_and_what_is_left_of_it_is_ende
 
 async def test_a_cluster_that_does_not_answer_is_not_rebuilt(platform):
     await asyncio.to_thread(make_and_kill)
-    platform.evict(registry.read("made").scheduler_session)
+    platform.evict(store.read("made").scheduler_session)
     with pytest.raises(CMLError, match="does not answer"):
         await rebuild("made")
-    assert await lifecycle.prune() == ({"made": None}, {})
+    assert await operations.prune() == ({"made": None}, {})
     assert not live(platform)
-    assert registry.records() == []
+    assert store.records() == []
 
 
 @contextlib.contextmanager
@@ -155,12 +148,12 @@ async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(platform, securit
     await asyncio.to_thread(make_and_kill, security=security)
     sessions = live(platform)
     assert len(sessions) == 3
-    with frozen(registry.read("made").scheduler_session):
+    with frozen(store.read("made").scheduler_session):
         with pytest.raises(ClusterExists, match=r"accepts connections at .* but does not answer"):
             await make(name="made")
-        ended, passed_over = await lifecycle.prune(timeout=2)
+        ended, passed_over = await operations.prune(timeout=2)
         assert (ended, [*passed_over]) == ({}, ["made"])
-        [row] = await lifecycle.describe(registry.records())
+        [row] = await operations.describe(store.records())
         assert row["status"] == "not answering"
     async with rebuild("made") as cluster, Client(cluster, asynchronous=True) as client:
         assert await client.submit(sum, [1, 2]) == 3
@@ -174,7 +167,7 @@ async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_sessio
     await asyncio.to_thread(make_and_kill)
     sign = state_directory() / "made" / pulse.PULSE_FILE
     await holds(sign.exists)
-    platform.evict(registry.read("made").scheduler_session)
+    platform.evict(store.read("made").scheduler_session)
     monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
     with pytest.raises(ClusterExists, match="nobody accepts connections"):
         await make(name="made")
@@ -214,7 +207,7 @@ def test_a_maker_that_is_killed_before_it_connects_leaves_an_orphan_that_ends_it
 @pytest.mark.slow
 async def test_a_client_keeps_an_orphan_until_it_leaves(platform, holds):
     await asyncio.to_thread(make_and_kill, orphan_timeout="4s")
-    async with Client(registry.read("made").scheduler_address, asynchronous=True) as client:
+    async with Client(store.read("made").scheduler_address, asynchronous=True) as client:
         # The scheduler has looked for longer than that when it says so itself.
         started = await client.run_on_scheduler(lambda: __import__("time").time())
         while await client.run_on_scheduler(lambda: __import__("time").time()) < started + 6:
@@ -296,10 +289,10 @@ async def test_a_manager_leaves_a_cluster_of_which_it_hears_nothing_any_more(pla
         await maker.leave()
     monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
     other = await rebuild("shared")
-    platform.evict(registry.read("shared").scheduler_session)
+    platform.evict(store.read("shared").scheduler_session)
     await holds(lambda: other.status == Status.closed)
     assert "has not answered for 1 s" in manager_log(other)[-1]
-    assert await lifecycle.end_all(registry.records()) == {"shared": None}
+    assert await operations.end_all(store.records()) == {"shared": None}
     assert not live(platform)
 
 
@@ -315,7 +308,7 @@ async def test_a_session_that_only_the_scheduler_was_told_of_is_not_taken_over(p
         assert not cluster.workers
         # What another manager has launched, its record names, and it may be seen a moment later.
         await asyncio.to_thread(
-            registry.update, "told", lambda r: replace(r, sessions={**r.sessions, other: "told-8"})
+            store.update, "told", lambda r: replace(r, sessions={**r.sessions, other: "told-8"})
         )
         cluster.scale(0)
         await holds(lambda: other not in {each["id"] for each in live(platform)})
@@ -358,7 +351,7 @@ async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_lea
             )
             assert await second.stdout.readline() == b"ready\n"
             await holds(lambda: owners(maker) == ["first", "first", "second", "second"])
-            await holds(lambda: sorted(registry.read("shared").owners.values()) == owners(maker))
+            await holds(lambda: sorted(store.read("shared").owners.values()) == owners(maker))
             # The next leader has seen them all, else it would wait for them for the whole `worker_timeout`.
             await holds(lambda: maker.reconciler._arrived == maker.workers.keys())
             assert not maker.membership.leads
@@ -414,10 +407,10 @@ async def test_the_next_manager_leads_when_the_leader_goes(platform, holds):
 
 def test_the_record_holds_every_session_and_is_its_owners_only(platform, until):
     with CMLCluster(n_workers=2, name="recorded", platform="local", quiet=True) as cluster:
-        until(lambda: len(registry.read("recorded").sessions) == 3)
+        until(lambda: len(store.read("recorded").sessions) == 3)
         file = cluster.folder / "record.json"
         assert os.stat(file).st_mode & 0o777 == 0o600
-        assert set(registry.read("recorded").sessions) == {each.id for each in cluster.sessions}
+        assert set(store.read("recorded").sessions) == {each.id for each in cluster.sessions}
         cluster.scale(1)
-        until(lambda: len(registry.read("recorded").sessions) == 2)
-    assert registry.records() == []
+        until(lambda: len(store.read("recorded").sessions) == 2)
+    assert store.records() == []

@@ -16,10 +16,10 @@ from distributed.core import rpc
 from distributed.security import Security
 
 from dask_cml import pulse
-from dask_cml.liveness import State, identities, is_alive, judge
-from dask_cml.plugin import NAME, CMLSchedulerPlugin
-from dask_cml.record import Maker, Record
-from dask_cml.registry import claim, records
+from dask_cml.records.probe import State, identities, is_alive, judge
+from dask_cml.records.record import Maker, Record
+from dask_cml.records.store import claim, records
+from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,9 @@ from distributed.core import rpc
 from distributed.security import Security
 
 from dask_cml.errors import CMLError
-from dask_cml.plugin import NAME, WATCHES, CMLSchedulerPlugin, Presence
+from dask_cml.manager.presence import Presence
+from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
+from dask_cml.wire import WATCHES
 
 
 @contextlib.asynccontextmanager
@@ -301,7 +303,7 @@ async def test_manager_is_there_by_tls():
 
 _MANAGER = """
 import asyncio, sys
-from dask_cml.plugin import Presence
+from dask_cml.manager.presence import Presence
 async def manage():
     presence = Presence(sys.argv[1], orphan_timeout=1)
     presence._silence = 2

@@ -11,12 +11,13 @@ import subprocess
 
 import pytest
 
-from dask_cml import dask_utils, lifecycle, registry
+from dask_cml import dask_utils
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.options import Options, state_directory
 from dask_cml.private import MOST_BYTES, NotPrivate, make_folder, read_file
-from dask_cml.record import Record
-from dask_cml.registry import RECORD_FILE
+from dask_cml.records import operations, store
+from dask_cml.records.record import Record
+from dask_cml.records.store import RECORD_FILE
 
 STRANGER = 12345
 
@@ -118,17 +119,17 @@ async def test_a_planted_record_is_passed_over_with_one_warning_and_nobody_is_as
     connections = []
     async with await asyncio.start_server(lambda *_: connections.append(1), "127.0.0.1", 0) as trap:
         address = f"tcp://127.0.0.1:{trap.sockets[0].getsockname()[1]}"
-        folder = registry.claim(Record("planted", scheduler_address=address))
+        folder = store.claim(Record("planted", scheduler_address=address))
         paths = {"state directory": folder.parent, "folder": folder, "record": folder / RECORD_FILE}
         open_up(paths[part])
         for _ in range(2):
-            assert await lifecycle.describe(registry.records()) == []
+            assert await operations.describe(store.records()) == []
         with pytest.raises(NoSuchCluster):
-            registry.read("planted")
+            store.read("planted")
         with pytest.raises(NoSuchCluster):
-            registry.update("planted", lambda record: record)
+            store.update("planted", lambda record: record)
     assert connections == []
-    [warning] = [each.getMessage() for each in caplog.records if each.name == registry.__name__]
+    [warning] = [each.getMessage() for each in caplog.records if each.name == store.__name__]
     assert warning.startswith(f"{paths[part]} is passed over: it ")
 
 
@@ -137,29 +138,29 @@ def test_no_cluster_is_made_where_others_can_write(tmp_path, open_up):
     make_folder(state)
     open_up(state)
     with pytest.raises(NotPrivate):
-        registry.claim(Record("a"), state)
+        store.claim(Record("a"), state)
     assert os.listdir(state) == []
 
 
 def test_a_pipe_in_place_of_a_record_hangs_nobody(tmp_path, caplog):
-    folder = registry.claim(Record("a"), tmp_path / "state")
+    folder = store.claim(Record("a"), tmp_path / "state")
     (folder / RECORD_FILE).unlink()
     os.mkfifo(folder / RECORD_FILE)
-    assert registry.records(tmp_path / "state") == []
+    assert store.records(tmp_path / "state") == []
     assert "it is no regular file" in caplog.text
 
 
 def test_a_link_to_a_folder_elsewhere_is_no_cluster(tmp_path, caplog):
-    folder = registry.claim(Record("a"), tmp_path / "elsewhere")
+    folder = store.claim(Record("a"), tmp_path / "elsewhere")
     make_folder(tmp_path / "state")
     (tmp_path / "state" / "a").symlink_to(folder)
-    assert registry.records(tmp_path / "state") == []
+    assert store.records(tmp_path / "state") == []
     assert "symbolic link" in caplog.text
 
 
 def test_a_record_that_nobody_would_read_is_not_written(tmp_path):
     old = Record("a")
-    registry.claim(old, tmp_path)
+    store.claim(old, tmp_path)
     with pytest.raises(CMLError, match="expected at most"):
-        registry.write(dataclasses.replace(old, options={"filler": "x" * MOST_BYTES}), tmp_path)
-    assert registry.read("a", tmp_path) == old
+        store.write(dataclasses.replace(old, options={"filler": "x" * MOST_BYTES}), tmp_path)
+    assert store.read("a", tmp_path) == old

@@ -12,11 +12,12 @@ from distributed import Scheduler
 from distributed.core import Status
 from stub import HTTPError, Stub, eventually
 
-from dask_cml import CMLError, LaunchRefused, SchedulerTimeout, SessionFailed, calls, processes
-from dask_cml.commands import SCHEDULER_FILE
+from dask_cml import CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
 from dask_cml.options import Options
-from dask_cml.processes import CMLScheduler, CMLWorker
-from dask_cml.workers_api import WorkersAPI
+from dask_cml.sessions import calls, process
+from dask_cml.sessions.plan import SCHEDULER_FILE
+from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sessions.workers_api import WorkersAPI
 
 #: Nowhere does anything listen on this port.
 NOWHERE = "tcp://127.0.0.1:1"
@@ -24,8 +25,8 @@ NOWHERE = "tcp://127.0.0.1:1"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(processes, "_LOOK_INTERVAL", 0.01)
-    monkeypatch.setattr(processes, "_ANSWER_TIMEOUT", 1)
+    monkeypatch.setattr(process, "_LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr(process, "_ANSWER_TIMEOUT", 1)
     monkeypatch.setattr(calls, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(calls, "_LONGEST_PAUSE", 0.004)
     with dask.config.set({"cml.api.poll-interval": "10ms", "cml.api.retries": 3}):
@@ -85,13 +86,13 @@ async def running():
 def connects_to(monkeypatch):
     """The addresses at which a scheduler was looked for."""
     addresses = []
-    real = processes.rpc
+    real = process.rpc
 
     def rpc(address, *rest, **more):
         addresses.append(address)
         return real(address, *rest, **more)
 
-    monkeypatch.setattr(processes, "rpc", rpc)
+    monkeypatch.setattr(process, "rpc", rpc)
     return addresses
 
 
@@ -263,7 +264,7 @@ async def test_a_port_that_takes_connections_and_never_answers_is_no_scheduler(s
 
 
 async def test_an_unknown_ip_address_is_never_connected_to(stub, make, running, connects_to, monkeypatch):
-    monkeypatch.setattr(processes, "_SCHEDULER_PORT", running.port)
+    monkeypatch.setattr(process, "_SCHEDULER_PORT", running.port)
     scheduler = make()
     starting = await begin(stub, scheduler)
     for address in "unknown", "", None:
@@ -278,7 +279,7 @@ async def test_an_unknown_ip_address_is_never_connected_to(stub, make, running, 
 async def test_the_listed_address_is_tried_when_the_scheduler_file_is_late(
     stub, make, folder, running, monkeypatch
 ):
-    monkeypatch.setattr(processes, "_SCHEDULER_PORT", running.port)
+    monkeypatch.setattr(process, "_SCHEDULER_PORT", running.port)
     scheduler = make()
     starting = await begin(stub, scheduler)
     stub.set(scheduler.session_id, "running", ip_address="127.0.0.1")
@@ -301,13 +302,13 @@ async def test_a_scheduler_file_that_is_not_wholly_written_is_looked_at_again(
 async def test_an_address_that_does_not_answer_is_not_the_last_word(
     stub, make, folder, running, connects_to, monkeypatch
 ):
-    monkeypatch.setattr(processes, "_ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(process, "_ANSWER_TIMEOUT", 0.1)
     write_scheduler_file(folder, NOWHERE)
     scheduler = make()
     starting = await begin(stub, scheduler)
     await eventually(lambda: len(connects_to) >= 2)
     write_scheduler_file(folder, running.address)
-    monkeypatch.setattr(processes, "_ANSWER_TIMEOUT", 30)
+    monkeypatch.setattr(process, "_ANSWER_TIMEOUT", 30)
     await starting
     assert scheduler.address == running.address
 
@@ -479,9 +480,9 @@ async def test_close_stops_exactly_its_session_and_may_be_called_again(stub, mak
 
 
 async def test_close_of_what_was_never_launched_calls_nothing(stub, make, make_worker):
-    for process in make(), make_worker():
-        await process.close()
-        assert process.status == Status.closed
+    for each in make(), make_worker():
+        await each.close()
+        assert each.status == Status.closed
     assert stub.calls == []
 
 

@@ -23,7 +23,9 @@ from distributed import Client, Scheduler, Worker
 from distributed.core import Status
 from stub import HTTPError, Stub, StubSession, eventually
 
-from dask_cml import CMLCluster, CMLError, calls, cluster, reconciler
+from dask_cml import CMLCluster, CMLError, cluster
+from dask_cml.manager import reconciler
+from dask_cml.sessions import calls
 
 EPISODES = int(os.environ.get("DASK_CML_EPISODES", 4))
 # The same in all processes of a run, as each of them collects the tests.

@@ -22,10 +22,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dask_cml import registry
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
-from dask_cml.record import Maker, Record
-from dask_cml.registry import RECORD_FILE, claim, read, records, remove, update, write
+from dask_cml.records import store
+from dask_cml.records.record import Maker, Record
+from dask_cml.records.store import RECORD_FILE, claim, read, records, remove, update, write
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_foreign_files_and_folders_are_passed_over(state, caplog):
 def test_record_that_was_replaced_while_it_was_read_is_read_again(state, monkeypatch):
     record = Record("a")
     claim(record, state)
-    content = registry.read_file
+    content = store.read_file
     stale = iter([OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError(), None])
 
     def read_file(path):
@@ -319,7 +319,7 @@ def test_record_that_was_replaced_while_it_was_read_is_read_again(state, monkeyp
             raise error
         return content(path)
 
-    monkeypatch.setattr(registry, "read_file", read_file)
+    monkeypatch.setattr(store, "read_file", read_file)
     assert read("a", state) == record
 
 
@@ -377,7 +377,7 @@ def count_in(state):
 
 @pytest.mark.parametrize("what", ["update", "replace", "remove"])
 def test_death_before_any_step_leaves_the_old_record_the_new_or_none(state, what, monkeypatch, fork):
-    monkeypatch.setattr(registry, "_LOCK_AGE", 0.1)
+    monkeypatch.setattr(store, "_LOCK_AGE", 0.1)
     seen = []
     for step in range(1, 40):
         (claim(Record("a", app_url="old"), state) / "key.pem").write_text("secret")
@@ -456,12 +456,12 @@ def test_last_of_two_writers_wins(state):
 
 
 def die_locked(folder):
-    with registry._locked(folder):
+    with store._locked(folder):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_lock_of_a_killed_process_is_broken_at_once(state, monkeypatch, fork):
-    monkeypatch.setattr(registry, "_LOCK_AGE", 3600.0)
+    monkeypatch.setattr(store, "_LOCK_AGE", 3600.0)
     claim(Record("a"), state)
     fork(die_locked, state / "a").join()
     assert [name for name in os.listdir(state) if name.startswith(".lock")]
@@ -470,9 +470,9 @@ def test_lock_of_a_killed_process_is_broken_at_once(state, monkeypatch, fork):
 
 
 def test_lock_that_tells_nothing_of_its_holder_is_broken_when_it_is_old(state, monkeypatch):
-    monkeypatch.setattr(registry, "_LOCK_AGE", 0.1)
+    monkeypatch.setattr(store, "_LOCK_AGE", 0.1)
     folder = claim(Record("a"), state)
-    with registry._locked(folder):
+    with store._locked(folder):
         [lock] = state.glob(".lock-*")
     lock.write_text("")
     assert update("a", lambda record: record, state).name == "a"
@@ -480,9 +480,9 @@ def test_lock_that_tells_nothing_of_its_holder_is_broken_when_it_is_old(state, m
 
 
 def test_lock_that_is_held_is_an_error_in_the_end(state, monkeypatch):
-    monkeypatch.setattr(registry, "_LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(store, "_LOCK_TIMEOUT", 0.1)
     folder = claim(Record("a"), state)
-    with registry._locked(folder), pytest.raises(CMLError, match="locked"):
+    with store._locked(folder), pytest.raises(CMLError, match="locked"):
         update("a", lambda record: record, state)
     assert os.listdir(state) == ["a"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dask_cml import session_logs
-from dask_cml.session_logs import SessionLogs
+from dask_cml.sessions import session_logs
+from dask_cml.sessions.session_logs import SessionLogs
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_cml.shared import SharedState
+from dask_cml.scheduler.shared_state import SharedState
 
 
 @pytest.fixture

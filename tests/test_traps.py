@@ -13,8 +13,8 @@ from distributed.deploy.spec import SpecCluster
 
 from dask_cml import CMLCluster, LaunchRefused
 from dask_cml.options import Options, state_directory
-from dask_cml.processes import CMLScheduler, CMLWorker
-from dask_cml.workers_api import WorkersAPI
+from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sessions.workers_api import WorkersAPI
 
 pytestmark = pytest.mark.usefixtures("no_dashboard")
 

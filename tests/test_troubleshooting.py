@@ -24,13 +24,12 @@ from dask_cml import (
     NotOnCML,
     SchedulerTimeout,
     SessionFailed,
-    lifecycle,
-    reconciler,
-    registry,
 )
 from dask_cml.local import processes
+from dask_cml.manager import reconciler
 from dask_cml.options import state_directory
 from dask_cml.private import NotPrivate
+from dask_cml.records import operations, store
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 #: What differs from one time to the next.
@@ -124,11 +123,11 @@ def test_errors_about_names(platform, seen, shown, caplog):
     with make():
         fails(seen, ClusterExists, make)
         fails(seen, NoSuchCluster, lambda: CMLCluster.from_name("day"))
-        registry.claim(replace(registry.read("night"), name="dead", id="dead", scheduler_id="another"))
+        store.claim(replace(store.read("night"), name="dead", id="dead", scheduler_id="another"))
         fails(seen, CMLError, lambda: CMLCluster.from_name("dead"))
     state_directory().chmod(0o775)
     fails(seen, NotPrivate, make)
-    assert registry.records() == []
+    assert store.records() == []
     seen[:] = [text.replace(str(state_directory()), "/home/cdsw/.dask-cml") for text in [*seen, caplog.text]]
     state_directory().chmod(0o700)
     shown("Errors about names")
@@ -236,7 +235,7 @@ def test_what_a_cluster_without_its_scheduler_says(platform, seen, shown, until,
         ended(cluster)
         fails(seen, CancelledError, future.result)
     with make() as cluster:
-        asyncio.run(lifecycle.end_all(registry.records()))
+        asyncio.run(operations.end_all(store.records()))
         ended(cluster)
     with make() as cluster:
         monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")

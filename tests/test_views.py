@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dask_cml.tasks import cancel
-from dask_cml.views import show_start
+from dask_cml.aio import cancel
+from dask_cml.manager.display import show_start
 
 
 class Terminal(io.StringIO):

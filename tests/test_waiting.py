@@ -11,8 +11,9 @@ import dask
 import pytest
 from click.testing import CliRunner
 
-from dask_cml import CMLCluster, processes
+from dask_cml import CMLCluster
 from dask_cml.cli import cml
+from dask_cml.sessions import process
 
 pytestmark = pytest.mark.usefixtures("no_dashboard")
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_dashboard")
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """What waits for half a second is said to wait; the time-outs are shorter than what the tests wait."""
-    monkeypatch.setattr(processes, "_MOMENT", 0.5)
+    monkeypatch.setattr(process, "_MOMENT", 0.5)
     with dask.config.set({"cml.api.poll-interval": "200ms", "cml.quota-retry": "500ms"}):
         yield
 

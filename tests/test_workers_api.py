@@ -17,10 +17,11 @@ import dask.config
 import pytest
 from stub import HTTPError, Stub, eventually
 
-from dask_cml import CMLError, LaunchRefused, NotOnCML, calls
-from dask_cml.answers import CallFailed
+from dask_cml import CMLError, LaunchRefused, NotOnCML
 from dask_cml.options import SessionSize
-from dask_cml.workers_api import WorkersAPI, has_ended, load_platform
+from dask_cml.sessions import calls
+from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 SIZE = SessionSize(cpu=1.5, memory=2, nvidia_gpu=1)
 
@@ -887,7 +888,7 @@ def test_the_interpreter_ends_though_calls_hang():
 import asyncio, concurrent.futures, sys, threading
 import dask
 from dask_cml.options import SessionSize
-from dask_cml.workers_api import WorkersAPI
+from dask_cml.sessions.workers_api import WorkersAPI
 
 def launch_workers(n, cpu, memory, nvidia_gpu=0, code="", env={}):
     with concurrent.futures.ThreadPoolExecutor(10) as pool:

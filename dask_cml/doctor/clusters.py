@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dask_cml.doctor.finding import Finding, dask_command
 
 if TYPE_CHECKING:
-    from dask_cml.record import Record
+    from dask_cml.records.record import Record
 
 #: What client, scheduler and workers must have in one version.
 _SHARED = ("python", "dask", "distributed", "cloudpickle")
@@ -29,14 +29,14 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
     timeout : float
         Seconds for the schedulers to answer, and again for the workers.
     """
-    from dask_cml import registry
     from dask_cml.errors import NoSuchCluster
+    from dask_cml.records import store
 
     findings = []
-    records = [] if names else registry.records()
+    records = [] if names else store.records()
     for name in dict.fromkeys(names):
         try:
-            records.append(registry.read(name))
+            records.append(store.read(name))
         except NoSuchCluster as error:
             findings.append(Finding(f"cluster {name}", "wrong", f"{error}.", f"{dask_command()} cml list"))
     findings += asyncio.run(_compare_all(records, timeout))
@@ -44,9 +44,9 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
 
 
 async def _compare_all(records: Sequence[Record], timeout: float) -> list[Finding]:
-    from dask_cml import lifecycle
+    from dask_cml.records import operations
 
-    rows = await lifecycle.describe(records, timeout)
+    rows = await operations.describe(records, timeout)
     comparisons = [_compare(record, row, timeout) for record, row in zip(records, rows, strict=True)]
     return await asyncio.gather(*comparisons)
 

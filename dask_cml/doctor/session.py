@@ -35,8 +35,8 @@ def platform() -> Finding:
 
 
 def _module() -> Any:
-    from dask_cml.loading import load_platform
     from dask_cml.options import setting
+    from dask_cml.sessions.loading import load_platform
 
     return load_platform(setting("platform", lambda _, value: value))
 
@@ -75,8 +75,8 @@ def key() -> Finding:
 
 def sessions() -> Finding | list[Finding]:
     """Check that the platform lists its worker sessions."""
-    from dask_cml import answers
     from dask_cml.errors import NotOnCML
+    from dask_cml.sessions import answers
 
     try:
         listed = answers.listed(_module().list_workers())

@@ -25,7 +25,7 @@ from pathlib import Path
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import state_directory
 from dask_cml.private import MOST_BYTES, NotPrivate, check_folder, make_folder, owner_only, read_file
-from dask_cml.record import Maker, Record
+from dask_cml.records.record import Maker, Record
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from distributed.core import rpc
 from distributed.security import Security
 
 from dask_cml import pulse
+from dask_cml.aio import cancel
 from dask_cml.options import state_directory
-from dask_cml.record import Record
-from dask_cml.tasks import cancel
-from dask_cml.workers_api import WorkersAPI, has_ended, load_platform
+from dask_cml.records.record import Record
+from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 logger = logging.getLogger(__name__)
 

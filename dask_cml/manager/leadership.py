@@ -7,9 +7,10 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from dask_cml.adaptive import stop_adapting
-from dask_cml.plugin import WATCHES, Presence
-from dask_cml.processes import connection_args
+from dask_cml.manager.adaptive import stop_adapting
+from dask_cml.manager.presence import Presence
+from dask_cml.sessions.process import connection_args
+from dask_cml.wire import WATCHES
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster

@@ -13,11 +13,11 @@ from typing import Any
 from distributed.core import rpc
 from distributed.security import Security
 
-from dask_cml import liveness, registry
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
-from dask_cml.liveness import Finding, State
-from dask_cml.record import Record
-from dask_cml.workers_api import WorkersAPI, load_platform
+from dask_cml.records import probe, store
+from dask_cml.records.probe import Finding, State
+from dask_cml.records.record import Record
+from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 _GOODBYE_TIMEOUT = 3.0
 _AT_ONCE = 8
@@ -30,21 +30,21 @@ async def take_name(record: Record, api: WorkersAPI) -> None:
     Raises
     ------
     ClusterExists
-        If there is a cluster of this name that cannot be shown to be dead; see :func:`liveness.judge`.
+        If there is a cluster of this name that cannot be shown to be dead; see :func:`probe.judge`.
     """
     try:
-        await asyncio.to_thread(registry.claim, record)
+        await asyncio.to_thread(store.claim, record)
         return
     except ClusterExists:
         old = await asyncio.to_thread(_read, record.name)
         if old is None:
             raise
-        finding = (await liveness.judge([old], api=api))[old.name]
+        finding = (await probe.judge([old], api=api))[old.name]
         if finding.state is not State.DEAD:
             raise ClusterExists(old.name, finding.why) from None
     if old.sessions:
         await api.stop(*old.sessions)
-    await asyncio.to_thread(registry.claim, record, stale=old)
+    await asyncio.to_thread(store.claim, record, stale=old)
 
 
 async def wait_until_running(name: str, timeout: float) -> Record:
@@ -66,8 +66,8 @@ async def wait_until_running(name: str, timeout: float) -> Record:
     """
     deadline = time.monotonic() + timeout
     while True:
-        record = await asyncio.to_thread(registry.read, name)
-        if record.scheduler_address is not None and await liveness.is_alive(record):
+        record = await asyncio.to_thread(store.read, name)
+        if record.scheduler_address is not None and await probe.is_alive(record):
             return record
         if time.monotonic() > deadline:
             raise CMLError(
@@ -79,7 +79,7 @@ async def wait_until_running(name: str, timeout: float) -> Record:
 
 def _read(name: str) -> Record | None:
     try:
-        return registry.read(name)
+        return store.read(name)
     except NoSuchCluster:
         return None
 
@@ -99,10 +99,10 @@ async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict
     list of dict
         Name, status, workers, threads, memory in bytes, age in seconds, dashboard and scheduler address; how
         many sessions wait for room, and for how many seconds the first one has, or None. The status is
-        "running", "starting", "not answering" or "stale"; see :func:`liveness.judge`.
+        "running", "starting", "not answering" or "stale"; see :func:`probe.judge`.
     """
     records = [*records]
-    findings = await liveness.judge(records, timeout=timeout)
+    findings = await probe.judge(records, timeout=timeout)
     now = datetime.now(timezone.utc)
     rows = []
     for record in records:
@@ -163,7 +163,7 @@ async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) 
     """
     records = [*records]
     # Who answers for another cluster, because it has the address now, is left alone.
-    answering = await liveness.identities(records, timeout=timeout)
+    answering = await probe.identities(records, timeout=timeout)
     return await _end_all(records, answering)
 
 
@@ -204,11 +204,11 @@ async def _stop(record: Record) -> None:
         await api.close()
         stopped |= current.sessions.keys()
         current = await asyncio.to_thread(_read, record.name)
-    await asyncio.to_thread(registry.remove, record.name, id=record.id)
+    await asyncio.to_thread(store.remove, record.name, id=record.id)
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
-    """End what is left of dead clusters; see :func:`liveness.judge`.
+    """End what is left of dead clusters; see :func:`probe.judge`.
 
     Parameters
     ----------
@@ -222,8 +222,8 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     passed_over : dict
         The names of those that do not answer and may yet live, each with the reason.
     """
-    records = await asyncio.to_thread(registry.records)
-    findings = await liveness.judge(records, timeout=timeout)
+    records = await asyncio.to_thread(store.records)
+    findings = await probe.judge(records, timeout=timeout)
     dead = [r for r in records if findings[r.name].state is State.DEAD]
     passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
     return await _end_all(dead, ()), passed_over

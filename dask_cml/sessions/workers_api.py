@@ -16,13 +16,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from dask_cml import answers
-from dask_cml.answers import CallFailed, NoAnswer, SessionInfo, has_ended, ip_address, may_pass
-from dask_cml.calls import Calls
 from dask_cml.checks import integer, is_session_id, message, seconds
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.loading import load_platform
 from dask_cml.options import SessionSize, setting
+from dask_cml.sessions import answers
+from dask_cml.sessions.answers import CallFailed, NoAnswer, SessionInfo, has_ended, ip_address, may_pass
+from dask_cml.sessions.calls import Calls
+from dask_cml.sessions.loading import load_platform
 
 __all__ = ["SessionInfo", "WorkersAPI", "has_ended", "ip_address", "load_platform"]
 

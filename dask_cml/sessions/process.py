@@ -16,13 +16,13 @@ from distributed.core import Status, rpc
 from distributed.deploy.spec import ProcessInterface
 from distributed.security import Security
 
-from dask_cml.answers import SessionInfo, has_ended, ip_address, is_pending, status_of
-from dask_cml.commands import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
+from dask_cml.aio import cancel
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.options import Options, SessionSize
-from dask_cml.record import this_owner
-from dask_cml.tasks import cancel
-from dask_cml.workers_api import WorkersAPI
+from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, status_of
+from dask_cml.sessions.owner import this_owner
+from dask_cml.sessions.plan import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
+from dask_cml.sessions.workers_api import WorkersAPI
 
 #: Dask's own port, which a session on CML has for itself.
 _SCHEDULER_PORT = 8786

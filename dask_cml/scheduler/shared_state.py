@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask_cml import messages
+from dask_cml.scheduler import messages
 
 
 @dataclass

@@ -14,14 +14,14 @@ from dask.utils import parse_timedelta
 from distributed.objects import SchedulerInfo
 from distributed.protocol import pickle
 
-from dask_cml.answers import CallFailed
+from dask_cml.aio import cancel
 from dask_cml.checks import integer, seconds
 from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.manager.retirement import Retirements
+from dask_cml.manager.watch import Watch
 from dask_cml.options import setting
-from dask_cml.processes import CMLWorker
-from dask_cml.retirement import Retirements
-from dask_cml.tasks import cancel
-from dask_cml.watch import Watch
+from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.process import CMLWorker
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState

@@ -14,9 +14,9 @@ from concurrent.futures import Future, wait
 from types import FrameType
 from typing import Any
 
-from dask_cml import answers
-from dask_cml.answers import CallFailed, NoAnswer
 from dask_cml.errors import CMLError
+from dask_cml.sessions import answers
+from dask_cml.sessions.answers import CallFailed, NoAnswer
 
 logger = logging.getLogger(__name__)
 

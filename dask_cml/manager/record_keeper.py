@@ -10,15 +10,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dask_cml import keys, registry
+from dask_cml.aio import cancel
 from dask_cml.errors import CMLError, NoSuchCluster
-from dask_cml.lifecycle import take_name
-from dask_cml.record import Record
-from dask_cml.tasks import cancel
+from dask_cml.records import store
+from dask_cml.records.operations import take_name
+from dask_cml.records.record import Record
+from dask_cml.sessions import tls
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
-    from dask_cml.processes import CMLProcess
+    from dask_cml.sessions.process import CMLProcess
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class RecordKeeper:
             If there is a live cluster of this name.
         """
         cluster = self._cluster
-        options, security = cluster.options.arguments(), keys.paths(cluster.tls)
+        options, security = cluster.options.arguments(), tls.paths(cluster.tls)
         record = Record(cluster.options.name, options=options, security=security)
         await take_name(record, cluster.api)
         self.record = record
@@ -110,7 +111,7 @@ class RecordKeeper:
         if self.record is None:
             return None
         try:
-            record = registry.read(self.record.name)
+            record = store.read(self.record.name)
         except NoSuchCluster:
             return None
         return record if record.id == self.record.id else None
@@ -118,7 +119,7 @@ class RecordKeeper:
     def remove(self) -> None:
         """Remove the record, with all that is in the cluster's folder, by plain calls."""
         if self._task is not None and self.record is not None:
-            registry.remove(self.record.name, id=self.record.id)
+            store.remove(self.record.name, id=self.record.id)
 
     async def _run(self) -> None:
         while True:
@@ -190,5 +191,5 @@ class RecordKeeper:
                 scheduler_id=str(cluster.scheduler_info.get("id") or "") or record.scheduler_id,
             )
 
-        registry.update(own.name, change, id=own.id)
+        store.update(own.name, change, id=own.id)
         self._written = set(sessions)

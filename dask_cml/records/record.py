@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ import psutil
 from distributed.security import Security
 
 from dask_cml.checks import is_session_id
+from dask_cml.sessions.owner import this_session
 
 VERSION = 1
 
@@ -47,11 +47,11 @@ class Maker:
     def this_process(cls) -> Maker:
         """Return what describes the calling process."""
         process = psutil.Process()
-        return cls(socket.gethostname(), process.pid, process.create_time(), _session())
+        return cls(socket.gethostname(), process.pid, process.create_time(), this_session())
 
     def lives(self) -> bool | None:
         """Return whether the process is there; None if that cannot be seen from here."""
-        if (self.host, self.session) != (socket.gethostname(), _session()):
+        if (self.host, self.session) != (socket.gethostname(), this_session()):
             return None
         try:
             process = psutil.Process(self.pid)
@@ -61,31 +61,6 @@ class Maker:
             return False
         except psutil.Error:
             return None
-
-
-def _session() -> str | None:
-    return os.environ.get("CDSW_ENGINE_ID") or None
-
-
-def this_owner() -> str | None:
-    """Return the id of the session with which ends what this process launches; None outside of all.
-
-    The platform files what a worker session launches under the session at the root.
-    """
-    return os.environ.get("CDSW_MASTER_ID") or _session()
-
-
-def lifetime(name: str) -> str:
-    """Say until when a cluster can run that this process makes.
-
-    Parameters
-    ----------
-    name : str
-        The cluster's.
-    """
-    owner = this_owner()
-    end = f"the session {owner} ends" if owner else "this machine restarts"
-    return f"The cluster {name} can run until {end}"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What runs in the scheduler: it ends a cluster that nobody has any more, and shows its dashboard.
 
 A scheduler that ends with its maker preloads the plugin, for the maker may be killed before it
-connects. A manager registers the plugin where it is not there, and says every few seconds that it is. Its
-`Presence` does both.
+connects. A manager registers the plugin where it is not there, and says every few seconds that it is; see
+:mod:`dask_cml.manager.presence`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import secrets
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,40 +18,29 @@ from typing import Any
 
 from distributed.comm.core import Comm
 from distributed.comm.utils import get_tcp_server_addresses
-from distributed.core import Status, rpc
+from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
-from distributed.protocol.pickle import dumps
 from distributed.scheduler import Scheduler
-from distributed.utils import wait_for
 from tornado.ioloop import PeriodicCallback
 
-from dask_cml import messages, pulse
+from dask_cml import pulse
+from dask_cml.aio import cancel
 from dask_cml.checks import seconds
-from dask_cml.errors import CMLError
-from dask_cml.forwarding import FORWARD, Tunnel
 from dask_cml.options import setting
-from dask_cml.shared import SharedState
-from dask_cml.tasks import cancel
+from dask_cml.scheduler import messages
+from dask_cml.scheduler.shared_state import SharedState
+from dask_cml.wire import FORWARD, GOODBYE, HEARTBEAT, MANAGERS, SYNC, WATCHES, Tunnel
 
 # The scheduler's own logs, as cluster.get_logs() returns them, are those below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 NAME = "dask-cml"
-HEARTBEAT = "cml_manager_heartbeat"
-GOODBYE = "cml_manager_goodbye"
-MANAGERS = "cml_managers"
-SYNC = "cml_sync"
-#: In what a manager tells of itself: it is there for whomever may look, and does not keep an orphan alive.
-WATCHES = "watches"
 
 _LOOK_INTERVAL = 0.5
 _LATE = 2.0
-_BEAT_INTERVAL = 2.0
-#: A manager whose network is silent rather than closed is gone after so long; a client after the other, for
-#: it sends a heartbeat every 5 s, or less often when there are very many.
-_MANAGER_SILENCE = 15.0
+#: A client whose network is silent rather than closed is gone after so long: it sends a heartbeat every 5 s,
+#: or less often when there are very many.
 _CLIENT_SILENCE = 60.0
-_GOODBYE_TIMEOUT = 2.0
 #: These are no programs of users: Dask's own for tasks that nobody waits for, and those of tasks in workers.
 _NO_USERS = ("fire-and-forget", "Client-worker-")
 
@@ -277,125 +263,3 @@ async def dask_setup(scheduler: Scheduler) -> None:
     """Have the plugin from the scheduler's first moment on, as ``dask scheduler --preload`` calls it."""
     plugin = CMLSchedulerPlugin(setting("orphan-timeout", seconds))
     await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
-
-
-class Presence:
-    """A manager's side: has the plugin registered, and says that the manager is there until it is closed.
-
-    Parameters
-    ----------
-    address : str
-        The scheduler's.
-    connection_args : mapping, optional
-        As ``Security.get_connection_args("client")`` returns them.
-    orphan_timeout : float or None, optional
-        Seconds without a manager and without a client after which the scheduler closes; None means never.
-        Not given: it stays what another manager said, and is never if this is the first one.
-    info : mapping, optional
-        What other managers are to know of this one, beside its host and process id.
-    interval : float
-        Seconds between two heartbeats.
-
-    Attributes
-    ----------
-    id : str
-        Tells this manager from others.
-    managers : dict
-        All managers of the cluster that were there at the last heartbeat, by their ids: ``info``, ``since``
-        (seconds since 1970) and ``silent_for`` (seconds).
-
-    Examples
-    --------
-    >>> async def come_and_go():
-    ...     presence = Presence(cluster.scheduler_address, orphan_timeout=300)
-    ...     await presence.start()
-    ...     await presence.close()
-    >>> asyncio.run(come_and_go())
-    """
-
-    KEEP: Any = object()
-
-    def __init__(
-        self,
-        address: str,
-        connection_args: Mapping[str, Any] | None = None,
-        *,
-        orphan_timeout: float | None = KEEP,
-        info: Mapping[str, Any] | None = None,
-        interval: float = _BEAT_INTERVAL,
-    ) -> None:
-        self.id = secrets.token_hex(8)
-        self.info = {"host": socket.gethostname(), "pid": os.getpid(), **(info or {})}
-        self.managers: dict[str, Any] = {}
-        self._orphan_timeout = orphan_timeout
-        self._interval = interval
-        self._silence = max(_MANAGER_SILENCE, 4 * interval)
-        # A connection of its own: nothing else is in front of a heartbeat, and its end is the manager's.
-        self._scheduler = rpc(address, connection_args=dict(connection_args or {}))
-        self._beating: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Register the plugin, and begin to send heartbeats.
-
-        Raises
-        ------
-        OSError
-            If the scheduler cannot be reached.
-        CMLError
-            If it does not take the plugin.
-        """
-        change = {} if self._orphan_timeout is self.KEEP else {"orphan_timeout": self._orphan_timeout}
-        await self._beat(register=True, **change)
-        if self._beating is None:
-            self._beating = asyncio.create_task(self._keep_beating())
-
-    async def close(self, **change: float | None) -> None:
-        """Say goodbye, if the scheduler is there to hear it.
-
-        Parameters
-        ----------
-        **change
-            ``orphan_timeout``, if it is to be changed.
-        """
-        beating, self._beating = self._beating, None
-        await cancel(beating)
-        if beating is not None:
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                await wait_for(
-                    self._scheduler.cml_manager_goodbye(manager=self.id, **change), _GOODBYE_TIMEOUT
-                )
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            await wait_for(self._scheduler.close_rpc(), _GOODBYE_TIMEOUT)
-
-    async def _keep_beating(self) -> None:
-        heard = True
-        while True:
-            await asyncio.sleep(self._interval)
-            try:
-                await self._beat()
-                heard = True
-            except (OSError, asyncio.TimeoutError, CMLError) as error:
-                if heard:
-                    logger.debug("The scheduler does not hear that this manager is there: %r", error)
-                heard = False
-
-    async def _beat(self, register: bool = False, **change: float | None) -> None:
-        async def beat() -> dict[str, Any]:
-            message = {"manager": self.id, "info": self.info, "silence": self._silence, **change}
-            if register or not (answer := await self._scheduler.cml_manager_heartbeat(**message)):
-                timeout = None if self._orphan_timeout is self.KEEP else self._orphan_timeout
-                plugin = dumps(CMLSchedulerPlugin(timeout))
-                await self._scheduler.register_scheduler_plugin(plugin=plugin, name=NAME, idempotent=True)
-                answer = await self._scheduler.cml_manager_heartbeat(**message)
-            return answer
-
-        try:
-            answer = await wait_for(beat(), self._silence)
-            self.managers = answer["managers"]
-            self._orphan_timeout = answer["orphan_timeout"]
-        except (OSError, asyncio.TimeoutError):
-            raise
-        except Exception as error:
-            raise CMLError(
-                f"the scheduler at {self._scheduler.address} refuses the plugin: {error}"
-            ) from error

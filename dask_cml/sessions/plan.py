@@ -10,12 +10,12 @@ from pathlib import Path
 import dask
 from distributed.security import Security
 
-from dask_cml import keys
 from dask_cml.options import Options, SessionSize
-from dask_cml.session_logs import log_path
+from dask_cml.sessions import tls
+from dask_cml.sessions.session_logs import log_path
 
 SCHEDULER_FILE = "scheduler.json"
-PRELOAD = "dask_cml.plugin"
+PRELOAD = "dask_cml.scheduler.plugin"
 #: The environment variable that tells it for how many seconds to wait for the first manager.
 PATIENCE = "DASK_CML__ORPHAN_TIMEOUT"
 
@@ -143,8 +143,8 @@ def plan_scheduler(
         command += ["--idle-timeout", f"{options.idle_timeout} seconds"]
     if dashboard_port is not None:
         command += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
-    command += keys.arguments(security, "scheduler")
-    env = {**options.env, **keys.environment(security)}
+    command += tls.arguments(security, "scheduler")
+    env = {**options.env, **tls.environment(security)}
     if options.shutdown_on_close and options.orphan_timeout is not None:
         # Managers register the plugin, too, but the first one may be killed before it gets as far.
         configured = dask.config.get("distributed.scheduler.preload")  # --preload takes their place
@@ -192,9 +192,9 @@ def plan_worker(
     command += ["--no-dashboard"]
     if options.worker_class is not None:
         command += ["--worker-class", options.worker_class]
-    command += [*keys.arguments(security, "worker"), *options.worker_args]
+    command += [*tls.arguments(security, "worker"), *options.worker_args]
     title = f"A worker of the Dask cluster {options.name!r}"
-    env = {**options.env, **keys.environment(security)}
+    env = {**options.env, **tls.environment(security)}
     return _plan(options, folder, name, options.worker, title, command, env, meanwhile=meanwhile)
 
 

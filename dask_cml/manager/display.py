@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, TextIO
 
 from dask.widgets.widgets import TEMPLATE_PATHS, get_template
 
-from dask_cml.waiting import pending, waiting
+from dask_cml.manager.waiting import pending, waiting
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
-    from dask_cml.processes import Session
+    from dask_cml.sessions.process import Session
 
 # Where Dask looks for the templates of what is shown in notebooks.
-TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
+TEMPLATE_PATHS.append(str(Path(__file__).parents[1] / "templates"))
 
 _INTERVAL = 0.25
 _WIDTH = 100

@@ -9,10 +9,10 @@ import time
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from dask_cml.aio import cancel
 from dask_cml.checks import seconds
+from dask_cml.manager.watch import drop
 from dask_cml.options import setting
-from dask_cml.tasks import cancel
-from dask_cml.watch import drop
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster

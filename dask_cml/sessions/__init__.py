@@ -1,0 +1,1 @@
+"""One session of the platform: how it is launched, watched and stopped."""

@@ -1,0 +1,71 @@
+"""Imports point down: nobody needs to know what stands above to understand a module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import dask_cml
+
+PACKAGE = Path(dask_cml.__file__).parent
+#: A module imports from its own layer or from a lower one, which stands further down.
+LAYERS = (
+    ("cli", "discovery", "doctor", "jupyter", "dask_utils"),
+    ("cluster",),
+    ("manager",),
+    ("records", "scheduler"),
+    ("sessions", "wire", "pulse"),
+    ("local",),
+    ("options", "checks", "configuration", "private", "errors", "aio"),
+)
+#: Those of one layer that know nothing of each other.
+APART = ({"records", "scheduler"}, {"wire", "sessions"}, {"pulse", "sessions"})
+
+
+def part(module: str) -> str:
+    """Return a module's place in the layers: its folder, or itself."""
+    return module.split(".")[1]
+
+
+def layer(name: str) -> int:
+    [found] = [i for i, names in enumerate(LAYERS) if name in names]
+    return found
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """Yield which module imports which, of those that are imported when it runs."""
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(["dask_cml", *path.relative_to(PACKAGE).with_suffix("").parts])
+        tree = ast.parse(path.read_text())
+        for_types = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and id(node) not in for_types and node.module:
+                if node.module == "dask_cml":
+                    yield from ((module, f"dask_cml.{each.name}") for each in node.names)
+                elif node.module.startswith("dask_cml."):
+                    yield module, node.module
+
+
+def test_every_module_has_a_layer():
+    parts = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
+    assert parts - {"__init__", "tasks"} == {name for names in LAYERS for name in names}
+
+
+def test_imports_point_down():
+    up = [
+        f"{importer} imports {imported}"
+        for importer, imported in imports()
+        if importer != "dask_cml.__init__"
+        and part(imported) in {name for names in LAYERS for name in names}
+        and (
+            layer(part(imported)) < layer(part(importer))
+            or any({part(importer), part(imported)} == pair for pair in APART)
+        )
+    ]
+    assert up == []
