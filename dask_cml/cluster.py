@@ -210,6 +210,7 @@ class CMLCluster(SpecCluster):
         self._closing: asyncio.Task[None] | None = None
         self._forwarder: DashboardForwarder | None = None
         self._keeping: asyncio.Task[None] | None = None
+        self._stepping: asyncio.Task[Any] | None = None
         self._close_lock = threading.Lock()
         self._silence = contextlib.ExitStack()
         if silence_logs:
@@ -589,6 +590,7 @@ class CMLCluster(SpecCluster):
     async def _correct_state_internal(self) -> None:
         async with self._lock:
             self._correct_state_waiting = None
+            self._stepping = asyncio.current_task()
             if self.status == Status.running and await self.membership.sync():
                 await self.reconciler.step()
 
@@ -796,7 +798,7 @@ class CMLCluster(SpecCluster):
             stop_adapting(self._adaptive, "the cluster closes")
         self.status = Status.closing
         self.fleet.close()
-        await cancel(self._starting, self._keeping, self._correct_state_waiting)
+        await cancel(self._starting, self._keeping, self._correct_state_waiting, self._stepping)
         await self.reconciler.close()
         if self._forwarder is not None:
             await self._forwarder.close()

@@ -57,8 +57,8 @@ async def test_a_smaller_wish_during_a_refusal_counts(simulated):
         mine.scale(1)
     await eventually(lambda: has(mine, 1))
     await mine.carry_out()
-    assert mine.fleet.target == 1
-    assert has(mine, 1)
+    assert (mine.fleet.target, len(mine.fleet.keys)) == (1, 1)
+    await eventually(lambda: has(mine, 1))
 
 
 async def test_the_last_wish_of_many_threads_counts(simulated):
@@ -76,7 +76,8 @@ async def test_the_last_wish_of_many_threads_counts(simulated):
     mine.scale(2)
     await eventually(lambda: has(mine, 2))
     await mine.carry_out()
-    assert has(mine, 2)
+    assert (mine.fleet.target, len(mine.fleet.keys)) == (2, 2)
+    await eventually(lambda: has(mine, 2))
 
 
 async def test_scale_ends_adapting_that_is_under_way(simulated):
@@ -129,6 +130,18 @@ async def test_a_closed_cluster_says_so(simulated):
     with pytest.raises(CMLError, match=f"cannot scale the cluster {mine.name}: it is closed"):
         await mine.scale_down(["any"])
     assert simulated.platform.live == []
+
+
+async def test_close_ends_a_step_that_scale_began(simulated):
+    mine = await simulated()
+    with simulated.platform.held("launch_workers"):
+        mine.scale(2)
+        await eventually(lambda: simulated.platform.under_way)
+        step = mine._stepping
+        closing = asyncio.ensure_future(mine.close())
+        await eventually(step.done)
+    await closing
+    assert step.cancelled()
 
 
 async def test_a_cluster_that_lost_its_scheduler_does_not_say_that_it_runs(simulated):
