@@ -176,7 +176,7 @@ def create(spec: str | None, **options: Any) -> None:
     arguments.update(
         create_mode="create", shutdown_on_close=True, asynchronous=False, quiet=True, silence_logs="WARNING"
     )
-    with _progress(lambda: "The scheduler is being started"):
+    with _progress(_starting):
         cluster = CMLCluster(*positional, **arguments)
     click.echo(cluster.name)
     n = cluster.options.n_workers
@@ -186,6 +186,17 @@ def create(spec: str | None, **options: Any) -> None:
     click.echo(f"{lifetime(cluster.name)}.", err=True)
     cluster.shutdown_on_close = False
     cluster.leave()
+
+
+def _starting() -> str:
+    """Return what the start of this process's cluster waits for."""
+    from dask_cml.manager.at_exit import unclosed
+    from dask_cml.manager.waiting import waiting
+
+    for cluster in unclosed():
+        if cluster.scheduler is not None and (waits := cluster.scheduler.waits_for) is not None:
+            return f"The scheduler's session is {waiting(waits)}"
+    return "The scheduler is being started"
 
 
 def _workers(n: int) -> str:
