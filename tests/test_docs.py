@@ -229,4 +229,6 @@ def test_the_examples_of_a_modules_docstrings_run(project, module):
 def test_the_examples_that_speak_of_a_cluster_run(project, monkeypatch):
     monkeypatch.setattr("dask_cml.cluster.unclosed", list)  # a new cluster says that there are others
     with closing():
-        run_examples(filter(of_a_cluster, MODULES), cluster=CMLCluster(name="mine", quiet=True))
+        mine = CMLCluster(name="mine", n_workers=1, quiet=True)
+        mine.wait_for_workers(1)
+        run_examples(filter(of_a_cluster, MODULES), cluster=mine)

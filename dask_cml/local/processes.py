@@ -7,6 +7,8 @@ import os
 import signal
 import time
 
+from dask_cml.local import state
+
 
 def pids(session_id: str, group: int | None = None) -> set[int]:
     """Return the ids of a session's processes.
@@ -14,7 +16,8 @@ def pids(session_id: str, group: int | None = None) -> set[int]:
     Parameters
     ----------
     session_id : str
-        Belongs to the session what has this as ``CDSW_ENGINE_ID``, and what descends from it.
+        Belongs to the session what has this as ``CDSW_ENGINE_ID``, and what descends from it. It is the id of
+        an engine, too, whose processes have the same state directory: elsewhere there may be another one.
     group : int, optional
         Belongs to it, too, what is in this process group or POSIX session. To be given only while that
         number cannot have passed to other processes.
@@ -30,7 +33,9 @@ def pids(session_id: str, group: int | None = None) -> set[int]:
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             in_group = group is not None and group in (os.getpgid(pid), os.getsid(pid))
-            if in_group or process.environ().get("CDSW_ENGINE_ID") == session_id:
+            environment = process.environ()
+            named = environment.get("CDSW_ENGINE_ID") == session_id
+            if in_group or (named and state.is_of_a_process_with(environment)):
                 found.add(pid)
                 found.update(child.pid for child in process.children(recursive=True))
     return found

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,20 @@ def directory() -> Path:
     PermissionError
         If it belongs to somebody else, or others can write to it.
     """
-    default = Path(tempfile.gettempdir(), f"dask-cml-local-{os.getuid()}")
-    path = Path(os.environ.get(DIRECTORY_VARIABLE) or default).absolute()
+    path = _path(os.environ)
     make_folder(path)
     make_folder(path / "sessions")
     return path
+
+
+def is_of_a_process_with(environment: Mapping[str, str]) -> bool:
+    """Return whether a process with these environment variables has the same state directory."""
+    return _path(environment) == _path(os.environ)
+
+
+def _path(environment: Mapping[str, str]) -> Path:
+    default = Path(tempfile.gettempdir(), f"dask-cml-local-{os.getuid()}")
+    return Path(environment.get(DIRECTORY_VARIABLE) or default).absolute()
 
 
 def read_json(path: Path) -> Any:

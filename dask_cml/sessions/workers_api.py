@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from dask_cml.checks import integer, is_session_id, message, seconds
 from dask_cml.errors import CMLError, LaunchRefused
@@ -34,8 +35,8 @@ _IN_TIME = 1000
 _GROUPS = 64
 #: Sessions that are stopped usually end within so many seconds.
 _STOPPED_WITHIN = 30.0
-#: What this process has stopped, of whichever cluster.
-_stopped: set[str] = set()
+#: What this process has stopped on each platform, of whichever cluster.
+_stopped: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -181,7 +182,7 @@ class WorkersAPI:
             session = await self._launch(_Launch(name, arguments))
         except LaunchRefused:
             # Sessions that were just stopped fill the quota until they have ended.
-            if not (_stopped and await self.wait_until_ended(_stopped)):
+            if not (stopped := _stopped.get(self.module)) or not await self.wait_until_ended(stopped):
                 raise
             session = await self._launch(_Launch(name, arguments))
         self.on_change()
@@ -313,7 +314,7 @@ class WorkersAPI:
             return
         answers.check_stopped(ids, self.module.stop_workers(*ids))
         with self._lock:
-            _stopped.update(set(ids) - self._half_made)
+            _stopped.setdefault(self.module, set()).update(set(ids) - self._half_made)
             self.live.difference_update(ids)
 
     def _try_to_stop(self, session_id: str) -> None:

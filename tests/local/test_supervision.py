@@ -142,6 +142,17 @@ def test_sessions_end_with_the_engine_at_their_root(platform, launch, until):
     assert kept["status"] == "running"
 
 
+def test_an_engine_of_the_same_name_on_another_platform_lives_on(platform, monkeypatch, tmp_path):
+    with started(f"print(flush=True); {FOREVER}", CDSW_ENGINE_ID="other") as other:
+        with monkeypatch.context() as patch:
+            (tmp_path / "local").mkdir(mode=0o700)
+            patch.setenv("DASK_CML_LOCAL_DIRECTORY", str(tmp_path / "local"))
+            platform.end_engine("other")
+        assert other.poll() is None
+        platform.end_engine("other")
+        assert other.wait(30) == -signal.SIGKILL
+
+
 def test_what_is_launched_by_an_engine_that_has_ended_is_stopped(platform, monkeypatch, until):
     platform.end_engine("other")
     monkeypatch.setenv("CDSW_ENGINE_ID", "other")
