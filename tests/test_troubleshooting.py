@@ -184,6 +184,7 @@ def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, u
         cluster.sync(cluster.scale_down, ["night-2"])
         until(lambda: "given up" in told(cluster))
         assert len(held.result()) == 10**6
+        held.cancel()
         # The scheduler can best do without the worker that holds least.
         actor = client.submit(Counter, actor=True, workers=["night-0"]).result()
         computed = client.submit(bytes, 10**6, workers=["night-1"], allow_other_workers=True)
