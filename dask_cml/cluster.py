@@ -292,6 +292,8 @@ class CMLCluster(SpecCluster):
         self.options = self.options.of_running(record.options, bool(given["shutdown_on_close"]))
         self.shutdown_on_close = self.options.shutdown_on_close
         self.new_spec = self._worker_template()
+        # What was asked of a cluster that is not created is not asked of the one that runs.
+        self.fleet = Fleet(self.options.name, self.options.processes)
         self.membership = Membership(self, leads=False)
         self.record_keeper = RecordKeeper(self, record)
         await self._adopt()

@@ -39,6 +39,18 @@ async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsy
         assert len(first.sessions) == 3
 
 
+async def test_connecting_does_not_scale_the_cluster(platform, holds):
+    async with make(n_workers=1, quiet=True) as first:
+        await holds(lambda: len(first.arrived) == 1)
+        async with make(n_workers=3, cpu=2, processes=2, create_mode="create-or-connect", quiet=True) as again:
+            await again.carry_out()
+            assert again.fleet.target == 1
+            assert again.arrived == first.arrived == {"lab-0"}
+            assert not again.membership.leads
+        assert first.fleet.target == 1
+        assert len(platform.list_workers()) == 2
+
+
 async def test_of_two_at_once_one_creates_and_the_other_connects(platform):
     platform.configure(start_delay=1)
     one, two = (make(create_mode="create-or-connect", quiet=True) for _ in range(2))
