@@ -131,15 +131,7 @@ def _plan(folder: Path) -> Mapping[str, Any]:
 
 def supervised(record: Record) -> bool:
     """Return whether the session's supervisor lives, or somebody cleans up after it."""
-    with contextlib.suppress(FileNotFoundError):
-        lock = os.open(record.folder / "lock", os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(lock)
-    return False
+    return bool(state.is_locked(record.folder / "lock"))
 
 
 def fail(record: Record) -> Record | None:

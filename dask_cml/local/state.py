@@ -47,6 +47,21 @@ def _path(environment: Mapping[str, str]) -> Path:
     return Path(environment.get(DIRECTORY_VARIABLE) or default).absolute()
 
 
+def is_locked(path: Path) -> bool | None:
+    """Return whether a process holds the lock of a file; None if there is no such file."""
+    try:
+        lock = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def read_json(path: Path) -> Any:
     """Return what :func:`write_json` wrote, or None if there is no such file."""
     try:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Generic, TypeVar
 
 from dask_cml.errors import CMLError
+from dask_cml.sessions.plan import dask_names
 
 W = TypeVar("W")
 
@@ -338,11 +339,6 @@ class Fleet(Generic[W]):
             self._workers.clear()
             self._keys.clear()
             self._target = 0
-
-
-def dask_names(key: str, processes: int) -> list[str]:
-    """Return the names of the Dask workers in the session `key`, as ``dask worker --name`` makes them."""
-    return [f"{key}-{i}" for i in range(processes)] if processes > 1 else [key]
 
 
 def session_keys(keys: Iterable[str], processes: int) -> Mapping[str, str]:

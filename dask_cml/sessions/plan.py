@@ -198,6 +198,11 @@ def plan_worker(
     return _plan(options, folder, name, options.worker, title, command, env, meanwhile=meanwhile)
 
 
+def dask_names(name: str, processes: int) -> list[str]:
+    """Return the names of the Dask workers in the session `name`, as ``dask worker --name`` makes them."""
+    return [f"{name}-{i}" for i in range(processes)] if processes > 1 else [name]
+
+
 def _dask(program: str, *arguments: str) -> list[str]:
     # Not `dask`, which need not be on PATH. The launcher's interpreter is there in every session.
     return [sys.executable, "-m", "dask", program, *arguments]

@@ -21,7 +21,7 @@ from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.options import Options, SessionSize
 from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, status_of
 from dask_cml.sessions.owner import this_owner
-from dask_cml.sessions.plan import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
+from dask_cml.sessions.plan import SCHEDULER_FILE, SessionPlan, dask_names, plan_scheduler, plan_worker
 from dask_cml.sessions.workers_api import WorkersAPI
 
 #: Dask's own port, which a session on CML has for itself.
@@ -367,8 +367,7 @@ class CMLWorker(CMLProcess):
     @property
     def dask_names(self) -> list[str]:
         """The names of the Dask workers in the session."""
-        processes = self.options.processes
-        return [f"{self.name}-{i}" for i in range(processes)] if processes > 1 else [self.name]
+        return dask_names(self.name, self.options.processes)
 
 
 def connection_args(security: Security | None) -> dict[str, Any]:
