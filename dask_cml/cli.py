@@ -358,25 +358,25 @@ def _here(cluster: CMLCluster, n: int) -> str:
     """Return how many of n workers have come, and how many sessions wait for room."""
     from dask_cml.manager.waiting import waiting_workers
 
-    words = waiting_workers(cluster.reconciler.waits)
-    return f"{len(cluster.arrived)} of {_workers(n)} here" + f", {words}" * bool(words)
+    words = waiting_workers(cluster._reconciler.waits)
+    return f"{len(cluster._arrived)} of {_workers(n)} here" + f", {words}" * bool(words)
 
 
 def _wait_for_scale(cluster: CMLCluster, n: int, deadline: float) -> None:
     from dask_cml.errors import CMLError
 
     # What is there may be as many as are wanted, but other managers must hear of it.
-    cluster.sync(cluster.carry_out)
-    while not (cluster.membership.leads and len(cluster.arrived) == len(cluster.workers) == n):
-        trouble = cluster.reconciler.trouble
+    cluster.sync(cluster._carry_out)
+    while not (cluster._leadership.leads and len(cluster._arrived) == len(cluster.workers) == n):
+        trouble = cluster._reconciler.trouble
         if cluster.status.name != "running":
             raise CMLError(f"{cluster.name} has ended: {trouble or 'another process has deleted it'}")
-        if cluster.fleet.target != n:
-            other = "" if cluster.membership.leads else "another manager scales it: "
+        if cluster._fleet.target != n:
+            other = "" if cluster._leadership.leads else "another manager scales it: "
             raise CMLError(
-                f"{cluster.name} has {trouble or f'{other}{_workers(cluster.fleet.target)} wanted'}"
+                f"{cluster.name} has {trouble or f'{other}{_workers(cluster._fleet.target)} wanted'}"
             )
-        if cluster.reconciler.gave_up:
+        if cluster._reconciler.gave_up:
             raise CMLError(f"{cluster.name} launches {trouble}")
         if time.monotonic() > deadline:
             why = f": {trouble}" if trouble else ""
@@ -396,17 +396,17 @@ def adapt(name: str, minimum: int, maximum: int) -> None:
     with _rebuilt(name) as cluster:
         try:
             cluster.adapt(minimum=minimum, maximum=maximum)
-            cluster.sync(cluster.carry_out)
+            cluster.sync(cluster._carry_out)
             click.echo(f"{name} adapts between {minimum} and {_workers(maximum)} while this command runs.")
-            with _progress(lambda: _here(cluster, cluster.fleet.target)):
-                while cluster.status.name == "running" and cluster.membership.leads:
+            with _progress(lambda: _here(cluster, cluster._fleet.target)):
+                while cluster.status.name == "running" and cluster._leadership.leads:
                     time.sleep(_INTERVAL)
         except KeyboardInterrupt:
-            click.echo(f"{name} keeps {_workers(cluster.fleet.target)} and does not adapt any more.")
+            click.echo(f"{name} keeps {_workers(cluster._fleet.target)} and does not adapt any more.")
             return
         if cluster.status.name == "running":
             raise CMLError(f"{name} does not adapt any more: another manager scales it")
-        raise CMLError(f"{name} has ended: {cluster.reconciler.trouble or 'another process has deleted it'}")
+        raise CMLError(f"{name} has ended: {cluster._reconciler.trouble or 'another process has deleted it'}")
 
 
 def _sessions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:

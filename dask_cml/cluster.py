@@ -27,7 +27,7 @@ from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclose
 from dask_cml.manager.dashboard import DashboardForwarder
 from dask_cml.manager.display import first_line, sessions_html, show_start
 from dask_cml.manager.fleet import Fleet, session_keys
-from dask_cml.manager.leadership import Membership
+from dask_cml.manager.leadership import Leadership
 from dask_cml.manager.reconciler import Reconciler
 from dask_cml.manager.record_keeper import SCHEDULER, RecordKeeper
 from dask_cml.manager.waiting import pending, waiting
@@ -194,17 +194,17 @@ class CMLCluster(SpecCluster):
         self.options = Options.read(**self._given)
         if _record is None:
             self.options = self.options.inheriting()
-        self.api = WorkersAPI(load_platform(self.options.platform))
-        self.api.check_options(self.options.launch_options)
-        self.api.check_options(self.options.scheduler_launch_options, "scheduler_launch_options")
-        self.folder = state_directory() / self.options.name
-        self.tls: Security | None = None
-        self.fleet: Fleet[CMLWorker] = Fleet(self.options.name, self.options.processes)
+        self._api = WorkersAPI(load_platform(self.options.platform))
+        self._api.check_options(self.options.launch_options)
+        self._api.check_options(self.options.scheduler_launch_options, "scheduler_launch_options")
+        self._folder = state_directory() / self.options.name
+        self._tls: Security | None = None
+        self._fleet: Fleet[CMLWorker] = Fleet(self.options.name, self.options.processes)
         if _record is None:  # otherwise it takes over what another process has launched
-            self.fleet.resize(self.options.n_workers)
-        self.reconciler = Reconciler(self)
-        self.membership = Membership(self, leads=_record is None)
-        self.record_keeper = RecordKeeper(self, _record)
+            self._fleet.resize(self.options.n_workers)
+        self._reconciler = Reconciler(self)
+        self._leadership = Leadership(self, leads=_record is None)
+        self._record_keeper = RecordKeeper(self, _record)
         self._adopts = _record is not None
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -248,7 +248,7 @@ class CMLCluster(SpecCluster):
         except LaunchRefused:
             await self._close(shutdown=not self._adopts)
             # A smaller cluster, asked for at once, must not be refused for what is being stopped.
-            await self.api.wait_until_ended(self.api.names)
+            await self._api.wait_until_ended(self._api.names)
             raise
         except BaseException:
             # SpecCluster's `__await__` does not close a cluster whose start fails, and its `_start` makes a
@@ -260,18 +260,18 @@ class CMLCluster(SpecCluster):
         self.quiet = self._quiet
         self._lock = asyncio.Lock()
         await (self._adopt() if self._adopts else self._create_or_connect())
-        self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self.tls))
+        self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self._tls))
         await Cluster._start(self)
-        await self.record_keeper.write()  # from now on other processes can take part
+        await self._record_keeper.write()  # from now on other processes can take part
         if not (self._adopts or self.shutdown_on_close):
             self._log(lifetime(self.name))
-        self._watch_worker_status_task.add_done_callback(self.reconciler.poke)
-        await self.membership.start()
+        self._watch_worker_status_task.add_done_callback(self._reconciler.poke)
+        await self._leadership.start()
         if self.options.forward_dashboard:
-            arguments = connection_args(self.tls)
+            arguments = connection_args(self._tls)
             self._forwarder = DashboardForwarder(self.scheduler_comm.address, arguments)
             await self._forwarder.start()
-        self._keeping = asyncio.create_task(self.reconciler.run())
+        self._keeping = asyncio.create_task(self._reconciler.run())
 
     async def _create_or_connect(self) -> None:
         mode = self.options.create_mode
@@ -293,9 +293,9 @@ class CMLCluster(SpecCluster):
         self.shutdown_on_close = self.options.shutdown_on_close
         self.new_spec = self._worker_template()
         # What was asked of a cluster that is not created is not asked of the one that runs.
-        self.fleet = Fleet(self.options.name, self.options.processes)
-        self.membership = Membership(self, leads=False)
-        self.record_keeper = RecordKeeper(self, record)
+        self._fleet = Fleet(self.options.name, self.options.processes)
+        self._leadership = Leadership(self, leads=False)
+        self._record_keeper = RecordKeeper(self, record)
         await self._adopt()
 
     def _worker_template(self) -> dict[str, Any]:
@@ -305,17 +305,17 @@ class CMLCluster(SpecCluster):
         return template
 
     async def _launch(self) -> None:
-        self.tls, files = await asyncio.to_thread(tls.as_files, self.options.security, self.folder)
-        self.security = self.tls or Security()
-        await self.record_keeper.take_name()
+        self._tls, files = await asyncio.to_thread(tls.as_files, self.options.security, self._folder)
+        self.security = self._tls or Security()
+        await self._record_keeper.take_name()
         if others := [repr(each.options.name) for each in unclosed() if each is not self]:
             self._log(f"This process has other clusters open, each with its sessions: {', '.join(others)}")
-        self.scheduler = CMLScheduler(self.api, self.options, self.folder, self.tls)
-        self.record_keeper.start()
+        self.scheduler = CMLScheduler(self._api, self.options, self._folder, self._tls)
+        self._record_keeper.start()
         await asyncio.to_thread(self._write_files, files)
-        workers = {key: self.make_worker(key) for key in self.fleet.missing}
+        workers = {key: self.make_worker(key) for key in self._fleet.missing}
         for key, worker in workers.items():
-            self.fleet.launched(key, worker)
+            self._fleet.launched(key, worker)
         showing = asyncio.create_task(show_start(self))
         tasks: list[asyncio.Future[Any]] = []
         try:
@@ -336,7 +336,7 @@ class CMLCluster(SpecCluster):
             Path(self.options.log_directory).mkdir(parents=True, exist_ok=True)
 
     async def _adopt(self) -> None:
-        record = self.record_keeper.record
+        record = self._record_keeper.record
         assert record is not None
         if not await probe.is_alive(record):
             address = record.scheduler_address or "whose address is not known yet"
@@ -344,17 +344,17 @@ class CMLCluster(SpecCluster):
                 f"the scheduler of the cluster {record.name!r}, {address}, does not answer; "
                 "`dask cml delete` ends what may be left of it"
             )
-        self.tls = record.get_security()
-        self.security = self.tls or Security()
-        self.scheduler = CMLScheduler(self.api, self.options, self.folder, self.tls)
+        self._tls = record.get_security()
+        self.security = self._tls or Security()
+        self.scheduler = CMLScheduler(self._api, self.options, self._folder, self._tls)
         self.scheduler.address = record.scheduler_address
         session = record.scheduler_session or ""
         self.scheduler.adopt(session, record.app_url, record.owners.get(session))
         for session_id, key in record.sessions.items():
             if key != SCHEDULER:
-                self.membership.adopt(key, session_id, record.owners.get(session_id))
-        self.fleet.follow(len(self.fleet.keys))
-        self.record_keeper.start()
+                self._leadership.adopt(key, session_id, record.owners.get(session_id))
+        self._fleet.follow(len(self._fleet.keys))
+        self._record_keeper.start()
 
     @classmethod
     def from_name(  # type: ignore[override]
@@ -456,17 +456,17 @@ class CMLCluster(SpecCluster):
             n = max(n, math.ceil(gibibytes("memory", memory) / self.options.worker.memory))
         if cores is not None:
             n = max(n, math.ceil(positive("cores", cores) / self.options.nthreads))
-        self.fleet.resize(n)
+        self._fleet.resize(n)
         if isinstance(self._adaptive, CMLAdaptive):
             stop_adapting(self._adaptive, "scale() was called")
-        self.reconciler.start_anew()
+        self._reconciler.start_anew()
         self.loop.add_callback(self._correct_state)
         return NoOpAwaitable() if self.asynchronous else None
 
     async def _resize(self, n: int, driver: object) -> None:
         """Scale to `n` sessions for adaptive scaling, which goes on."""
-        if self.fleet.resize(n, driver):
-            await self.carry_out()
+        if self._fleet.resize(n, driver):
+            await self._carry_out()
 
     async def scale_down(self, workers: Iterable[str], driver: object | None = None) -> None:
         """Close worker sessions, after their data has been moved.
@@ -478,11 +478,11 @@ class CMLCluster(SpecCluster):
         driver : Adaptive, optional
             The adaptive scaling that asks; it goes on. Default: the user.
         """
-        keys = session_keys(self.fleet.keys, self.options.processes)
-        if self.fleet.remove({keys.get(worker, worker) for worker in workers}, driver):
-            await self.carry_out()
+        keys = session_keys(self._fleet.keys, self.options.processes)
+        if self._fleet.remove({keys.get(worker, worker) for worker in workers}, driver):
+            await self._carry_out()
 
-    async def carry_out(self) -> None:
+    async def _carry_out(self) -> None:
         """Make the sessions what they should be, or return when the cluster closes."""
         step = self._correct_state()
         await asyncio.wait([step])
@@ -543,25 +543,25 @@ class CMLCluster(SpecCluster):
                 maximum = min(maximum, math.floor(high / per_session[unit]))
         if maximum < minimum:
             raise ValueError(message("maximum", maximum, f"at least the minimum, {minimum} worker sessions"))
-        self.fleet.drive(None)  # the adaptive scaling before has no say any more
+        self._fleet.drive(None)  # the adaptive scaling before has no say any more
         adaptive = Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
-        self.fleet.drive(adaptive)
-        self.reconciler.start_anew()
+        self._fleet.drive(adaptive)
+        self._reconciler.start_anew()
         # Tells the claim at once: another manager may scale soon, and the last wish counts.
         self.loop.add_callback(self._correct_state)
         return adaptive
 
     @property
-    def arrived(self) -> set[str]:
+    def _arrived(self) -> set[str]:
         """The worker sessions of which a Dask worker has registered."""
-        return self.fleet.arrived(self.observed)
+        return self._fleet.arrived(self.observed)
 
     # SpecCluster's own state of the workers. It sets these; here they show what the fleet has.
 
     @property
     def worker_spec(self) -> dict[str, Any]:
         """The wanted worker sessions, by name."""
-        return dict.fromkeys(self.fleet.keys, self.new_spec)
+        return dict.fromkeys(self._fleet.keys, self.new_spec)
 
     @worker_spec.setter
     def worker_spec(self, _: Any) -> None:
@@ -570,7 +570,7 @@ class CMLCluster(SpecCluster):
     @property
     def workers(self) -> dict[str, CMLWorker]:
         """The worker sessions by name, also those that are not wanted any more."""
-        return self.fleet.workers
+        return self._fleet.workers
 
     @workers.setter
     def workers(self, _: Any) -> None:
@@ -586,15 +586,15 @@ class CMLCluster(SpecCluster):
         """
         address = getattr(self.scheduler, "address", None)
         return CMLWorker(
-            address, key, api=self.api, options=self.options, folder=self.folder, security=self.tls
+            address, key, api=self._api, options=self.options, folder=self._folder, security=self._tls
         )
 
     async def _correct_state_internal(self) -> None:
         async with self._lock:
             self._correct_state_waiting = None
             self._stepping = asyncio.current_task()
-            if self.status == Status.running and await self.membership.sync():
-                await self.reconciler.step()
+            if self.status == Status.running and await self._leadership.sync():
+                await self._reconciler.step()
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # SpecCluster closes a lost worker after a while and leaves it at that; the reconciler replaces it.
@@ -602,7 +602,7 @@ class CMLCluster(SpecCluster):
             self.scheduler_info["workers"].pop(msg, None)
         else:
             Cluster._update_worker_status(self, op, msg)
-        self.reconciler.poke()
+        self._reconciler.poke()
 
     def _threads_per_worker(self) -> int:
         return self.options.nthreads
@@ -669,14 +669,14 @@ class CMLCluster(SpecCluster):
             workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
         options = self.options
-        logs = SessionLogs(self.name, self.folder, options.log_directory, options.processes)
+        logs = SessionLogs(self.name, self._folder, options.log_directory, options.processes)
         found = await asyncio.to_thread(logs.read, scheduler, workers, [*self.workers])
         return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
 
     @property
     def n_pending(self) -> int:
         """How many of the wanted worker sessions have not arrived yet."""
-        return len(self.fleet.keys) - len(self.arrived)
+        return len(self._fleet.keys) - len(self._arrived)
 
     @property
     def _cluster_class_name(self) -> str:
@@ -691,8 +691,8 @@ class CMLCluster(SpecCluster):
             text = f"{text[:-1]}, scheduler {waiting(waits)})"
         if self.status == Status.running and self._watch_worker_status_task.done():
             text = f"{text[:-1]}, not connected to the scheduler)"
-        if self.reconciler.trouble:
-            text = f"{text[:-1]}, trouble: {first_line(self.reconciler.trouble)})"
+        if self._reconciler.trouble:
+            text = f"{text[:-1]}, trouble: {first_line(self._reconciler.trouble)})"
         return text
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
@@ -709,10 +709,10 @@ class CMLCluster(SpecCluster):
         # mine-scheduler: cpu=1 memory=2 nvidia_gpu=0
         ...
         """
-        if self.tls is None:  # the paths, for what is not started; no file is written
-            self.tls, _ = tls.as_files(self.options.security, self.folder)
-        scheduler = self.scheduler or CMLScheduler(self.api, self.options, self.folder, self.tls)
-        worker = self.make_worker(self.fleet.new_key())
+        if self._tls is None:  # the paths, for what is not started; no file is written
+            self._tls, _ = tls.as_files(self.options.security, self._folder)
+        scheduler = self.scheduler or CMLScheduler(self._api, self.options, self._folder, self._tls)
+        worker = self.make_worker(self._fleet.new_key())
         return f"{scheduler.plan}\n{worker.plan}"
 
     def get_snippet(self) -> str:
@@ -799,25 +799,25 @@ class CMLCluster(SpecCluster):
         if self._adaptive is not None:
             stop_adapting(self._adaptive, "the cluster closes")
         self.status = Status.closing
-        self.fleet.close()
+        self._fleet.close()
         await cancel(self._starting, self._keeping, self._correct_state_waiting, self._stepping)
-        await self.reconciler.close()
+        await self._reconciler.close()
         if self._forwarder is not None:
             await self._forwarder.close()
-        await self.record_keeper.close()
+        await self._record_keeper.close()
         try:
             if not shutdown:
                 await self._hand_over()
             # First, because a scheduler that ends does not answer, and that is waited for.
-            await self.membership.close(stays=not shutdown)
+            await self._leadership.close(stays=not shutdown)
             if shutdown:
                 await self._say_goodbye()
                 # Another manager may have launched sessions just before it left.
-                for session_id, name in (await asyncio.to_thread(self.record_keeper.sessions)).items():
-                    self.api.adopt(session_id, name)
-            await self.api.close()
+                for session_id, name in (await asyncio.to_thread(self._record_keeper.sessions)).items():
+                    self._api.adopt(session_id, name)
+            await self._api.close()
             if shutdown:
-                await asyncio.to_thread(self.record_keeper.remove)
+                await asyncio.to_thread(self._record_keeper.remove)
         finally:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(Cluster._close(self), _GOODBYE_TIMEOUT)
@@ -826,15 +826,15 @@ class CMLCluster(SpecCluster):
             for process in (self.scheduler, *self.workers.values()):
                 if process is not None:
                     process.status = Status.closed
-            self.fleet.clear()
+            self._fleet.clear()
             no_longer_end_at_exit(self)
 
     async def _hand_over(self) -> None:
         """Leave the sessions to other managers; what these do not know of is stopped."""
-        if self.membership.id:  # what was asked for last, and launched for it, may not be told yet
-            await self.membership.sync()
+        if self._leadership.id:  # what was asked for last, and launched for it, may not be told yet
+            await self._leadership.sync()
         processes = (self.scheduler, *self.workers.values())
-        self.api.forget(*[p.session_id for p in processes if p is not None and p.session_id])
+        self._api.forget(*[p.session_id for p in processes if p is not None and p.session_id])
 
     async def _say_goodbye(self) -> None:
         """Let the scheduler tell its workers and clients that it ends, if it is there."""

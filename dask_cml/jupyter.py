@@ -193,7 +193,7 @@ class Sidebar:
         cluster = CMLCluster._from_record(
             entry.record, shutdown_on_close=False, forward_dashboard=True, asynchronous=True, quiet=True
         )
-        cluster.membership.watches = True
+        cluster._leadership.watches = True
         entry.cluster = cluster
         await cluster
         self._manager._clusters[entry.id] = cluster

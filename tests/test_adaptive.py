@@ -40,14 +40,14 @@ class Cluster:
     def __init__(self, processes=1, planned=0, launched=None, arrived=None):
         self.options = SimpleNamespace(processes=processes, nthreads=processes)
         self.scheduler = SimpleNamespace(start_time=None)  # how long sessions take to start is not known
-        self.fleet = Fleet("mine", processes)
-        self.fleet.resize(planned)
-        keys = self.fleet.keys
+        self._fleet = Fleet("mine", processes)
+        self._fleet.resize(planned)
+        keys = self._fleet.keys
         for key in keys[:launched]:
-            self.fleet.launched(key, SimpleNamespace(launched_at=None, waits_for=None))
-        self.reconciler = Reconciler(self)
-        self.arrived = set(keys[:arrived])
-        self.observed = {name for key in self.arrived for name in self.reconciler.names(key)}
+            self._fleet.launched(key, SimpleNamespace(launched_at=None, waits_for=None))
+        self._reconciler = Reconciler(self)
+        self._arrived = set(keys[:arrived])
+        self.observed = {name for key in self._arrived for name in self._reconciler.names(key)}
         self.scheduler_comm = SchedulerComm()
         self.scheduler_comm.workers = sorted(self.observed)
         self._watch_worker_status_task = SimpleNamespace(done=lambda: True)
@@ -57,11 +57,11 @@ class Cluster:
 
     @property
     def worker_spec(self):
-        return dict.fromkeys(self.fleet.keys)
+        return dict.fromkeys(self._fleet.keys)
 
     @property
     def workers(self):
-        return self.fleet.workers
+        return self._fleet.workers
 
     def __await__(self):
         return iter(())
@@ -90,7 +90,7 @@ async def test_plan_requested_and_observed_are_sessions():
 
 async def test_a_session_that_is_not_wanted_any_more_is_not_counted():
     cluster = Cluster(planned=2)
-    cluster.fleet.remove(["mine-1"])
+    cluster._fleet.remove(["mine-1"])
     assert adaptive(cluster).requested == {"mine-0"}
 
 
@@ -113,7 +113,7 @@ async def test_more_arguments_are_those_of_the_schedulers_choice():
 async def test_no_more_are_wanted_than_the_quota_granted_lately():
     cluster = Cluster(processes=2)
     cluster.scheduler_comm.wanted = 20
-    cluster.reconciler.affordable = lambda n: min(n, 3)
+    cluster._reconciler.affordable = lambda n: min(n, 3)
     assert await adaptive(cluster).safe_target() == 3
     assert await adaptive(cluster, minimum=5).safe_target() == 3
 

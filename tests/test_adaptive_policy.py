@@ -53,7 +53,7 @@ class Simulation:
         self.session_seconds = 0.0
         self.quota = math.inf
         self.scheduler = SimpleNamespace(start_time=start)
-        self.reconciler = SimpleNamespace(affordable=lambda n: min(n, self.quota), choose=self.choose)
+        self._reconciler = SimpleNamespace(affordable=lambda n: min(n, self.quota), choose=self.choose)
         self.loop = SimpleNamespace(add_callback=lambda *_: None)
         self.scheduler_comm = self
         self.want(there)
@@ -64,7 +64,7 @@ class Simulation:
     # -- the cluster
 
     plan = requested = property(lambda self: set(self.worker_spec))
-    arrived = property(lambda self: set(self.here))
+    _arrived = property(lambda self: set(self.here))
     observed = property(
         lambda self: (
             {f"{key}-{i}" for key in self.here for i in range(self.options.processes)}

@@ -125,7 +125,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
 
 async def test_a_deleted_clusters_maker_launches_nothing_more(platform, holds):
     async with CMLCluster(n_workers=1, name="mine", quiet=True, asynchronous=True) as cluster:
-        await holds(lambda: cluster.arrived)
+        await holds(lambda: cluster._arrived)
         assert await operations.end_all(store.records()) == {"mine": None}
         await holds(lambda: cluster.status.name == "closed")
         assert not live(platform)
@@ -179,11 +179,11 @@ def test_adapt_ends_when_another_manager_scales_and_by_ctrl_c(platform, until):
             assert (
                 process.stdout.readline() == "mine adapts between 1 and 2 workers while this command runs.\n"
             )
-            until(lambda: len(cluster.arrived) == 1)
+            until(lambda: len(cluster._arrived) == 1)
             cluster.scale(2)
             assert process.wait(30) == 1
             assert "another manager scales it" in process.stderr.read()
-        until(lambda: len(cluster.arrived) == cluster.fleet.target == 2)
+        until(lambda: len(cluster._arrived) == cluster._fleet.target == 2)
         with started("adapt", "mine", 2, 2) as process:
             assert process.stdout.readline()
             process.send_signal(signal.SIGINT)

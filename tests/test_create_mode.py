@@ -41,15 +41,15 @@ async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsy
 
 async def test_connecting_does_not_scale_the_cluster(platform, holds):
     async with make(n_workers=1, quiet=True) as first:
-        await holds(lambda: len(first.arrived) == 1)
+        await holds(lambda: len(first._arrived) == 1)
         async with make(
             n_workers=3, cpu=2, processes=2, create_mode="create-or-connect", quiet=True
         ) as again:
-            await again.carry_out()
-            assert again.fleet.target == 1
-            assert again.arrived == first.arrived == {"lab-0"}
-            assert not again.membership.leads
-        assert first.fleet.target == 1
+            await again._carry_out()
+            assert again._fleet.target == 1
+            assert again._arrived == first._arrived == {"lab-0"}
+            assert not again._leadership.leads
+        assert first._fleet.target == 1
         assert len(platform.list_workers()) == 2
 
 

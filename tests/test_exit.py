@@ -307,7 +307,7 @@ FORKS = {
                 sys.exit()
             assert os.wait()[1] == 0
             cluster.scale(2)
-            cluster.sync(cluster.carry_out)
+            cluster.sync(cluster._carry_out)
             sys.exit()
     """,
     "multiprocessing": """

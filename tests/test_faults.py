@@ -224,7 +224,7 @@ async def test_start_life_and_close_bear_one_wrong_answer_of_each_function(
         inject()
         cluster.scale(1)
         await holds(lambda: complete(cluster, 1), 60)
-        assert cluster.reconciler.trouble is None
+        assert cluster._reconciler.trouble is None
         inject()
     await holds(lambda: not wanted(platform), 60)
     assert "Traceback" not in caplog.text
@@ -261,7 +261,7 @@ async def test_start_life_and_close_bear_wrong_answers_for_a_while(
                 await cluster.close()
             assert kind == "unanswered" or all(session_id in str(caught.value) for session_id in ids)
             platform.clear_faults()
-            await cluster.api.close()
+            await cluster._api.close()
     await holds(lambda: not wanted(platform), 60)
     assert "Traceback" not in caplog.text
 
@@ -300,7 +300,7 @@ async def test_an_outage_is_told_when_it_begins_and_when_it_ends(platform, holds
         await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions}, 60)
         await holds(lambda: len(lines()) == 2)
         assert lines()[1].endswith("is looked after again")
-        assert not cluster.reconciler.gave_up
+        assert not cluster._reconciler.gave_up
     assert "Traceback" not in caplog.text
 
 
@@ -326,7 +326,7 @@ async def test_too_many_failures_in_a_row_end_the_trying_until_scale(platform, h
     async with cluster:
         platform.inject("fails", times=2)
         cluster.scale(1)
-        await holds(lambda: cluster.reconciler.gave_up)
+        await holds(lambda: cluster._reconciler.gave_up)
         assert "no new workers after 2 failures in a row" in told(cluster)
         assert "no new workers after 2 failures" in repr(cluster)
         cluster.scale(1)
@@ -348,6 +348,6 @@ async def test_a_quota_met_by_a_hundred_launches_is_not_asked_for_each(platform,
         platform.configure(quota={"sessions": 3})
         cluster.scale(100)
         await holds(lambda: complete(cluster, 2))
-        assert cluster.fleet.target == 2
+        assert cluster._fleet.target == 2
         assert len(launches) <= 3 + dask.config.get("cml.api.threads")
         assert told(cluster).count("2 of 100 workers granted") == 1

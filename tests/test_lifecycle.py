@@ -31,7 +31,7 @@ from dask_cml import CMLCluster
 
 if __name__ == "__main__":
     cluster = CMLCluster(n_workers=2, name="made", platform="local", **{options})
-    while len(cluster.arrived) < 2:
+    while len(cluster._arrived) < 2:
         time.sleep(0.05)
     print("ready", flush=True)
     time.sleep(3600)
@@ -79,7 +79,7 @@ async def test_a_cluster_whose_maker_was_killed_is_rebuilt_steered_and_ended(pla
         assert "Scheduler at" in (await cluster.get_logs())["Scheduler"]
     assert len(live(platform)) == 2
     cluster = await rebuild("made")
-    folder = cluster.folder
+    folder = cluster._folder
     await cluster.close()
     assert not live(platform)
     assert not folder.exists()
@@ -109,7 +109,7 @@ async def test_the_name_of_a_live_cluster_is_taken(platform):
         with pytest.raises(ClusterExists, match="taken"):
             await make(name="taken")
         assert len(live(platform)) == 1
-        assert cluster.folder.is_dir()
+        assert cluster._folder.is_dir()
 
 
 async def test_the_name_of_a_dead_cluster_is_free_and_what_is_left_of_it_is_ended(platform, holds):
@@ -242,12 +242,12 @@ async def test_discovery_yields_what_answers(platform):
 async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(platform, holds):
     def settled(n):
         return all(
-            len(manager.workers) == len(manager.scheduler_info["workers"]) == manager.fleet.target == n
+            len(manager.workers) == len(manager.scheduler_info["workers"]) == manager._fleet.target == n
             for manager in (maker, other)
         )
 
     async with make(n_workers=1, name="shared") as maker:
-        await holds(lambda: len(maker.arrived) == 1)
+        await holds(lambda: len(maker._arrived) == 1)
         async with rebuild("shared") as other:
             await holds(lambda: settled(1))
             other.scale(3)
@@ -262,12 +262,12 @@ async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(p
 
 async def test_a_lost_worker_is_replaced_once_by_whom_of_two_managers_leads(platform, holds):
     async with make(n_workers=1, name="shared") as maker:
-        await holds(lambda: len(maker.arrived) == 1)
+        await holds(lambda: len(maker._arrived) == 1)
         async with rebuild("shared") as other:
             [lost] = maker.workers
             platform.evict(maker.workers[lost].session_id)
-            await holds(lambda: maker.arrived and maker.arrived != {lost})
-            await holds(lambda: other.arrived == maker.arrived)
+            await holds(lambda: maker._arrived and maker._arrived != {lost})
+            await holds(lambda: other._arrived == maker._arrived)
             assert len(live(platform)) == 2
 
 
@@ -285,7 +285,7 @@ async def test_a_manager_says_that_another_one_has_ended_the_cluster(platform, h
 async def test_a_manager_leaves_a_cluster_of_which_it_hears_nothing_any_more(platform, holds, monkeypatch):
     monkeypatch.setattr(reconciler, "_SILENCE", 1.0)
     async with make(n_workers=1, name="shared") as maker:
-        await holds(lambda: len(maker.arrived) == 1)
+        await holds(lambda: len(maker._arrived) == 1)
         await maker.leave()
     monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
     other = await rebuild("shared")
@@ -302,9 +302,9 @@ async def test_a_session_that_only_the_scheduler_was_told_of_is_not_taken_over(p
     foreign, other = (each["id"] for each in platform.launch_workers(2, cpu=1, memory=1, code=code))
     async with make(name="told") as cluster:
         await cluster.scheduler_comm.cml_sync(
-            manager=cluster.membership.id, launched={"told-7": foreign, "told-8": other}
+            manager=cluster._leadership.id, launched={"told-7": foreign, "told-8": other}
         )
-        assert await cluster.membership.sync()
+        assert await cluster._leadership.sync()
         assert not cluster.workers
         # What another manager has launched, its record names, and it may be seen a moment later.
         await asyncio.to_thread(
@@ -312,7 +312,7 @@ async def test_a_session_that_only_the_scheduler_was_told_of_is_not_taken_over(p
         )
         cluster.scale(0)
         await holds(lambda: other not in {each["id"] for each in live(platform)})
-        assert await cluster.membership.sync()
+        assert await cluster._leadership.sync()
     assert caplog.text.count(f"told-7's session {foreign} is not taken over") == 1
     [left] = [each["id"] for each in platform.sessions() if not each["stop_requested"]]
     assert left == foreign
@@ -326,7 +326,7 @@ from dask_cml import CMLCluster
 if __name__ == "__main__":
     cluster = CMLCluster.from_name("shared")
     cluster.scale(3)
-    while len(cluster.arrived) < 3:
+    while len(cluster._arrived) < 3:
         time.sleep(0.05)
     print("ready", flush=True)
     time.sleep(3600)
@@ -344,7 +344,7 @@ async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_lea
 
     with dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}):
         async with make(n_workers=1, name="shared") as maker:
-            await holds(lambda: len(maker.arrived) == 1)
+            await holds(lambda: len(maker._arrived) == 1)
             environment = {**os.environ, "CDSW_ENGINE_ID": "second"}
             second = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", SECOND, stdout=subprocess.PIPE, env=environment
@@ -353,12 +353,12 @@ async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_lea
             await holds(lambda: owners(maker) == ["first", "first", "second", "second"])
             await holds(lambda: sorted(store.read("shared").owners.values()) == owners(maker))
             # The next leader has seen them all, else it would wait for them for the whole `worker_timeout`.
-            await holds(lambda: maker.reconciler._arrived == maker.workers.keys())
-            assert not maker.membership.leads
+            await holds(lambda: maker._reconciler._arrived == maker.workers.keys())
+            assert not maker._leadership.leads
             await asyncio.to_thread(platform.end_engine, "second")
             assert await second.wait() == -signal.SIGKILL
             await holds(
-                lambda: maker.membership.leads and len(maker.arrived) == 3 and maker.fleet.target == 3
+                lambda: maker._leadership.leads and len(maker._arrived) == 3 and maker._fleet.target == 3
             )
             await holds(lambda: owners(maker) == ["first"] * 4)
             assert {each["id"] for each in live(platform)} == {each.id for each in maker.sessions}
@@ -369,7 +369,7 @@ async def test_what_a_manager_asks_for_just_before_it_leaves_is_there_and_in_oth
     async with make(name="shared") as maker:
         async with rebuild("shared") as other:
             other.scale(2)
-        await holds(lambda: len(maker.arrived) == len(maker.workers) == 2)
+        await holds(lambda: len(maker._arrived) == len(maker.workers) == 2)
         assert {each["id"] for each in live(platform)} == {each.id for each in maker.sessions}
     assert not live(platform)
 
@@ -377,38 +377,38 @@ async def test_what_a_manager_asks_for_just_before_it_leaves_is_there_and_in_oth
 async def test_who_scales_after_another_manager_adapts_ends_the_adapting(platform, holds):
     async with make(name="shared") as maker, rebuild("shared") as other:
         maker.adapt(minimum=0, maximum=3)
-        await holds(lambda: not maker.fleet.claim_pending)
+        await holds(lambda: not maker._fleet.claim_pending)
         other.scale(1)
-        await holds(lambda: other.membership.leads and not maker.membership.leads)
-        await holds(lambda: len(maker.arrived) == len(other.arrived) == 1)
+        await holds(lambda: other._leadership.leads and not maker._leadership.leads)
+        await holds(lambda: len(maker._arrived) == len(other._arrived) == 1)
         assert maker._adaptive.periodic_callback is None
 
 
 async def test_who_scales_and_leaves_at_once_ends_the_adapting(platform, holds):
     async with make(name="shared") as maker:
         maker.adapt(minimum=0, maximum=3)
-        await holds(lambda: not maker.fleet.claim_pending)
+        await holds(lambda: not maker._fleet.claim_pending)
         async with rebuild("shared") as other:
             other.scale(1)
-        await holds(lambda: maker.fleet.target == 1 and maker._adaptive.periodic_callback is None)
-        await holds(lambda: len(maker.arrived) == len(live(platform)) - 1 == 1)
+        await holds(lambda: maker._fleet.target == 1 and maker._adaptive.periodic_callback is None)
+        await holds(lambda: len(maker._arrived) == len(live(platform)) - 1 == 1)
 
 
 async def test_the_next_manager_leads_when_the_leader_goes(platform, holds):
     async with make(n_workers=1, name="shared") as maker:
         other = await rebuild("shared")
         other.scale(2)
-        await holds(lambda: other.membership.leads and not maker.membership.leads)
-        await holds(lambda: len(other.arrived) == 2)
+        await holds(lambda: other._leadership.leads and not maker._leadership.leads)
+        await holds(lambda: len(other._arrived) == 2)
         await other.leave()
-        await holds(lambda: maker.membership.leads)
-        await holds(lambda: len(maker.workers) == maker.fleet.target == 2)
+        await holds(lambda: maker._leadership.leads)
+        await holds(lambda: len(maker.workers) == maker._fleet.target == 2)
 
 
 def test_the_record_holds_every_session_and_is_its_owners_only(platform, until):
     with CMLCluster(n_workers=2, name="recorded", platform="local", quiet=True) as cluster:
         until(lambda: len(store.read("recorded").sessions) == 3)
-        file = cluster.folder / "record.json"
+        file = cluster._folder / "record.json"
         assert os.stat(file).st_mode & 0o777 == 0o600
         assert set(store.read("recorded").sessions) == {each.id for each in cluster.sessions}
         cluster.scale(1)

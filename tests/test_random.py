@@ -359,7 +359,7 @@ class Episode:
             # A worker whose data no other could take stays, and the cluster wants one more from then on.
             logs = self.cluster._cluster_manager_logs[told:]
             stays = any("stays: no other worker" in line for _, line in logs)
-            return self.has(n) or (stays and self.has(self.cluster.fleet.target))
+            return self.has(n) or (stays and self.has(self.cluster._fleet.target))
 
         await eventually(lambda: self.cluster.status == Status.closed or settled(), PATIENCE)
         if self.cluster.status == Status.closed:
@@ -376,7 +376,7 @@ class Episode:
             if self.platform.all[each].launched_with["code"] != "another's work"
         }
         return (
-            len(cluster.workers) == len(cluster.worker_spec) == len(cluster.arrived) == n
+            len(cluster.workers) == len(cluster.worker_spec) == len(cluster._arrived) == n
             and running - {cluster.scheduler.session_id} == {w.session_id for w in cluster.workers.values()}
             and len(cluster.scheduler_info["workers"]) == n * cluster.options.processes
         )

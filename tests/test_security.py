@@ -44,8 +44,8 @@ async def test_a_client_without_the_clusters_keys_gets_nothing(cluster, protocol
 
 async def test_keys_are_for_their_owner_only_and_go_with_the_cluster(platform):
     async with CMLCluster(security=True, platform="local", asynchronous=True) as cluster:
-        folder = cluster.folder / "keys"
-        assert stat.S_IMODE(cluster.folder.stat().st_mode) == 0o700
+        folder = cluster._folder / "keys"
+        assert stat.S_IMODE(cluster._folder.stat().st_mode) == 0o700
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         files = [*folder.iterdir()]
         assert files
@@ -57,7 +57,7 @@ async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, p
     await holds(lambda: cluster.scheduler_info["workers"])
     secrets = {
         line
-        for file in (cluster.folder / "keys").glob("*_key.pem")
+        for file in (cluster._folder / "keys").glob("*_key.pem")
         for line in file.read_text().splitlines()
         if len(line) > 40
     }
@@ -71,7 +71,7 @@ async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, p
         except psutil.Error:
             continue
     assert len(told) > 10
-    for folder in (Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]), cluster.folder):
+    for folder in (Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]), cluster._folder):
         files = [file for file in folder.rglob("*") if file.is_file() and "keys" not in file.parts]
         told += [file.read_text(errors="replace") for file in files]
     assert not [secret for secret in secrets if any(secret in text for text in told)]

@@ -154,7 +154,7 @@ async def test_it_does_not_hold_for_the_base_class(scenario, platform, holds):
 
     def make(**options):
         cluster = PlainCluster(platform, **options)
-        apis.append(cluster.api)
+        apis.append(cluster._api)
         return cluster
 
     held = True

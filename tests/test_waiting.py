@@ -60,14 +60,14 @@ async def listed(name):
 async def test_twenty_workers_where_two_have_room(platform, room, holds):
     room(3)
     async with make(n_workers=20) as cluster:
-        await holds(lambda: len(cluster.arrived) == 2 and len(cluster.reconciler.waits) == 18)
+        await holds(lambda: len(cluster._arrived) == 2 and len(cluster._reconciler.waits) == 18)
         before = {each.id for each in cluster.sessions}
         for worker in cluster.workers.values():  # as if an hour had passed
             worker.launched_at -= 3600
             worker.since -= timedelta(hours=1)
         for _ in range(3):
-            cluster.reconciler.poke()
-            await cluster.api.sessions()
+            cluster._reconciler.poke()
+            await cluster._api.sessions()
         assert "workers=2 (18 waiting for room, 60 min)" in repr(cluster)
         assert "18 waiting for room, 60 min" in cluster._repr_html_()
         assert cluster._repr_html_().count("waiting for room, 60 min") == 19
@@ -79,11 +79,11 @@ async def test_twenty_workers_where_two_have_room(platform, room, holds):
         assert {each.id for each in cluster.sessions} == before
         assert len(platform.sessions()) == 21
         room(5)
-        await holds(lambda: len(cluster.arrived) == 4)
+        await holds(lambda: len(cluster._arrived) == 4)
         assert len(platform.sessions()) == 21
         cluster.scale(3)
         await holds(lambda: len(cluster.workers) == 3)
-        assert len(cluster.arrived) == 3
+        assert len(cluster._arrived) == 3
         assert "failed" not in told(cluster)
     assert len(platform.sessions()) == 21
 
@@ -102,7 +102,7 @@ async def test_a_scheduler_that_waits_for_room_is_told_and_comes_with_the_worker
     assert "starting, waiting for room, " in (await listed(cluster.name))[1]
     room(2)
     await asyncio.wait_for(starting, 60)
-    await holds(lambda: len(cluster.arrived) == 1)
+    await holds(lambda: len(cluster._arrived) == 1)
     assert len(platform.sessions()) == 2
     await cluster.close()
 
@@ -111,18 +111,18 @@ async def test_adapting_asks_for_no_more_than_what_waits_already(platform, room,
     room(2)
     async with make() as cluster:
         cluster.scale(2)
-        await holds(lambda: cluster.reconciler.waits and max(cluster.reconciler.waits) > 0.5)
-        assert cluster.reconciler.affordable(10) == 2
+        await holds(lambda: cluster._reconciler.waits and max(cluster._reconciler.waits) > 0.5)
+        assert cluster._reconciler.affordable(10) == 2
         room(9)
-        await holds(lambda: len(cluster.arrived) == 2)
-        assert cluster.reconciler.affordable(10) == 10
+        await holds(lambda: len(cluster._arrived) == 2)
+        assert cluster._reconciler.affordable(10) == 10
 
 
 @pytest.mark.parametrize("fault", ["unknown_status", "stopping"])
 async def test_statuses_that_are_no_ends(platform, holds, fault):
     platform.inject(fault, seconds=2.0, match="-0'")
     async with make(n_workers=1) as cluster:
-        await holds(lambda: len(cluster.arrived) == 1)
+        await holds(lambda: len(cluster._arrived) == 1)
         assert "failed" not in told(cluster)
         [session] = [each.id for each in cluster.sessions if each.role == "worker"]
         assert len(platform.sessions()) == 2

@@ -41,7 +41,7 @@ async def simulated(monkeypatch):
 
 def has(cluster, n):
     workers = cluster.scheduler_info["workers"]
-    return len(cluster.worker_spec) == len(cluster.workers) == len(cluster.arrived) == len(workers) == n
+    return len(cluster.worker_spec) == len(cluster.workers) == len(cluster._arrived) == len(workers) == n
 
 
 def told(cluster):
@@ -56,8 +56,8 @@ async def test_a_smaller_wish_during_a_refusal_counts(simulated):
         await eventually(lambda: simulated.platform.under_way)
         mine.scale(1)
     await eventually(lambda: has(mine, 1))
-    await mine.carry_out()
-    assert (mine.fleet.target, len(mine.fleet.keys)) == (1, 1)
+    await mine._carry_out()
+    assert (mine._fleet.target, len(mine._fleet.keys)) == (1, 1)
     await eventually(lambda: has(mine, 1))
 
 
@@ -75,8 +75,8 @@ async def test_the_last_wish_of_many_threads_counts(simulated):
     await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in threads])
     mine.scale(2)
     await eventually(lambda: has(mine, 2))
-    await mine.carry_out()
-    assert (mine.fleet.target, len(mine.fleet.keys)) == (2, 2)
+    await mine._carry_out()
+    assert (mine._fleet.target, len(mine._fleet.keys)) == (2, 2)
     await eventually(lambda: has(mine, 2))
 
 
@@ -91,7 +91,7 @@ async def test_scale_ends_adapting_that_is_under_way(simulated):
     with contextlib.suppress(AttributeError):  # as one that was stopped may still do once
         await adaptive.scale_up(3)
     await eventually(lambda: has(mine, 0))
-    assert mine.fleet.target == 0
+    assert mine._fleet.target == 0
 
 
 async def test_what_is_not_wanted_any_more_is_no_failure(simulated):
@@ -112,7 +112,7 @@ async def test_workers_that_the_user_retires_are_replaced_and_no_failure(simulat
     async with Client(mine, asynchronous=True) as client:
         await eventually(lambda: has(mine, 2))
         for _ in range(3):
-            before = sorted(mine.arrived)
+            before = sorted(mine._arrived)
             await client.retire_workers(names=before[:1], close_workers=True)
             await eventually(lambda gone=before[0]: gone not in mine.worker_spec and has(mine, 2))
     assert "failed" not in told(mine)

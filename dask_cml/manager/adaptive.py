@@ -88,7 +88,7 @@ class CMLAdaptive(Adaptive):
     @property
     def observed(self) -> set[Any]:
         """The sessions of which a Dask worker has registered."""
-        return self.cluster.arrived
+        return self.cluster._arrived
 
     @property
     def start_time(self) -> float:
@@ -126,7 +126,7 @@ class CMLAdaptive(Adaptive):
             # Dask's Adaptive before 2024.11 stops for good at an OSError.
             logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
             return len(self.plan)
-        return self.cluster.reconciler.affordable(target)
+        return self.cluster._reconciler.affordable(target)
 
     async def _sessions_to_finish_in(self, duration: float) -> int:
         n: int = await self.scheduler.adaptive_target(target_duration=duration)
@@ -157,7 +157,7 @@ class CMLAdaptive(Adaptive):
     async def workers_to_close(self, target: int) -> list[str]:
         """Return the sessions to close to have `target` of them."""
         n = len(self.plan) - target
-        return await self.cluster.reconciler.choose(n, self.worker_key, **self._workers_to_close_kwargs)
+        return await self.cluster._reconciler.choose(n, self.worker_key, **self._workers_to_close_kwargs)
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Have `n` sessions."""

@@ -111,8 +111,8 @@ def _end(cluster: CMLCluster) -> None:
     try:
         # The loop may be gone, as after asyncio.run; then this is all that can be done, and enough.
         if cluster.status != Status.closed and cluster.shutdown_on_close:
-            cluster.api.end()
-            cluster.record_keeper.remove()
+            cluster._api.end()
+            cluster._record_keeper.remove()
     except CMLError as error:
         logger.error("%s", error)
     cluster.status = Status.closed

@@ -30,7 +30,7 @@ def sessions_html(cluster: CMLCluster) -> str:
         sessions=cluster.sessions,
         status=_status,
         pending=pending(cluster),
-        trouble=cluster.reconciler.trouble,
+        trouble=cluster._reconciler.trouble,
     )
 
 

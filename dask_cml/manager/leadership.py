@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Membership:
+class Leadership:
     """Agree with the other managers of a cluster on who leads, how many workers there should be, and which.
 
     Parameters
@@ -43,15 +43,15 @@ class Membership:
     async def sync(self) -> bool:
         """Tell what has changed here and learn what has changed elsewhere; return whether this one leads."""
         cluster = self._cluster
-        fleet, workers = cluster.fleet, cluster.fleet.workers
+        fleet, workers = cluster._fleet, cluster._fleet.workers
         if any(w.session_id and self._known.get(key) != w.session_id for key, w in workers.items()):
-            await cluster.record_keeper.write()  # others take over only what the record names
+            await cluster._record_keeper.write()  # others take over only what the record names
             workers = fleet.workers
         here = {key: w.session_id for key, w in workers.items() if w.session_id}
         launched = {key: each for key, each in here.items() if self._known.get(key) != each}
         claim = fleet.take_claim()
         try:
-            state = await cluster.reconciler.answer(
+            state = await cluster._reconciler.answer(
                 cluster.scheduler_comm.cml_sync(
                     manager=self.id,
                     wanted=claim,
@@ -90,7 +90,7 @@ class Membership:
         """
         if told.keys() <= set(here):
             return dict(told)
-        recorded = await asyncio.to_thread(self._cluster.record_keeper.sessions)
+        recorded = await asyncio.to_thread(self._cluster._record_keeper.sessions)
         new = {(key, each) for key, each in told.items() if key not in here}
         passed_over = {(key, each) for key, each in new if recorded.get(each) != key}
         for key, session_id in passed_over - self._passed_over:
@@ -113,13 +113,13 @@ class Membership:
         cluster = self._cluster
         worker = cluster.make_worker(key)
         worker.adopt(session_id, owner=owner)
-        cluster.fleet.attach(key, worker)
+        cluster._fleet.attach(key, worker)
 
     def _drop(self, key: str) -> None:
         """Forget a worker that another manager has stopped."""
-        worker = self._cluster.fleet.drop(key)
+        worker = self._cluster._fleet.drop(key)
         if worker is not None and worker.session_id is not None:
-            self._cluster.api.forget(worker.session_id)
+            self._cluster._api.forget(worker.session_id)
 
     async def start(self) -> None:
         """Have the plugin in the scheduler, and say from now on that this manager is there."""
@@ -129,7 +129,7 @@ class Membership:
             patience = cluster.options.orphan_timeout if cluster.shutdown_on_close else None
         self._presence = Presence(
             cluster.scheduler_comm.address,
-            connection_args(cluster.tls),
+            connection_args(cluster._tls),
             orphan_timeout=patience,
             info={WATCHES: True} if self.watches else None,
         )

@@ -92,7 +92,7 @@ class Reconciler:
         as long, no more are asked for than there are.
         """
         if any(waited > self._quota_pause for waited in self.waits):
-            n = min(n, len(self.cluster.fleet.keys))
+            n = min(n, len(self.cluster._fleet.keys))
         if self._ceiling is None:
             return n
         granted, since = self._ceiling
@@ -101,10 +101,10 @@ class Reconciler:
     @property
     def waits(self) -> list[float]:
         """For how many seconds each wanted session that waits for room has done so."""
-        return [waited for key in self.cluster.fleet.keys if (waited := self._waits_for(key)) is not None]
+        return [waited for key in self.cluster._fleet.keys if (waited := self._waits_for(key)) is not None]
 
     def _waits_for(self, key: str) -> float | None:
-        worker = None if key in self._arrived else self.cluster.fleet.workers.get(key)
+        worker = None if key in self._arrived else self.cluster._fleet.workers.get(key)
         return None if worker is None else worker.waits_for
 
     async def run(self) -> None:
@@ -124,7 +124,7 @@ class Reconciler:
             self._changed.clear()
             try:
                 lost = await self._find_lost()
-                if self.cluster.membership.leads:
+                if self.cluster._leadership.leads:
                     self._replace(lost)
                 await self.cluster._correct_state()
             except CallFailed:
@@ -150,7 +150,7 @@ class Reconciler:
             await self._launch_missing()
 
     def _tell_outage(self) -> None:
-        before, self._outage = self._outage, self.cluster.api.trouble
+        before, self._outage = self._outage, self.cluster._api.trouble
         if self._outage and not before:
             logger.warning("The cluster %s cannot be looked after: %s", self.cluster.name, self._outage)
         elif before and not self._outage:
@@ -172,8 +172,8 @@ class Reconciler:
         **more
             For ``Scheduler.workers_to_close``.
         """
-        present = self.cluster.arrived
-        wanted = self.cluster.fleet.keys
+        present = self.cluster._arrived
+        wanted = self.cluster._fleet.keys
         arrived = [key for key in wanted if key in present]
         absent = [key for key in reversed(wanted) if key not in present]
         chosen = sorted(absent, key=lambda key: self._waits_for(key) is None)[:n]
@@ -205,7 +205,7 @@ class Reconciler:
 
     def names(self, key: str) -> set[str]:
         """Return the names of the Dask workers in a session."""
-        return set(self.cluster.fleet.dask_names(key))
+        return set(self.cluster._fleet.dask_names(key))
 
     async def answer(self, call: Coroutine[Any, Any, T]) -> T:
         """Wait for what the scheduler answers, but not for long once it is most likely gone.
@@ -237,7 +237,7 @@ class Reconciler:
         if scheduler_answers := await self._refresh():
             self._heard = time.monotonic()
         observed = cluster.observed
-        workers = cluster.fleet.wanted_workers
+        workers = cluster._fleet.wanted_workers
         here = {key for key in workers if self.names(key) <= observed}
         if here - self._arrived:
             self._failures, self._failure = 0, None
@@ -247,7 +247,7 @@ class Reconciler:
         settled = all(worker.is_known_to_run for worker in workers.values())
         if not missing and settled and scheduler_answers:
             return {}
-        listing = await cluster.api.sessions()
+        listing = await cluster._api.sessions()
         if cluster.scheduler.update(listing):
             await self._scheduler_ended()
             return {}
@@ -263,7 +263,7 @@ class Reconciler:
     def _tell_waiting(self) -> None:
         waits = self.waits
         if waits and not self._told_waiting:
-            n = f"{len(waits)} of {len(self.cluster.fleet.keys)} worker sessions"
+            n = f"{len(waits)} of {len(self.cluster._fleet.keys)} worker sessions"
             self.cluster._log(f"The cluster {self.cluster.name} waits for room for {n}")
         self._told_waiting = bool(waits)
 
@@ -295,7 +295,7 @@ class Reconciler:
 
     async def _scheduler_ended(self) -> None:
         unharmed = self.cluster.sessions[0].status in ("succeeded", "stopped")
-        if unharmed and await self.cluster.record_keeper.is_removed(_DELETED_WITHIN):
+        if unharmed and await self.cluster._record_keeper.is_removed(_DELETED_WITHIN):
             self._failure = "another process has ended it"
         else:
             self._failure = await self.cluster.scheduler.failure("ended")
@@ -314,7 +314,7 @@ class Reconciler:
     def _replace(self, lost: dict[str, str]) -> None:
         cluster = self.cluster
         # What was not wanted any more while the platform was asked has ended on purpose.
-        gone = cluster.fleet.replace(lost)
+        gone = cluster._fleet.replace(lost)
         closed = [key for key in gone if self._was_closed(key)]
         for key in closed:
             cluster._log(f"The worker {key} was closed; another one takes its place")
@@ -323,7 +323,7 @@ class Reconciler:
 
     def _was_closed(self, key: str) -> bool:
         """Whether a worker ended well after it had come, as when a client retires it."""
-        session = self.cluster.fleet.workers[key].session
+        session = self.cluster._fleet.workers[key].session
         return key in self._arrived and session is not None and session.status == "succeeded"
 
     def _count_failure(self, reason: str, n: int) -> None:
@@ -344,21 +344,21 @@ class Reconciler:
 
     async def _shrink(self) -> None:
         """Take those out of the wanted workers that scale() found to be too many."""
-        fleet = self.cluster.fleet
+        fleet = self.cluster._fleet
         fleet.replace(self._retirements)  # another manager that led meanwhile counts these
         while (excess := fleet.excess) > 0:
             fleet.trim(await self.choose(excess))
 
     async def _close_unwanted(self) -> None:
         """Stop the sessions of workers that are not wanted and hold nothing any more."""
-        cluster, fleet = self.cluster, self.cluster.fleet
+        cluster, fleet = self.cluster, self.cluster._fleet
         retired = await self._retirements.carry_on(fleet.unwanted_workers.keys())
         # It may have found that some are wanted nevertheless, and another manager may have stopped others.
         closing = {key: worker for key, worker in fleet.unwanted_workers.items() if key in retired}
         kept = [worker for key, worker in fleet.workers.items() if key not in closing]
         # Also what nobody has, such as half a session of a refused launch that could not be stopped then.
-        if ids := cluster.api.live - {process.session_id for process in (cluster.scheduler, *kept)}:
-            await cluster.api.stop(*sorted(ids))
+        if ids := cluster._api.live - {process.session_id for process in (cluster.scheduler, *kept)}:
+            await cluster._api.stop(*sorted(ids))
         for key, worker in closing.items():
             await worker.close()
             fleet.stopped(key)
@@ -367,7 +367,7 @@ class Reconciler:
         cluster = self.cluster
         if self.gave_up or time.monotonic() < self._not_before:
             return
-        fleet = cluster.fleet
+        fleet = cluster._fleet
         wish, missing = fleet.wish, fleet.missing
         if not missing:
             return
@@ -395,7 +395,7 @@ class Reconciler:
                     fleet.launched(key, worker)
 
         # No more than the API takes at once, so that a quota met by a hundred launches is not asked for each.
-        await asyncio.gather(*[launch() for _ in range(cluster.api.threads)])
+        await asyncio.gather(*[launch() for _ in range(cluster._api.threads)])
         if refusals:
             self._accept_refusal(missing, wish, refusals[0])
         elif outages:
@@ -407,7 +407,7 @@ class Reconciler:
         self.poke()
 
     def _accept_refusal(self, missing: Iterable[str], wish: int, refusal: LaunchRefused) -> None:
-        numbers = self.cluster.fleet.refuse(missing, wish)
+        numbers = self.cluster._fleet.refuse(missing, wish)
         if numbers is None:
             return
         granted, asked = numbers

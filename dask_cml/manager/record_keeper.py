@@ -60,15 +60,15 @@ class RecordKeeper:
             If there is a live cluster of this name.
         """
         cluster = self._cluster
-        options, security = cluster.options.arguments(), tls.paths(cluster.tls)
+        options, security = cluster.options.arguments(), tls.paths(cluster._tls)
         record = Record(cluster.options.name, options=options, security=security)
-        await take_name(record, cluster.api)
+        await take_name(record, cluster._api)
         self.record = record
 
     def start(self) -> None:
         """Keep the record from now on."""
         self._writing = asyncio.Lock()
-        self._cluster.api.on_change = self.poke
+        self._cluster._api.on_change = self.poke
         self._task = asyncio.create_task(self._run())
 
     def poke(self) -> None:
@@ -164,7 +164,7 @@ class RecordKeeper:
     ) -> None:
         cluster, own = self._cluster, self.record
         assert own is not None
-        sessions = cluster.api.named_sessions()
+        sessions = cluster._api.named_sessions()
         scheduler = cluster.scheduler.session
         gone = self._written - sessions.keys()
 

@@ -87,22 +87,22 @@ class Retirements(Collection[str]):
     def _present(self, keys: Collection[str]) -> list[str]:
         """Return those of which the scheduler has a Dask worker."""
         observed = self._cluster.observed
-        return sorted(key for key in keys if self._cluster.reconciler.names(key) & observed)
+        return sorted(key for key in keys if self._cluster._reconciler.names(key) & observed)
 
     async def _retire(self, keys: set[str]) -> None:
         cluster = self._cluster
-        names = {name: key for key in keys for name in cluster.reconciler.names(key)}
+        names = {name: key for key in keys for name in cluster._reconciler.names(key)}
         try:
             left = await self._hand_over(names)
-            if not cluster.membership.leads:
+            if not cluster._leadership.leads:
                 return
             # Without others, an order to close the last worker is all that is left to obey.
-            stays = left if self._present(cluster.fleet.keys) else set()
+            stays = left if self._present(cluster._fleet.keys) else set()
             for key in stays & cluster.workers.keys():
-                cluster.fleet.keep(key)
+                cluster._fleet.keep(key)
                 cluster._log(f"The worker {key} stays: no other worker can take its data")
             self._over |= keys - stays
-            cluster.reconciler.poke()
+            cluster._reconciler.poke()
         except OSError as error:
             # The next step tries again: nothing says that the data is elsewhere.
             logger.info("The workers %s are not retired yet: %r", sorted(keys), error)
@@ -155,7 +155,7 @@ class Retirements(Collection[str]):
         It is empty while the scheduler does not answer.
         """
         try:
-            scheduler = await self._cluster.reconciler.answer(self._cluster.scheduler_comm.identity())
+            scheduler = await self._cluster._reconciler.answer(self._cluster.scheduler_comm.identity())
         except (OSError, asyncio.TimeoutError):
             return {}
         workers = scheduler["workers"].values()

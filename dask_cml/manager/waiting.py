@@ -30,6 +30,6 @@ def waiting_workers(waits: Iterable[float]) -> str:
 
 def pending(cluster: CMLCluster) -> str:
     """Return how many of a cluster's worker sessions are on their way, and how many wait for room."""
-    waits = cluster.reconciler.waits
+    waits = cluster._reconciler.waits
     n = cluster.n_pending - len(waits)
     return ", ".join(filter(None, [f"{n} pending" if n > 0 else "", waiting_workers(waits)]))

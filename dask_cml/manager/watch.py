@@ -38,7 +38,7 @@ class Watch:
         """Watch until cancelled."""
         while True:
             await asyncio.sleep(self._interval)
-            if not self._cluster.workers or self._cluster.membership.watches:
+            if not self._cluster.workers or self._cluster._leadership.watches:
                 continue
             try:
                 await self._look()
@@ -49,9 +49,9 @@ class Watch:
 
     async def _look(self) -> None:
         cluster = self._cluster
-        listing = await cluster.api.sessions()
+        listing = await cluster._api.sessions()
         ended = [key for key, worker in cluster.workers.items() if worker.update(listing)]
-        believed = {name for key in ended for name in cluster.reconciler.names(key)} & cluster.observed
+        believed = {name for key in ended for name in cluster._reconciler.names(key)} & cluster.observed
         if believed:
             logger.info("The sessions of %s have ended, and the scheduler drops them", sorted(believed))
             await drop(cluster, believed)
@@ -75,5 +75,5 @@ async def drop(cluster: CMLCluster, names: Collection[str]) -> None:
     workers = [*cluster.scheduler_info["workers"].items()]
     for address in [address for address, worker in workers if worker["name"] in names]:
         call = cluster.scheduler_comm.unregister(address=address, stimulus_id=f"cml-drop-{time.time()}")
-        await cluster.reconciler.answer(call)
-    cluster.reconciler.poke()
+        await cluster._reconciler.answer(call)
+    cluster._reconciler.poke()
