@@ -232,10 +232,11 @@ class Stub:
             with self._lock:
                 if not ids:  # it means all of the caller's
                     ids = tuple(each.id for each in self._of_caller() if each.live)
-                responses = [self._stop(each) for each in ids if each not in self.never_stops]
+                hang = [each for each in ids if each in self.never_stops]
+                responses = [self._stop(each) for each in ids if each not in hang]
             while self.never_stops & {*ids}:
                 time.sleep(0.01)
-            return responses + [self._stop(each) for each in ids[len(responses) :]]
+            return responses + [self._stop(each) for each in hang]
 
     def await_workers(
         self, ids: Iterable[Any], wait_for_completion: bool = True, timeout_seconds: float = 60

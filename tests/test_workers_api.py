@@ -870,6 +870,17 @@ async def test_close_stops_what_does_not_hang_and_names_what_does(stub, impatien
     assert not left()
 
 
+async def test_a_stop_that_is_answered_late_has_stopped_all_of_its_sessions(stub, api, left):
+    ids = await launch(api, 3)
+    stub.never_stops.add(ids[1])
+    stopping = asyncio.create_task(api.stop(*ids))
+    await eventually(lambda: left() == {ids[1]})
+    assert api.live == {*ids}
+    stub.never_stops.clear()
+    await stopping
+    assert left() == api.live == set()
+
+
 async def test_a_hanging_stop_delays_the_end_by_no_more_than_its_time(stub, left):
     with dask.config.set({"cml.api.timeout": "2s", "cml.api.retries": 6}):
         api = WorkersAPI(stub)
