@@ -9,8 +9,6 @@ from distributed.comm.core import Comm
 from dask_cml.aio import cancel
 
 HEARTBEAT = "cml_manager_heartbeat"
-GOODBYE = "cml_manager_goodbye"
-MANAGERS = "cml_managers"
 SYNC = "cml_sync"
 #: In what a manager tells of itself: it is there for whomever may look, and does not keep an orphan alive.
 WATCHES = "watches"

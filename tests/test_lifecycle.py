@@ -219,8 +219,9 @@ async def test_a_cluster_that_is_to_outlive_its_maker_is_no_orphan(platform, hol
     async with make(name="left", shutdown_on_close=False, orphan_timeout="1s"):
         pass
     async with rebuild("left") as cluster:
-        managers = await cluster.scheduler_comm.cml_managers()
-        assert managers["orphan_timeout"] is None
+        async with Client(cluster, asynchronous=True) as client:
+            timeout = lambda dask_scheduler: dask_scheduler.plugins["dask-cml"]._watch.timeout  # noqa: E731
+            assert await client.run_on_scheduler(timeout) is None
         await cluster.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -39,29 +38,38 @@ def plugin_of(scheduler):
     return scheduler.plugins[NAME]
 
 
+def watch_of(scheduler):
+    return plugin_of(scheduler)._watch
+
+
 class Clock:
     def __init__(self, scheduler):
-        self.plugin = plugin_of(scheduler)
+        self.watch = watch_of(scheduler)
         self.now = time.monotonic()
-        self.plugin.look(self.now)
+        self.watch.look(self.now)
 
     def after(self, seconds, step=0.5):
-        """Let time pass, and return why the scheduler closes, and after how many seconds."""
+        """Let time pass, and return after how many seconds the cluster is an orphan."""
         end = self.now + seconds
         start = self.now
         while self.now < end:
             self.now += step
-            if reason := self.plugin.look(self.now):
-                return reason, self.now - start
+            if self.watch.look(self.now):
+                return self.now - start
         return None
+
+
+async def leave(presence, scheduler, holds, **change):
+    await presence.close(**change)
+    await holds(lambda: not watch_of(scheduler).has(presence.id))
 
 
 # -- orphans
 
 
-async def test_scheduler_without_manager_and_client_closes_with_that_reason():
+async def test_scheduler_without_manager_and_client_closes():
     async with scheduler(orphan_timeout=5) as running:
-        assert Clock(running).after(60) == ("orphaned: no manager and no client for 5 s", 5.0)
+        assert Clock(running).after(60) == 5.0
 
 
 async def test_scheduler_without_orphan_timeout_never_closes():
@@ -69,27 +77,27 @@ async def test_scheduler_without_orphan_timeout_never_closes():
         assert Clock(running).after(1000) is None
 
 
-async def test_count_begins_when_the_last_manager_has_left():
+async def test_count_begins_when_the_last_manager_has_left(holds):
     async with scheduler(orphan_timeout=5) as running:
         clock = Clock(running)
         one, other = Presence(running.address), Presence(running.address)
         await one.start()
         await other.start()
         assert clock.after(10) is None
-        await one.close()
+        await leave(one, running, holds)
         assert clock.after(4) is None
-        await other.close()
-        assert clock.after(60)[1] == 5.5
+        await leave(other, running, holds)
+        assert clock.after(60) == 5.5
 
 
-async def test_manager_that_comes_back_in_time_keeps_the_scheduler():
+async def test_manager_that_comes_back_in_time_keeps_the_scheduler(holds):
     async with scheduler(orphan_timeout=5) as running:
         clock = Clock(running)
         assert clock.after(4.5) is None
         presence = Presence(running.address)
         await presence.start()
         assert clock.after(4.5) is None
-        await presence.close()
+        await leave(presence, running, holds)
         assert clock.after(4.5) is None
         assert clock.after(1) is not None
 
@@ -101,7 +109,7 @@ async def test_manager_that_says_nothing_any_more_is_gone_in_bounded_time():
         presence._silence = 15
         await presence.start()
         # Its connection is open, as it is where the network is silent.
-        assert 20 <= clock.after(60)[1] <= 21
+        assert 20 <= clock.after(60) <= 21
         await presence.close()
 
 
@@ -112,8 +120,8 @@ async def test_manager_whose_connection_has_closed_is_gone_at_once(holds):
         await presence.start()
         [comm] = presence._scheduler.comms
         comm.abort()
-        await holds(lambda: plugin_of(running)._managers[presence.id].comm.closed())
-        assert clock.after(60)[1] == 5.5
+        await holds(lambda: not watch_of(running).has(presence.id))
+        assert clock.after(60) == 5.5
         await presence.close()
 
 
@@ -128,7 +136,7 @@ async def test_client_keeps_the_scheduler_as_long_as_it_is_heard():
                 while running.clients[client.id].last_seen == heard:
                     await asyncio.sleep(0.01)
             # Its connection is open, as it is where the network is silent.
-            assert 60 <= clock.after(200)[1] <= 70
+            assert 60 <= clock.after(200) <= 70
         assert client.id not in running.clients
 
 
@@ -137,7 +145,7 @@ async def test_scheduler_closes_after_the_last_client_has_left():
         clock = Clock(running)
         async with Client(running.address, asynchronous=True):
             assert clock.after(30) is None
-        assert clock.after(60)[1] == 5.5
+        assert clock.after(60) == 5.5
 
 
 @pytest.mark.parametrize("name", ["worker", None])
@@ -157,7 +165,7 @@ async def test_clock_that_is_set_makes_no_client_silent():
             assert clock.after(50) is None
 
 
-async def test_process_that_stood_still_hears_first_what_was_sent_meanwhile():
+async def test_process_that_stood_still_hears_first_what_was_sent_meanwhile(holds):
     async with scheduler(orphan_timeout=5) as running:
         clock = Clock(running)
         presence = Presence(running.address, interval=3600)
@@ -165,10 +173,10 @@ async def test_process_that_stood_still_hears_first_what_was_sent_meanwhile():
         assert clock.after(10) is None
         assert clock.after(1000, step=1000) is None
         assert clock.after(10) is None
-        await presence.close()
+        await leave(presence, running, holds)
         assert clock.after(4) is None
         assert clock.after(1000, step=1000) is None
-        assert clock.after(60)[1] == 5
+        assert clock.after(60) == 5
 
 
 async def test_manager_that_only_watches_does_not_keep_an_orphan():
@@ -176,8 +184,7 @@ async def test_manager_that_only_watches_does_not_keep_an_orphan():
         watcher = Presence(running.address, info={WATCHES: True})
         await watcher.start()
         try:
-            plugin = plugin_of(running)
-            assert len(plugin.managers()["managers"]) == 1
+            assert watch_of(running).has(watcher.id)
             clock = Clock(running)
             assert clock.after(4) is None
             await watcher._beat()
@@ -199,26 +206,24 @@ async def test_orphan_closes_by_itself():
 # -- managers
 
 
-async def test_second_registration_updates_and_does_not_double():
+async def test_second_registration_updates_and_does_not_double(holds):
     async with scheduler() as running:
         first = plugin_of(running)
-        async with rpc(running.address) as asked:
-            one = Presence(running.address, orphan_timeout=300, info={"wants": 3})
-            await one.start()
-            other = Presence(running.address, orphan_timeout=10)
-            await other.start()
-            assert plugin_of(running) is first
-            assert [*running.plugins].count(NAME) == 1
-            assert running.handlers["cml_managers"] == first.managers
-            assert first.orphan_timeout == 10
-            listed = await asked.cml_managers()
-            assert {*listed["managers"]} == {one.id, other.id} == {*other.managers}
-            assert listed["managers"][one.id]["info"]["wants"] == 3
-            assert listed["managers"][one.id]["info"]["pid"] == os.getpid()
-            await one.close()
-            assert {*(await asked.cml_managers())["managers"]} == {other.id}
-            await other.close(orphan_timeout=None)
-            assert await asked.cml_managers() == {"orphan_timeout": None, "managers": {}}
+        one = Presence(running.address, orphan_timeout=300)
+        await one.start()
+        other = Presence(running.address, orphan_timeout=10)
+        await other.start()
+        assert plugin_of(running) is first
+        assert [*running.plugins].count(NAME) == 1
+        assert running.handlers["cml_manager_heartbeat"] == first.heartbeat
+        watch = watch_of(running)
+        assert watch.timeout == 10
+        assert watch.has(one.id)
+        assert watch.has(other.id)
+        await leave(one, running, holds)
+        assert watch.has(other.id)
+        await leave(other, running, holds, orphan_timeout=None)
+        assert watch.timeout is None
 
 
 async def test_manager_that_says_nothing_of_the_timeout_leaves_it():
@@ -226,30 +231,16 @@ async def test_manager_that_says_nothing_of_the_timeout_leaves_it():
         presence = Presence(running.address)
         await presence.start()
         await presence.close()
-        assert plugin_of(running).orphan_timeout == 7
+        assert watch_of(running).timeout == 7
 
 
 async def test_many_managers_that_come_at_once_get_one_plugin():
     async with Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0") as running:
         managers = [Presence(running.address, orphan_timeout=300) for _ in range(10)]
         await asyncio.gather(*(each.start() for each in managers))
-        assert running.handlers["cml_managers"] == plugin_of(running).managers
-        assert len(plugin_of(running).managers()["managers"]) == 10
+        assert running.handlers["cml_manager_heartbeat"] == plugin_of(running).heartbeat
+        assert all(watch_of(running).has(each.id) for each in managers)
         await asyncio.gather(*(each.close() for each in managers))
-
-
-async def test_heartbeats_tell_of_other_managers_and_of_what_they_say(holds):
-    async with scheduler() as running:
-        one = Presence(running.address, interval=0.02)
-        other = Presence(running.address, interval=0.02)
-        await one.start()
-        await other.start()
-        await holds(lambda: {*one.managers} == {one.id, other.id})
-        other.info["wants"] = 5
-        await holds(lambda: one.managers[other.id]["info"].get("wants") == 5)
-        await other.close()
-        await holds(lambda: {*one.managers} == {one.id})
-        await one.close()
 
 
 async def test_manager_registers_again_where_the_plugin_is_gone(holds):
@@ -259,7 +250,7 @@ async def test_manager_registers_again_where_the_plugin_is_gone(holds):
         running.remove_plugin(NAME)
         del running.handlers["cml_manager_heartbeat"]
         await holds(lambda: NAME in running.plugins)
-        assert plugin_of(running).orphan_timeout == 300
+        assert watch_of(running).timeout == 300
         await presence.close()
 
 
@@ -295,7 +286,7 @@ async def test_manager_is_there_by_tls():
         presence = Presence(running.address, security.get_connection_args("client"))
         await presence.start()
         assert running.address.startswith("tls://")
-        assert {*plugin_of(running)._managers} == {presence.id}
+        assert watch_of(running).has(presence.id)
         await presence.close()
 
 
@@ -348,11 +339,11 @@ def test_processes_of_an_orphan_end_when_its_last_client_has_left(cluster, tmp_p
 
     async def look_on_alone(dask_scheduler):
         """Wait until there is no manager, and for longer than the timeout after that."""
-        plugin = dask_scheduler.plugins["dask-cml"]
-        while plugin.managers()["managers"]:
+        watch = dask_scheduler.plugins["dask-cml"]._watch
+        while watch._managers:
             await asyncio.sleep(0.05)
-        end = plugin._looked + 2
-        while plugin._looked < end:
+        end = watch._looked + 2
+        while watch._looked < end:
             await asyncio.sleep(0.05)
 
     with process("-c", _MANAGER, address, stdout=subprocess.PIPE) as manager:
@@ -389,17 +380,8 @@ async def test_heartbeat_that_no_manager_sends_changes_nothing(message):
     async with scheduler(orphan_timeout=5) as running, rpc(running.address) as asked:
         with pytest.raises(ValueError, match=r"invalid .*: expected"):
             await asked.cml_manager_heartbeat(**message)
-        assert plugin_of(running).orphan_timeout == 5
-        assert await asked.cml_managers() == {"orphan_timeout": 5, "managers": {}}
-
-
-async def test_goodbye_that_no_manager_sends_does_not_switch_the_end_of_orphans_off():
-    async with scheduler(orphan_timeout=5) as running, rpc(running.address) as asked:
-        await asked.cml_manager_heartbeat(**HERE)
-        with pytest.raises(ValueError, match="invalid orphan_timeout='never': expected seconds"):
-            await asked.cml_manager_goodbye(manager="m1", orphan_timeout="never")
-        assert plugin_of(running).orphan_timeout == 5
-        assert [*(await asked.cml_managers())["managers"]] == ["m1"]
+        assert watch_of(running).timeout == 5
+        assert not watch_of(running)._managers
 
 
 async def test_sync_that_no_manager_sends_leaves_the_managers_able_to_work():

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _BEAT_INTERVAL = 2.0
 #: A manager whose network is silent rather than closed is gone after so long.
 _MANAGER_SILENCE = 15.0
-_GOODBYE_TIMEOUT = 2.0
+_CLOSE_TIMEOUT = 2.0
 
 
 class Presence:
@@ -40,7 +40,7 @@ class Presence:
         Seconds without a manager and without a client after which the scheduler closes; None means never.
         Not given: it stays what another manager said, and is never if this is the first one.
     info : mapping, optional
-        What other managers are to know of this one, beside its host and process id.
+        What the scheduler is to know of this manager, beside its host and process id.
     interval : float
         Seconds between two heartbeats.
 
@@ -48,9 +48,6 @@ class Presence:
     ----------
     id : str
         Tells this manager from others.
-    managers : dict
-        All managers of the cluster that were there at the last heartbeat, by their ids: ``info``, ``since``
-        (seconds since 1970) and ``silent_for`` (seconds).
 
     Examples
     --------
@@ -74,7 +71,6 @@ class Presence:
     ) -> None:
         self.id = secrets.token_hex(8)
         self.info = {"host": socket.gethostname(), "pid": os.getpid(), **(info or {})}
-        self.managers: dict[str, Any] = {}
         self._orphan_timeout = orphan_timeout
         self._interval = interval
         self._silence = max(_MANAGER_SILENCE, 4 * interval)
@@ -98,22 +94,20 @@ class Presence:
             self._beating = asyncio.create_task(self._keep_beating())
 
     async def close(self, **change: float | None) -> None:
-        """Say goodbye, if the scheduler is there to hear it.
+        """Close the connection, by which the scheduler knows that this manager is gone.
 
         Parameters
         ----------
         **change
-            ``orphan_timeout``, if it is to be changed.
+            ``orphan_timeout``, if it is to be changed and the scheduler is there to hear it.
         """
         beating, self._beating = self._beating, None
         await cancel(beating)
-        if beating is not None:
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                await wait_for(
-                    self._scheduler.cml_manager_goodbye(manager=self.id, **change), _GOODBYE_TIMEOUT
-                )
+        if beating is not None and change:
+            with contextlib.suppress(OSError, asyncio.TimeoutError, CMLError):
+                await wait_for(self._beat(register=False, **change), _CLOSE_TIMEOUT)
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            await wait_for(self._scheduler.close_rpc(), _GOODBYE_TIMEOUT)
+            await wait_for(self._scheduler.close_rpc(), _CLOSE_TIMEOUT)
 
     async def _keep_beating(self) -> None:
         heard = True
@@ -139,7 +133,6 @@ class Presence:
 
         try:
             answer = await wait_for(beat(), self._silence)
-            self.managers = answer["managers"]
             self._orphan_timeout = answer["orphan_timeout"]
         except (OSError, asyncio.TimeoutError):
             raise

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,9 @@ from dask_cml.aio import cancel
 from dask_cml.checks import seconds
 from dask_cml.options import setting
 from dask_cml.scheduler import messages
+from dask_cml.scheduler.orphans import OrphanWatch
 from dask_cml.scheduler.shared_state import SharedState
-from dask_cml.wire import FORWARD, GOODBYE, HEARTBEAT, MANAGERS, SYNC, WATCHES, Tunnel
+from dask_cml.wire import FORWARD, HEARTBEAT, SYNC, Tunnel
 
 # The scheduler's own logs, as cluster.get_logs() returns them, are those below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -37,26 +37,6 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 NAME = "dask-cml"
 
 _LOOK_INTERVAL = 0.5
-_LATE = 2.0
-#: A client whose network is silent rather than closed is gone after so long: it sends a heartbeat every 5 s,
-#: or less often when there are very many.
-_CLIENT_SILENCE = 60.0
-#: These are no programs of users: Dask's own for tasks that nobody waits for, and those of tasks in workers.
-_NO_USERS = ("fire-and-forget", "Client-worker-")
-
-
-@dataclass
-class _Manager:
-    info: Mapping[str, Any]
-    silence: float
-    comm: Comm
-    heard: float
-    since: float = field(default_factory=time.time)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the cluster is no orphan while this manager is there."""
-        return not self.info.get(WATCHES)
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
@@ -72,21 +52,16 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     idempotent = True
 
     def __init__(self, orphan_timeout: float | None) -> None:
-        self.orphan_timeout = orphan_timeout
+        self._orphan_timeout = orphan_timeout
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and begin to look who is there."""
         # Here nothing may wait: another registration would come in between.
         self._scheduler = scheduler
-        self._managers: dict[str, _Manager] = {}
-        self._clients: dict[str, tuple[float, float]] = {}
+        self._watch = OrphanWatch(scheduler.clients, self._orphan_timeout)
         self._forwards: set[Comm] = set()
-        self._alone_since: float | None = None
-        self._looked = time.monotonic()
         scheduler.handlers[HEARTBEAT] = self.heartbeat
-        scheduler.handlers[GOODBYE] = self.goodbye
-        scheduler.handlers[MANAGERS] = self.managers
-        scheduler.handlers[SYNC] = SharedState(self._managers.__contains__).sync
+        scheduler.handlers[SYNC] = SharedState(self._watch.has).sync
         scheduler.handlers[FORWARD] = self.forward
         self._looking = PeriodicCallback(self._look, _LOOK_INTERVAL * 1000)
         self._looking.start()
@@ -104,7 +79,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def heartbeat(
         self, comm: Comm, manager: str, info: Mapping[str, Any], silence: float, **more: Any
     ) -> dict[str, Any]:
-        """Note that a manager is there; return all that are.
+        """Note that a manager is there, for as long as it keeps its connection; return ``orphan_timeout``.
 
         Parameters
         ----------
@@ -113,7 +88,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         manager : str
             Its id.
         info : mapping
-            What it tells the others of itself.
+            What it tells of itself.
         silence : float
             Seconds after which it is gone if nothing more is heard of it.
         **more
@@ -128,101 +103,22 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         messages.check_info(info)
         messages.check_seconds("silence", silence)
         messages.check_orphan_timeout(more.get("orphan_timeout"))
-        now = time.monotonic()
-        known = self._managers.get(manager)
-        if known is None:
-            logger.info("The manager %s has come: %s", manager, dict(info))
-            known = self._managers[manager] = _Manager(info, silence, comm, now)
-        known.info, known.silence, known.comm, known.heard = info, silence, comm, now
-        if known.keeps:
-            self._alone_since = None
+        self._watch.hear(manager, info, silence, comm)
         if "orphan_timeout" in more:
-            self.orphan_timeout = more["orphan_timeout"]
-        return self.managers()
+            self._watch.timeout = more["orphan_timeout"]
+        return {"orphan_timeout": self._watch.timeout}
 
-    def goodbye(self, manager: str, **more: Any) -> None:
-        """Forget a manager that leaves.
-
-        Parameters
-        ----------
-        manager : str
-            Its id.
-        **more
-            ``orphan_timeout``, if it is to be changed.
-
-        Raises
-        ------
-        ValueError
-            If this is not what a manager sends. Nothing changes then.
-        """
-        messages.check_manager(manager)
-        messages.check_orphan_timeout(more.get("orphan_timeout"))
-        if self._managers.pop(manager, None):
-            logger.info("The manager %s has left", manager)
-        if "orphan_timeout" in more:
-            self.orphan_timeout = more["orphan_timeout"]
-
-    def managers(self, **more: Any) -> dict[str, Any]:
-        """Return what the managers that are there tell of themselves, by their ids."""
-        now = time.monotonic()
-        return {
-            "orphan_timeout": self.orphan_timeout,
-            "managers": {
-                key: {"info": each.info, "since": each.since, "silent_for": now - each.heard}
-                for key, each in self._managers.items()
-            },
-        }
+    async def _look(self) -> None:
+        if self._watch.look(time.monotonic()):
+            reason = f"orphaned: no manager and no client for {self._watch.timeout:g} s"
+            logger.warning("The scheduler closes: %s", reason)
+            await self._scheduler.close(reason=reason)
 
     async def _keep_beating(self) -> None:
         """Leave signs of life in the cluster's folder, where the scheduler has written its file."""
         while self._scheduler.scheduler_file:
             await asyncio.to_thread(pulse.beat, Path(self._scheduler.scheduler_file).parent)
             await asyncio.sleep(pulse.INTERVAL)
-
-    # -- orphans
-
-    async def _look(self) -> None:
-        reason = self.look(time.monotonic())
-        if reason is not None:
-            logger.warning("The scheduler closes: %s", reason)
-            await self._scheduler.close(reason=reason)
-
-    def look(self, now: float) -> str | None:
-        """Look who is there, and return why the scheduler must close, if it must.
-
-        Parameters
-        ----------
-        now : float
-            The monotonic time.
-        """
-        late = now - self._looked > _LATE
-        self._looked = now
-        seen = {key: client.last_seen for key, client in self._scheduler.clients.items()}
-        seen = {key: each for key, each in seen.items() if not key.startswith(_NO_USERS)}
-        # Not the age of last_seen: that would be wrong when the clock is set.
-        old = self._clients
-        self._clients = {
-            key: old[key] if key in old and old[key][0] == each else (each, now) for key, each in seen.items()
-        }
-        if late:
-            # The process or its loop stood still: what was sent meanwhile is heard only now.
-            self._alone_since = None
-            self._clients = {key: (each, now) for key, each in seen.items()}
-            for manager in self._managers.values():
-                manager.heard = now
-        for key, each in [*self._managers.items()]:
-            if each.comm.closed() or now - each.heard > each.silence:
-                logger.info("The manager %s is gone without a goodbye", key)
-                del self._managers[key]
-        clients = [key for key, (_, heard) in self._clients.items() if now - heard <= _CLIENT_SILENCE]
-        keepers = [key for key, each in self._managers.items() if each.keeps]
-        if keepers or clients or self.orphan_timeout is None:
-            self._alone_since = None
-        elif self._alone_since is None:
-            self._alone_since = now
-        elif now - self._alone_since >= self.orphan_timeout:
-            return f"orphaned: no manager and no client for {self.orphan_timeout:g} s"
-        return None
 
     # -- the dashboard
 

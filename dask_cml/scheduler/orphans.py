@@ -1,0 +1,118 @@
+"""When a scheduler has neither a manager nor a client any more, so that its cluster is an orphan."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distributed.comm.core import Comm
+from distributed.scheduler import ClientState
+
+from dask_cml.wire import WATCHES
+
+# The scheduler's own logs, as cluster.get_logs() returns them, are those below this name.
+logger = logging.getLogger("distributed.scheduler.dask_cml")
+
+_LATE = 2.0
+#: A client whose network is silent rather than closed is gone after so long: it sends a heartbeat every 5 s,
+#: or less often when there are very many.
+_CLIENT_SILENCE = 60.0
+#: These are no programs of users: Dask's own for tasks that nobody waits for, and those of tasks in workers.
+_NO_USERS = ("fire-and-forget", "Client-worker-")
+
+
+@dataclass
+class _Manager:
+    info: Mapping[str, Any]
+    silence: float
+    comm: Comm
+    heard: float
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the cluster is no orphan while this manager is there."""
+        return not self.info.get(WATCHES)
+
+
+class OrphanWatch:
+    """Knows which managers and clients are there, and since when there are none.
+
+    Parameters
+    ----------
+    clients : mapping of str to ClientState
+        The scheduler's, as they are at each look.
+    timeout : float or None
+        Seconds without a manager and without a client after which a cluster is an orphan. None: never.
+    """
+
+    def __init__(self, clients: Mapping[str, ClientState], timeout: float | None) -> None:
+        self.timeout = timeout
+        self._scheduler_clients = clients
+        self._managers: dict[str, _Manager] = {}
+        self._clients: dict[str, tuple[float, float]] = {}
+        self._alone_since: float | None = None
+        self._looked = time.monotonic()
+
+    def hear(self, manager: str, info: Mapping[str, Any], silence: float, comm: Comm) -> None:
+        """Note that a manager is there.
+
+        Parameters
+        ----------
+        manager : str
+            Its id.
+        info : mapping
+            What it tells of itself.
+        silence : float
+            Seconds after which it is gone if nothing more is heard of it.
+        comm : Comm
+            When it closes, the manager is gone.
+        """
+        if manager not in self._managers:
+            logger.info("Manager %s connected: %s", manager, dict(info))
+        known = self._managers[manager] = _Manager(info, silence, comm, time.monotonic())
+        if known.keeps:
+            self._alone_since = None
+
+    def has(self, manager: str) -> bool:
+        """Return whether a manager is there, by its id."""
+        return manager in self._managers and not self._managers[manager].comm.closed()
+
+    def look(self, now: float) -> bool:
+        """Look who is there, and return whether the cluster is an orphan.
+
+        Parameters
+        ----------
+        now : float
+            The monotonic time.
+        """
+        late = now - self._looked > _LATE
+        self._looked = now
+        seen = {key: client.last_seen for key, client in self._scheduler_clients.items()}
+        seen = {key: each for key, each in seen.items() if not key.startswith(_NO_USERS)}
+        # Not the age of last_seen: that would be wrong when the clock is set.
+        old = self._clients
+        self._clients = {
+            key: old[key] if key in old and old[key][0] == each else (each, now) for key, each in seen.items()
+        }
+        if late:
+            # The process or its loop stood still: what was sent meanwhile is heard only now.
+            self._alone_since = None
+            self._clients = {key: (each, now) for key, each in seen.items()}
+            for manager in self._managers.values():
+                manager.heard = now
+        for key, each in [*self._managers.items()]:
+            if each.comm.closed() or now - each.heard > each.silence:
+                logger.info("Manager %s disconnected", key)
+                del self._managers[key]
+        clients = [key for key, (_, heard) in self._clients.items() if now - heard <= _CLIENT_SILENCE]
+        keepers = [key for key, each in self._managers.items() if each.keeps]
+        if keepers or clients or self.timeout is None:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        else:
+            return now - self._alone_since >= self.timeout
+        return False
