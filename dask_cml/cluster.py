@@ -204,7 +204,7 @@ class CMLCluster(SpecCluster):
             self._fleet.resize(self.options.n_workers)
         self._reconciler = Reconciler(self)
         self._leadership = Leadership(self, leads=_record is None)
-        self._record_keeper = RecordKeeper(self, _record)
+        self._record_keeper = self._make_record_keeper(_record)
         self._adopts = _record is not None
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -262,7 +262,8 @@ class CMLCluster(SpecCluster):
         await (self._adopt() if self._adopts else self._create_or_connect())
         self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self._tls))
         await Cluster._start(self)
-        await self._record_keeper.write()  # from now on other processes can take part
+        # From now on other processes can take part.
+        await self._record_keeper.write(scheduler_id=str(self.scheduler_info["id"]))
         if not (self._adopts or self.shutdown_on_close):
             self._log(lifetime(self.name))
         self._watch_worker_status_task.add_done_callback(self._reconciler.poke)
@@ -295,8 +296,11 @@ class CMLCluster(SpecCluster):
         # What was asked of a cluster that is not created is not asked of the one that runs.
         self._fleet = Fleet(self.options.name, self.options.processes)
         self._leadership = Leadership(self, leads=False)
-        self._record_keeper = RecordKeeper(self, record)
+        self._record_keeper = self._make_record_keeper(record)
         await self._adopt()
+
+    def _make_record_keeper(self, record: Record | None) -> RecordKeeper:
+        return RecordKeeper(self.options.name, self._api, self._fleet, lambda: self.scheduler, record)
 
     def _worker_template(self) -> dict[str, Any]:
         template: dict[str, Any] = {"cls": CMLWorker, "options": {}}
@@ -307,7 +311,7 @@ class CMLCluster(SpecCluster):
     async def _launch(self) -> None:
         self._tls, files = await asyncio.to_thread(tls.as_files, self.options.security, self._folder)
         self.security = self._tls or Security()
-        await self._record_keeper.take_name()
+        await self._record_keeper.take_name(self.options.arguments(), tls.paths(self._tls))
         if others := [repr(each.options.name) for each in unclosed() if each is not self]:
             self._log(f"This process has other clusters open, each with its sessions: {', '.join(others)}")
         self.scheduler = CMLScheduler(self._api, self.options, self._folder, self._tls)

@@ -6,20 +6,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from dask_cml.aio import cancel
 from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.manager.fleet import Fleet
 from dask_cml.records import store
 from dask_cml.records.operations import take_name
 from dask_cml.records.record import Record
-from dask_cml.sessions import tls
-
-if TYPE_CHECKING:
-    from dask_cml.cluster import CMLCluster
-    from dask_cml.sessions.process import CMLProcess
+from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker
+from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
@@ -37,38 +35,57 @@ class RecordKeeper:
 
     Parameters
     ----------
-    cluster : CMLCluster
-        The cluster.
+    name : str
+        The cluster's name.
+    api : WorkersAPI
+        Knows every session that this manager has launched or taken over.
+    fleet : Fleet
+        Has the workers.
+    scheduler : callable
+        Returns the scheduler's process; None if there is none yet.
     record : Record, optional
         The record of a cluster that another process has made.
     """
 
-    def __init__(self, cluster: CMLCluster, record: Record | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        api: WorkersAPI,
+        fleet: Fleet[CMLWorker],
+        scheduler: Callable[[], CMLScheduler | None],
+        record: Record | None = None,
+    ) -> None:
         self.record = record
-        self._cluster = cluster
+        self._name, self._api, self._fleet, self._scheduler = name, api, fleet, scheduler
+        self._scheduler_id: str | None = None
         self._written: set[str] = set()
         self._waiting: dict[str, float] = {}
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def take_name(self) -> None:
+    async def take_name(self, options: Mapping[str, Any], security: Mapping[str, str] | None) -> None:
         """Make the record of a new cluster.
+
+        Parameters
+        ----------
+        options : mapping
+            The cluster's, as JSON can hold them.
+        security : mapping of str to str, or None
+            Where its keys are.
 
         Raises
         ------
         ClusterExists
             If there is a live cluster of this name.
         """
-        cluster = self._cluster
-        options, security = cluster.options.arguments(), tls.paths(cluster._tls)
-        record = Record(cluster.options.name, options=options, security=security)
-        await take_name(record, cluster._api)
+        record = Record(self._name, options=options, security=security)
+        await take_name(record, self._api)
         self.record = record
 
     def start(self) -> None:
         """Keep the record from now on."""
         self._writing = asyncio.Lock()
-        self._cluster._api.on_change = self.poke
+        self._api.on_change = self.poke
         self._task = asyncio.create_task(self._run())
 
     def poke(self) -> None:
@@ -140,12 +157,18 @@ class RecordKeeper:
 
     def _processes(self) -> dict[str, CMLProcess]:
         """Return those of the cluster that are launched, by their sessions."""
-        cluster = self._cluster
-        processes = (cluster.scheduler, *cluster.workers.values())
+        processes = (self._scheduler(), *self._fleet.workers.values())
         return {p.session_id: p for p in processes if p is not None and p.session_id}
 
-    async def write(self) -> None:
-        """Write it now. What hinders that is logged."""
+    async def write(self, scheduler_id: str | None = None) -> None:
+        """Write it now. What hinders that is logged.
+
+        Parameters
+        ----------
+        scheduler_id : str, optional
+            What the scheduler calls itself, as soon as it has answered.
+        """
+        self._scheduler_id = scheduler_id or self._scheduler_id
         try:
             async with self._writing:
                 processes = self._processes()
@@ -155,24 +178,22 @@ class RecordKeeper:
                 self._waiting = waiting
                 await asyncio.to_thread(self._write, owners, waiting, listed)
         except NoSuchCluster:
-            logger.info("The record of the cluster %s is gone: another process ends it", self._cluster.name)
+            logger.info("The record of the cluster %s is gone: another process ends it", self._name)
         except (OSError, CMLError) as error:
-            logger.warning("The record of the cluster %s cannot be written: %s", self._cluster.name, error)
+            logger.warning("The record of the cluster %s cannot be written: %s", self._name, error)
 
     def _write(
         self, owners: Mapping[str, str], waiting: Mapping[str, float], listed: Collection[str]
     ) -> None:
-        cluster, own = self._cluster, self.record
+        own, process = self.record, self._scheduler()
         assert own is not None
-        sessions = cluster._api.named_sessions()
-        scheduler = cluster.scheduler.session
+        assert process is not None
+        sessions, scheduler = self._api.named_sessions(), process.session
         gone = self._written - sessions.keys()
 
         def change(record: Record) -> Record:
             kept = {each: key for each, key in record.sessions.items() if each not in gone}
-            roles = {
-                each: SCHEDULER if key == cluster.scheduler.name else key for each, key in sessions.items()
-            }
+            roles = {each: SCHEDULER if key == process.name else key for each, key in sessions.items()}
             present = {**kept, **roles}
             # What another session has launched, that one knows.
             others = {each: since for each, since in record.waiting.items() if each not in listed}
@@ -187,8 +208,8 @@ class RecordKeeper:
                 owners={key: each for key, each in {**record.owners, **owners}.items() if key in present},
                 scheduler_session=scheduler.id if scheduler else record.scheduler_session,
                 app_url=scheduler.app_url if scheduler else record.app_url,
-                scheduler_address=cluster.scheduler.address or record.scheduler_address,
-                scheduler_id=str(cluster.scheduler_info.get("id") or "") or record.scheduler_id,
+                scheduler_address=process.address or record.scheduler_address,
+                scheduler_id=self._scheduler_id or record.scheduler_id,
             )
 
         store.update(own.name, change, id=own.id)
