@@ -22,9 +22,14 @@ async def cluster(platform):
         yield cluster
 
 
-async def computes(address, **options):
-    async with Client(address, asynchronous=True, timeout=5, **options) as client:
-        return await client.submit(sum, [1, 2])
+async def computes(address, timeout=60, **options):
+    client = Client(address, asynchronous=True, timeout=timeout, **options)
+    try:
+        async with client:
+            return await client.submit(sum, [1, 2])
+    finally:
+        # By itself it does not end a start that failed with a TypeError.
+        await client.close()
 
 
 async def test_a_client_of_the_cluster_finds_the_keys(cluster):
@@ -39,7 +44,7 @@ async def test_a_client_without_the_clusters_keys_gets_nothing(cluster, protocol
     security = Security() if keys == "none" else Security.temporary()
     security.require_encryption = False
     with pytest.raises((OSError, TypeError)):
-        await computes(address, security=security)
+        await computes(address, timeout=5, security=security)
 
 
 async def test_keys_are_for_their_owner_only_and_go_with_the_cluster(platform):
