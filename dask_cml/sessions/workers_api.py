@@ -1,6 +1,7 @@
 """The Workers API of the platform, asynchronous, and careful about every session that it launches.
 
-This is the only module that calls ``cml.workers_v1``, ``cdsw`` or the local platform.
+With the two modules that it shares the platform's module with, :mod:`~dask_cml.sessions.listing` and
+:mod:`~dask_cml.sessions.live`, it alone calls ``cml.workers_v1``, ``cdsw`` or the local platform.
 """
 
 from __future__ import annotations
@@ -15,28 +16,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from dask_cml.checks import integer, is_session_id, message, seconds
+from dask_cml.checks import integer, is_session_id, seconds
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import SessionSize, setting
 from dask_cml.sessions import answers
-from dask_cml.sessions.answers import CallFailed, NoAnswer, SessionInfo, has_ended, ip_address, may_pass
+from dask_cml.sessions.answers import NoAnswer, SessionInfo, has_ended, ip_address, may_pass
 from dask_cml.sessions.calls import Calls
+from dask_cml.sessions.listing import Listing
+from dask_cml.sessions.live import LiveSessions, check_id
 from dask_cml.sessions.loading import load_platform
 
 __all__ = ["SessionInfo", "WorkersAPI", "has_ended", "ip_address", "load_platform"]
 
 logger = logging.getLogger(__name__)
 
-#: A call that stops more sessions than this has as many times the time. The platform stops ten at once.
-_IN_TIME = 1000
-#: So many calls stop what is left when one call for all of them hangs.
-_GROUPS = 64
 #: Sessions that are stopped usually end within so many seconds.
 _STOPPED_WITHIN = 30.0
-#: What this process has stopped on each platform, of whichever cluster.
-_stopped: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -83,24 +79,22 @@ class WorkersAPI:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.live: set[str] = set()
-        self.names: dict[str, str] = {}
         self.on_change: Callable[[], None] = lambda: None
         self.threads: int = setting("api.threads", integer, 1)
-        self._interval = setting("api.poll-interval", seconds)
         self._limit = setting("api.timeout", seconds)
         functions = ("launch_workers", "list_workers", "stop_workers")
         modules = {getattr(getattr(module, name, None), "__module__", "") for name in functions}
         self._calls = Calls(self.threads, self._limit, setting("api.retries", integer, 0), modules)
-        self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
-        self._next_listing = 0.0
-        # What follows is shared by threads, and so is `live` and `names`: it changes under the lock.
+        self._listing = Listing(module, self._calls, setting("api.poll-interval", seconds))
+        self._live = LiveSessions(module, self._calls)
+        self.live = self._live.ids
+        self.names = self._live.names
+        # What follows is shared by threads: it changes under the lock.
         self._lock = threading.Lock()
         self._ended = False
         #: How many calls to launch a name have not been answered, nor failed for good.
         self._unanswered: Counter[str] = Counter()
         self._launching: set[Future[Any]] = set()
-        self._half_made: set[str] = set()
 
     @property
     def trouble(self) -> str | None:
@@ -182,7 +176,7 @@ class WorkersAPI:
             session = await self._launch(_Launch(name, arguments))
         except LaunchRefused:
             # Sessions that were just stopped fill the quota until they have ended.
-            if not (stopped := _stopped.get(self.module)) or not await self.wait_until_ended(stopped):
+            if not (stopped := self._live.stopped_before()) or not await self.wait_until_ended(stopped):
                 raise
             session = await self._launch(_Launch(name, arguments))
         self.on_change()
@@ -231,8 +225,7 @@ class WorkersAPI:
             return session
         # It may have made half a session, which counts and costs as a whole one does.
         if is_session_id(half_made := session.get("engineId")):
-            self._half_made.add(half_made)
-            self.adopt(half_made, launch.name)
+            self._live.add(half_made, launch.name, half_made=True)
             self._try_to_stop(half_made)
         raise answers.refusal(launch.name, session)
 
@@ -240,12 +233,9 @@ class WorkersAPI:
         """Give a launch its session. What comes too late, or twice, is stopped."""
         session_id = session["id"]
         with self._lock:
-            is_new = session_id not in self.names
-            if is_new:
-                self.live.add(session_id)
-                self.names[session_id] = launch.name
-                if launch.session is None and not launch.over and not self._ended:
-                    launch.session = session
+            is_new = self._live.add_new(session_id, launch.name)
+            if is_new and launch.session is None and not launch.over and not self._ended:
+                launch.session = session
             taken = launch.session
         if is_new and taken is not session:
             logger.info("The session %s came too late for %s", session_id, launch.name)
@@ -258,7 +248,7 @@ class WorkersAPI:
         """Find sessions of launches without a good answer, which does not say that there is no session."""
         return [
             session
-            for session in answers.listed(self.module.list_workers())
+            for session in self._listing.now()
             if session.get("name") in names and session["id"] not in self.names and not has_ended(session)
         ]
 
@@ -272,21 +262,7 @@ class WorkersAPI:
         CMLError
             If the platform fails at every try, or :meth:`close` is called meanwhile.
         """
-        if self._listing is None or self._listing.done():
-            self._listing = asyncio.create_task(self._list())
-            # All who wait may be cancelled, and then nobody asks for its error.
-            self._listing.add_done_callback(lambda listing: listing.cancelled() or listing.exception())
-        listing = self._listing
-        await asyncio.wait([listing])
-        if listing.cancelled():  # by close(), while this task itself is not cancelled
-            raise CMLError("the sessions are not listed any more: the cluster has ended")
-        return listing.result()
-
-    async def _list(self) -> dict[str, SessionInfo]:
-        await asyncio.sleep(self._next_listing - time.monotonic())
-        self._next_listing = time.monotonic() + self._interval
-        sessions = await self._calls.do("list sessions", lambda: answers.listed(self.module.list_workers()))
-        return {session["id"]: session for session in sessions}
+        return await self._listing.next()
 
     async def stop(self, *ids: str) -> None:
         """Stop sessions, all in one call.
@@ -301,27 +277,15 @@ class WorkersAPI:
         if not ids:
             raise ValueError("invalid ids=(): expected the ids of sessions")
         for each in ids:
-            _check_id(each)
-        await self._calls.do(f"stop {_some(ids)}", lambda: self._stop_now(ids), self._limit_to_stop(ids))
+            check_id(each)
+        await self._calls.do(f"stop {_some(ids)}", lambda: self._live.stop(ids), self._live.time_to_stop(ids))
         self.on_change()
-
-    def _limit_to_stop(self, ids: Collection[str]) -> float:
-        return self._limit * (1 + len(ids) // _IN_TIME)
-
-    def _stop_now(self, ids: Iterable[str]) -> None:
-        ids = [*ids]
-        if not ids:  # would stop all sessions of the user's, those of other work too
-            return
-        answers.check_stopped(ids, self.module.stop_workers(*ids))
-        with self._lock:
-            _stopped.setdefault(self.module, set()).update(set(ids) - self._half_made)
-            self.live.difference_update(ids)
 
     def _try_to_stop(self, session_id: str) -> None:
         """Stop a session that nobody waits for. What fails here is left to :meth:`end`."""
         for pause in [*self._calls.pauses(), None]:
             try:
-                return self._stop_now([session_id])
+                return self._live.stop([session_id])
             except Exception as error:
                 if pause is None or not self._ended or not may_pass(error):
                     why = answers.in_words(error)
@@ -330,8 +294,7 @@ class WorkersAPI:
 
     async def close(self) -> None:
         """Do what :meth:`end` does, without blocking the event loop."""
-        if self._listing is not None:
-            self._listing.cancel()
+        self._listing.cancel()
         await asyncio.wrap_future(self._calls.start(self.end))
 
     async def wait_until_ended(self, ids: Collection[str], timeout: float = _STOPPED_WITHIN) -> bool:
@@ -349,20 +312,7 @@ class WorkersAPI:
         bool
             Whether there were such sessions, and all have ended. False, too, if the platform fails.
         """
-        deadline = time.monotonic() + timeout
-        waited = False
-        try:
-            while (left := deadline - time.monotonic()) > 0:
-                # Not sessions(), which lists no more after close().
-                listing = asyncio.wrap_future(self._calls.start(self.module.list_workers))
-                listed = answers.listed(await asyncio.wait_for(listing, left))
-                if all(has_ended(session) for session in listed if session["id"] in ids):
-                    return waited
-                waited = True
-                await asyncio.sleep(self._interval)
-        except Exception as error:  # whatever the platform raises
-            logger.info("Sessions that end were not waited for: %s", answers.in_words(error))
-        return False
+        return await self._listing.wait_until_ended(ids, timeout)
 
     def end(self) -> None:
         """Launch nothing more, and stop every session in :attr:`live`, by plain calls.
@@ -380,13 +330,13 @@ class WorkersAPI:
         begin = time.monotonic()
         # Once only, because what fails here is tried again below, for as long as it takes.
         ids = [*self.named_sessions()]
-        errors = self._calls.run_all([lambda: self._stop_now(ids)], self._limit_to_stop(ids) / 2)
+        errors = self._calls.run_all([lambda: self._live.stop(ids)], self._live.time_to_stop(ids) / 2)
         hangs = any(isinstance(error, NoAnswer) for error in errors)
         with self._lock:
             launching = [*self._launching]
         wait(launching, timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
         self._adopt_unanswered()
-        self._stop_all(hangs, begin + self._limit)
+        self._live.stop_all(hangs, begin + self._limit)
 
     def _adopt_unanswered(self) -> None:
         with self._lock:
@@ -413,44 +363,15 @@ class WorkersAPI:
         ValueError
             If the id is none.
         """
-        _check_id(session_id)
-        with self._lock:
-            self.live.add(session_id)
-            self.names[session_id] = name
+        self._live.add(session_id, name)
 
     def named_sessions(self) -> dict[str, str]:
         """Return what each session in :attr:`live` was launched as, by its id."""
-        with self._lock:
-            return {session_id: self.names[session_id] for session_id in self.live}
+        return self._live.named()
 
     def forget(self, *ids: str) -> None:
         """Leave sessions to others: :meth:`end` does not stop them."""
-        with self._lock:
-            self.live.difference_update(ids)
-
-    def _stop_all(self, hangs: bool, deadline: float) -> None:
-        """Stop what is live: by one call, or if that hangs by many, so that one session delays no other."""
-        for pause in [*self._calls.pauses(), None]:
-            ids = sorted(self.named_sessions())
-            if not ids:
-                return
-            groups = [ids[i::_GROUPS] for i in range(min(_GROUPS, len(ids)))] if hangs else [ids]
-            stops = [lambda group=group: self._stop_now(group) for group in groups]
-            left = max(deadline - time.monotonic(), self._limit / 4)
-            errors = self._calls.run_all(stops, left if hangs else self._limit_to_stop(ids) / 2)
-            if not errors or not self.named_sessions():  # what hung may have been done meanwhile
-                return
-            late = hangs and time.monotonic() > deadline
-            hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
-            if pause is None or late or not all(map(may_pass, errors)):
-                named, why = ", ".join(sorted(self.named_sessions())), answers.in_words(errors[-1])
-                raise CallFailed(f"CML did not stop {named}, which may still run: {why}") from errors[-1]
-            time.sleep(pause)
-
-
-def _check_id(session_id: object) -> None:
-    if not is_session_id(session_id):
-        raise ValueError(message("session id", session_id, "letters and digits"))
+        self._live.forget(ids)
 
 
 def _some(names: Iterable[str]) -> str:
