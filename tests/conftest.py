@@ -38,6 +38,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 collect_ignore = [] if importlib.util.find_spec("dask_ctl") else ["test_dask_ctl.py"]
 
 ENDED = ("succeeded", "failed", "stopped", "timedout")
+#: Seconds to wait for what takes a few on a quiet machine: how loaded a machine is, no test can know.
+PATIENCE = 120.0
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def end_all(directory: Path) -> list[str]:
     live = [each["id"] for each in local.sessions() if each["status"] not in ENDED]
     if live:
         local.stop_workers(*live)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while left := [*processes_of(directory)]:
         if time.monotonic() > deadline:
             break
@@ -106,7 +108,7 @@ def processes_of(directory: Path) -> Iterator[psutil.Process]:
 def until() -> Callable[..., None]:
     """Wait until a condition holds."""
 
-    def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, "the condition did not come true"
@@ -119,7 +121,7 @@ def until() -> Callable[..., None]:
 def holds() -> Callable[..., Awaitable[None]]:
     """Wait in the event loop until a condition holds."""
 
-    async def holds(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    async def holds(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
         async def wait() -> None:
             while not condition():
                 await asyncio.sleep(0.01)

@@ -21,7 +21,7 @@ import nbformat
 import yaml
 
 #: Seconds for what takes a few on a quiet machine.
-PATIENCE = 90.0
+PATIENCE = 120.0
 _CHROMIUM = (
     "--no-sandbox",
     "--disable-gpu",

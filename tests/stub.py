@@ -387,7 +387,7 @@ class Stub:
         return Response(code)
 
 
-async def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+async def eventually(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     """Wait until a condition holds, and let the event loop go on meanwhile."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -17,7 +17,7 @@ from dask_cml.records import store
 pytestmark = pytest.mark.usefixtures("no_dashboard")
 
 #: Seconds within which a program must have ended.
-PATIENCE = 60
+PATIENCE = 120
 
 
 class Program:

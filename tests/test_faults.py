@@ -174,13 +174,13 @@ async def test_faults_of_the_api_are_borne(platform, holds, fault):
 
     inject()
     async with make(n_workers=1) as cluster:
-        await holds(lambda: complete(cluster, 1), 60)
+        await holds(lambda: complete(cluster, 1))
         inject()
         cluster.scale(2)
-        await holds(lambda: complete(cluster, 2), 60)
+        await holds(lambda: complete(cluster, 2))
         inject()
         cluster.scale(1)
-        await holds(lambda: complete(cluster, 1), 60)
+        await holds(lambda: complete(cluster, 1))
         inject()
 
 
@@ -217,16 +217,16 @@ async def test_start_life_and_close_bear_one_wrong_answer_of_each_function(
 
     inject()
     async with make(n_workers=1) as cluster:
-        await holds(lambda: complete(cluster, 1), 60)
+        await holds(lambda: complete(cluster, 1))
         inject()
         cluster.scale(2)
-        await holds(lambda: complete(cluster, 2), 60)
+        await holds(lambda: complete(cluster, 2))
         inject()
         cluster.scale(1)
-        await holds(lambda: complete(cluster, 1), 60)
+        await holds(lambda: complete(cluster, 1))
         assert cluster._reconciler.trouble is None
         inject()
-    await holds(lambda: not wanted(platform), 60)
+    await holds(lambda: not wanted(platform))
     assert "Traceback" not in caplog.text
 
 
@@ -247,12 +247,12 @@ async def test_start_life_and_close_bear_wrong_answers_for_a_while(
 
     inject()
     async with make(n_workers=1) as cluster:
-        await holds(lambda: complete(cluster, 1), 60)
+        await holds(lambda: complete(cluster, 1))
         [lost] = [each.id for each in cluster.sessions if each.role == "worker"]
         inject()
         platform.evict(lost)
         cluster.scale(2)
-        await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions}, 90)
+        await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions})
         inject()
         if kind in ("hang", "unanswered"):
             # close() takes no longer than the limit of one call, and names what it could not stop.
@@ -262,7 +262,7 @@ async def test_start_life_and_close_bear_wrong_answers_for_a_while(
             assert kind == "unanswered" or all(session_id in str(caught.value) for session_id in ids)
             platform.clear_faults()
             await cluster._api.close()
-    await holds(lambda: not wanted(platform), 60)
+    await holds(lambda: not wanted(platform))
     assert "Traceback" not in caplog.text
 
 
@@ -297,7 +297,7 @@ async def test_an_outage_is_told_when_it_begins_and_when_it_ends(platform, holds
         assert len(lines()) == 1
         assert lines()[0].endswith("Unauthorized")
         platform.clear_faults()
-        await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions}, 60)
+        await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions})
         await holds(lambda: len(lines()) == 2)
         assert lines()[1].endswith("is looked after again")
         assert not cluster._reconciler.gave_up
@@ -316,7 +316,7 @@ async def test_a_missing_key_is_told_at_once(platform, holds, monkeypatch, caplo
         cluster.scale(1)
         await holds(lambda: "CDSW_API_KEY is not set" in repr(cluster))
         monkeypatch.setenv("CDSW_API_KEY", "key")
-        await holds(lambda: complete(cluster, 1), 60)
+        await holds(lambda: complete(cluster, 1))
     assert caplog.text.count("CDSW_API_KEY is not set") == 1
 
 

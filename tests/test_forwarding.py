@@ -150,7 +150,7 @@ async def test_dashboard_of_a_scheduler_s_process_is_forwarded_with_its_keys(tmp
         command += [f"--tls-{role}", str(tmp_path / part)]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
     try:
-        await holds(lambda: file.exists() and file.read_text().endswith("}"), 60)
+        await holds(lambda: file.exists() and file.read_text().endswith("}"))
         address = json.loads(file.read_text())["address"]
         presence = Presence(address, arguments(security))
         await presence.start()

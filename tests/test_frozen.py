@@ -126,7 +126,7 @@ async def test_a_worker_that_hands_over_slowly_but_answers_is_waited_for(
         future = client.submit(SlowToRead, made, gate, workers=[slow], allow_other_workers=True)
         await wait(future)  # this process would read it, too
         await cluster.scale_down([slow])
-        await holds(lambda: len(heard) == 2, 60)
+        await holds(lambda: len(heard) == 2)
         assert slow in cluster.workers
         gate.touch()
         await holds(lambda: slow not in cluster.workers)
@@ -190,7 +190,7 @@ async def test_a_worker_whose_node_goes_without_a_word_is_dropped_and_replaced(p
         await future
         session = session_of(cluster, lost)
         await asyncio.to_thread(platform.evict, session, silently=True)
-        await holds(lambda: len(cluster._arrived) == 2 and lost not in cluster.observed, 60)
+        await holds(lambda: len(cluster._arrived) == 2 and lost not in cluster.observed)
         assert session in told(cluster)
         assert lost not in {each["name"] for each in (await client.scheduler.identity())["workers"].values()}
         assert await client.gather(future) == 3

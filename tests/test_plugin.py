@@ -327,7 +327,7 @@ def cluster(tmp_path, until):
     file = tmp_path / "scheduler.json"
     arguments = ("--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0")
     with run_dask("scheduler", tmp_path, *arguments) as scheduler:
-        until(lambda: file.exists() and file.read_text().endswith("}"), 60)
+        until(lambda: file.exists() and file.read_text().endswith("}"))
         with run_dask("worker", tmp_path, "--no-dashboard", "--death-timeout", "60") as worker:
             yield scheduler, worker, json.loads(file.read_text())["address"]
 

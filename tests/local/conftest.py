@@ -3,17 +3,21 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from stub import Stub
 
+from dask_cml.local import faults, records, workers
+
 # "cml" runs the contract against the platform itself, from inside one of its sessions.
 PLATFORM = os.environ.get("DASK_CML_TEST_PLATFORM", "local")
 #: Seconds until a session must have got somewhere: on CML a node may have to be added first.
-PATIENCE = 900.0 if PLATFORM == "cml" else 30.0
+PATIENCE = 900.0 if PLATFORM == "cml" else 120.0
 FOREVER = "import time; time.sleep(600)"
 #: How sessions of these codes end, for what runs no code.
 ENDS = {
@@ -34,6 +38,18 @@ def workers_v1(request: pytest.FixtureRequest) -> Any:
     if kind == "stub":
         return Stub(ends=ENDS.get)
     return request.getfixturevalue("platform")
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let an hour pass on the clock by which this process takes a fault to be over."""
+
+    def later() -> None:
+        clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + 3600})
+        for module in (faults, records, workers):
+            monkeypatch.setattr(module, "time", clock)
+
+    return later
 
 
 @pytest.fixture

@@ -71,37 +71,38 @@ def test_fault_is_used_up_once_by_all_threads_and_processes(platform, launch):
     assert sum("id" not in each for each in here) + there.count("engineId") == 3
 
 
-def test_statuses_of_newer_releases(platform, launch, reaches):
-    platform.inject("unknown_status", seconds=1.0)
-    platform.inject("stopping", seconds=1.0)
+def test_statuses_of_newer_releases(platform, launch, reaches, later):
+    platform.inject("unknown_status", seconds=600)
+    platform.inject("stopping", seconds=3)
     [session] = launch(code=FOREVER)
     assert reaches(session, "UNKNOWN")["running_at"]
+    later()
     reaches(session, "running")
     platform.stop_workers(session["id"])
     assert reaches(session, "STOPPING")["finished_at"] is None
     reaches(session, "stopped")
 
 
-def test_invisible_session_is_not_listed_for_a_time(platform, launch, until):
-    platform.inject("invisible", seconds=0.5)
-    begin = time.monotonic()
+def test_invisible_session_is_not_listed_for_a_time(platform, launch, later):
+    platform.inject("invisible", seconds=600)
     [session] = launch(code=FOREVER)
     assert platform.list_workers() == []
     assert [each["id"] for each in platform.sessions()] == [session["id"]]
-    until(platform.list_workers)
-    assert time.monotonic() - begin >= 0.45
+    later()
+    assert [each["id"] for each in platform.list_workers()] == [session["id"]]
 
 
-def test_address_can_stay_unknown_for_a_time(platform, launch, reaches, find, until):
-    platform.inject("unknown_ip", seconds=0.5)
+def test_address_can_stay_unknown_for_a_time(platform, launch, reaches, find, later):
+    platform.inject("unknown_ip", seconds=600)
     [session] = launch(code=FOREVER)
     assert reaches(session, "running")["ip_address"] == "unknown"
-    until(lambda: find(session["id"])["ip_address"] == "127.0.0.1")
+    later()
+    assert find(session["id"])["ip_address"] == "127.0.0.1"
 
 
 def test_one_session_can_have_several_faults(platform, launch, reaches):
     platform.inject("hangs")
-    platform.inject("unknown_ip", seconds=60)
+    platform.inject("unknown_ip", seconds=600)
     [session] = launch(code="pass")
     assert reaches(session, "running")["ip_address"] == "unknown"
 
@@ -132,19 +133,13 @@ def test_one_failed_request_of_a_launch_leaves_the_other_sessions(platform, laun
     assert len(sessions) == 2
 
 
-def test_errors_can_last_for_a_time(platform, until):
-    platform.inject("error", function="list_workers", seconds=0.5)
+def test_errors_can_last_for_a_time(platform, later):
+    platform.inject("error", function="list_workers", seconds=600)
     for _ in range(3):
         with pytest.raises(ConnectionError):
             platform.list_workers()
-
-    def works():
-        try:
-            return platform.list_workers() == []
-        except ConnectionError:
-            return False
-
-    until(works)
+    later()
+    assert platform.list_workers() == []
 
 
 def test_error_of_await_hits_its_listing(platform):
