@@ -20,6 +20,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from dask_cml import CMLCluster, cli
+from dask_cml.cli import console
 from dask_cml.manager.waiting import span
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
@@ -278,7 +279,7 @@ def given(monkeypatch):
         calls.append((args, kwargs))
         raise ValueError("it is not made")
 
-    cli._cluster_options()  # while the real one is there
+    cli.create._cluster_options()  # while the real one is there
     monkeypatch.setattr("dask_cml.cluster.CMLCluster", call)
 
     def given(*arguments):
@@ -449,12 +450,12 @@ def test_a_narrow_terminal_cuts_no_name():
 
 
 def test_progress_is_for_terminals_only(capsys, monkeypatch):
-    with cli._progress(lambda: "waiting"):
-        time.sleep(2 * cli._INTERVAL)
+    with console.progress(lambda: "waiting"):
+        time.sleep(2 * console.INTERVAL)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with cli._progress(lambda: "waiting"):
-        time.sleep(3 * cli._INTERVAL)
+    with console.progress(lambda: "waiting"):
+        time.sleep(3 * console.INTERVAL)
     out, err = capsys.readouterr()
     assert not out
     assert "waiting, 0 s" in err

@@ -1,0 +1,152 @@
+"""The commands that change clusters: ``dask cml scale``, ``adapt``, ``delete`` and ``prune``."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dask_cml.cli.console import (
+    INTERVAL,
+    complete_names,
+    first_line_of,
+    in_one_line,
+    n_workers,
+    progress,
+    run,
+)
+
+if TYPE_CHECKING:
+    from dask_cml.cluster import CMLCluster
+
+
+@click.command()
+@click.argument("name", shell_complete=complete_names)
+@click.argument("n", type=click.IntRange(min=0))
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Seconds to wait."
+)
+@in_one_line
+def scale(name: str, n: int, timeout: float) -> None:
+    """Have N worker sessions, and wait until they are there."""
+    with _rebuilt(name) as cluster:
+        cluster.scale(n)
+        with progress(lambda: _here(cluster, n)):
+            _wait_for_scale(cluster, n, time.monotonic() + timeout)
+    click.echo(f"{name} has {n_workers(n)}")
+
+
+@click.command()
+@click.argument("name", shell_complete=complete_names)
+@click.argument("minimum", type=click.IntRange(min=0))
+@click.argument("maximum", type=click.IntRange(min=0))
+@in_one_line
+def adapt(name: str, minimum: int, maximum: int) -> None:
+    """Scale with the work for as long as this command runs; end it with Ctrl-C."""
+    from dask_cml.errors import CMLError
+
+    with _rebuilt(name) as cluster:
+        try:
+            cluster.adapt(minimum=minimum, maximum=maximum)
+            cluster.sync(cluster._carry_out)
+            click.echo(f"{name} adapts between {minimum} and {n_workers(maximum)} while this command runs.")
+            with progress(lambda: _here(cluster, cluster._fleet.target)):
+                while cluster.status.name == "running" and cluster._leadership.leads:
+                    time.sleep(INTERVAL)
+        except KeyboardInterrupt:
+            click.echo(f"{name} keeps {n_workers(cluster._fleet.target)} and does not adapt any more.")
+            return
+        if cluster.status.name == "running":
+            raise CMLError(f"{name} does not adapt any more: another manager scales it")
+        raise CMLError(f"{name} has ended: {cluster._reconciler.trouble or 'another process has deleted it'}")
+
+
+@contextmanager
+def _rebuilt(name: str) -> Iterator[CMLCluster]:
+    """Give the manager of a cluster for a while."""
+    from dask_cml.cluster import CMLCluster
+
+    cluster = CMLCluster.from_name(name, quiet=True, silence_logs="WARNING")
+    try:
+        yield cluster
+    finally:
+        cluster.leave()
+
+
+def _here(cluster: CMLCluster, n: int) -> str:
+    """Return how many of n workers have come, and how many sessions wait for room."""
+    from dask_cml.manager.waiting import waiting_workers
+
+    words = waiting_workers(cluster._reconciler.waits)
+    return f"{len(cluster._arrived)} of {n_workers(n)} here" + f", {words}" * bool(words)
+
+
+def _wait_for_scale(cluster: CMLCluster, n: int, deadline: float) -> None:
+    from dask_cml.errors import CMLError
+
+    # What is there may be as many as are wanted, but other managers must hear of it.
+    cluster.sync(cluster._carry_out)
+    while not (cluster._leadership.leads and len(cluster._arrived) == len(cluster.workers) == n):
+        trouble = cluster._reconciler.trouble
+        if cluster.status.name != "running":
+            raise CMLError(f"{cluster.name} has ended: {trouble or 'another process has deleted it'}")
+        if cluster._fleet.target != n:
+            other = "" if cluster._leadership.leads else "another manager scales it: "
+            raise CMLError(
+                f"{cluster.name} has {trouble or f'{other}{n_workers(cluster._fleet.target)} wanted'}"
+            )
+        if cluster._reconciler.gave_up:
+            raise CMLError(f"{cluster.name} launches {trouble}")
+        if time.monotonic() > deadline:
+            why = f": {trouble}" if trouble else ""
+            raise CMLError(f"{cluster.name} has {_here(cluster, n)}, and the time is up{why}")
+        time.sleep(INTERVAL)
+
+
+@click.command()
+@click.argument("names", nargs=-1, shell_complete=complete_names)
+@click.option("--all", "everything", is_flag=True, help="All clusters of the project.")
+@in_one_line
+def delete(names: Sequence[str], everything: bool) -> None:
+    """End clusters: every session of theirs is stopped."""
+    from dask_cml.records import operations, store
+
+    if bool(names) == everything:
+        raise click.UsageError("give names of clusters, or --all")
+    records = store.records() if everything else [store.read(name) for name in dict.fromkeys(names)]
+    with progress(lambda: f"{len(records)} cluster{'s' * (len(records) != 1)} being ended"):
+        results = run(operations.end_all(records))
+    _tell_ends(results, "there is no cluster")
+
+
+@click.command()
+@in_one_line
+def prune() -> None:
+    """Delete dead clusters, and pass over those that may live.
+
+    A dead cluster's scheduler has ended by the platform's list, or has been silent for two minutes.
+    """
+    from dask_cml.records import operations
+
+    with progress(lambda: "Looking for dead clusters"):
+        results, passed_over = run(operations.prune())
+    for name, why in passed_over.items():
+        command = f"`dask cml delete {shlex.quote(name)}`"
+        click.echo(f"{name} is passed over: {why}. To delete it all the same: {command}", err=True)
+    _tell_ends(results, "no cluster is dead")
+
+
+def _tell_ends(results: dict[str, Any], none: str) -> None:
+    for name, error in results.items():
+        if error is None:
+            click.echo(f"{name} is deleted")
+        else:
+            click.echo(f"Error: {name}: {first_line_of(error)}", err=True)
+    if not results:
+        click.echo(none, err=True)
+    if any(results.values()):
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,90 @@
+"""What the commands have in common: errors in one line, progress, the names of clusters."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+#: Seconds between two looks at what a command waits for.
+INTERVAL = 0.2
+_INTERRUPTED = 130  # as shells say it
+
+
+def complete_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a cluster."""
+    from dask_cml.records import store
+
+    given = context.params.get(str(parameter.name)) or ()
+    return [r.name for r in store.records() if r.name.startswith(incomplete) and r.name not in given]
+
+
+def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell the errors that a user can do something about in one line, without a traceback."""
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        import asyncio
+
+        from dask_cml.errors import CMLError
+
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(_INTERRUPTED) from None
+        except BrokenPipeError:  # click knows what to do
+            raise
+        except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
+            raise click.ClickException(first_line_of(error)) from error
+
+    return told
+
+
+def first_line_of(error: object) -> str:
+    """Return an error's first line, or its class where it has no text."""
+    from dask_cml.manager.display import first_line
+
+    return first_line(str(error)) or type(error).__name__
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end."""
+    import asyncio
+
+    return asyncio.run(coroutine)
+
+
+def n_workers(n: int) -> str:
+    """Return a number of workers with its noun."""
+    return f"{n} worker{'s' * (n != 1)}"
+
+
+@contextmanager
+def progress(state: Callable[[], str]) -> Iterator[None]:
+    """Keep one line on what is waited for. Nothing, where nobody would see it move."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from shutil import get_terminal_size
+
+    started, over = time.monotonic(), threading.Event()
+
+    def show() -> None:
+        while not over.wait(INTERVAL):
+            line = f"{state()}, {time.monotonic() - started:.0f} s"
+            click.echo(f"\r\x1b[2K{line[: get_terminal_size().columns - 1]}", err=True, nl=False)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        click.echo("\r\x1b[2K", err=True, nl=False)

@@ -1,0 +1,156 @@
+"""``dask cml create``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dask_cml.cli.console import in_one_line, n_workers, progress
+
+_IDLE_TIMEOUT = "1 hour"
+_NEVER = "never"
+#: What concerns this process, or makers that stay, is not an option of a cluster that is left to itself.
+_NO_OPTIONS = ("create-mode", "shutdown-on-close", "orphan-timeout", "forward-dashboard")
+
+
+class _CreateCommand(click.Command):
+    """A command with one option for each option of a cluster, as the schema of the configuration has them."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *_cluster_options()]
+
+
+@functools.cache
+def _cluster_options() -> list[click.Parameter]:
+    import inspect
+
+    import yaml
+
+    from dask_cml.cluster import CMLCluster
+
+    arguments = inspect.signature(CMLCluster).parameters
+    schema = yaml.safe_load(Path(__file__).parents[1].joinpath("cml-schema.yaml").read_text())
+    options: list[click.Parameter] = []
+    for key, about in schema["properties"]["cml"]["properties"].items():
+        if key.replace("-", "_") not in arguments or key in _NO_OPTIONS:
+            continue
+        types = about.get("type", "string")
+        types = [types] if isinstance(types, str) else types
+        declaration = f"--{key}"
+        text = " ".join(about["description"].split()).replace("`", "")
+        more: dict[str, Any] = {}
+        if key == "idle-timeout":
+            text = text.replace("By default never.", f'By default {_IDLE_TIMEOUT}; "{_NEVER}" is allowed.')
+        if "boolean" in types:
+            declaration, more = f"--{key}/--no-{key}", {"default": None}
+        elif "array" in types:
+            more = {"callback": _words, "metavar": "ARGUMENTS"}
+            text = f'{text} In one word for the shell: --{key} "--option 1".'
+        elif "object" in types:
+            more = {"multiple": True, "callback": _pairs, "metavar": "NAME=VALUE"}
+            text = f"{text} May be given more than once."
+        elif "enum" in about:
+            more = {"type": click.Choice(about["enum"])}
+        elif "string" not in types:
+            more = {"type": int if "integer" in types else float}
+        options.append(click.Option([declaration], help=text, **more))
+    return options
+
+
+def _words(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str] | None:
+    try:
+        return None if value is None else shlex.split(value)
+    except ValueError as error:
+        raise click.BadParameter(
+            f"expected words for a shell, got {value!r}: {error}", context, parameter
+        ) from None
+
+
+def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict | None:
+    wrong = [value for value in values if "=" not in value]
+    if wrong:
+        raise click.BadParameter(f"expected NAME=VALUE, got {wrong[0]!r}", context, parameter)
+    pairs = dict(value.split("=", 1) for value in values)
+    if parameter.name != "env":
+        return {name: _number_or_text(value) for name, value in pairs.items()} or None
+    return pairs or None
+
+
+def _number_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+@click.command(cls=_CreateCommand)
+@click.argument("spec", required=False, type=click.Path(exists=True, dir_okay=False))
+@in_one_line
+def create(spec: str | None, **options: Any) -> None:
+    """Create a cluster that runs on when this command ends.
+
+    The cluster can run until the CML session ends in which this command runs. The command waits until the
+    scheduler answers and the workers are granted, and prints the cluster's name. SPEC is a file as dask-ctl
+    takes it, whose arguments the options override.
+    """
+    import dask.config
+
+    from dask_cml.cluster import CMLCluster
+    from dask_cml.sessions.owner import lifetime
+
+    positional, arguments = _read_spec(spec) if spec else ([], {})
+    arguments.update({name: value for name, value in options.items() if value is not None})
+    if dask.config.get("cml.idle-timeout") is None:
+        arguments.setdefault("idle_timeout", _IDLE_TIMEOUT)
+    if arguments.get("idle_timeout") == _NEVER:
+        del arguments["idle_timeout"]
+        dask.config.set({"cml.idle-timeout": None})
+    # Whatever ends this command before its end, ends the cluster, too.
+    arguments.update(
+        create_mode="create", shutdown_on_close=True, asynchronous=False, quiet=True, silence_logs="WARNING"
+    )
+    with progress(_starting):
+        cluster = CMLCluster(*positional, **arguments)
+    click.echo(cluster.name)
+    n = cluster.options.n_workers
+    click.echo(f"The scheduler answers at {cluster.scheduler_address}; {n_workers(n)} granted.", err=True)
+    if cluster.dashboard_link:
+        click.echo(f"The dashboard is at {cluster.dashboard_link}", err=True)
+    click.echo(f"{lifetime(cluster.name)}.", err=True)
+    cluster.shutdown_on_close = False
+    cluster.leave()
+
+
+def _starting() -> str:
+    """Return what the start of this process's cluster waits for."""
+    from dask_cml.manager.at_exit import unclosed
+    from dask_cml.manager.waiting import waiting
+
+    for cluster in unclosed():
+        if cluster.scheduler is not None and (waits := cluster.scheduler.waits_for) is not None:
+            return f"The scheduler's session is {waiting(waits)}"
+    return "The scheduler is being started"
+
+
+def _read_spec(path: str) -> tuple[list[Any], dict[str, Any]]:
+    import yaml
+
+    try:
+        spec = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    wanted = {"version": 1, "module": "dask_cml", "class": "CMLCluster"}
+    for key, value in wanted.items():
+        found = spec.get(key) if isinstance(spec, dict) else None
+        if found != value:
+            raise ValueError(f"{path}: invalid {key}={found!r}: expected {value!r}")
+    args, kwargs = spec.get("args") or [], spec.get("kwargs") or {}
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise ValueError(f"{path}: give args as a list and kwargs as a mapping")
+    return args, {str(name).replace("-", "_"): value for name, value in kwargs.items()}

@@ -1,0 +1,214 @@
+"""The commands that change nothing: ``dask cml list``, ``info``, ``logs`` and ``doctor``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dask_cml.cli.console import complete_names, in_one_line, run
+
+if TYPE_CHECKING:
+    from dask_cml.records.record import Record
+    from dask_cml.sessions.session_logs import SessionLogs
+
+#: Every log is opened at each look, which is a call of the file server.
+_FOLLOW_INTERVAL = 0.5
+_WIDEST = 10_000
+_PATIENCE = 5.0
+
+
+@click.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+@in_one_line
+def list_clusters(as_json: bool) -> None:
+    """List the clusters of the project."""
+    from dask_cml.records import operations, store
+
+    rows = run(operations.describe(store.records()))
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    columns = ["name", "status", "workers", "threads", "memory", "age", "dashboard"]
+    _print_table(columns, [_cells(columns, row) for row in rows])
+
+
+def _cells(columns: Sequence[str], row: dict[str, Any]) -> list[str]:
+    """Return the cells of a cluster's row; where sessions wait for room, they say so."""
+    from dask_cml.manager.waiting import waiting
+
+    cells = {column: _shown(column, row[column]) for column in columns}
+    if row["waiting"]:
+        words = waiting(row["waiting_for"])
+        if row["workers"] is None:
+            cells["status"] += f", {words}"
+        else:
+            cells["workers"] += f" ({row['waiting']} {words})"
+    return [*cells.values()]
+
+
+def _shown(column: str, value: Any) -> str:
+    from dask.utils import format_bytes
+
+    from dask_cml.manager.waiting import span
+
+    if value is None:
+        return "-"
+    if column == "memory":
+        return format_bytes(value)
+    return span(value) if column == "age" else str(value)
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError:
+            pass
+        else:
+            table = Table(*columns, box=None, pad_edge=False)
+            for row in rows:
+                table.add_row(*map(Text, row))
+            # A name or a link that is cut to the terminal's width is of no use.
+            Console(width=_WIDEST).print(table, soft_wrap=True)
+            return
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in [columns, *rows]:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@click.command()
+@click.argument("name", shell_complete=complete_names)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+@in_one_line
+def info(name: str, as_json: bool) -> None:
+    """Tell all about one cluster."""
+    from dataclasses import asdict
+
+    from dask_cml.manager.waiting import waiting
+    from dask_cml.options import state_directory
+    from dask_cml.records import operations, store
+
+    record = store.read(name)
+    [row] = run(operations.describe([record], timeout=_PATIENCE))
+    row.update(
+        created=record.created,
+        folder=str(state_directory() / name),
+        security=record.security is not None,
+        maker=asdict(record.maker),
+        sessions=dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1]))),
+        owners=record.owners,
+    )
+    if as_json:
+        click.echo(json.dumps(row, indent=2))
+        return
+    row["maker"] = f"process {record.maker.pid} on {record.maker.host}"
+    row["security"] = "keys of its own" if row["security"] else "no keys of its own"
+    sessions, owners = row.pop("sessions"), row.pop("owners")
+    n, seconds = row.pop("waiting"), row.pop("waiting_for")
+    if n:
+        row["waiting"] = f"{n} {waiting(seconds)}"
+    for key, value in row.items():
+        click.echo(f"{key:<10} {_shown(key, value)}")
+    for session, role in sessions.items():
+        owner = f"  ends with the session {owners[session]}" if session in owners else ""
+        click.echo(f"{'session':<10} {session}  {role}{owner}")
+
+
+def _session_logs(name: str) -> tuple[SessionLogs, Record]:
+    from dask_cml.options import state_directory
+    from dask_cml.records import store
+    from dask_cml.sessions.session_logs import SessionLogs
+
+    record = store.read(name)
+    log_directory, processes = record.options.get("log_directory"), record.options.get("processes") or 1
+    return SessionLogs(name, state_directory() / name, log_directory, processes), record
+
+
+def _sessions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a session that has a log."""
+    from dask_cml.errors import CMLError
+
+    try:
+        sessions = _session_logs(context.params["name"])[0].paths()
+    except (CMLError, OSError):
+        return []
+    given = context.params.get(str(parameter.name)) or ()
+    return [each for each in sessions if each.startswith(incomplete) and each not in given]
+
+
+@click.command()
+@click.argument("name", shell_complete=complete_names)
+@click.argument("workers", nargs=-1, metavar="[WORKER]...", shell_complete=_sessions)
+@click.option("-f", "--follow", is_flag=True, help="Print new lines until Ctrl-C or the end of the cluster.")
+@in_one_line
+def logs(name: str, workers: Sequence[str], follow: bool) -> None:
+    """Print the logs of the scheduler and the workers, ended workers too.
+
+    WORKER is the name of a worker, or "Scheduler". The default is all of them.
+    """
+    session_logs, record = _session_logs(name)
+    launched = [each for each in record.sessions.values() if each != "scheduler"]
+    chosen = session_logs.choose(workers, launched) if workers else None
+    shown = None
+    while True:
+        lasts = follow and _lasts(record)
+        for session, line in session_logs.lines(chosen, whole=not lasts):
+            if session != shown:
+                click.echo("\n" * bool(shown) + f"==> {session} <==")
+                shown = session
+            click.echo(line)
+        if not lasts:
+            break
+        time.sleep(_FOLLOW_INTERVAL)
+    if follow:
+        click.echo(f"the cluster {name!r} has ended", err=True)
+
+
+def _lasts(record: Record) -> bool:
+    """Return whether a cluster's record is still there."""
+    from dask_cml.errors import NoSuchCluster
+    from dask_cml.records import store
+
+    try:
+        return store.read(record.name).id == record.id
+    except NoSuchCluster:
+        return False
+
+
+@click.command()
+@click.argument("names", nargs=-1, shell_complete=complete_names)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="Seconds for each check.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+def doctor(names: Sequence[str], timeout: float, as_json: bool) -> None:
+    """Check this environment and running clusters, and print the commands that mend what is wrong.
+
+    NAMES are the clusters to check, by default all of the project. The exit code is 1 if anything is wrong.
+    """
+    from dataclasses import asdict
+    from shutil import get_terminal_size
+
+    from dask_cml.doctor import examine
+
+    width = get_terminal_size().columns if sys.stdout.isatty() else None
+    findings = []
+    for finding in examine(names, timeout):
+        findings.append(finding)
+        if not as_json:
+            click.echo(finding.render(width))
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    if any(finding.state == "wrong" for finding in findings):
+        raise click.exceptions.Exit(1)
