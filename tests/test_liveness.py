@@ -101,8 +101,8 @@ def cluster(tmp_path):
         yield cluster
 
 
-async def state(record, listed="running"):
-    return (await judge([record], timeout=1, api=Listing(listed)))["a"].state
+async def state(record, listed="running", timeout=60):
+    return (await judge([record], timeout=timeout, api=Listing(listed)))["a"].state
 
 
 @pytest.fixture
@@ -133,9 +133,9 @@ async def test_a_scheduler_that_nobody_can_reach_is_dead_after_two_minutes_of_si
 
 async def test_whoever_accepts_a_connection_may_live(cluster, listener):
     listener.listen()
-    assert await state(cluster(address(listener), silence=3600), "failed") is State.UNKNOWN
-    tls = address(listener).replace("tcp", "tls")
-    assert await state(cluster(tls, silence=3600), "failed") is State.UNKNOWN
+    for silent in address(listener), address(listener).replace("tcp", "tls"):
+        record = cluster(silent, silence=3600)
+        assert await state(record, "failed", timeout=1) is State.UNKNOWN
 
 
 async def test_a_cluster_is_dead_if_another_scheduler_has_its_address(cluster):
@@ -195,7 +195,7 @@ async def test_among_two_hundred_records_those_that_are_alive_are_found(tmp_path
             assert set(found) == {f"live-{i}" for i in range(100)}
             assert {each["id"] for each in found.values()} == {running.id}
             while descriptors() > before:  # the silent ones' are not kept until the system gives up
-                assert time.monotonic() < end + 20
+                assert time.monotonic() < end + 60
                 await asyncio.sleep(0.01)
 
 

@@ -199,7 +199,7 @@ async def test_orphan_closes_by_itself():
         presence = Presence(running.address, orphan_timeout=0.1)
         await presence.start()
         await presence.close()
-        await asyncio.wait_for(running.finished(), 30)
+        await asyncio.wait_for(running.finished(), 120)
         assert "orphaned: no manager and no client for 0.1 s" in str(running.get_logs())
 
 
@@ -261,7 +261,7 @@ async def test_manager_survives_the_scheduler_and_leaves_quickly(holds):
     start = time.monotonic()
     await presence.close()
     await presence.close()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25  # a connection is tried for 30 s
     with (
         pytest.raises(OSError, match="Timed out"),
         dask.config.set({"distributed.comm.timeouts.connect": 0.1}),
@@ -328,7 +328,7 @@ def cluster(tmp_path, until):
     arguments = ("--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0")
     with run_dask("scheduler", tmp_path, *arguments) as scheduler:
         until(lambda: file.exists() and file.read_text().endswith("}"))
-        with run_dask("worker", tmp_path, "--no-dashboard", "--death-timeout", "60") as worker:
+        with run_dask("worker", tmp_path, "--no-dashboard", "--death-timeout", "120") as worker:
             yield scheduler, worker, json.loads(file.read_text())["address"]
 
 
@@ -352,10 +352,10 @@ def test_processes_of_an_orphan_end_when_its_last_client_has_left(cluster, tmp_p
             client.wait_for_workers(1)
             manager.send_signal(end)
             client.run_on_scheduler(look_on_alone)
-            assert client.submit(sum, [1, 2]).result(30) == 3
+            assert client.submit(sum, [1, 2]).result(120) == 3
             assert scheduler.poll() is worker.poll() is None
-        assert scheduler.wait(60) == 0
-        assert worker.wait(60) == 0
+        assert scheduler.wait(120) == 0
+        assert worker.wait(120) == 0
     assert "orphaned: no manager and no client for 1 s" in (tmp_path / "scheduler.log").read_text()
 
 

@@ -783,8 +783,18 @@ async def test_close_does_not_wait_for_an_api_that_does_not_answer(stub, left):
 
 @pytest.fixture
 def impatient(stub):
-    """An API with a short time limit, and one thread."""
-    with dask.config.set({"cml.api.timeout": "500ms", "cml.api.threads": 1}):
+    """An API with a short time limit, and one thread. What does not hang takes less on any machine."""
+    with dask.config.set({"cml.api.timeout": "2s", "cml.api.threads": 1}):
+        api = WorkersAPI(stub)
+    yield api
+    stub.heal()
+    api.end()
+
+
+@pytest.fixture
+def hasty(stub):
+    """An API with a time limit that is shorter than what all of it takes here and there."""
+    with dask.config.set({"cml.api.timeout": "200ms", "cml.api.threads": 1}):
         api = WorkersAPI(stub)
     yield api
     stub.heal()
@@ -804,21 +814,21 @@ async def test_a_call_that_hangs_is_left_behind_and_tried_again(stub, impatient,
     await eventually(lambda: left() == impatient.live)
 
 
-async def test_what_hangs_for_ever_is_told(stub, impatient):
-    words = r"did not list sessions in 4 tries, .*: no answer within 0.5 s"
+async def test_what_hangs_for_ever_is_told(stub, hasty):
+    words = r"did not list sessions in 4 tries, .*: no answer within 0.2 s"
     with stub.hangs("list_workers", times=100), pytest.raises(CallFailed, match=words):
-        await impatient.sessions()
+        await hasty.sessions()
     await eventually(lambda: not stub.under_way)
 
 
-async def test_calls_that_hang_do_not_become_ever_more(stub, impatient, monkeypatch):
+async def test_calls_that_hang_do_not_become_ever_more(stub, hasty, monkeypatch):
     monkeypatch.setattr(calls, "_MOST_HANGING", 2)
     with stub.hangs("list_workers", times=100):
         with pytest.raises(CallFailed, match="2 earlier calls hang"):
-            await impatient.sessions()
+            await hasty.sessions()
         assert stub.count("list_workers") == 2
     await eventually(lambda: not stub.under_way)
-    await impatient.sessions()
+    await hasty.sessions()
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -881,16 +891,15 @@ async def test_a_stop_that_is_answered_late_has_stopped_all_of_its_sessions(stub
     assert left() == api.live == set()
 
 
-async def test_a_hanging_stop_delays_the_end_by_no_more_than_its_time(stub, left):
-    with dask.config.set({"cml.api.timeout": "2s", "cml.api.retries": 6}):
+async def test_a_hanging_stop_is_not_tried_longer_than_one_call_may_take(stub, left):
+    with dask.config.set({"cml.api.timeout": "200ms", "cml.api.retries": 6}):
         api = WorkersAPI(stub)
-    await launch(api, 3)
+    ids = await launch(api, 3)
     with stub.hangs("stop_workers", times=100):
-        begin = time.monotonic()
         with pytest.raises(CallFailed, match="may still run"):
             await api.close()
-        # With seven tries it would be 14 s.
-        assert time.monotonic() - begin < 8
+        # All at once, then one by one; they might be tried again at the very end of the time.
+        assert 1 + len(ids) <= stub.count("stop_workers") <= 1 + 2 * len(ids)
     await eventually(lambda: not left())
 
 
@@ -918,7 +927,7 @@ async def main():
 
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "CML did not launch mine in 2 tries" in done.stdout
 
