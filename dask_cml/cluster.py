@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import dask.config
+from dask.utils import parse_timedelta
 from distributed.core import Status, rpc
 from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
@@ -342,7 +344,9 @@ class CMLCluster(SpecCluster):
     async def _adopt(self) -> None:
         record = self._record_keeper.record
         assert record is not None
-        if not await probe.is_alive(record):
+        # As long as Dask's clients wait: a busy scheduler may need it, and one that is gone refuses at once.
+        patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
+        if not await probe.is_alive(record, timeout=patience):
             address = record.scheduler_address or "whose address is not known yet"
             raise CMLError(
                 f"the scheduler of the cluster {record.name!r}, {address}, does not answer; "

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import dask
 import pytest
 from distributed import Client
 from distributed.core import Status
 
-from dask_cml import ClusterExists, CMLCluster, NoSuchCluster
+from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
+from dask_cml.records import probe, store
+from dask_cml.records.record import Record
 
 pytestmark = pytest.mark.usefixtures("no_dashboard")
 
@@ -64,6 +67,23 @@ async def test_of_two_at_once_one_creates_and_the_other_connects(platform):
     await (one if two.shutdown_on_close else two).close()
     await (two if two.shutdown_on_close else one).close()
     assert {each["status"] for each in platform.list_workers()} == {"stopped"}
+
+
+async def test_a_busy_scheduler_has_as_long_to_answer_as_dasks_clients_give_it(platform, monkeypatch):
+    busy = Record("lab", options={"platform": "local"}, scheduler_address="tcp://127.0.0.1:9")
+    store.claim(busy)
+    patience = []
+
+    async def is_alive(record, timeout):
+        patience.append(timeout)
+
+    monkeypatch.setattr(probe, "is_alive", is_alive)
+    with (
+        dask.config.set({"distributed.comm.timeouts.connect": "77s"}),
+        pytest.raises(CMLError, match="answer"),
+    ):
+        await CMLCluster.from_name("lab", asynchronous=True)
+    assert patience == [77]
 
 
 async def test_connecting_creates_no_cluster(platform):

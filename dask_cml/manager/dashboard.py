@@ -62,7 +62,7 @@ class DashboardForwarder:
         address: str,
         connection_args: Mapping[str, Any] | None = None,
         *,
-        timeout: float = 5.0,
+        timeout: float = 30.0,
         port: int = 0,
     ) -> None:
         self.address = address
