@@ -820,12 +820,9 @@ class CMLCluster(SpecCluster):
             await self._leadership.close(stays=not shutdown)
             if shutdown:
                 await self._say_goodbye()
-                # Another manager may have launched sessions just before it left.
-                for session_id, name in (await asyncio.to_thread(self._record_keeper.sessions)).items():
-                    self._api.adopt(session_id, name)
-            await self._api.close()
-            if shutdown:
-                await asyncio.to_thread(self._record_keeper.remove)
+                await self._record_keeper.end()
+            else:
+                await self._api.close()
         finally:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(Cluster._close(self), _GOODBYE_TIMEOUT)
@@ -841,6 +838,8 @@ class CMLCluster(SpecCluster):
         """Leave the sessions to other managers; what these do not know of is stopped."""
         if self._leadership.id:  # what was asked for last, and launched for it, may not be told yet
             await self._leadership.sync()
+        if self._record_keeper.gone:  # nobody can take them over any more
+            return
         processes = (self.scheduler, *self.workers.values())
         self._api.forget(*[p.session_id for p in processes if p is not None and p.session_id])
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import shlex
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from dask_cml.errors import CMLError
@@ -69,8 +70,37 @@ def check_folder(path: Path) -> None:
     _check(path, about, "700")
 
 
-def read_file(path: Path) -> bytes:
+@contextlib.contextmanager
+def open_folder(path: Path, parent: int | None = None) -> Iterator[int]:
+    """Open a folder that passes :func:`check_folder`, and yield its descriptor.
+
+    What is done by the descriptor is done in this folder, whatever is at its path meanwhile.
+
+    Parameters
+    ----------
+    path : Path
+        The folder's.
+    parent : int, optional
+        The descriptor of the folder that it is in.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
+    try:
+        _check(path, os.fstat(descriptor), "700")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: Path, parent: int | None = None) -> bytes:
     """Read a regular file of this user, to which others cannot write.
+
+    Parameters
+    ----------
+    path : Path
+        The file's.
+    parent : int, optional
+        The descriptor of the folder that it is in.
 
     Raises
     ------
@@ -81,7 +111,8 @@ def read_file(path: Path) -> bytes:
     """
     try:
         # A pipe must not make its reader wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             raise ValueError("it is no regular file") from None

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
-from dataclasses import replace
 
 import dask
 import pytest
@@ -22,6 +22,8 @@ from dask_cml.local import processes
 from dask_cml.manager import reconciler
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
+from dask_cml.records.record import Record
+from dask_cml.records.session_files import Changes, Launch
 
 pytestmark = pytest.mark.usefixtures("no_dashboard")
 
@@ -308,9 +310,8 @@ async def test_a_session_that_only_the_scheduler_was_told_of_is_not_taken_over(p
         assert await cluster._leadership.sync()
         assert not cluster.workers
         # What another manager has launched, its record names, and it may be seen a moment later.
-        await asyncio.to_thread(
-            store.update, "told", lambda r: replace(r, sessions={**r.sessions, other: "told-8"})
-        )
+        launched = Changes([Launch(other, "told-8", None, int(time.time()))])
+        await asyncio.to_thread(store.write_sessions, launched, "told", id=store.read("told").id)
         cluster.scale(0)
         await holds(lambda: other not in {each["id"] for each in live(platform)})
         assert await cluster._leadership.sync()
@@ -318,6 +319,34 @@ async def test_a_session_that_only_the_scheduler_was_told_of_is_not_taken_over(p
     [left] = [each["id"] for each in platform.sessions() if not each["stop_requested"]]
     assert left == foreign
     platform.stop_workers(foreign)
+
+
+async def test_a_session_that_is_launched_at_the_last_moment_of_a_deletion_is_stopped(platform, monkeypatch):
+    code = "import time; time.sleep(600)"
+    early, late = (each["id"] for each in platform.launch_workers(2, cpu=1, memory=1, code=code))
+    record = Record("shared", options={"platform": "local"}, sessions={early: "shared-0"})
+    store.claim(record)
+    remove = store.remove
+
+    def after_another_manager_has_launched(name, **more):
+        launched = Changes([Launch(late, "shared-1", None, int(time.time()))])
+        store.write_sessions(launched, name, id=record.id)
+        return remove(name, **more)
+
+    monkeypatch.setattr(store, "remove", after_another_manager_has_launched)
+    assert await operations.end_all(store.records()) == {"shared": None}
+    assert all(each["stop_requested"] for each in platform.sessions())
+    assert store.records() == []
+
+
+async def test_who_launches_after_the_record_is_gone_stops_all_when_it_leaves(platform, holds):
+    async with make(name="shared") as maker:
+        assert store.remove("shared") is not None
+        maker.scale(1)
+        await holds(lambda: len(maker._arrived) == 1)
+        await maker.leave()
+    assert not live(platform)
+    assert not maker._folder.exists()
 
 
 SECOND = """
@@ -368,8 +397,11 @@ async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_lea
 
 async def test_what_a_manager_asks_for_just_before_it_leaves_is_there_and_in_others_hands(platform, holds):
     async with make(name="shared") as maker:
+        record = maker._folder / "record.json"
+        made = record.stat()
         async with rebuild("shared") as other:
             other.scale(2)
+        assert os.path.samestat(record.stat(), made)  # nobody but the maker replaces it
         await holds(lambda: len(maker._arrived) == len(maker.workers) == 2)
         assert {each["id"] for each in live(platform)} == {each.id for each in maker.sessions}
     assert not live(platform)

@@ -17,6 +17,7 @@ from dask_cml.options import Options, state_directory
 from dask_cml.private import MOST_BYTES, NotPrivate, make_folder, read_file
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
+from dask_cml.records.session_files import SESSIONS_FOLDER, Changes, Launch
 from dask_cml.records.store import RECORD_FILE
 
 STRANGER = 12345
@@ -112,22 +113,30 @@ def test_a_file_of_more_than_a_megabyte_is_not_read(tmp_path):
 # -- records
 
 
-@pytest.mark.parametrize("part", ["state directory", "folder", "record"])
+@pytest.mark.parametrize("part", ["state directory", "folder", "record", "sessions"])
 async def test_a_planted_record_is_passed_over_with_one_warning_and_nobody_is_asked(
     platform, caplog, open_up, part
 ):
     connections = []
     async with await asyncio.start_server(lambda *_: connections.append(1), "127.0.0.1", 0) as trap:
         address = f"tcp://127.0.0.1:{trap.sockets[0].getsockname()[1]}"
-        folder = store.claim(Record("planted", scheduler_address=address))
-        paths = {"state directory": folder.parent, "folder": folder, "record": folder / RECORD_FILE}
+        record = Record("planted", scheduler_address=address)
+        folder = store.claim(record)
+        paths = {
+            "state directory": folder.parent,
+            "folder": folder,
+            "record": folder / RECORD_FILE,
+            "sessions": folder / SESSIONS_FOLDER,
+        }
         open_up(paths[part])
         for _ in range(2):
             assert await operations.describe(store.records()) == []
         with pytest.raises(NoSuchCluster):
             store.read("planted")
-        with pytest.raises(NoSuchCluster):
-            store.update("planted", lambda record: record)
+        with pytest.raises(NotPrivate):
+            store.write_sessions(
+                Changes([Launch("session-1", "planted-0", None, 1)]), "planted", id=record.id
+            )
     assert connections == []
     [warning] = [each.getMessage() for each in caplog.records if each.name == store.__name__]
     assert warning.startswith(f"{paths[part]} is passed over: it ")
@@ -156,6 +165,17 @@ def test_a_link_to_a_folder_elsewhere_is_no_cluster(tmp_path, caplog):
     (tmp_path / "state" / "a").symlink_to(folder)
     assert store.records(tmp_path / "state") == []
     assert "symbolic link" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_sessions_that_are_not_in_a_folder_of_the_clusters_are_not_read(tmp_path, caplog, kind):
+    folder = store.claim(Record("a"), tmp_path / "state")
+    (folder / SESSIONS_FOLDER).rename(tmp_path / "elsewhere")
+    if kind == "link":
+        (folder / SESSIONS_FOLDER).symlink_to(tmp_path / "elsewhere")
+    else:
+        (folder / SESSIONS_FOLDER).touch()
+    assert store.records(tmp_path / "state") == []
 
 
 def test_a_record_that_nobody_would_read_is_not_written(tmp_path):

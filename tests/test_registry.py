@@ -23,14 +23,24 @@ import psutil
 import pytest
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
-from dask_cml.records import store
+from dask_cml.records import session_files, store
 from dask_cml.records.record import Maker, Record
-from dask_cml.records.store import RECORD_FILE, claim, read, records, remove, update, write
+from dask_cml.records.session_files import SESSIONS_FOLDER, Changes, Launch, file_name, parse
+from dask_cml.records.store import RECORD_FILE, claim, read, records, remove, write, write_sessions
 
 
 @pytest.fixture
 def state(tmp_path):
     return tmp_path / "state"
+
+
+FILES = [RECORD_FILE, SESSIONS_FOLDER]
+
+
+def launch(state, record, *ids, key="a-0", **more):
+    """Write sessions into a record, as the manager does that has launched them."""
+    launches = [Launch(each, key, None, 1790000000) for each in ids]
+    write_sessions(Changes(launches, **more), record.name, state, id=record.id)
 
 
 def mode(path):
@@ -67,7 +77,10 @@ def test_record_reads_back_as_it_was_written(state):
         scheduler_id="Scheduler-1",
         app_url="https://abc.example.com/",
         options={"n_workers": 2, "env": {"A": "b"}, "idle_timeout": None},
-        sessions={"abcdefgh12345678": "scheduler"},
+        sessions={"abcdefgh12345678": "scheduler", "ijklmnop12345678": 'My cluster, "naïve" 雲-0'},
+        owners={"ijklmnop12345678": "qrstuvwx12345678"},
+        launched={"abcdefgh12345678": 1790000000, "ijklmnop12345678": 1790000060},
+        waiting={"ijklmnop12345678": 1790000060},
         security={"tls_ca_file": "/home/cdsw/ca.pem"},
     )
     folder = claim(record, state)
@@ -80,56 +93,53 @@ def test_state_directory_of_the_configuration_is_the_default(platform):
     record = Record("a")
     claim(record)
     assert records() == [read("a")] == [record]
-    assert remove("a")
+    assert remove("a") == {}
 
 
 def test_folder_and_record_are_their_owners_only(state):
     previous = os.umask(0)
     try:
-        folder = claim(Record("a"), state)
-        update("a", lambda record: record, state)
+        record = Record("a")
+        folder = claim(record, state)
+        write(record, state)
+        launch(state, record, "session-1")
     finally:
         os.umask(previous)
-    assert mode(state) == mode(folder) == 0o700
-    assert mode(folder / RECORD_FILE) == 0o600
+    assert mode(state) == mode(folder) == mode(folder / SESSIONS_FOLDER) == 0o700
+    [file] = (folder / SESSIONS_FOLDER).iterdir()
+    assert mode(folder / RECORD_FILE) == mode(file) == 0o600
 
 
 def test_fields_of_newer_releases_are_kept(state):
     folder = claim(Record("a"), state)
     content = json.loads((folder / RECORD_FILE).read_text())
     (folder / RECORD_FILE).write_text(json.dumps({**content, "region": "west"}))
-    update("a", lambda record: dataclasses.replace(record, app_url="https://x/"), state)
+    write(dataclasses.replace(read("a", state), app_url="https://x/"), state)
     content = json.loads((folder / RECORD_FILE).read_text())
     assert (content["region"], content["app_url"]) == ("west", "https://x/")
 
 
-def test_record_of_an_older_release_lacks_owners(state):
-    folder = claim(Record("a"), state)
-    content = json.loads((folder / RECORD_FILE).read_text())
-    del content["owners"]
-    (folder / RECORD_FILE).write_text(json.dumps(content))
-    assert read("a", state).owners == {}
-
-
 def test_options_that_json_cannot_hold_leave_the_old_record(state):
-    folder = claim(Record("a"), state)
+    record = Record("a")
+    folder = claim(record, state)
     with pytest.raises(TypeError):
-        write(Record("a", options={"security": object()}), state)
+        write(dataclasses.replace(record, options={"security": object()}), state)
     assert read("a", state).options == {}
-    assert os.listdir(folder) == [RECORD_FILE]
+    assert sorted(os.listdir(folder)) == FILES
 
 
 def test_full_disk_leaves_the_old_record_and_no_other_file(state, monkeypatch):
-    folder = claim(Record("a"), state)
+    record = Record("a")
+    folder = claim(record, state)
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write(Record("a", app_url="new"), state)
+        write(dataclasses.replace(record, app_url="new"), state)
     assert read("a", state).app_url is None
-    assert os.listdir(folder) == [RECORD_FILE]
+    assert sorted(os.listdir(folder)) == FILES
 
 
 def test_unknown_name_is_an_error_that_lists_the_known_ones(state):
@@ -172,44 +182,56 @@ def test_name_that_is_taken_is_refused(state):
     assert os.listdir(state) == ["a"]
 
 
-def test_stale_record_is_replaced_with_all_that_its_folder_held(state):
-    stale = Record("a")
-    (claim(stale, state) / "key.pem").write_text("secret")
-    new = Record("a")
-    folder = claim(new, state, stale=stale)
-    assert os.listdir(folder) == [RECORD_FILE]
-    assert read("a", state) == new
-    assert os.listdir(state) == ["a"]
-
-
 def test_one_of_many_who_replace_a_stale_record_gets_the_name(state):
     for _ in range(20):
         stale = Record("a")
-        claim(stale, state)
+        (claim(stale, state) / "key.pem").write_text("secret")
         start = threading.Barrier(8)
 
         def take(record, stale=stale, start=start):
             start.wait()
+            remove("a", state, id=stale.id)
             with contextlib.suppress(ClusterExists):
-                return claim(record, state, stale=stale)
+                return claim(record, state)
 
         rivals = [Record("a") for _ in range(8)]
         with ThreadPoolExecutor(8) as pool:
             got = [r for r, folder in zip(rivals, pool.map(take, rivals), strict=True) if folder]
         assert [read("a", state)] == got
+        assert sorted(os.listdir(state / "a")) == FILES
         remove("a", state)
 
 
 def test_cluster_that_took_the_place_of_a_stale_one_is_left_alone(state):
     stale, new = Record("a"), Record("a")
     claim(stale, state)
-    claim(new, state, stale=stale)
-    assert not remove("a", state, id=stale.id)
-    with pytest.raises(ClusterExists):
-        claim(Record("a"), state, stale=stale)
-    with pytest.raises(NoSuchCluster):
-        update("a", lambda record: record, state, id=stale.id)
+    remove("a", state, id=stale.id)
+    claim(new, state)
+    assert remove("a", state, id=stale.id) is None
+    for late in lambda: launch(state, stale, "session-1"), lambda: write(stale, state):
+        with pytest.raises(NoSuchCluster):
+            late()
     assert read("a", state) == new
+    assert os.listdir(state) == ["a"]
+
+
+def test_cluster_that_takes_the_name_while_another_is_removed_is_put_back(state, monkeypatch):
+    stale, new = Record("a"), Record("a")
+    claim(stale, state)
+    rename = os.rename
+
+    def late(source, target):
+        if source == state / "a":  # after the look at whose it is
+            monkeypatch.setattr(os, "rename", rename)
+            remove("a", state, id=stale.id)
+            claim(new, state)
+            launch(state, new, "session-1")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert remove("a", state, id=stale.id) is None
+    assert (read("a", state).id, [*read("a", state).sessions]) == (new.id, ["session-1"])
+    assert os.listdir(state) == ["a"]
 
 
 # -- the end
@@ -219,9 +241,9 @@ def test_removed_cluster_leaves_nothing(state):
     folder = claim(Record("a"), state)
     (folder / "security").mkdir()
     (folder / "security" / "key.pem").write_text("secret")
-    assert remove("a", state)
+    assert remove("a", state) == {}
     assert os.listdir(state) == []
-    assert not remove("a", state)
+    assert remove("a", state) is None
 
 
 def test_late_write_does_not_bring_a_removed_cluster_back(state):
@@ -231,19 +253,56 @@ def test_late_write_does_not_bring_a_removed_cluster_back(state):
     with pytest.raises(NoSuchCluster):
         write(record, state)
     with pytest.raises(NoSuchCluster):
-        update("a", lambda record: record, state)
+        launch(state, record, "session-1")
     assert os.listdir(state) == []
 
 
+@pytest.mark.parametrize("step", ["first listing", "made", "last look"])
+def test_session_that_is_written_while_the_cluster_is_removed_is_known_to_one_of_the_two(
+    state, monkeypatch, step
+):
+    record = Record("a")
+    claim(record, state)
+    write_files, listdir, removed = session_files.write, os.listdir, []
+
+    def during(*arguments):
+        if step == "first listing":
+            removed.append(remove("a", state, id=record.id))
+        write_files(*arguments)
+        if step == "made":
+            removed.append(remove("a", state, id=record.id))
+
+    def after(path):
+        if path == state and step == "last look" and not removed:
+            removed.append({})
+            removed[0] = remove("a", state, id=record.id)
+        return listdir(path)
+
+    monkeypatch.setattr(session_files, "write", during)
+    monkeypatch.setattr(os, "listdir", after)
+    with pytest.raises(NoSuchCluster):  # so who has launched it, stops it
+        launch(state, record, "session-1")
+    assert removed == [{} if step == "first listing" else {"session-1": "a-0"}]
+    assert listdir(state) == []
+
+
+def test_removal_tells_of_the_sessions_that_were_launched_since_the_last_look(state):
+    record = Record("a")
+    claim(record, state)
+    launch(state, record, "session-1", "session-2")
+    assert remove("a", state, id=record.id) == {"session-1": "a-0", "session-2": "a-0"}
+
+
 def test_what_crashes_left_is_swept_when_it_is_old(state):
-    folder = claim(Record("a"), state)
-    old = [folder / ".record.json-old", state / ".claim-old", state / ".lock-old"]
+    record = Record("a")
+    folder = claim(record, state)
+    old = [folder / ".record.json-old", state / ".claim-old", state / ".removed-old"]
     young = [folder / ".record.json-young", state / ".claim-young"]
     for path in [*old, *young]:
         path.write_text("half a rec")
     for path in old:
         os.utime(path, (time.time() - 3600,) * 2)
-    write(Record("a"), state)
+    write(record, state)
     claim(Record("b"), state)
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in young)
@@ -267,8 +326,6 @@ def damages():
     for key, value in {
         "id": 3,
         "maker": {"host": "a", "pid": -1, "started": 1.0},
-        "sessions": {"abcdefgh12345678": 3},
-        "owners": {"../etc": "first"},
         "scheduler_session": "",
         "security": ["a"],
         "scheduler_address": 8786,
@@ -276,7 +333,6 @@ def damages():
         "version": 0,
     }.items():
         yield key, {**good, key: value}, f"its {key} cannot be"
-    yield "no session", {**good, "sessions": {"": "scheduler"}}, "its sessions cannot be"
 
 
 @pytest.mark.parametrize(("content", "why"), [d[1:] for d in damages()], ids=[d[0] for d in damages()])
@@ -294,7 +350,13 @@ def test_damaged_record_is_reported_once_and_passed_over(state, caplog, content,
     assert why in caplog.text
     with pytest.raises(ClusterExists):  # whose it is cannot be known
         claim(Record("bad"), state)
-    assert remove("bad", state)
+    assert remove("bad", state) == {}
+
+
+def test_record_of_which_no_folder_has_the_sessions_is_passed_over(state, caplog):
+    (claim(Record("a"), state) / SESSIONS_FOLDER).rmdir()
+    assert records(state) == []
+    assert "no folder sessions" in caplog.text
 
 
 def test_foreign_files_and_folders_are_passed_over(state, caplog):
@@ -314,10 +376,10 @@ def test_record_that_was_replaced_while_it_was_read_is_read_again(state, monkeyp
     content = store.read_file
     stale = iter([OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError(), None])
 
-    def read_file(path):
+    def read_file(*arguments):
         if error := next(stale):
             raise error
-        return content(path)
+        return content(*arguments)
 
     monkeypatch.setattr(store, "read_file", read_file)
     assert read("a", state) == record
@@ -345,13 +407,11 @@ def test_reader_sees_a_whole_record_or_none_whenever_the_writer_is_killed(state,
         seen.add(count_in(state))
     assert len(seen) > 20
     assert not caplog.records
-    # Neither a lock nor a half-made claim is in anybody's way.
-    with contextlib.suppress(NoSuchCluster):
-        update("a", lambda record: record, state)
+    # No half-made claim or removal is in anybody's way.
     remove("a", state)
     claim(Record("a"), state)
     remove("a", state)
-    assert all(name.startswith((".claim-", ".lock-")) for name in os.listdir(state))
+    assert all(name.startswith((".claim-", ".removed-")) for name in os.listdir(state))
 
 
 def write_for_ever(state, first, filling):
@@ -360,9 +420,36 @@ def write_for_ever(state, first, filling):
         if count % 7 == 0:
             remove("a", state)
         try:
-            update("a", lambda record, new=options: dataclasses.replace(record, options=new), state)
+            write(dataclasses.replace(read("a", state), options=options), state)
         except NoSuchCluster:
             claim(Record("a", options=options), state)
+
+
+@pytest.mark.slow
+def test_sessions_are_read_whole_or_not_at_all_whenever_their_writer_is_killed(state, caplog, fork):
+    record = Record("a")
+    claim(record, state)
+    for life in range(20):
+        before = {*read("a", state).sessions}
+        writer = fork(launch_for_ever, state, record, life)
+        while {*read("a", state).sessions} == before:
+            assert writer.is_alive()
+        writer.kill()
+        writer.join()
+        for session, key in read("a", state).sessions.items():
+            assert session.startswith("session-")
+            assert key == f"a-{session.split('-')[1]}"
+    assert not caplog.records
+    ids = [*read("a", state).sessions]
+    write_sessions(Changes(ended=ids), "a", state, id=record.id)
+    assert os.listdir(state / "a" / SESSIONS_FOLDER) == []
+
+
+def launch_for_ever(state, record, life):
+    for count in itertools.count():
+        launch(
+            state, record, f"session-{life}-{count}", key=f"a-{life}", ended=[f"session-{life}-{count - 3}"]
+        )
 
 
 def count_in(state):
@@ -375,64 +462,68 @@ def count_in(state):
     return options["count"]
 
 
-@pytest.mark.parametrize("what", ["update", "replace", "remove"])
+@pytest.mark.parametrize("what", ["write", "launch", "replace", "remove"])
 def test_death_before_any_step_leaves_the_old_record_the_new_or_none(state, what, monkeypatch, fork):
-    monkeypatch.setattr(store, "_LOCK_AGE", 0.1)
+    monkeypatch.setattr(store, "_LEFTOVER_AGE", -1.0)
     seen = []
     for step in range(1, 40):
         (claim(Record("a", app_url="old"), state) / "key.pem").write_text("secret")
         writer = fork(die_at, state, what, step)
         writer.join()
         found = records(state)
-        seen.append([record.app_url for record in found])
+        seen.append(["new" if record.sessions else record.app_url for record in found])
         if writer.exitcode == 0:
             break
         assert writer.exitcode == -signal.SIGKILL
         if found:
-            update("a", lambda record: dataclasses.replace(record, app_url="after"), state)
+            write(dataclasses.replace(found[0], app_url="after"), state)
             assert read("a", state).app_url == "after"
         remove("a", state)
-        assert records(state) == []
-        assert not [*state.rglob("*.pem")]
-    assert len(seen) > 8
+        claim(Record("another"), state)
+        remove("another", state)
+        assert os.listdir(state) == []
+    assert len(seen) > 5
     assert seen[0] == ["old"]
     assert seen[-1] == ([] if what == "remove" else ["new"])
     assert all(each in (["old"], ["new"], []) for each in seen)
-    assert what != "update" or [] not in seen
+    assert what not in ("write", "launch") or [] not in seen
 
 
 def die_at(state, what, step):
     """Do it, and die in front of one of the calls that it makes of the file system."""
-    calls = ("open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir")
+    calls = ("open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "os.utime")
     steps = itertools.count(1)
 
     def audit(event, arguments):
-        if event in calls and str(state) in str(arguments[0]) and next(steps) == step:
+        if event in calls and next(steps) == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     old = read("a", state)
     sys.addaudithook(audit)
-    if what == "update":
-        update("a", lambda record: dataclasses.replace(record, app_url="new"), state)
+    if what == "write":
+        write(dataclasses.replace(old, app_url="new"), state)
+    elif what == "launch":
+        launch(state, old, "session-1")
     elif what == "replace":
-        claim(Record("a", app_url="new"), state, stale=old)
+        remove("a", state, id=old.id)
+        claim(Record("a", app_url="new"), state)
     else:
-        remove("a", state)
+        remove("a", state, id=old.id)
 
 
-def test_nothing_is_lost_when_two_processes_change_a_record(state, fork):
-    claim(Record("a"), state)
-    writers = [fork(add_sessions, state, each) for each in "xy"]
+def test_nothing_is_lost_when_two_processes_write_sessions_at_the_same_moment(state, fork):
+    record = Record("a")
+    claim(record, state)
+    writers = [fork(add_sessions, state, record, each) for each in "xy"]
     while any(writer.is_alive() for writer in writers):
         read("a", state)
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert set(read("a", state).sessions) == {f"{p}-session-{i}" for p in "xy" for i in range(40)}
 
 
-def add_sessions(state, prefix):
+def add_sessions(state, record, prefix):
     for i in range(40):
-        new = {f"{prefix}-session-{i}": f"worker-{i}"}
-        update("a", lambda r, new=new: dataclasses.replace(r, sessions={**r.sessions, **new}), state)
+        launch(state, record, f"{prefix}-session-{i}")
 
 
 def test_last_of_two_writers_wins(state):
@@ -455,36 +546,100 @@ def test_last_of_two_writers_wins(state):
     assert read("a", state) == writers[0]
 
 
-def die_locked(folder):
-    with store._locked(folder):
-        os.kill(os.getpid(), signal.SIGKILL)
+# -- the files of sessions
 
 
-def test_lock_of_a_killed_process_is_broken_at_once(state, monkeypatch, fork):
-    monkeypatch.setattr(store, "_LOCK_AGE", 3600.0)
-    claim(Record("a"), state)
-    fork(die_locked, state / "a").join()
-    assert [name for name in os.listdir(state) if name.startswith(".lock")]
-    assert update("a", lambda record: record, state).name == "a"
-    assert os.listdir(state) == ["a"]
+@pytest.mark.parametrize("cluster", ["mine", "雲" * 66, "a,b%2C @", "scheduler", "@"])
+@pytest.mark.parametrize("key", ["{}-0", "scheduler", "{}-gpu,x-1", "@-0", "another 雲-0", "{}"])
+@pytest.mark.parametrize("owner", [None, "ijklmnop12345678"])
+def test_name_of_a_file_tells_of_its_session(cluster, key, owner):
+    session = Launch("abcdefgh12345678", key.format(cluster), owner, 1790000000)
+    name = file_name(session, cluster)
+    assert len(name.encode()) < 200
+    assert parse(name, cluster) == session
 
 
-def test_lock_that_tells_nothing_of_its_holder_is_broken_when_it_is_old(state, monkeypatch):
-    monkeypatch.setattr(store, "_LOCK_AGE", 0.1)
-    folder = claim(Record("a"), state)
-    with store._locked(folder):
-        [lock] = state.glob(".lock-*")
-    lock.write_text("")
-    assert update("a", lambda record: record, state).name == "a"
-    assert not lock.exists()
+@pytest.mark.parametrize(
+    "name",
+    [
+        "notes.txt",
+        ",@-0,,1790000000",
+        "abc,@-0,,1790000000",
+        "a b c d,@-0,,1790000000",
+        "abcdefgh,,,1790000000",
+        "abcdefgh,@-0,no owner,1790000000",
+        "abcdefgh,@-0,,",
+        "abcdefgh,@-0,,0",
+        "abcdefgh,@-0,,1.5",
+        "abcdefgh,@-0,,99999999999999",
+        "abcdefgh,@-0,,\u0661",
+        "abcdefgh,@-0,,1790000000,more",
+        "abcdefgh,a-0,,1790000000",
+        "abcdefgh,..%2F..%2Fetc,,1790000000",
+        "abcdefgh,%00,,1790000000",
+        "abcdefgh,%0A,,1790000000",
+        "abcdefgh,%2d,,1790000000",
+        "abcdefgh,%FF,,1790000000",
+        "abcdefgh,\udcff,,1790000000",
+        "abc,waits",
+        "abcdefgh,stays",
+    ],
+)
+def test_stray_file_is_reported_once_and_passed_over(state, caplog, name):
+    record = Record("a")
+    folder = claim(record, state) / SESSIONS_FOLDER
+    launch(state, record, "session-1")
+    (folder / name).touch()
+    (folder / ".nfs000000000001").touch()
+    for _ in range(2):
+        assert read("a", state).sessions == {"session-1": "a-0"}
+    [warning] = caplog.records
+    assert warning.getMessage().startswith(f"{name!a} in {folder} is passed over")
+    warning.getMessage().encode()
+    assert remove("a", state) == {"session-1": "a-0"}
 
 
-def test_lock_that_is_held_is_an_error_in_the_end(state, monkeypatch):
-    monkeypatch.setattr(store, "_LOCK_TIMEOUT", 0.1)
-    folder = claim(Record("a"), state)
-    with store._locked(folder), pytest.raises(CMLError, match="locked"):
-        update("a", lambda record: record, state)
-    assert os.listdir(state) == ["a"]
+def test_of_two_files_of_one_session_the_first_launch_counts(state):
+    record = Record("a")
+    claim(record, state)
+    launches = [Launch("session-1", "a-0", None, 1790000000 + i) for i in (1, 0)]
+    write_sessions(Changes(launches), "a", state, id=record.id)
+    assert read("a", state).launched == {"session-1": 1790000000}
+
+
+def test_what_is_known_of_a_session_comes_and_goes_with_files_of_its_own(state):
+    record = Record("a")
+    claim(record, state)
+    launch(state, record, "session-1", "session-2", waiting=["session-1", "session-2"])
+    assert read("a", state).waiting == dict.fromkeys(["session-1", "session-2"], 1790000000)
+    launch(state, record, "session-2", waiting_no_more=["session-2"])  # as at a second try
+    assert read("a", state).waiting == {"session-1": 1790000000}
+    for _ in range(2):
+        write_sessions(Changes(ended=["session-1"]), "a", state, id=record.id)
+        assert read("a", state).sessions == {"session-2": "a-0"}
+    assert len(os.listdir(state / "a" / SESSIONS_FOLDER)) == 1
+
+
+def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monkeypatch):
+    record = Record("a")
+    folder = claim(record, state)
+    launch(state, record, *(f"session-{i}" for i in range(1000)))
+    calls = []
+
+    def count(name, function):
+        def counted(*arguments, **more):
+            calls.append(name)
+            return function(*arguments, **more)
+
+        monkeypatch.setattr(os, name, counted)
+
+    for name in ("listdir", "scandir", "stat", "lstat", "fstat", "open"):
+        count(name, getattr(os, name))
+    assert len(read("a", state).sessions) == 1000
+    monkeypatch.undo()
+    assert calls.count("listdir") + calls.count("scandir") == 2  # the cluster's folder and the sessions'
+    assert len(calls) < 20
+    assert len(os.listdir(folder / SESSIONS_FOLDER)) == 1000
 
 
 # -- makers

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from dask_cml.aio import cancel
+from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.manager.fleet import Fleet
 from dask_cml.records import store
-from dask_cml.records.operations import take_name
+from dask_cml.records.operations import stop_and_remove, take_name
 from dask_cml.records.record import Record
+from dask_cml.records.session_files import Changes, Launch
+from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
 
@@ -31,7 +35,10 @@ _WAITING_INTERVAL = 2.0
 
 
 class RecordKeeper:
-    """Write every session's id into the cluster's record as soon as it is known.
+    """Write every session that this manager launches into the cluster's record as soon as its id is known.
+
+    The maker of the cluster also writes who and where the scheduler is. What another manager has launched,
+    that one writes; whoever stops a session takes it out.
 
     Parameters
     ----------
@@ -56,10 +63,15 @@ class RecordKeeper:
         record: Record | None = None,
     ) -> None:
         self.record = record
+        #: Whether another process had ended the cluster when this one wrote last.
+        self.gone = False
+        self._makes = record is None
         self._name, self._api, self._fleet, self._scheduler = name, api, fleet, scheduler
         self._scheduler_id: str | None = None
+        self._launches: dict[str, Launch] = {}
         self._written: set[str] = set()
-        self._waiting: dict[str, float] = {}
+        self._waiting = set() if record is None else {*record.waiting}
+        self._storing = threading.Lock()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -133,6 +145,19 @@ class RecordKeeper:
             return None
         return record if record.id == self.record.id else None
 
+    async def end(self) -> None:
+        """Stop every session of the cluster, whoever launched it, and then remove the record.
+
+        Raises
+        ------
+        CMLError
+            If sessions could not be stopped.
+        """
+        if self._task is None or self.record is None:
+            await self._api.close()
+        else:
+            await stop_and_remove(replace(self.record, sessions={}), self._api)
+
     def remove(self) -> None:
         """Remove the record, with all that is in the cluster's folder, by plain calls."""
         if self._task is not None and self.record is not None:
@@ -143,25 +168,14 @@ class RecordKeeper:
             # Nobody tells that a session waits for room any more, or does not.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _WAITING_INTERVAL)
-            if not self._changed.is_set() and self._waiting_sessions() == self._waiting:
-                continue
             self._changed.clear()
             begin = time.monotonic()
             await self.write()
             # While thousands of sessions are launched one after the other, most is not to write their record.
             await asyncio.sleep(min(_REST * (time.monotonic() - begin), _LONGEST_REST))
 
-    def _waiting_sessions(self) -> dict[str, float]:
-        waiting = {each: p for each, p in self._processes().items() if p.waits_for is not None}
-        return {each: process.since.timestamp() for each, process in waiting.items()}
-
-    def _processes(self) -> dict[str, CMLProcess]:
-        """Return those of the cluster that are launched, by their sessions."""
-        processes = (self._scheduler(), *self._fleet.workers.values())
-        return {p.session_id: p for p in processes if p is not None and p.session_id}
-
     async def write(self, scheduler_id: str | None = None) -> None:
-        """Write it now. What hinders that is logged.
+        """Write what has changed, now. What hinders that is logged.
 
         Parameters
         ----------
@@ -171,46 +185,76 @@ class RecordKeeper:
         self._scheduler_id = scheduler_id or self._scheduler_id
         try:
             async with self._writing:
-                processes = self._processes()
-                waiting = self._waiting_sessions()
-                listed = {each for each, process in processes.items() if process.is_listed}
-                owners = {each: process.owner for each, process in processes.items() if process.owner}
-                self._waiting = waiting
-                await asyncio.to_thread(self._write, owners, waiting, listed)
+                await self._write()
+            self.gone = False
         except NoSuchCluster:
+            self.gone = True
             logger.info("The record of the cluster %s is gone: another process ends it", self._name)
         except (OSError, CMLError) as error:
             logger.warning("The record of the cluster %s cannot be written: %s", self._name, error)
 
-    def _write(
-        self, owners: Mapping[str, str], waiting: Mapping[str, float], listed: Collection[str]
-    ) -> None:
-        own, process = self.record, self._scheduler()
-        assert own is not None
-        assert process is not None
-        sessions, scheduler = self._api.named_sessions(), process.session
-        gone = self._written - sessions.keys()
+    async def _write(self) -> None:
+        assert self.record is not None
+        processes, sessions = self._processes(), self._api.named_sessions()
+        if changes := self._changes(processes, sessions):
+            name, id = self.record.name, self.record.id
+            await asyncio.to_thread(self._store, lambda: store.write_sessions(changes, name, id=id))
+            self._launches.clear()
+            self._waiting = (self._waiting | {*changes.waiting}) - {*changes.waiting_no_more, *changes.ended}
+        self._written = {*sessions}
+        record = self._as_it_is(self.record)
+        if self._makes and record != self.record:
+            await asyncio.to_thread(self._store, lambda: store.write(record))
+            self.record = record
 
-        def change(record: Record) -> Record:
-            kept = {each: key for each, key in record.sessions.items() if each not in gone}
-            roles = {each: SCHEDULER if key == process.name else key for each, key in sessions.items()}
-            present = {**kept, **roles}
-            # What another session has launched, that one knows.
-            others = {each: since for each, since in record.waiting.items() if each not in listed}
-            all_waiting = {**others, **waiting}
-            return replace(
-                record,
-                more={
-                    **record.more,
-                    "waiting": {key: all_waiting[key] for key in all_waiting if key in present},
-                },
-                sessions=present,
-                owners={key: each for key, each in {**record.owners, **owners}.items() if key in present},
-                scheduler_session=scheduler.id if scheduler else record.scheduler_session,
-                app_url=scheduler.app_url if scheduler else record.app_url,
-                scheduler_address=process.address or record.scheduler_address,
-                scheduler_id=self._scheduler_id or record.scheduler_id,
-            )
+    def _store(self, write: Callable[[], None]) -> None:
+        with self._storing:  # what was cancelled may go on in its thread, and is older
+            write()
 
-        store.update(own.name, change, id=own.id)
-        self._written = set(sessions)
+    def _processes(self) -> dict[str, CMLProcess]:
+        """Return those of the cluster that are launched, by their sessions."""
+        processes = (self._scheduler(), *self._fleet.workers.values())
+        return {p.session_id: p for p in processes if p is not None and p.session_id}
+
+    def _changes(self, processes: Mapping[str, CMLProcess], sessions: Mapping[str, str]) -> Changes:
+        new = [each for each in sessions.keys() - self._written if not _is_adopted(processes.get(each))]
+        for each in new:
+            # A name says the same at each try.
+            self._launches.setdefault(each, self._launch(each, sessions[each], processes.get(each)))
+        waiting = {each for each, process in processes.items() if process.waits_for is not None}
+        # What another session has launched, and the platform does not list here, that one knows.
+        known = {each for each, process in processes.items() if process.is_listed or not process.adopted}
+        return Changes(
+            launched=[self._launches[each] for each in new],
+            ended=(self._written | self._launches.keys()) - sessions.keys(),
+            waiting=(waiting & sessions.keys()) - self._waiting,
+            waiting_no_more=(self._waiting & known) - waiting,
+        )
+
+    def _launch(self, session_id: str, name: str, process: CMLProcess | None) -> Launch:
+        scheduler = self._scheduler()
+        is_scheduler = scheduler is not None and name == scheduler.name
+        owner = this_owner()
+        launched = time.time() if process is None else process.since.timestamp()
+        return Launch(
+            id=session_id,
+            key=SCHEDULER if is_scheduler else name,
+            owner=owner if is_session_id(owner) else None,
+            launched=int(launched),
+        )
+
+    def _as_it_is(self, record: Record) -> Record:
+        """Return the record with what is known of the scheduler."""
+        scheduler = self._scheduler()
+        session = None if scheduler is None else scheduler.session
+        return replace(
+            record,
+            scheduler_session=session.id if session else record.scheduler_session,
+            app_url=session.app_url if session else record.app_url,
+            scheduler_address=(scheduler.address if scheduler else None) or record.scheduler_address,
+            scheduler_id=self._scheduler_id or record.scheduler_id,
+        )
+
+
+def _is_adopted(process: CMLProcess | None) -> bool:
+    return process is not None and process.adopted

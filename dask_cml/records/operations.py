@@ -44,7 +44,10 @@ async def take_name(record: Record, api: WorkersAPI) -> None:
             raise ClusterExists(old.name, finding.why) from None
     if old.sessions:
         await api.stop(*old.sessions)
-    await asyncio.to_thread(store.claim, record, stale=old)
+    last = await asyncio.to_thread(store.remove, old.name, id=old.id) or {}
+    if late := last.keys() - old.sessions.keys():
+        await api.stop(*late)
+    await asyncio.to_thread(store.claim, record)
 
 
 async def wait_until_running(name: str, timeout: float) -> Record:
@@ -194,17 +197,50 @@ async def _say_goodbye(record: Record) -> None:
 
 
 async def _stop(record: Record) -> None:
-    api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
-    stopped: set[str] = set()
-    current: Record | None = record
-    # A manager may have launched sessions meanwhile.
-    while current is not None and current.id == record.id and current.sessions.keys() - stopped:
-        for session in current.sessions.keys() - stopped:
-            api.adopt(session, current.sessions[session])
+    await stop_and_remove(record, WorkersAPI(load_platform(record.options.get("platform", "auto"))))
+
+
+async def stop_and_remove(record: Record, api: WorkersAPI) -> None:
+    """Stop every session that a cluster's record names, and remove the record, with the cluster's folder.
+
+    Its managers may launch sessions meanwhile. What they have written into the record is stopped here; what
+    they cannot write any more, they stop themselves.
+
+    Parameters
+    ----------
+    record : Record
+        The cluster's, as known so far.
+    api : WorkersAPI
+        Stops the sessions, and all others that it has launched; it is closed.
+
+    Raises
+    ------
+    CMLError
+        If sessions could not be stopped. Unless they were launched in the last moment, the record stays.
+    """
+    known, stopped = dict(record.sessions), set[str]()
+
+    async def stop() -> None:
+        for session in known.keys() - stopped:
+            api.adopt(session, known[session])
+        stopped.update(known)
         await api.close()
-        stopped |= current.sessions.keys()
+
+    while True:
         current = await asyncio.to_thread(_read, record.name)
-    await asyncio.to_thread(store.remove, record.name, id=record.id)
+        there = current is not None and current.id == record.id
+        if current is not None and there:
+            known.update(current.sessions)
+        if stopped and stopped >= known.keys():
+            break
+        await stop()
+        if not known:
+            break
+    if there:
+        last = await asyncio.to_thread(store.remove, record.name, id=record.id)
+        known.update(last or {})
+        if known.keys() - stopped:
+            await stop()
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:

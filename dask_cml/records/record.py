@@ -67,7 +67,9 @@ class Maker:
 class Record:
     """What is needed to find a cluster and to rebuild its manager.
 
-    It holds no secrets of the cluster itself, only where they are.
+    It holds no secrets of the cluster itself, only where they are. Its maker writes it, but for what is known
+    of the sessions: that each manager writes for those that it launches, see
+    :mod:`dask_cml.records.session_files`.
 
     Parameters
     ----------
@@ -83,16 +85,20 @@ class Record:
         The scheduler's CML session, its address, its own id in Dask, and its session's URL, once known.
     options : mapping
         The cluster's options, as JSON can hold them.
-    sessions : mapping of str to str
-        The ids of all its sessions: the key of a worker, or ``"scheduler"``.
-    owners : mapping of str to str
-        The ids of its sessions, as far as known: the id of the session with which each ends.
     security : mapping of str to str, or None
         The parameters of :class:`distributed.Security`: absolute paths of the keys' files.
     version : int
         Of the format.
     more : mapping
         What a newer release has written beyond this; it is kept.
+    sessions : mapping of str to str
+        The ids of all its sessions: the key of a worker, or ``"scheduler"``.
+    owners : mapping of str to str
+        The ids of its sessions, as far as known: the id of the session with which each ends.
+    launched : mapping of str to int
+        The ids of its sessions: when each was launched, in seconds since 1970.
+    waiting : mapping of str to int
+        The same for those that wait for room.
     """
 
     name: str
@@ -104,29 +110,23 @@ class Record:
     scheduler_id: str | None = None
     app_url: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    sessions: Mapping[str, str] = field(default_factory=dict)
-    owners: Mapping[str, str] = field(default_factory=dict)
     security: Mapping[str, str] | None = None
     version: int = VERSION
     more: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def waiting(self) -> dict[str, float]:
-        """The ids of sessions that wait for room, with when they were launched, in seconds since 1970."""
-        waiting = self.more.get("waiting")
-        known = waiting.items() if isinstance(waiting, dict) else ()
-        return {each: since for each, since in known if isinstance(since, (int, float))}
+    sessions: Mapping[str, str] = field(default_factory=dict)
+    owners: Mapping[str, str] = field(default_factory=dict)
+    launched: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the record as text.
+        """Return what the maker writes, as text.
 
         Raises
         ------
         TypeError
             If the options are not what JSON can hold.
         """
-        # Not asdict(), which copies thousands of sessions one by one.
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "more"}
+        own = {name: getattr(self, name) for name in _own_fields()}
         return json.dumps({**self.more, **own, "maker": asdict(self.maker)})
 
     @classmethod
@@ -143,9 +143,9 @@ class Record:
             raise ValueError("it is no record of a cluster")
         if content["version"] > VERSION:
             raise ValueError(f"it is of the newer format {content['version']}; a newer dask-cml wrote it")
-        known = {each.name for each in fields(cls)} - {"more"}
+        known = set(_own_fields())
         own = {key: content.pop(key) for key in known & set(content)}
-        if missing := known - _LATER - set(own):
+        if missing := known - own.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         for key, value in own.items():
             if not _CHECKS.get(key, _is_text_or_none)(value):
@@ -160,6 +160,12 @@ class Record:
         return Security(require_encryption=True, **self.security)
 
 
+def _own_fields() -> list[str]:
+    """Return the names of what the maker writes."""
+    others = {"more", "sessions", "owners", "launched", "waiting"}
+    return [each.name for each in fields(Record) if each.name not in others]
+
+
 def _is_text_or_none(value: object) -> bool:
     return value is None or isinstance(value, str)
 
@@ -172,18 +178,12 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
-def _is_by_session(value: object) -> bool:
-    return _is_texts(value) and isinstance(value, dict) and all(map(is_session_id, value))
-
-
 def _is_maker(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("started"), (int, float)):
         return False
     return isinstance(value.get("host"), str) and isinstance(value.get("pid"), int) and value["pid"] > 0
 
 
-#: What records of older releases lack.
-_LATER = {"owners"}
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "name": _is_text,
     "id": _is_text,
@@ -191,8 +191,6 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "maker": _is_maker,
     "options": lambda value: isinstance(value, dict),
     "scheduler_session": lambda value: value is None or is_session_id(value),
-    "sessions": _is_by_session,
-    "owners": _is_by_session,
     "security": lambda value: value is None or _is_texts(value),
     "version": lambda value: value > 0,
 }

@@ -1,8 +1,11 @@
 """The records of clusters: what lets another process find a cluster, and rebuild it.
 
-Each cluster has a folder of its name below the state directory, and in it ``record.json``. A record is
-replaced as a whole, so whoever reads sees an old one or a new one, whatever becomes of the writer. The state
-directory may be on NFS: nothing rests on flock, and folders are listed afresh.
+Each cluster has a folder of its name below the state directory. In it are ``record.json``, which the maker of
+the cluster alone replaces, as a whole, and a file for each session, see
+:mod:`dask_cml.records.session_files`. So nobody changes what another process writes, there is no lock, and
+whoever reads sees what was or what is, whatever becomes of the writers. The state directory may be on NFS:
+folders are listed afresh. Who writes does so in the very folder that was looked at, so that a cluster that is
+removed does not come back.
 
 All functions block for as long as the file system takes.
 """
@@ -11,38 +14,40 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
 import logging
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import state_directory
-from dask_cml.private import MOST_BYTES, NotPrivate, check_folder, make_folder, owner_only, read_file
-from dask_cml.records.record import Maker, Record
+from dask_cml.private import MOST_BYTES, NotPrivate, check_folder, make_folder, open_folder, read_file
+from dask_cml.records import session_files
+from dask_cml.records.record import Record
+from dask_cml.records.session_files import SESSIONS_FOLDER, Changes, Launch
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 RECORD_FILE = "record.json"
 
-# A lock is held for a moment: one that does not change for so long was left by a process that was killed.
-_LOCK_AGE = 5.0
-_LOCK_TIMEOUT = 60.0
 # What is as old as this, and has the name of something temporary, was left by a crash.
 _LEFTOVER_AGE = 600.0
+_LEFTOVERS = (".claim-", ".removed-", f".{RECORD_FILE}-")
 _TRIES = 5
 _PAUSE = 0.01
 _reported: set[tuple[str, str]] = set()
 
 
-def claim(record: Record, directory: Path | None = None, *, stale: Record | None = None) -> Path:
-    """Make the folder of a new cluster, with its record in it, and return it.
+def claim(record: Record, directory: Path | None = None) -> Path:
+    """Make the folder of a new cluster, with its record and its sessions' files, and return it.
 
     Of all who claim a name at the same time, one gets it.
 
@@ -52,13 +57,11 @@ def claim(record: Record, directory: Path | None = None, *, stale: Record | None
         The new cluster's.
     directory : Path, optional
         The state directory.
-    stale : Record, optional
-        The record of a cluster that is gone, as the caller has found, and whose place is taken.
 
     Raises
     ------
     ClusterExists
-        If there is a folder of this name, and it is not that of `stale`.
+        If there is a folder of this name.
     ValueError
         If the name cannot be that of a folder.
     NotPrivate
@@ -70,9 +73,10 @@ def claim(record: Record, directory: Path | None = None, *, stale: Record | None
     made = folder.parent / f".claim-{secrets.token_hex(8)}"
     make_folder(made)
     try:
-        write(record, directory, folder=made)
-        if stale is not None:
-            remove(record.name, directory, id=stale.id)
+        make_folder(made / SESSIONS_FOLDER)
+        with open_folder(made) as descriptor:
+            _replace(record, descriptor)
+            session_files.write(_sessions_of(record), record.name, made, descriptor)
         os.rename(made, folder)  # takes the place of an empty folder, and of no other
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
@@ -82,71 +86,100 @@ def claim(record: Record, directory: Path | None = None, *, stale: Record | None
         raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    _sweep(folder.parent, (".claim-", ".lock-"), folder)
+    _sweep(folder.parent)
     return folder
 
 
-def write(record: Record, directory: Path | None = None, *, folder: Path | None = None) -> None:
-    """Replace a cluster's record as a whole. Of two writers the last one wins; see `update`.
+def _sessions_of(record: Record) -> Changes:
+    made = int(datetime.fromisoformat(record.created).timestamp())
+    launches = [
+        Launch(each, key, record.owners.get(each), record.launched.get(each, made))
+        for each, key in record.sessions.items()
+    ]
+    return Changes(launches, waiting=[*record.waiting])
+
+
+def write(record: Record, directory: Path | None = None) -> None:
+    """Replace a cluster's record as a whole, which its maker alone does. Its sessions' files stay.
 
     Raises
     ------
     NoSuchCluster
-        If the cluster's folder is gone.
+        If the cluster is gone, or another one has its name.
     CMLError
         If the record has more than a megabyte, so that nobody would read it.
     """
-    folder = folder or _folder(record.name, directory)
-    content = record.to_json().encode()
-    if len(content) > MOST_BYTES:
-        raise CMLError(
-            f"the record of the cluster {record.name!r} has {len(content)} bytes: "
-            f"expected at most {MOST_BYTES}; use shorter options or fewer sessions"
-        )
-    temporary = folder / f".{RECORD_FILE}-{secrets.token_hex(8)}"
-    try:
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(_unlink, temporary)
-            with open(temporary, "xb", opener=owner_only) as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, folder / RECORD_FILE)
-            on_error.pop_all()
-    except (FileNotFoundError, NotADirectoryError):
-        raise NoSuchCluster(record.name, _names(folder.parent)) from None
-    _sweep(folder, (f".{RECORD_FILE}-",), folder / RECORD_FILE)
+    folder = _folder(record.name, directory)
+    _write_in(folder, record.id, lambda descriptor: _replace(record, descriptor))
+    _sweep(folder)
 
 
-def update(
-    name: str, change: Callable[[Record], Record], directory: Path | None = None, *, id: str | None = None
-) -> Record:
-    """Change a cluster's record so that nothing that others change meanwhile is lost.
+def write_sessions(changes: Changes, name: str, directory: Path | None = None, *, id: str) -> None:
+    """Write what has become of sessions into a cluster's record.
+
+    When this returns, whoever removes the cluster from then on finds these sessions in :func:`remove`.
 
     Parameters
     ----------
+    changes : Changes
+        What the caller has done itself.
     name : str
         The cluster's name.
-    change : callable
-        Gets the record as it is and returns it as it is to be, at once.
     directory : Path, optional
         The state directory.
-    id : str, optional
+    id : str
         The record's; another cluster of this name is left alone.
 
     Raises
     ------
     NoSuchCluster
-        If the cluster is gone.
+        If the cluster is gone, or another one has its name. Nobody else will stop what was launched.
     """
-    read(name, directory)
-    with _locked(_folder(name, directory)):
-        record = read(name, directory)
-        if id is not None and record.id != id:
-            raise NoSuchCluster(name)
-        record = change(record)
-        write(record, directory)
-        return record
+    folder = _folder(name, directory)
+    _write_in(folder, id, lambda descriptor: session_files.write(changes, name, folder, descriptor))
+
+
+def _write_in(folder: Path, id: str, action: Callable[[int], None]) -> None:
+    """Do what may be done twice to a cluster's folder, if it is that cluster's before and after."""
+
+    def attempt() -> bool:
+        check_folder(folder.parent)
+        with open_folder(folder) as descriptor:
+            try:
+                record = Record.from_json(read_file(folder / RECORD_FILE, descriptor))
+            except ValueError as error:
+                raise CMLError(f"the record {folder / RECORD_FILE} cannot be read: {error}") from None
+            if record.id != id:
+                return False
+            action(descriptor)
+            # Listing is what makes NFS look whether the folder has its name yet.
+            return folder.name in os.listdir(folder.parent) and os.path.samestat(
+                os.stat(folder), os.fstat(descriptor)
+            )
+
+    if not _until_settled(attempt, folder):
+        raise NoSuchCluster(folder.name, _names(folder.parent))
+
+
+def _replace(record: Record, folder: int) -> None:
+    content = record.to_json().encode()
+    if len(content) > MOST_BYTES:
+        raise CMLError(
+            f"the record of the cluster {record.name!r} has {len(content)} bytes: "
+            f"expected at most {MOST_BYTES}; use shorter options"
+        )
+    temporary = f".{RECORD_FILE}-{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, RECORD_FILE, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
 
 
 def read(name: str, directory: Path | None = None) -> Record:
@@ -171,7 +204,7 @@ def records(directory: Path | None = None) -> list[Record]:
     return [record for record in found if record is not None]
 
 
-def remove(name: str, directory: Path | None = None, *, id: str | None = None) -> bool:
+def remove(name: str, directory: Path | None = None, *, id: str | None = None) -> dict[str, str] | None:
     """Remove a cluster's folder with all that is in it: the record, keys and logs.
 
     Parameters
@@ -185,36 +218,42 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
 
     Returns
     -------
-    bool
-        Whether it was there.
+    dict of str to str, or None
+        The sessions of which the record told last, as :attr:`Record.sessions` has them; None if the cluster
+        was not there. Some may have been launched after the caller's last look.
     """
     folder = _folder(name, directory)
+    if id is not None and not _is_of(_load(folder), id):
+        return None
     # A crash leaves it whole, or gone under its name, but never in part.
     aside = folder.parent / f".removed-{secrets.token_hex(8)}"
-    if not folder.parent.is_dir():
-        return False
-    with _locked(folder):
-        record = _load(folder) if id is not None else None
-        removed = id is None or (record is not None and record.id == id)
-        if removed:
-            try:
-                os.rename(folder, aside)
-            except FileNotFoundError:
-                removed = False
-    for leftover in folder.parent.glob(".removed-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    return removed
+    try:
+        os.utime(folder)  # so that nobody takes it for what a crash has left
+        os.rename(folder, aside)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    record = _load(aside, name)
+    if id is not None and not _is_of(record, id):
+        # Since the look at it, one process has removed the cluster and another one has claimed its name. This
+        # new cluster is put back; for a moment, its managers did not find it. If a third process has claimed
+        # the name in this moment, the second cluster stays without a record: a file system without locks
+        # offers no better. Its managers keep it, and its scheduler ends it when they are gone.
+        with contextlib.suppress(OSError):
+            os.rename(aside, folder)
+        return None
+    shutil.rmtree(aside, ignore_errors=True)
+    _sweep(folder.parent)
+    return {} if record is None else dict(record.sessions)
+
+
+def _is_of(record: Record | None, id: str) -> bool:
+    return record is not None and record.id == id
 
 
 def _folder(name: str, directory: Path | None) -> Path:
     if not name or name.startswith(".") or "/" in name or "\0" in name:
         raise ValueError(f"invalid name={name!r}: expected the name of a cluster")
     return (directory or state_directory()) / name
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 def _names(directory: Path) -> tuple[str, ...]:
@@ -232,35 +271,54 @@ def _folders(directory: Path) -> list[str]:
     return []
 
 
-def _load(folder: Path) -> Record | None:
+def _load(folder: Path, name: str | None = None) -> Record | None:
     """Read the record in a folder; None if there is none that can be read."""
+    name = name or folder.name
     try:
-        content = _read(folder)
+        content = _until_settled(lambda: _read(folder), folder)
         if content is None:
             return None
-        record = Record.from_json(content)
-        if record.name != folder.name:
+        record = Record.from_json(content[0])
+        if record.name != name:
             raise ValueError(f"it is that of the cluster {record.name!r}")
-        return record
     except NotPrivate as error:
         _report_open(error)
         return None
     except (OSError, ValueError, RecursionError) as error:
         _report(folder / RECORD_FILE, str(error))
         return None
+    found = session_files.parse_all(content[1], name)
+    for stray in found.strays:
+        _report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
+    return replace(
+        record,
+        sessions=found.sessions,
+        owners=found.owners,
+        launched=found.launched,
+        waiting=found.waiting,
+    )
 
 
-def _read(folder: Path) -> bytes | None:
+def _read(folder: Path) -> tuple[bytes, list[str]] | None:
+    check_folder(folder.parent)
+    if folder.is_symlink():
+        raise ValueError("its folder is a symbolic link")
+    with open_folder(folder) as descriptor:
+        # NFS may remember that a file is not there; listing the folder is what makes it look again.
+        names = os.listdir(descriptor)
+        if RECORD_FILE not in names:
+            return None
+        if SESSIONS_FOLDER not in names and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
+            raise ValueError(f"its folder has no folder {SESSIONS_FOLDER}")
+        content = read_file(folder / RECORD_FILE, descriptor)
+        return content, session_files.names_in(folder, descriptor)
+
+
+def _until_settled(attempt: Callable[[], T], folder: Path) -> T | None:
+    """Try again what met files that were replaced at the same moment; return None if the folder is gone."""
     for _ in range(_TRIES):
         try:
-            check_folder(folder.parent)
-            # NFS may remember that a file is not there; listing the folder is what makes it look again.
-            if RECORD_FILE not in os.listdir(folder):
-                return None
-            check_folder(folder)
-            if folder.is_symlink():
-                raise ValueError("its folder is a symbolic link")
-            return read_file(folder / RECORD_FILE)
+            return attempt()
         except (FileNotFoundError, NotADirectoryError):
             if not folder.is_dir():
                 return None
@@ -275,75 +333,20 @@ def _report_open(error: NotPrivate) -> None:
     _report(error.path, f"it {error.why}", f": run `{error.command}`")
 
 
-def _report(path: Path, why: str, remedy: str = "") -> None:
+def _report(path: Path | str, why: str, remedy: str = "") -> None:
     if (str(path), why) not in _reported:
         _reported.add((str(path), why))
         logger.warning("%s is passed over: %s%s", path, why, remedy)
 
 
-def _sweep(folder: Path, prefixes: tuple[str, ...], newest: Path) -> None:
+def _sweep(folder: Path) -> None:
     """Remove what crashes left. Its age is told by the file system's clock, not by this machine's."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        oldest = newest.stat().st_mtime - _LEFTOVER_AGE
+        oldest = folder.stat().st_mtime - _LEFTOVER_AGE  # the folder has just been changed
         for entry in entries:
             with contextlib.suppress(OSError):  # another process sweeps, too
-                if entry.name.startswith(prefixes) and entry.stat().st_mtime < oldest:
+                if entry.name.startswith(_LEFTOVERS) and entry.stat().st_mtime < oldest:
                     if entry.is_dir(follow_symlinks=False):
                         shutil.rmtree(entry, ignore_errors=True)
                     else:
                         os.unlink(entry)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cluster's name."""
-    digest = hashlib.sha256(folder.name.encode()).hexdigest()[:32]
-    path = folder.parent / f".lock-{digest}"
-    own = json.dumps({**asdict(Maker.this_process()), "token": secrets.token_hex(8)}).encode()
-    deadline = time.monotonic() + _LOCK_TIMEOUT
-    seen: bytes | None = None
-    since = 0.0
-    while True:
-        try:
-            with open(path, "xb", opener=owner_only) as file:
-                file.write(own)
-            break
-        except FileExistsError:
-            pass
-        held = _content(path)
-        if held != seen:
-            seen, since = held, time.monotonic()
-        elif held is not None and (time.monotonic() > since + _LOCK_AGE or _holder_is_gone(held)):
-            _break(path, held)
-        if time.monotonic() > deadline:
-            raise CMLError(f"the record of the cluster {folder.name!r} is locked: {path}")
-        time.sleep(_PAUSE)
-    try:
-        yield
-    finally:
-        if _content(path) == own:
-            _unlink(path)
-
-
-def _content(path: Path) -> bytes | None:
-    try:
-        return read_file(path)
-    except (OSError, ValueError):
-        return None
-
-
-def _holder_is_gone(lock: bytes) -> bool:
-    try:
-        content = json.loads(lock)
-        return Maker(**{each.name: content[each.name] for each in fields(Maker)}).lives() is False
-    except (ValueError, LookupError, TypeError):
-        return False
-
-
-def _break(path: Path, held: bytes) -> None:
-    aside = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
-    with contextlib.suppress(OSError):
-        os.rename(path, aside)
-        if _content(aside) != held:
-            os.link(aside, path)  # another process broke it first, and this lock is its own
-    _unlink(aside)

@@ -88,7 +88,7 @@ class CMLProcess(ProcessInterface):
         self.launched_at: float | None = None
         self.since = datetime.now(timezone.utc)
         self._info: SessionInfo = {}
-        self._adopted = False
+        self.adopted = False
         self.owner: str | None = None
         self._begun_at: float | None = None
         self.is_listed = self._has_run = False
@@ -118,7 +118,7 @@ class CMLProcess(ProcessInterface):
         """Take a session over that another process has launched, which the platform may not list here."""
         self.api.adopt(session_id, self.name)
         self._info = {"id": session_id, "status": "running", "app_url": app_url}
-        self._adopted = True
+        self.adopted = True
         self.owner = owner
         self.launched_at = self._begun_at = time.monotonic()
         self.status = Status.running
@@ -167,7 +167,7 @@ class CMLProcess(ProcessInterface):
     @property
     def is_known_to_run(self) -> bool:
         """Whether the platform has said that the session runs, and where."""
-        return self._adopted or (status_of(self._info) == "running" and self.ip_address is not None)
+        return self.adopted or (status_of(self._info) == "running" and self.ip_address is not None)
 
     @property
     def waits_for(self) -> float | None:
@@ -200,7 +200,7 @@ class CMLProcess(ProcessInterface):
         """
         listed = listing.get(self.session_id or "", {})
         self._info = {**self._info, **listed}
-        if self._adopted and listed and not self.is_listed:
+        if self.adopted and listed and not self.is_listed:
             self._learn_launch(listed)
         self.is_listed = self.is_listed or bool(listed)
         runs = status_of(listed) == "running"
