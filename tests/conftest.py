@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from dask_cml import local
+from dask_cml.local import network
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,6 +56,20 @@ def shared_platform() -> Iterator[ModuleType]:
     """The same, for all tests of a module together."""
     with local_platform():
         yield local
+
+
+@pytest.fixture
+def namespaces(platform: ModuleType) -> ModuleType:
+    """The local platform whose sessions have networks of their own, where this machine can give them such."""
+    try:
+        network.check()
+        for action in ("add", "delete"):
+            probe = ["ip", "netns", action, f"cml-probe-{os.getpid()}"]  # other tests run at the same time
+            subprocess.run(probe, check=True, capture_output=True)
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        pytest.skip(str(error))
+    platform.configure(network="namespaces")
+    return platform
 
 
 @contextlib.contextmanager

@@ -412,13 +412,7 @@ def test_what_happens_is_printed_unless_quiet(platform, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs network namespaces")
-def test_sessions_with_networks_of_their_own(platform):
-    if os.geteuid() != 0 or not any(
-        os.access(f"{folder}/ip", os.X_OK) for folder in ("/sbin", "/usr/sbin", "/bin", "/usr/bin")
-    ):
-        pytest.skip("needs root and iproute2")
-    platform.configure(network="namespaces")
+def test_sessions_with_networks_of_their_own(namespaces):
     with (
         CMLCluster(n_workers=2, platform="local") as one,
         CMLCluster(n_workers=1, platform="local") as two,

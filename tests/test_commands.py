@@ -113,7 +113,8 @@ def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, 
     assert done.returncode == 0, done.stderr + done.stdout
     expected = ["-m", "dask", "worker", "tcp://10.0.0.1:8786"]
     expected += ["--name", f"{name}-0", "--nworkers", "1", "--nthreads", "4"]
-    expected += ["--memory-limit", str(8 * 2**30), "--death-timeout", "90.0", "--no-dashboard"]
+    expected += ["--memory-limit", str(8 * 2**30), "--death-timeout", "90.0"]
+    expected += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
     expected += ["--worker-class", name, "--preload", lines]
     assert arguments(plan) == expected
     assert plan.log == folder / f"{name}-0.log"

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from distributed import Client, wait
 
 from dask_cml import CMLCluster
-from dask_cml.local import network, processes
+from dask_cml.local import processes
 from dask_cml.manager import retirement
 
 pytestmark = pytest.mark.usefixtures("no_dashboard")
@@ -162,21 +161,7 @@ async def test_settled_workers_are_listed_once_in_an_interval(platform, holds, l
         assert listings[settled + 2] - listings[settled] > 3
 
 
-def can_have_namespaces():
-    try:
-        network.check()
-        for action in ("add", "delete"):
-            probe = ["ip", "netns", action, f"cml-frozen-{os.getpid()}"]
-            subprocess.run(probe, check=True, capture_output=True)
-    except (RuntimeError, subprocess.CalledProcessError):
-        return False
-    return True
-
-
-async def test_a_worker_whose_node_goes_without_a_word_is_dropped_and_replaced(platform, holds):
-    if not can_have_namespaces():
-        pytest.skip("needs network namespaces")
-    platform.configure(network="namespaces")
+async def test_a_worker_whose_node_goes_without_a_word_is_dropped_and_replaced(namespaces, holds):
     # So long nothing else tells anybody that the node is lost.
     hour = {
         f"DASK_DISTRIBUTED__{each}": "1 hour" for each in ("COMM__TIMEOUTS__TCP", "SCHEDULER__WORKER_TTL")
@@ -189,7 +174,7 @@ async def test_a_worker_whose_node_goes_without_a_word_is_dropped_and_replaced(p
         future = client.submit(sum, [1, 2], workers=[lost], allow_other_workers=True)
         await future
         session = session_of(cluster, lost)
-        await asyncio.to_thread(platform.evict, session, silently=True)
+        await asyncio.to_thread(namespaces.evict, session, silently=True)
         await holds(lambda: len(cluster._arrived) == 2 and lost not in cluster.observed)
         assert session in told(cluster)
         assert lost not in {each["name"] for each in (await client.scheduler.identity())["workers"].values()}

@@ -189,7 +189,8 @@ def plan_worker(
     command += ["--name", name, "--nworkers", str(options.processes)]
     command += ["--nthreads", str(options.nthreads // options.processes)]
     command += ["--memory-limit", str(memory), "--death-timeout", str(patience)]
-    command += ["--no-dashboard"]
+    # It serves health and metrics nevertheless, by plain HTTP and to everybody unless told where.
+    command += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
     if options.worker_class is not None:
         command += ["--worker-class", options.worker_class]
     command += [*tls.arguments(security, "worker"), *options.worker_args]

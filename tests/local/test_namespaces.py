@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import urllib.request
 from pathlib import Path
 
@@ -22,23 +21,7 @@ http.server.HTTPServer(({host!r}, {port}), Handler).serve_forever()
 """
 
 
-def lacks() -> str:
-    """What this machine lacks for namespaces, in words."""
-    try:
-        network.check()
-        for action in ("add", "delete"):
-            probe = ["ip", "netns", action, f"cml-probe-{os.getpid()}"]  # other tests run at the same time
-            subprocess.run(probe, check=True, capture_output=True)
-    except (RuntimeError, subprocess.CalledProcessError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.fixture(autouse=True)
-def namespaces(platform):
-    if reason := lacks():
-        pytest.skip(reason)
-    platform.configure(network="namespaces")
+pytestmark = pytest.mark.usefixtures("namespaces")
 
 
 def get(url: str) -> str:
