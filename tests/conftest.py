@@ -148,9 +148,13 @@ def holds() -> Callable[..., Awaitable[None]]:
 
 
 @pytest.fixture
-def no_dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let schedulers start without their dashboard, which is a third of their start's work."""
-    arguments = ["--no-dashboard"]
-    monkeypatch.setenv("DASK_CML__SCHEDULER_ARGS", str(arguments))
-    with dask.config.set({"cml.scheduler-args": arguments}):
+def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let clusters start without the dashboard and without nannies, which are half of their start's work.
+
+    Sessions of several processes need nannies: ``worker_args=[]``.
+    """
+    settings = {"scheduler-args": ["--no-dashboard"], "worker-args": ["--no-nanny"]}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"DASK_CML__{name.replace('-', '_').upper()}", str(value))
+    with dask.config.set({f"cml.{name}": value for name, value in settings.items()}):
         yield

@@ -27,7 +27,7 @@ def cluster(platform):
 @pytest.fixture
 def client(cluster):
     with Client(cluster) as client:
-        client.wait_for_workers(2, timeout=60)
+        client.wait_for_workers(2, timeout=120)
         yield client
 
 
@@ -63,7 +63,7 @@ def test_workers_have_the_threads_and_memory_of_their_session(platform):
         CMLCluster(n_workers=1, cpu=3, memory="1.5 GiB", platform="local") as cluster,
         Client(cluster) as client,
     ):
-        client.wait_for_workers(1, timeout=60)
+        client.wait_for_workers(1, timeout=120)
         [worker] = client.scheduler_info()["workers"].values()
         assert worker["nthreads"] == 3
         assert worker["memory_limit"] == 1.5 * 2**30
@@ -207,7 +207,7 @@ def test_processes_share_one_session(platform, until):
         CMLCluster(n_workers=2, cpu=2, memory=2, processes=2, platform="local", quiet=True) as cluster,
         Client(cluster) as client,
     ):
-        client.wait_for_workers(4, timeout=60)
+        client.wait_for_workers(4, timeout=120)
         assert len(cluster.sessions) == 3
         assert {worker["nthreads"] for worker in cluster.scheduler_info["workers"].values()} == {1}
         assert cluster.plan == cluster.requested == cluster.observed
@@ -222,7 +222,7 @@ def test_processes_share_one_session(platform, until):
 
 def test_scaling_down_loses_no_data(platform, until):
     with CMLCluster(n_workers=4, platform="local", quiet=True) as cluster, Client(cluster) as client:
-        client.wait_for_workers(4, timeout=60)
+        client.wait_for_workers(4, timeout=120)
         futures = client.scatter([*range(100)])
         assert len({w for workers in client.who_has(futures).values() for w in workers}) == 4
         cluster.scale(1)
@@ -232,7 +232,7 @@ def test_scaling_down_loses_no_data(platform, until):
 
 def test_restart_keeps_the_workers(cluster, client):
     client.restart()
-    client.wait_for_workers(2, timeout=60)
+    client.wait_for_workers(2, timeout=120)
     assert client.submit(sum, [1, 2]).result() == 3
     assert len(cluster.workers) == 2
 
@@ -263,7 +263,7 @@ def test_a_task_that_prints_works_while_the_disk_is_full(platform, tmp_path, unt
         CMLCluster(1, log_directory=str(tmp_path), name="c", platform="local") as cluster,
         Client(cluster) as client,
     ):
-        client.wait_for_workers(1, timeout=60)
+        client.wait_for_workers(1, timeout=120)
         log = tmp_path / "c-0.log"
         full = tmp_path / "full"
         full.symlink_to("/dev/full")  # every write fails for lack of space
@@ -277,7 +277,7 @@ def test_a_task_that_prints_works_while_the_disk_is_full(platform, tmp_path, unt
 
 def test_dashboard_link_leads_to_the_dashboard(cluster):
     assert cluster.dashboard_link.endswith("/status")
-    with urllib.request.urlopen(cluster.dashboard_link, timeout=30) as answer:
+    with urllib.request.urlopen(cluster.dashboard_link, timeout=120) as answer:
         assert b"Dask" in answer.read()
 
 
@@ -308,7 +308,7 @@ def test_environment_reaches_scheduler_and_workers(platform):
         CMLCluster(n_workers=1, env=env, platform="local") as cluster,
         Client(cluster) as client,
     ):
-        client.wait_for_workers(1, timeout=60)
+        client.wait_for_workers(1, timeout=120)
         assert [*client.run(os.getenv, "GREETING").values()] == [env["GREETING"]]
         assert client.run_on_scheduler(os.getenv, "GREETING") == env["GREETING"]
 
@@ -316,7 +316,7 @@ def test_environment_reaches_scheduler_and_workers(platform):
 @pytest.mark.parametrize("name", ["plain", 'it\'s $HOME "quoted" {1+1} \\ ü'])
 def test_names_with_special_characters(platform, name):
     with CMLCluster(n_workers=1, name=name, platform="local") as cluster, Client(cluster) as client:
-        client.wait_for_workers(1, timeout=60)
+        client.wait_for_workers(1, timeout=120)
         [worker] = client.scheduler_info()["workers"].values()
         assert worker["name"] == f"{name}-0"
         assert cluster.name == name
@@ -327,7 +327,7 @@ def test_log_directory_keeps_the_output(platform, tmp_path):
         CMLCluster(n_workers=1, log_directory=str(tmp_path / "logs"), name="c", platform="local") as cluster,
         Client(cluster) as client,
     ):
-        client.wait_for_workers(1, timeout=60)
+        client.wait_for_workers(1, timeout=120)
     assert "Scheduler at" in (tmp_path / "logs" / "c-scheduler.log").read_text()
     assert "Start worker at" in (tmp_path / "logs" / "c-0.log").read_text()
 
@@ -348,7 +348,7 @@ def test_close_from_two_threads(platform):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         assert not thread.is_alive()
     assert cluster.status.name == "closed"
 
@@ -419,7 +419,7 @@ def test_sessions_with_networks_of_their_own(namespaces):
         Client(one) as of_one,
         Client(two, set_as_default=False) as of_two,
     ):
-        of_one.wait_for_workers(2, timeout=60)
+        of_one.wait_for_workers(2, timeout=120)
         assert of_one.submit(sum, [1, 2]).result() == 3
         assert of_two.submit(sum, [3, 4]).result() == 7
         assert one.scheduler_address.endswith(":8786")
@@ -447,6 +447,6 @@ def test_ctrl_c_in_the_constructor_leaves_no_session(platform, until):
     )
     until(lambda: len(platform.sessions()) == 3)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert "KeyboardInterrupt" in errors
     until(lambda: not live(platform))

@@ -10,6 +10,8 @@ from distributed.core import Status
 
 from dask_cml import CMLCluster, CMLError
 
+pytestmark = pytest.mark.usefixtures("light")
+
 
 def make(**options):
     return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
@@ -52,7 +54,7 @@ async def test_scale_can_be_awaited(platform):
 
 
 async def test_scale_down_takes_names_of_workers(platform, holds):
-    async with make(n_workers=2, cpu=2, processes=2) as cluster:
+    async with make(n_workers=2, cpu=2, processes=2, worker_args=[]) as cluster:
         await holds(lambda: len(cluster.scheduler_info["workers"]) == 4)
         await cluster.scale_down([f"{cluster.name}-0-1"])
         await holds(lambda: set(cluster.workers) == {f"{cluster.name}-1"})
@@ -104,7 +106,7 @@ async def test_close_during_scale(platform, holds):
     platform.configure(latency=0.2)
     cluster.scale(3)
     await holds(lambda: len(platform.sessions()) > 1)
-    await asyncio.wait_for(cluster.close(), 30)
+    await asyncio.wait_for(cluster.close(), 120)
     assert cluster.status == Status.closed
 
 
@@ -112,7 +114,7 @@ async def test_close_with_a_dead_scheduler(platform, holds):
     cluster = await make(n_workers=1)
     await holds(lambda: cluster.scheduler_info["workers"])
     platform.evict(cluster.sessions[0].id)
-    await asyncio.wait_for(cluster.close(), 20)
+    await cluster.close()
     assert cluster.status == Status.closed
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,7 +80,7 @@ def run(request, tmp_path):
             env={**os.environ, "IPYTHONDIR": str(tmp_path), **plan.env, **environment},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
         )
 
     return run
@@ -203,9 +202,7 @@ def test_a_worker_without_an_address_runs_on_when_there_is_a_scheduler_file(prog
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_worker_that_ends_by_itself_is_not_waited_for(program, run, folder):
-    begin = time.monotonic()
-    assert run(plan_worker(read(scheduler_timeout=100), folder, "mine-0", None)).returncode == 0
-    assert time.monotonic() - begin < 60
+    assert run(plan_worker(read(scheduler_timeout=600), folder, "mine-0", None)).returncode == 0
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)

@@ -191,7 +191,7 @@ async def test_scheduler_and_workers_have_what_was_set_before_the_cluster_was_ma
         cluster = CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True, security=False)
     async with cluster, Client(cluster, asynchronous=True) as client:
         assert await client.run_on_scheduler(settings) == expected
-        await client.wait_for_workers(1, timeout=60)
+        await client.wait_for_workers(1, timeout=120)
         assert [*(await client.run(settings)).values()] == [expected]
         # Another manager, whose configuration is another, launches workers like these.
         async with CMLCluster.from_name(cluster.name, asynchronous=True, quiet=True) as other:

@@ -13,7 +13,7 @@ from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
 from dask_cml.records import probe, store
 from dask_cml.records.record import Record
 
-pytestmark = pytest.mark.usefixtures("no_dashboard")
+pytestmark = pytest.mark.usefixtures("light")
 
 
 def make(**options):

@@ -40,7 +40,7 @@ def run(*command):
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, "COLUMNS": "200"},
     )
     assert result.returncode == 0, result.stderr
@@ -88,7 +88,7 @@ if __name__ == "__main__":
     # What the snippet says is what another process does.
     scope = {{}}
     exec(get_snippet("mine"), scope)
-    scope["client"].wait_for_workers(2, timeout=60)
+    scope["client"].wait_for_workers(2, timeout=120)
     assert scope["client"].submit(sum, [3, 4]).result() == 7
     scope["client"].close()
     delete_cluster("mine")

@@ -93,7 +93,7 @@ def command(*arguments):
 
 def mend(finding, **more):
     assert finding.command
-    subprocess.run(finding.command, shell=True, check=True, timeout=120, env={**os.environ, **more})
+    subprocess.run(finding.command, shell=True, check=True, timeout=240, env={**os.environ, **more})
 
 
 # -- the command

@@ -14,7 +14,7 @@ from dask_cml import CMLCluster
 from dask_cml.manager import at_exit
 from dask_cml.records import store
 
-pytestmark = pytest.mark.usefixtures("no_dashboard")
+pytestmark = pytest.mark.usefixtures("light")
 
 #: Seconds within which a program must have ended.
 PATIENCE = 120

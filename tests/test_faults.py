@@ -19,11 +19,11 @@ from dask_cml import CMLCluster, CMLError, SessionFailed
 from dask_cml.sessions import calls
 
 ENDED = ("succeeded", "failed", "stopped", "timedout")
-pytestmark = pytest.mark.usefixtures("no_dashboard")
+pytestmark = pytest.mark.usefixtures("light")
 MODES = {
     "fixed": {},
     "adapt": {},
-    "groups": {"processes": 2, "cpu": 2},
+    "groups": {"processes": 2, "cpu": 2, "worker_args": []},
 }
 modes = pytest.mark.parametrize(
     "mode", ["fixed", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("adapt", "groups"))]

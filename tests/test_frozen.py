@@ -17,7 +17,7 @@ from dask_cml import CMLCluster
 from dask_cml.local import processes
 from dask_cml.manager import retirement
 
-pytestmark = pytest.mark.usefixtures("no_dashboard")
+pytestmark = pytest.mark.usefixtures("light")
 
 
 def make(**options):
@@ -69,7 +69,7 @@ async def test_a_frozen_worker_that_is_retired_holds_up_nobody(platform, holds, 
         assert frozen in cluster.workers
         assert session_of(cluster, frozen) in live(platform)
         assert len(held) == 3
-        await asyncio.wait_for(cluster.close(), 30)
+        await asyncio.wait_for(cluster.close(), 120)
     assert not live(platform)
 
 

@@ -25,7 +25,7 @@ from dask_cml.records import operations, store
 from dask_cml.records.record import Record
 from dask_cml.records.session_files import Changes, Launch
 
-pytestmark = pytest.mark.usefixtures("no_dashboard")
+pytestmark = pytest.mark.usefixtures("light")
 
 MAKER = """
 import time

@@ -487,7 +487,7 @@ async def test_close_stops_exactly_its_session_and_may_be_called_again(stub, mak
     assert first.status == Status.closed
     assert first.session.status == "stopped"
     assert second.session_id in stub.live
-    await asyncio.wait_for(first.finished(), 30)
+    await asyncio.wait_for(first.finished(), 120)
 
 
 async def test_close_of_what_was_never_launched_calls_nothing(stub, make, make_worker):

@@ -7,6 +7,8 @@ import pytest
 import dask_cml
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
 
+pytestmark = pytest.mark.usefixtures("light")
+
 
 @pytest.fixture
 def start(platform):

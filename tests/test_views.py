@@ -70,5 +70,5 @@ async def test_line_on_a_scheduler_that_waits_for_room(cluster, holds):
 async def test_nothing_is_shown_to_nobody(cluster, quiet):
     cluster.quiet = quiet
     out = Terminal() if quiet else io.StringIO()
-    await asyncio.wait_for(show_start(cluster, out), 30)
+    await asyncio.wait_for(show_start(cluster, out), 120)
     assert out.getvalue() == ""

@@ -76,8 +76,8 @@ def test_a_cluster_that_is_written_for_cdsw_runs_unchanged(platform, no_cml, mon
     platform.install()
     cluster = HandmadeCluster(2, port)
     cluster.init()
-    with Client(cluster.url, timeout=60) as client:
-        client.wait_for_workers(2, timeout=60)
-        assert client.submit(sum, [1, 2]).result(timeout=60) == 3
+    with Client(cluster.url, timeout=120) as client:
+        client.wait_for_workers(2, timeout=120)
+        assert client.submit(sum, [1, 2]).result(timeout=120) == 3
     cluster.terminate()
     until(lambda: {each["status"] for each in platform.sessions()} == {"stopped"})

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("namespaces")
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         return response.read().decode()
 
 

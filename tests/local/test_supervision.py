@@ -136,7 +136,7 @@ def test_sessions_end_with_the_engine_at_their_root(platform, launch, until):
         expected = {("other", "outer"): "succeeded", ("other", "inner"): "running"}
         until(lambda: statuses(platform).items() >= expected.items())
         platform.end_engine("other")
-        assert other.wait(30) == -signal.SIGKILL
+        assert other.wait(120) == -signal.SIGKILL
     until(lambda: statuses(platform)["other", "inner"] == "stopped")
     [kept] = [each for each in platform.sessions() if each["id"] == own["id"]]
     assert kept["status"] == "running"
@@ -150,7 +150,7 @@ def test_an_engine_of_the_same_name_on_another_platform_lives_on(platform, monke
             platform.end_engine("other")
         assert other.poll() is None
         platform.end_engine("other")
-        assert other.wait(30) == -signal.SIGKILL
+        assert other.wait(120) == -signal.SIGKILL
 
 
 def test_what_is_launched_by_an_engine_that_has_ended_is_stopped(platform, monkeypatch, until):
