@@ -176,9 +176,13 @@ def environment(argument: str, value: Any) -> dict[str, str]:
         raise TypeError(of_type(argument, value, "a mapping of names to strings"))
     for name, content in value.items():
         if not isinstance(name, str):
-            raise TypeError(f"invalid {argument}: expected names that are strings, got {name!r}")
+            got = repr(name) if isinstance(name, (int, float)) else f"one of type {type(name).__name__}"
+            raise TypeError(f"invalid {argument}: expected names that are strings, got {got}")
         if not name or "=" in name or "\0" in name:
-            raise ValueError(f"invalid {argument}: expected names of environment variables, got {name!r}")
+            shown = re.sub("=.*", "=…", name, flags=re.DOTALL)  # the value, it seems
+            raise ValueError(f"invalid {argument}: expected names of environment variables, got {shown!r}")
+        if isinstance(content, (int, float)):
+            raise TypeError(message(f"{argument}[{name!r}]", content, f'a string, such as "{content}"'))
         if not isinstance(content, str):
             raise TypeError(of_type(f"{argument}[{name!r}]", content, "a string"))
         if "\0" in content:

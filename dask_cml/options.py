@@ -67,10 +67,18 @@ class SessionSize:
 
 
 def _option(
-    check: Callable[..., Any], needs: tuple[str, ...] = (), recorded: bool = True, **constants: Any
+    check: Callable[..., Any],
+    needs: tuple[str, ...] = (),
+    recorded: bool = True,
+    shown: bool = True,
+    **constants: Any,
 ) -> Any:
-    """Declare an option: its check, the options that this gets, and whether other managers need it."""
-    return field(metadata={"check": partial(check, **constants), "needs": needs, "recorded": recorded})
+    """Declare an option: its check, the options that this gets, and whether other managers need it.
+
+    One that may hold secrets is not shown.
+    """
+    metadata = {"check": partial(check, **constants), "needs": needs, "recorded": recorded}
+    return field(repr=shown, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -87,16 +95,18 @@ class Options:
     processes: int = _option(checks.integer, least=1)
     nthreads: int = _option(checks.threads, needs=("cpu", "processes"))
     worker_class: str | None = _option(checks.text_or_none)
-    worker_args: tuple[str, ...] = _option(checks.command_line, own=_OWN_WORKER_ARGS)
-    launch_options: Mapping[str, Any] = _option(checks.launch_parameters, own=_OWN_LAUNCH_OPTIONS)
+    worker_args: tuple[str, ...] = _option(checks.command_line, shown=False, own=_OWN_WORKER_ARGS)
+    launch_options: Mapping[str, Any] = _option(
+        checks.launch_parameters, shown=False, own=_OWN_LAUNCH_OPTIONS
+    )
     scheduler_cpu: float = _option(checks.positive)
     scheduler_memory: float = _option(checks.gibibytes)
     scheduler_nvidia_gpu: int = _option(checks.integer, least=0)
-    scheduler_args: tuple[str, ...] = _option(checks.command_line, own=_OWN_SCHEDULER_ARGS)
+    scheduler_args: tuple[str, ...] = _option(checks.command_line, shown=False, own=_OWN_SCHEDULER_ARGS)
     scheduler_launch_options: Mapping[str, Any] = _option(
-        checks.launch_parameters, own=_OWN_SCHEDULER_LAUNCH_OPTIONS
+        checks.launch_parameters, shown=False, own=_OWN_SCHEDULER_LAUNCH_OPTIONS
     )
-    env: Mapping[str, str] = _option(checks.environment)
+    env: Mapping[str, str] = _option(checks.environment, shown=False)
     log_directory: str | None = _option(checks.folder_or_none)
     create_mode: str = _option(checks.choice, choices=CREATE_MODES, recorded=False)
     name: str = _option(checks.cluster_name, needs=("create_mode",), recorded=False)

@@ -352,7 +352,8 @@ def test_an_idle_cluster_ends_after_an_hour_unless_told(given, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("{", "is no YAML"),
+        ("{", "is not valid YAML in line 1"),
+        ("kwargs:\n  env: {TOKEN: s3cr3t", "is not valid YAML in line 2"),
         ("[]", "invalid version=None: expected 1"),
         (SPEC.replace("dask_cml", "os"), "invalid module='os': expected 'dask_cml'"),
         (SPEC.replace("[3]", "3"), "args as a list"),
@@ -363,6 +364,7 @@ def test_an_idle_cluster_ends_after_an_hour_unless_told(given, tmp_path):
 def test_a_wrong_spec_file_is_told_in_one_line(tmp_path, spec, why):
     error = run("create", spec_file(tmp_path, spec), code=1)
     assert why in error
+    assert "s3cr3t" not in error
     assert error.startswith("Error: ")
     assert error.count("\n") == 1
 

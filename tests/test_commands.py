@@ -344,13 +344,17 @@ def test_the_users_environment_goes_over_our_own(tmp_path):
     assert plan.env == {"PYTHONUNBUFFERED": ""}
 
 
-def test_a_plan_as_text_shows_size_environment_and_code(tmp_path):
-    plan = plan_worker(read(cpu=4, memory=16, env={"A": "1"}), tmp_path, "mine-0", None)
+def test_a_plan_as_text_shows_size_code_and_names_of_variables(tmp_path):
+    options = read(cpu=4, memory=16, env={"TOKEN": "s3cr3t"}, launch_options={"key": "s3cr3t"})
+    plan = plan_worker(options, tmp_path, "mine-0", None)
+    assert plan.env["TOKEN"] == "s3cr3t"
     text = str(plan)
     assert text.startswith("# mine-0: cpu=4 memory=16 nvidia_gpu=0\n")
-    assert "# env A='1'\n" in text
+    assert "# env TOKEN=(hidden)\n" in text
+    assert "# env PYTHONUNBUFFERED='1'\n" in text
     assert text.endswith(plan.code)
     compile(text, "session", "exec")
+    assert "s3cr3t" not in f"{plan} {plan!r} {options!r}"
 
 
 def test_state_that_the_plan_does_not_name_is_not_read(tmp_path):

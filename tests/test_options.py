@@ -311,10 +311,10 @@ REFUSED = [
     ("scheduler_memory", -1, ValueError, GIB),
     ("scheduler_memory", "lots", ValueError, GIB),
     ("env", ["A=1"], TypeError, "a mapping of names to strings"),
-    ("env", {"A": 1}, TypeError, "env['A'] of type int: expected a string"),
+    ("env", {"A": 1}, TypeError, "env['A']=1: expected a string"),
     ("env", {1: "A"}, TypeError, "env: expected names that are strings, got 1"),
     ("env", {"": "1"}, ValueError, "env: expected names of environment variables, got ''"),
-    ("env", {"A=B": "1"}, ValueError, "env: expected names of environment variables, got 'A=B'"),
+    ("env", {"A=B": "1"}, ValueError, "env: expected names of environment variables, got 'A=…'"),
     ("env", {"A": "\0"}, ValueError, "env['A']: expected a string without zero bytes"),
     ("worker_args", "--lifetime 1h", TypeError, STRINGS),
     ("worker_args", 3, TypeError, STRINGS),
@@ -388,6 +388,9 @@ REFUSED = [
         ("env", {"TOKEN": "s3cr3t", "": "x"}),
         ("env", {"TOKEN": "s3cr3t\0"}),
         ("env", ["TOKEN=s3cr3t"]),
+        ("env", {"TOKEN=s3cr3t": "x"}),
+        ("env", {("TOKEN", "s3cr3t"): "x"}),
+        ("env", {"TOKEN": b"s3cr3t"}),
         ("launch_options", {"key": "s3cr3t", "cpu": 1}),
         ("launch_options", {"key": "s3cr3t", "kernel": object()}),
         ("launch_options", ["s3cr3t"]),
@@ -401,6 +404,11 @@ def test_an_error_shows_no_value_that_may_be_secret(argument, value):
         Options.read(**{argument: value})
     assert str(caught.value).startswith(f"invalid {argument}")
     assert "s3cr3t" not in str(caught.value)
+
+
+def test_an_error_about_a_variable_names_it_and_shows_a_number():
+    with pytest.raises(TypeError, match=r"^invalid env\['N'\]=4: expected a string, such as \"4\"$"):
+        Options.read(env={"TOKEN": "s3cr3t", "N": 4})
 
 
 @pytest.fixture

@@ -67,15 +67,13 @@ def _words(context: click.Context, parameter: click.Parameter, value: str | None
     try:
         return None if value is None else shlex.split(value)
     except ValueError as error:
-        raise click.BadParameter(
-            f"expected words for a shell, got {value!r}: {error}", context, parameter
-        ) from None
+        raise click.BadParameter(f"expected words for a shell: {error}", context, parameter) from None
 
 
 def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict | None:
     wrong = [value for value in values if "=" not in value]
     if wrong:
-        raise click.BadParameter(f"expected NAME=VALUE, got {wrong[0]!r}", context, parameter)
+        raise click.BadParameter("expected NAME=VALUE, got text without '='", context, parameter)
     pairs = dict(value.split("=", 1) for value in values)
     if parameter.name != "env":
         return {name: _number_or_text(value) for name, value in pairs.items()} or None
@@ -144,7 +142,10 @@ def _read_spec(path: str) -> tuple[list[Any], dict[str, Any]]:
     try:
         spec = yaml.safe_load(Path(path).read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        # Not its own words, which show a line of the file.
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}: {getattr(error, 'problem', None)}" if mark else ""
+        raise ValueError(f"{path} is not valid YAML{where}") from None
     wanted = {"version": 1, "module": "dask_cml", "class": "CMLCluster"}
     for key, value in wanted.items():
         found = spec.get(key) if isinstance(spec, dict) else None

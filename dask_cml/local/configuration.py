@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any
 
+from dask_cml import checks
 from dask_cml.local import network, state
 
 RESOURCES = ("cpu", "memory", "nvidia_gpu", "sessions")
@@ -148,7 +149,7 @@ def _check(name: str, value: Any) -> None:
                 _check_number(f"quota[{resource!r}]", limit)
     elif name == "variables":
         _check_mapping(name, value)
-        check_variables(name, value)
+        checks.environment(name, value)
     elif name == "needs_api_key":
         if not isinstance(value, bool):
             raise TypeError(f"needs_api_key must be a bool, not {value!r}")
@@ -170,13 +171,4 @@ def _check_number(name: str, value: Any) -> None:
 
 def _check_mapping(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a mapping, not {value!r}")
-
-
-def check_variables(name: str, variables: Mapping[Any, Any]) -> None:
-    """Refuse what cannot be environment variables, with a TypeError or ValueError naming it."""
-    for key, value in variables.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"{name} must map strings to strings, it has {key!r}: {value!r}")
-        if not key or "=" in key or "\0" in key + value:
-            raise ValueError(f"{name} has {key!r}: {value!r}, which no environment can hold")
+        raise TypeError(f"{name} must be a mapping, not of type {type(value).__name__}")

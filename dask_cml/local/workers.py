@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from dask_cml import checks
 from dask_cml.local import configuration, environment, faults, launching, records
 from dask_cml.local.responses import Response
 
@@ -95,7 +96,7 @@ def launch_workers(
         )
     if not script and not code:
         raise ValueError("launch_workers needs a script or code")
-    configuration.check_variables("env", env)
+    checks.environment("env", env)
     if not script and code.lstrip().startswith("!") and importlib.util.find_spec("IPython") is None:
         raise ImportError(
             "the local platform runs !commands by IPython, as CML does: pip install 'dask-cml[local]'"

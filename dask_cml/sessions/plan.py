@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import dask
@@ -100,18 +100,22 @@ class SessionPlan:
         Its environment variables.
     log : Path
         Where it writes its output, on the project file system.
+    hidden : collection of str
+        The variables whose values may be secrets of the user's, and are not shown.
     """
 
     name: str
     size: SessionSize
     code: str
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
     log: Path
+    hidden: Collection[str] = ()
 
     def __str__(self) -> str:
         size = self.size
         head = f"# {self.name}: cpu={size.cpu:g} memory={size.memory:g} nvidia_gpu={size.nvidia_gpu}"
-        return "\n".join([head, *(f"# env {k}={v!r}" for k, v in self.env.items()), self.code])
+        env = {name: "(hidden)" if name in self.hidden else repr(value) for name, value in self.env.items()}
+        return "\n".join([head, *(f"# env {name}={shown}" for name, shown in env.items()), self.code])
 
 
 def plan_scheduler(
@@ -222,4 +226,4 @@ def _plan(
 ) -> SessionPlan:
     log = log_path(name, folder, options.log_directory)
     code = _CODE.format(title=title, command=command, more=more, log=str(log), meanwhile=meanwhile)
-    return SessionPlan(name, size, code, {"PYTHONUNBUFFERED": "1", **env}, log)
+    return SessionPlan(name, size, code, {"PYTHONUNBUFFERED": "1", **env}, log, {*options.env})

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dask_cml.checks import integer, is_session_id, seconds
@@ -40,7 +40,7 @@ class _Launch:
     """One launch, whatever number of calls it takes. The first session that is heard of is its session."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any] = field(repr=False)
     session: SessionInfo | None = None
     #: Nobody waits for it any more.
     over: bool = False

@@ -30,8 +30,8 @@ def test_configure_changes_only_what_is_given(platform):
         ({"quota": {"gpus": 1}}, ValueError, "gpus"),
         ({"quota": {"cpu": None}}, TypeError, "cpu"),
         ({"over_quota": "queue"}, ValueError, "refuse, wait"),
-        ({"variables": {"A": 1}}, TypeError, "'A': 1"),
-        ({"variables": {"A=B": "1"}}, ValueError, "A=B"),
+        ({"variables": {"A": 1}}, TypeError, r"variables\['A'\]=1"),
+        ({"variables": {"A=B": "1"}}, ValueError, "A=…"),
         ({"network": "none"}, ValueError, "shared, namespaces"),
     ],
 )
