@@ -48,22 +48,15 @@ def told(cluster):
     return "\n".join(line for _, line in cluster._cluster_manager_logs)
 
 
-async def test_a_smaller_wish_during_a_refusal_counts(simulated):
-    mine = await simulated()
-    simulated.platform.configure(quota={"sessions": 6})
-    with simulated.platform.held("launch_workers"):
+async def smaller_during_a_refusal(mine, platform):
+    platform.configure(quota={"sessions": 6})
+    with platform.held("launch_workers"):
         mine.scale(8)
-        await eventually(lambda: simulated.platform.under_way)
-        mine.scale(1)
-    await eventually(lambda: has(mine, 1))
-    await mine._carry_out()
-    assert (mine._fleet.target, len(mine._fleet.keys)) == (1, 1)
-    await eventually(lambda: has(mine, 1))
+        await eventually(lambda: platform.under_way)
+        mine.scale(2)
 
 
-async def test_the_last_wish_of_many_threads_counts(simulated):
-    mine = await simulated()
-
+async def last_of_many_threads(mine, platform):
     def scale(seed):
         luck = random.Random(seed)
         for _ in range(20):
@@ -74,6 +67,14 @@ async def test_the_last_wish_of_many_threads_counts(simulated):
         thread.start()
     await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in threads])
     mine.scale(2)
+
+
+@pytest.mark.parametrize(
+    "wish", [smaller_during_a_refusal, last_of_many_threads], ids=lambda wish: wish.__name__
+)
+async def test_the_last_wish_counts(simulated, wish):
+    mine = await simulated()
+    await wish(mine, simulated.platform)
     await eventually(lambda: has(mine, 2))
     await mine._carry_out()
     assert (mine._fleet.target, len(mine._fleet.keys)) == (2, 2)
@@ -120,6 +121,20 @@ async def test_workers_that_the_user_retires_are_replaced_and_no_failure(simulat
     assert "was closed" in told(mine)
 
 
+async def test_workers_that_a_client_restarts_are_replaced_and_no_failure(simulated):
+    mine = await simulated(n_workers=2)
+    async with Client(mine, asynchronous=True) as client:
+        await eventually(lambda: has(mine, 2))
+        before = {*mine._arrived}
+        # It closes workers that have no nanny, and waits for as many others.
+        await client.restart(timeout=120)
+        await eventually(lambda: has(mine, 2))
+        assert not before & mine._arrived
+        assert await client.submit(sum, [1, 2]) == 3
+    assert "failed" not in told(mine)
+    assert "trouble" not in repr(mine)
+
+
 async def test_a_closed_cluster_says_so(simulated):
     mine = await simulated()
     await mine.close()
@@ -154,7 +169,7 @@ async def test_a_cluster_that_lost_its_scheduler_does_not_say_that_it_runs(simul
     await eventually(lambda: mine.status == Status.closed)
 
 
-async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform):
+async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform, light):
     platform.configure(quota={"sessions": 3}, stop_grace=2.0)
     options = {"platform": "local", "asynchronous": True, "quiet": True}
     with pytest.raises(LaunchRefused):

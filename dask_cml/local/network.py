@@ -53,7 +53,7 @@ def allocate() -> dict[str, str]:
     with _locked():
         known = state.read_json(path) or {"last": 1}
         bridge = _bridge()
-        if not _exists(bridge):
+        if not _exists(bridge, bridge):
             known["subnet"] = _free_subnet(bridge)
         last = known["last"] = known["last"] % (_LAST_HOST - 1) + 1
         subnet = ipaddress.IPv4Network(known["subnet"])
@@ -116,11 +116,14 @@ def remove(plan: dict[str, str]) -> None:
     bridge = plan["bridge"]
     alias = _host_alias(bridge)
     with _locked():
+        # The kernel removes the links of a namespace some time after it.
+        if _exists(plan["interface"], bridge):
+            _batch(bridge, f"link delete {plan['interface']}")
         if (_NAMESPACES / plan["namespace"]).exists():
             _batch(bridge, f"netns delete {plan['namespace']}")
         # A session that is still starting makes the bridge anew.
         if [*_NAMESPACES.glob(f"{bridge}-*")] == [alias]:
-            if _exists(bridge):
+            if _exists(bridge, bridge):
                 _batch(bridge, f"link delete {bridge}")
             _batch(bridge, f"netns delete {alias.name}")
 
@@ -138,7 +141,7 @@ def _make_bridge(plan: dict[str, str]) -> None:
     bridge = plan["bridge"]
     if not _host_alias(bridge).exists():
         _batch(bridge, f"netns attach {_host_alias(bridge).name} {os.getpid()}")
-    if not _exists(bridge):
+    if not _exists(bridge, bridge):
         width = plan["subnet"].split("/")[1]
         _batch(
             bridge,
@@ -165,9 +168,10 @@ def _network(route: dict[str, Any]) -> ipaddress.IPv4Network:
     return ipaddress.IPv4Network("0.0.0.0/0" if destination == "default" else destination, strict=False)
 
 
-def _exists(bridge: str) -> bool:
-    links = json.loads(_run([*host(bridge), "ip", "-json", "link", "show", "type", "bridge"]) or "[]")
-    return any(link.get("ifname") == bridge for link in links)
+def _exists(link: str, bridge: str) -> bool:
+    """Whether this machine's own network has a link of this name."""
+    links = json.loads(_run([*host(bridge), "ip", "-json", "link", "show"]) or "[]")
+    return any(each.get("ifname") == link for each in links)
 
 
 def _batch(bridge: str, *commands: str, namespace: str | None = None) -> None:
