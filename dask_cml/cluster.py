@@ -3,52 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import os
-import threading
-from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
-import dask.config
-from dask.utils import parse_timedelta
-from distributed.core import Status, rpc
+from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
-from distributed.deploy.spec import SpecCluster
 from distributed.security import Security
-from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
+from distributed.utils import Log, Logs, NoOpAwaitable
 
-from dask_cml.aio import cancel
-from dask_cml.checks import gibibytes, integer, message, positive
-from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
 from dask_cml.manager.adaptive import CMLAdaptive, stop_adapting
-from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
-from dask_cml.manager.dashboard import DashboardForwarder
-from dask_cml.manager.display import first_line, sessions_html, show_start
-from dask_cml.manager.fleet import Fleet, session_keys
-from dask_cml.manager.leadership import Leadership
-from dask_cml.manager.reconciler import Reconciler
-from dask_cml.manager.record_keeper import SCHEDULER, RecordKeeper
+from dask_cml.manager.display import first_line, sessions_html
+from dask_cml.manager.fleet import session_keys
+from dask_cml.manager.lifecycle import ManagedCluster
+from dask_cml.manager.sizing import bounds, sessions_for
 from dask_cml.manager.waiting import pending, waiting
-from dask_cml.options import OPTION_NAMES, Options, state_directory
-from dask_cml.records import probe, store
-from dask_cml.records.operations import wait_until_running
+from dask_cml.options import OPTION_NAMES, Options
+from dask_cml.records import store
 from dask_cml.records.record import Record
-from dask_cml.sessions import tls
-from dask_cml.sessions.owner import lifetime
-from dask_cml.sessions.process import CMLScheduler, CMLWorker, Session, connection_args
+from dask_cml.sessions.process import Session
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.sessions.workers_api import WorkersAPI, load_platform
-
-logger = logging.getLogger(__name__)
-
-_GOODBYE_TIMEOUT = 3.0
 
 
-class CMLCluster(SpecCluster):
+class CMLCluster(ManagedCluster):
     """A Dask cluster on CML worker sessions.
 
     The scheduler runs in a session of its own, each worker session runs one Dask worker or several. The
@@ -147,11 +126,6 @@ class CMLCluster(SpecCluster):
     3
     """
 
-    scheduler: CMLScheduler
-    scheduler_comm: Any
-    loop: Any
-    _watch_worker_status_task: Any
-
     def __init__(
         self,
         n_workers: int | None = None,
@@ -187,182 +161,21 @@ class CMLCluster(SpecCluster):
         silence_logs: int | str | bool | None = logging.WARNING,
         quiet: bool = False,
         _record: Record | None = None,
+        _observes: bool = False,
     ) -> None:
         arguments = locals()
-        self._given = {name: arguments[name] for name in OPTION_NAMES}
-        # What ends a cluster is needed even if this constructor fails.
-        self.status = Status.closed
-        self._pid = os.getpid()
-        self.options = Options.read(**self._given)
-        if _record is None:
-            self.options = self.options.inheriting()
-        self._api = WorkersAPI(load_platform(self.options.platform))
-        self._api.check_options(self.options.launch_options)
-        self._api.check_options(self.options.scheduler_launch_options, "scheduler_launch_options")
-        self._folder = state_directory() / self.options.name
-        self._tls: Security | None = None
-        self._fleet: Fleet[CMLWorker] = Fleet(self.options.name, self.options.processes)
-        if _record is None:  # otherwise it takes over what another process has launched
-            self._fleet.resize(self.options.n_workers)
-        self._reconciler = Reconciler(self)
-        self._leadership = Leadership(self, leads=_record is None)
-        self._record_keeper = self._make_record_keeper(_record)
-        self._adopts = _record is not None
-        self._starting: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
-        self._forwarder: DashboardForwarder | None = None
-        self._keeping: asyncio.Task[None] | None = None
-        self._stepping: asyncio.Task[Any] | None = None
-        self._close_lock = threading.Lock()
-        self._silence = contextlib.ExitStack()
-        if silence_logs:
-            self._silence.enter_context(silence_logging_cmgr(level=silence_logs))
-        self._quiet = quiet
-        end_at_exit(self)
-        try:
-            super().__init__(
-                worker=self._worker_template(),
-                asynchronous=asynchronous,
-                loop=loop,
-                name=self.options.name,
-                shutdown_on_close=self.options.shutdown_on_close,
-            )
-        except BaseException:  # Ctrl-C, too, must leave no session
-            self._end(None, shutdown=not self._adopts)
-            raise
-
-    # -- start
-
-    async def _start(self) -> None:
-        if self.status in (Status.closing, Status.closed):
-            raise CMLError(f"the cluster {self.name} is closed")
-        if self._starting is None:
-            self.status = Status.starting
-            self._starting = asyncio.create_task(self._start_once())
-        try:
-            await self._starting
-        except asyncio.CancelledError:
-            closed_meanwhile = self._closing is not None
-            await self._close(shutdown=not self._adopts)
-            if closed_meanwhile:
-                raise CMLError(f"the cluster {self.name} was closed while it started") from None
-            raise
-        except LaunchRefused:
-            await self._close(shutdown=not self._adopts)
-            # A smaller cluster, asked for at once, must not be refused for what is being stopped.
-            await self._api.wait_until_ended(self._api.names)
-            raise
-        except BaseException:
-            # SpecCluster's `__await__` does not close a cluster whose start fails, and its `_start` makes a
-            # bare RuntimeError of every error.
-            await self._close(shutdown=not self._adopts)
-            raise
-
-    async def _start_once(self) -> None:
-        self.quiet = self._quiet
-        self._lock = asyncio.Lock()
-        await (self._adopt() if self._adopts else self._create_or_connect())
-        self.scheduler_comm = rpc(self.scheduler.address, connection_args=connection_args(self._tls))
-        await Cluster._start(self)
-        # From now on other processes can take part.
-        await self._record_keeper.write(scheduler_id=str(self.scheduler_info["id"]))
-        if not (self._adopts or self.shutdown_on_close):
-            self._log(lifetime(self.name))
-        self._watch_worker_status_task.add_done_callback(self._reconciler.poke)
-        await self._leadership.start()
-        if self.options.forward_dashboard:
-            arguments = connection_args(self._tls)
-            self._forwarder = DashboardForwarder(self.scheduler_comm.address, arguments)
-            await self._forwarder.start()
-        self._keeping = asyncio.create_task(self._reconciler.run())
-
-    async def _create_or_connect(self) -> None:
-        mode = self.options.create_mode
-        if mode != "connect":
-            try:
-                await self._launch()
-                return
-            except ClusterExists:
-                if mode == "create":
-                    raise
-        name, given = self.options.name, self._given
-        timeout = self.options.pending_timeout + self.options.scheduler_timeout
-        record = await wait_until_running(name, timeout)
-        differing = self.options.differing(given, record.options)
-        kept = f"; it keeps its {', '.join(differing)}" if differing else ""
-        self._log(f"Connected to the running cluster {name}{kept}")
-        self._adopts = True
-        self.options = self.options.of_running(record.options, bool(given["shutdown_on_close"]))
-        self.shutdown_on_close = self.options.shutdown_on_close
-        self.new_spec = self._worker_template()
-        # What was asked of a cluster that is not created is not asked of the one that runs.
-        self._fleet = Fleet(self.options.name, self.options.processes)
-        self._leadership = Leadership(self, leads=False)
-        self._record_keeper = self._make_record_keeper(record)
-        await self._adopt()
-
-    def _make_record_keeper(self, record: Record | None) -> RecordKeeper:
-        return RecordKeeper(self.options.name, self._api, self._fleet, lambda: self.scheduler, record)
-
-    def _worker_template(self) -> dict[str, Any]:
-        template: dict[str, Any] = {"cls": CMLWorker, "options": {}}
-        if self.options.processes > 1:
-            template["group"] = [f"-{i}" for i in range(self.options.processes)]
-        return template
-
-    async def _launch(self) -> None:
-        self._tls, files = await asyncio.to_thread(tls.as_files, self.options.security, self._folder)
-        self.security = self._tls or Security()
-        await self._record_keeper.take_name(self.options.arguments(), tls.paths(self._tls))
-        if others := [repr(each.options.name) for each in unclosed() if each is not self]:
-            self._log(f"This process has other clusters open, each with its sessions: {', '.join(others)}")
-        self.scheduler = CMLScheduler(self._api, self.options, self._folder, self._tls)
-        self._record_keeper.start()
-        await asyncio.to_thread(self._write_files, files)
-        workers = {key: self.make_worker(key) for key in self._fleet.missing}
-        for key, worker in workers.items():
-            self._fleet.launched(key, worker)
-        showing = asyncio.create_task(show_start(self))
-        tasks: list[asyncio.Future[Any]] = []
-        try:
-            # The scheduler's first: where sessions wait for room, workers would take its place.
-            await self.scheduler.launch()
-            # The workers right after it: a session takes long to start. They find the scheduler by its file.
-            tasks += [asyncio.ensure_future(p) for p in (self.scheduler, *workers.values())]
-            await asyncio.gather(*tasks)
-        except BaseException:
-            await cancel(*tasks)
-            raise
-        finally:
-            await cancel(showing)
-
-    def _write_files(self, files: Mapping[Path, str]) -> None:
-        tls.write(files)
-        if self.options.log_directory is not None:
-            Path(self.options.log_directory).mkdir(parents=True, exist_ok=True)
-
-    async def _adopt(self) -> None:
-        record = self._record_keeper.record
-        assert record is not None
-        # As long as Dask's clients wait: a busy scheduler may need it, and one that is gone refuses at once.
-        patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
-        if not await probe.is_alive(record, timeout=patience):
-            address = record.scheduler_address or "whose address is not known yet"
-            raise CMLError(
-                f"the scheduler of the cluster {record.name!r}, {address}, does not answer; "
-                "`dask cml delete` ends what may be left of it"
-            )
-        self._tls = record.get_security()
-        self.security = self._tls or Security()
-        self.scheduler = CMLScheduler(self._api, self.options, self._folder, self._tls)
-        self.scheduler.address = record.scheduler_address
-        session = record.scheduler_session or ""
-        self.scheduler.adopt(session, record.app_url, record.owners.get(session))
-        for session_id, key in record.sessions.items():
-            if key != SCHEDULER:
-                self._leadership.adopt(key, session_id, record.owners.get(session_id))
-        self._fleet.follow(len(self._fleet.keys))
-        self._record_keeper.start()
+        given = {name: arguments[name] for name in OPTION_NAMES}
+        options = Options.read(**given)
+        super().__init__(
+            options.inheriting() if _record is None else options,
+            given,
+            record=_record,
+            observes=_observes,
+            asynchronous=asynchronous,
+            loop=loop,
+            silence_logs=silence_logs,
+            quiet=quiet,
+        )
 
     @classmethod
     def from_name(  # type: ignore[override]
@@ -421,15 +234,6 @@ class CMLCluster(SpecCluster):
         """Do the same, without a look at the file system."""
         return cls(**record.options, name=record.name, create_mode="create", **arguments, _record=record)
 
-    def __await__(self) -> Generator[Any, Any, CMLCluster]:
-        return self._ready().__await__()
-
-    async def _ready(self) -> CMLCluster:
-        if self.status != Status.running:
-            await self._start()
-        await self._correct_state()
-        return self
-
     # -- scaling
 
     def scale(  # type: ignore[override]  # as in SpecCluster
@@ -459,15 +263,11 @@ class CMLCluster(SpecCluster):
         >>> cluster.scale(2)
         >>> cluster.scale(memory="4 GiB")
         """
-        n = integer("n", n, 0)
-        if memory is not None:
-            n = max(n, math.ceil(gibibytes("memory", memory) / self.options.worker.memory))
-        if cores is not None:
-            n = max(n, math.ceil(positive("cores", cores) / self.options.nthreads))
+        n = sessions_for(self.options, n, memory, cores)
         self._fleet.resize(n)
         if isinstance(self._adaptive, CMLAdaptive):
             stop_adapting(self._adaptive, "scale() was called")
-        self._reconciler.start_anew()
+        self._reconciler.backoff.reset()
         self.loop.add_callback(self._correct_state)
         return NoOpAwaitable() if self.asynchronous else None
 
@@ -489,13 +289,6 @@ class CMLCluster(SpecCluster):
         keys = session_keys(self._fleet.keys, self.options.processes)
         if self._fleet.remove({keys.get(worker, worker) for worker in workers}, driver):
             await self._carry_out()
-
-    async def _carry_out(self) -> None:
-        """Make the sessions what they should be, or return when the cluster closes."""
-        step = self._correct_state()
-        await asyncio.wait([step])
-        if not step.cancelled():
-            step.result()
 
     def adapt(
         self,
@@ -532,91 +325,24 @@ class CMLCluster(SpecCluster):
         --------
         >>> adaptive = cluster.adapt(minimum=1, maximum=10)
         """
-        minimum = integer("minimum", minimum or 0, 0)
-        if maximum is None:
-            maximum = math.inf
-        elif maximum != math.inf:
-            maximum = integer("maximum", maximum, 0)
-        per_session = {"cores": self.options.nthreads, "memory": self.options.worker.memory}
-        for unit, low, high in (
-            ("cores", minimum_cores, maximum_cores),
-            ("memory", minimum_memory, maximum_memory),
-        ):
-            check = gibibytes if unit == "memory" else positive
-            if low is not None:
-                low = check(f"minimum_{unit}", low)
-                minimum = max(minimum, math.ceil(low / per_session[unit]))
-            if high is not None:
-                high = check(f"maximum_{unit}", high)
-                maximum = min(maximum, math.floor(high / per_session[unit]))
-        if maximum < minimum:
-            raise ValueError(message("maximum", maximum, f"at least the minimum, {minimum} worker sessions"))
+        minimum, maximum = bounds(
+            self.options,
+            minimum,
+            maximum,
+            cores=(minimum_cores, maximum_cores),
+            memory=(minimum_memory, maximum_memory),
+        )
         self._fleet.drive(None)  # the adaptive scaling before has no say any more
         adaptive = Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
         self._fleet.drive(adaptive)
-        self._reconciler.start_anew()
+        self._reconciler.backoff.reset()
         # Tells the claim at once: another manager may scale soon, and the last wish counts.
         self.loop.add_callback(self._correct_state)
         return adaptive
 
-    @property
-    def _arrived(self) -> set[str]:
-        """The worker sessions of which a Dask worker has registered."""
-        return self._fleet.arrived(self.observed)
-
     # SpecCluster's own state of the workers. It sets these; here they show what the fleet has.
 
-    @property
-    def worker_spec(self) -> dict[str, Any]:
-        """The wanted worker sessions, by name."""
-        return dict.fromkeys(self._fleet.keys, self.new_spec)
-
-    @worker_spec.setter
-    def worker_spec(self, _: Any) -> None:
-        pass
-
-    @property
-    def workers(self) -> dict[str, CMLWorker]:
-        """The worker sessions by name, also those that are not wanted any more."""
-        return self._fleet.workers
-
-    @workers.setter
-    def workers(self, _: Any) -> None:
-        pass
-
-    def make_worker(self, key: str) -> CMLWorker:
-        """Make a worker, unlaunched.
-
-        Parameters
-        ----------
-        key : str
-            Its name.
-        """
-        address = getattr(self.scheduler, "address", None)
-        return CMLWorker(
-            address, key, api=self._api, options=self.options, folder=self._folder, security=self._tls
-        )
-
-    async def _correct_state_internal(self) -> None:
-        async with self._lock:
-            self._correct_state_waiting = None
-            self._stepping = asyncio.current_task()
-            if self.status == Status.running and await self._leadership.sync():
-                await self._reconciler.step()
-
-    def _update_worker_status(self, op: str, msg: Any) -> None:
-        # SpecCluster closes a lost worker after a while and leaves it at that; the reconciler replaces it.
-        if op == "remove":
-            self.scheduler_info["workers"].pop(msg, None)
-        else:
-            Cluster._update_worker_status(self, op, msg)
-        self._reconciler.poke()
-
-    def _threads_per_worker(self) -> int:
-        return self.options.nthreads
-
-    def _memory_per_worker(self) -> int:
-        return int(self.options.worker.memory * 2**30)
+    # And Dask's own state of the scheduler, which the scheduler client has.
 
     # -- what there is
 
@@ -687,24 +413,25 @@ class CMLCluster(SpecCluster):
         return len(self._fleet.keys) - len(self._arrived)
 
     @property
-    def _cluster_class_name(self) -> str:
-        return type(self).__name__
+    def _pending(self) -> str:
+        return pending(self.n_pending, self._fleet.waits.values())
 
     def __repr__(self) -> str:
         text = super().__repr__()
         n = len(self.scheduler_info["workers"])
         if self.n_pending:
-            text = text.replace(f"workers={n}", f"workers={n} ({pending(self)})", 1)
+            text = text.replace(f"workers={n}", f"workers={n} ({self._pending})", 1)
         if self.scheduler is not None and (waits := self.scheduler.waits_for) is not None:
             text = f"{text[:-1]}, scheduler {waiting(waits)})"
-        if self.status == Status.running and self._watch_worker_status_task.done():
+        if self.status == Status.running and not self._client.connected:
             text = f"{text[:-1]}, not connected to the scheduler)"
-        if self._reconciler.trouble:
-            text = f"{text[:-1]}, trouble: {first_line(self._reconciler.trouble)})"
+        if self._reconciler.problem:
+            text = f"{text[:-1]}, problem: {first_line(self._reconciler.problem)})"
         return text
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        return super()._repr_html_(cluster_status=(cluster_status or "") + sessions_html(self))
+        rows = sessions_html(self.sessions, self._pending, self._reconciler.problem)
+        return super()._repr_html_(cluster_status=(cluster_status or "") + rows)
 
     def job_script(self) -> str:
         """Return what the scheduler's session and a worker's are launched with.
@@ -717,11 +444,7 @@ class CMLCluster(SpecCluster):
         # mine-scheduler: cpu=1 memory=2 nvidia_gpu=0
         ...
         """
-        if self._tls is None:  # the paths, for what is not started; no file is written
-            self._tls, _ = tls.as_files(self.options.security, self._folder)
-        scheduler = self.scheduler or CMLScheduler(self._api, self.options, self._folder, self._tls)
-        worker = self.make_worker(self._fleet.new_key())
-        return f"{scheduler.plan}\n{worker.plan}"
+        return self._launcher.plans()
 
     def get_snippet(self) -> str:
         """Return the code by which another process of the project gets this cluster; dask-ctl shows it.
@@ -770,85 +493,3 @@ class CMLCluster(SpecCluster):
         >>> CMLCluster.from_name("mine").leave()
         """
         return self._end(None, shutdown=False)
-
-    def _end(self, timeout: float | None, shutdown: bool) -> Awaitable[None] | None:
-        if self.asynchronous:
-            return self.sync(self._close, shutdown, callback_timeout=timeout)
-        if self._is_a_forks_copy:
-            return None
-        with self._close_lock:  # the second of two threads would wait for a loop that the first has stopped
-            try:
-                if self.status != Status.closed:
-                    self.sync(self._close, shutdown, callback_timeout=timeout)
-            finally:
-                self._loop_runner.stop()
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        self._end(None, self.shutdown_on_close)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._close(self.shutdown_on_close)
-
-    @property
-    def _is_a_forks_copy(self) -> bool:
-        """Whether this is in a fork of the cluster's process, whose end must not be the cluster's."""
-        return self._pid != os.getpid()
-
-    async def _close(self, shutdown: bool = True) -> None:
-        if self._is_a_forks_copy or self.status == Status.closed:
-            return
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close_once(shutdown))
-        await asyncio.shield(self._closing)
-
-    async def _close_once(self, shutdown: bool) -> None:
-        # Not SpecCluster's, which retires every worker first and waits long for a scheduler that is gone.
-        if self._adaptive is not None:
-            stop_adapting(self._adaptive, "the cluster closes")
-        self.status = Status.closing
-        self._fleet.close()
-        await cancel(self._starting, self._keeping, self._correct_state_waiting, self._stepping)
-        await self._reconciler.close()
-        if self._forwarder is not None:
-            await self._forwarder.close()
-        await self._record_keeper.close()
-        try:
-            if not shutdown:
-                await self._hand_over()
-            # First, because a scheduler that ends does not answer, and that is waited for.
-            await self._leadership.close(stays=not shutdown)
-            if shutdown:
-                await self._say_goodbye()
-                await self._record_keeper.end()
-            else:
-                await self._api.close()
-        finally:
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                await asyncio.wait_for(Cluster._close(self), _GOODBYE_TIMEOUT)
-            self.status = Status.closed
-            self._silence.close()
-            for process in (self.scheduler, *self.workers.values()):
-                if process is not None:
-                    process.status = Status.closed
-            self._fleet.clear()
-            no_longer_end_at_exit(self)
-
-    async def _hand_over(self) -> None:
-        """Leave the sessions to other managers; what these do not know of is stopped."""
-        if self._leadership.id:  # what was asked for last, and launched for it, may not be told yet
-            await self._leadership.sync()
-        if self._record_keeper.gone:  # nobody can take them over any more
-            return
-        processes = (self.scheduler, *self.workers.values())
-        self._api.forget(*[p.session_id for p in processes if p is not None and p.session_id])
-
-    async def _say_goodbye(self) -> None:
-        """Let the scheduler tell its workers and clients that it ends, if it is there."""
-        if self.scheduler_comm is not None:
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                await asyncio.wait_for(self.scheduler_comm.terminate(), _GOODBYE_TIMEOUT)
-
-    def _end_soon(self, shutdown: bool) -> None:
-        """Close from within one of the cluster's own tasks, which close() waits for."""
-        self._closing = self._closing or asyncio.create_task(self._close_once(shutdown))

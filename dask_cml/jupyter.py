@@ -191,9 +191,13 @@ class Sidebar:
         if not await probe.is_alive(entry.record):
             return
         cluster = CMLCluster._from_record(
-            entry.record, shutdown_on_close=False, forward_dashboard=True, asynchronous=True, quiet=True
+            entry.record,
+            shutdown_on_close=False,
+            forward_dashboard=True,
+            asynchronous=True,
+            quiet=True,
+            _observes=True,
         )
-        cluster._leadership.watches = True
         entry.cluster = cluster
         await cluster
         self._manager._clusters[entry.id] = cluster
@@ -241,8 +245,7 @@ class Sidebar:
 async def _is_lost(entry: _Entry) -> bool:
     """Whether a cluster's scheduler has been gone for long, though the cluster's record is there."""
     assert entry.cluster is not None
-    connection = entry.cluster._watch_worker_status_task
-    if not connection.done() or await probe.is_alive(entry.record):
+    if entry.cluster._client.connected or await probe.is_alive(entry.record):
         entry.lost_since = None
         return False
     entry.lost_since = entry.lost_since or time.monotonic()

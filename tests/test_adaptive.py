@@ -14,6 +14,7 @@ from dask_cml import CMLAdaptive
 from dask_cml.manager.adaptive import stop_adapting
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.reconciler import Reconciler
+from dask_cml.manager.scheduler_client import SchedulerClient
 
 
 class SchedulerComm:
@@ -45,12 +46,21 @@ class Cluster:
         keys = self._fleet.keys
         for key in keys[:launched]:
             self._fleet.launched(key, SimpleNamespace(launched_at=None, waits_for=None))
-        self._reconciler = Reconciler(self)
         self._arrived = set(keys[:arrived])
-        self.observed = {name for key in self._arrived for name in self._reconciler.names(key)}
-        self.scheduler_comm = SchedulerComm()
+        self.observed = {name for key in self._arrived for name in self._fleet.dask_names(key)}
+        client = SchedulerClient()
+        client.info = {"workers": {name: {"name": name} for name in self.observed}}
+        client.comm = self.scheduler_comm = SchedulerComm()
         self.scheduler_comm.workers = sorted(self.observed)
-        self._watch_worker_status_task = SimpleNamespace(done=lambda: True)
+        self._reconciler = Reconciler(
+            self._fleet,
+            client,
+            SimpleNamespace(api=None, options=self.options),
+            None,
+            None,
+            correct_state=None,
+            log=None,
+        )
         self.did = []
         self.errors = []
         self.loop = IOLoop.current()

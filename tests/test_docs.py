@@ -227,7 +227,8 @@ def test_the_examples_of_a_modules_docstrings_run(project, module):
 
 
 def test_the_examples_that_speak_of_a_cluster_run(project, monkeypatch):
-    monkeypatch.setattr("dask_cml.cluster.unclosed", list)  # a new cluster says that there are others
+    # A new cluster says that there are others.
+    monkeypatch.setattr("dask_cml.manager.lifecycle.unclosed", list)
     with closing():
         mine = CMLCluster(name="mine", n_workers=1, quiet=True)
         mine.wait_for_workers(1)

@@ -224,7 +224,7 @@ async def test_start_life_and_close_bear_one_wrong_answer_of_each_function(
         inject()
         cluster.scale(1)
         await holds(lambda: complete(cluster, 1))
-        assert cluster._reconciler.trouble is None
+        assert cluster._reconciler.problem is None
         inject()
     await holds(lambda: not wanted(platform))
     assert "Traceback" not in caplog.text
@@ -300,7 +300,7 @@ async def test_an_outage_is_told_when_it_begins_and_when_it_ends(platform, holds
         await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions})
         await holds(lambda: len(lines()) == 2)
         assert lines()[1].endswith("is looked after again")
-        assert not cluster._reconciler.gave_up
+        assert not cluster._reconciler.backoff.gave_up
     assert "Traceback" not in caplog.text
 
 
@@ -326,12 +326,12 @@ async def test_too_many_failures_in_a_row_end_the_trying_until_scale(platform, h
     async with cluster:
         platform.inject("fails", times=2)
         cluster.scale(1)
-        await holds(lambda: cluster._reconciler.gave_up)
+        await holds(lambda: cluster._reconciler.backoff.gave_up)
         assert "no new workers after 2 failures in a row" in told(cluster)
         assert "no new workers after 2 failures" in repr(cluster)
         cluster.scale(1)
         await holds(lambda: complete(cluster, 1))
-        assert "trouble" not in repr(cluster)
+        assert "problem" not in repr(cluster)
 
 
 async def test_a_quota_met_by_a_hundred_launches_is_not_asked_for_each(platform, holds, monkeypatch):

@@ -34,18 +34,12 @@ def layer(name: str) -> int:
 
 
 def imports() -> Iterator[tuple[str, str]]:
-    """Yield which module imports which, of those that are imported when it runs."""
+    """Yield which module imports which, also for types alone."""
     for path in PACKAGE.rglob("*.py"):
         module = ".".join(["dask_cml", *path.relative_to(PACKAGE).with_suffix("").parts])
         tree = ast.parse(path.read_text())
-        for_types = {
-            id(inner)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-            for inner in ast.walk(node)
-        }
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and id(node) not in for_types and node.module:
+            if isinstance(node, ast.ImportFrom) and node.module:
                 if node.module == "dask_cml":
                     yield from ((module, f"dask_cml.{each.name}") for each in node.names)
                 elif node.module.startswith("dask_cml."):
@@ -69,3 +63,22 @@ def test_imports_point_down():
         )
     ]
     assert up == []
+
+
+def test_no_modules_import_each_other():
+    below = {}
+    for importer, imported in imports():
+        below.setdefault(importer, set()).add(imported)
+
+    def circle(path):
+        if path[-1] in path[:-1]:
+            return path
+        return next(filter(None, (circle([*path, each]) for each in below.get(path[-1], ()))), None)
+
+    assert [found for module in below if (found := circle([module]))] == []
+
+
+def test_modules_are_short():
+    most = {"cluster.py": 550}
+    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path.name: n for path, n in lengths.items() if n > most.get(path.name, 400)} == {}

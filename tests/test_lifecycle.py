@@ -383,7 +383,7 @@ async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_lea
             await holds(lambda: owners(maker) == ["first", "first", "second", "second"])
             await holds(lambda: sorted(store.read("shared").owners.values()) == owners(maker))
             # The next leader has seen them all, else it would wait for them for the whole `worker_timeout`.
-            await holds(lambda: maker._reconciler._arrived == maker.workers.keys())
+            await holds(lambda: all(map(maker._fleet.has_registered, maker.workers)))
             assert not maker._leadership.leads
             await asyncio.to_thread(platform.end_engine, "second")
             assert await second.wait() == -signal.SIGKILL

@@ -415,7 +415,7 @@ def test_an_error_about_a_variable_names_it_and_shows_a_number():
 def stub(monkeypatch):
     """What a cluster would launch its sessions with."""
     stub = Stub()
-    monkeypatch.setattr("dask_cml.cluster.load_platform", lambda platform: stub)
+    monkeypatch.setattr("dask_cml.manager.lifecycle.load_platform", lambda platform: stub)
     yield stub
     assert stub.calls == []
 

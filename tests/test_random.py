@@ -23,8 +23,8 @@ from distributed import Client, Scheduler, Worker
 from distributed.core import Status
 from stub import HTTPError, Stub, StubSession, eventually
 
-from dask_cml import CMLCluster, CMLError, cluster
-from dask_cml.manager import reconciler
+from dask_cml import CMLCluster, CMLError
+from dask_cml.manager import backoff, lifecycle, reconciler
 from dask_cml.sessions import calls
 
 EPISODES = int(os.environ.get("DASK_CML_EPISODES", 4))
@@ -178,8 +178,8 @@ def address_in(scheduler_file: Path) -> str:
 def quick(monkeypatch, tmp_path):
     """What is seconds in real life is hundredths here."""
     for module, name, value in (
-        (reconciler, "_FIRST_PAUSE", 0.01),
-        (reconciler, "_LONGEST_PAUSE", 0.05),
+        (backoff, "_FIRST_PAUSE", 0.01),
+        (backoff, "_LONGEST_PAUSE", 0.05),
         (reconciler, "_LOOK_INTERVAL", 0.2),
         (calls, "_FIRST_PAUSE", 0.01),
         (calls, "_LONGEST_PAUSE", 0.05),
@@ -214,7 +214,7 @@ class Episode:
         self.done: list[str] = []
         [others] = self.platform.launch_workers(1, cpu=1, memory=1, code="another's work")
         self.others = others["id"]
-        monkeypatch.setattr(cluster, "load_platform", lambda platform: self.platform)
+        monkeypatch.setattr(lifecycle, "load_platform", lambda platform: self.platform)
         processes = self.chance.choice([1, 1, 2])
         self.cluster = CMLCluster(
             n_workers=self.chance.randrange(4),

@@ -25,10 +25,9 @@ Notebook.__module__ = "ipykernel.iostream"
 
 
 @pytest.fixture
-def cluster():
+def scheduler():
     session = SimpleNamespace(id="abc", status="starting", waits_for=None)
-    scheduler = SimpleNamespace(session=session, start_time=None)
-    return SimpleNamespace(name="c", quiet=False, scheduler=scheduler)
+    return SimpleNamespace(session=session, start_time=None)
 
 
 def shown(text):
@@ -49,26 +48,24 @@ def shown(text):
     ],
     ids=["terminal", "terminal, failed", "notebook", "notebook, failed"],
 )
-async def test_line_on_the_start(cluster, holds, out, took, left):
+async def test_line_on_the_start(scheduler, holds, out, took, left):
     out = out()
-    showing = asyncio.create_task(show_start(cluster, out))
+    showing = asyncio.create_task(show_start("c", scheduler, out))
     await holds(lambda: shown(out.getvalue()) == "c: the scheduler's session abc is starting, 0 s")
-    cluster.scheduler.start_time = took
+    scheduler.start_time = took
     await cancel(showing)
     assert shown(out.getvalue()) == left
 
 
-async def test_line_on_a_scheduler_that_waits_for_room(cluster, holds):
+async def test_line_on_a_scheduler_that_waits_for_room(scheduler, holds):
     out = Terminal()
-    cluster.scheduler.session = SimpleNamespace(id="abc", status="scheduling", waits_for=200)
-    showing = asyncio.create_task(show_start(cluster, out))
+    scheduler.session = SimpleNamespace(id="abc", status="scheduling", waits_for=200)
+    showing = asyncio.create_task(show_start("c", scheduler, out))
     await holds(lambda: "c: the scheduler's session abc is waiting for room, 3 min" in shown(out.getvalue()))
     await cancel(showing)
 
 
-@pytest.mark.parametrize("quiet", [True, False])
-async def test_nothing_is_shown_to_nobody(cluster, quiet):
-    cluster.quiet = quiet
-    out = Terminal() if quiet else io.StringIO()
-    await asyncio.wait_for(show_start(cluster, out), 120)
+async def test_nothing_is_shown_to_nobody(scheduler):
+    out = io.StringIO()
+    await asyncio.wait_for(show_start("c", scheduler, out), 120)
     assert out.getvalue() == ""

@@ -60,7 +60,7 @@ async def listed(name):
 async def test_twenty_workers_where_two_have_room(platform, room, holds):
     room(3)
     async with make(n_workers=20) as cluster:
-        await holds(lambda: len(cluster._arrived) == 2 and len(cluster._reconciler.waits) == 18)
+        await holds(lambda: len(cluster._arrived) == 2 and len(cluster._fleet.waits) == 18)
         before = {each.id for each in cluster.sessions}
         for worker in cluster.workers.values():  # as if an hour had passed
             worker.launched_at -= 3600
@@ -113,7 +113,7 @@ async def test_adapting_asks_for_no_more_than_what_waits_already(platform, room,
     room(2)
     async with make() as cluster:
         cluster.scale(2)
-        await holds(lambda: cluster._reconciler.waits and max(cluster._reconciler.waits) > 0.5)
+        await holds(lambda: cluster._fleet.waits and max(cluster._fleet.waits.values()) > 0.5)
         assert cluster._reconciler.affordable(10) == 2
         room(9)
         await holds(lambda: len(cluster._arrived) == 2)

@@ -16,14 +16,15 @@ from distributed.core import Status
 from stub import eventually
 from test_random import Simulation, quick  # noqa: F401  # a fixture
 
-from dask_cml import CMLCluster, CMLError, LaunchRefused, cluster
+from dask_cml import CMLCluster, CMLError, LaunchRefused
+from dask_cml.manager import lifecycle
 
 
 @pytest.fixture
 async def simulated(monkeypatch):
     """Return a function that makes a cluster on a platform of its own."""
     platform = Simulation(random.Random(1))
-    monkeypatch.setattr(cluster, "load_platform", lambda _: platform)
+    monkeypatch.setattr(lifecycle, "load_platform", lambda _: platform)
     made = []
 
     def make(**options):
@@ -105,7 +106,7 @@ async def test_what_is_not_wanted_any_more_is_no_failure(simulated):
         await eventually(lambda: len(mine.workers) == 1)
     await eventually(lambda: has(mine, 1))
     assert "failed" not in told(mine)
-    assert "trouble" not in repr(mine)
+    assert "problem" not in repr(mine)
 
 
 async def test_workers_that_the_user_retires_are_replaced_and_no_failure(simulated):
@@ -117,7 +118,7 @@ async def test_workers_that_the_user_retires_are_replaced_and_no_failure(simulat
             await client.retire_workers(names=before[:1], close_workers=True)
             await eventually(lambda gone=before[0]: gone not in mine.worker_spec and has(mine, 2))
     assert "failed" not in told(mine)
-    assert "trouble" not in repr(mine)
+    assert "problem" not in repr(mine)
     assert "was closed" in told(mine)
 
 

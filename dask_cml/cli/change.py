@@ -62,7 +62,7 @@ def adapt(name: str, minimum: int, maximum: int) -> None:
             return
         if cluster.status.name == "running":
             raise CMLError(f"{name} does not adapt any more: another manager scales it")
-        raise CMLError(f"{name} has ended: {cluster._reconciler.trouble or 'another process has deleted it'}")
+        raise CMLError(f"{name} has ended: {cluster._reconciler.problem or 'another process has deleted it'}")
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def _here(cluster: CMLCluster, n: int) -> str:
     """Return how many of n workers have come, and how many sessions wait for room."""
     from dask_cml.manager.waiting import waiting_workers
 
-    words = waiting_workers(cluster._reconciler.waits)
+    words = waiting_workers(cluster._fleet.waits.values())
     return f"{len(cluster._arrived)} of {n_workers(n)} here" + f", {words}" * bool(words)
 
 
@@ -91,18 +91,18 @@ def _wait_for_scale(cluster: CMLCluster, n: int, deadline: float) -> None:
     # What is there may be as many as are wanted, but other managers must hear of it.
     cluster.sync(cluster._carry_out)
     while not (cluster._leadership.leads and len(cluster._arrived) == len(cluster.workers) == n):
-        trouble = cluster._reconciler.trouble
+        problem = cluster._reconciler.problem
         if cluster.status.name != "running":
-            raise CMLError(f"{cluster.name} has ended: {trouble or 'another process has deleted it'}")
+            raise CMLError(f"{cluster.name} has ended: {problem or 'another process has deleted it'}")
         if cluster._fleet.target != n:
             other = "" if cluster._leadership.leads else "another manager scales it: "
             raise CMLError(
-                f"{cluster.name} has {trouble or f'{other}{n_workers(cluster._fleet.target)} wanted'}"
+                f"{cluster.name} has {problem or f'{other}{n_workers(cluster._fleet.target)} wanted'}"
             )
-        if cluster._reconciler.gave_up:
-            raise CMLError(f"{cluster.name} launches {trouble}")
+        if cluster._reconciler.backoff.gave_up:
+            raise CMLError(f"{cluster.name} launches {problem}")
         if time.monotonic() > deadline:
-            why = f": {trouble}" if trouble else ""
+            why = f": {problem}" if problem else ""
             raise CMLError(f"{cluster.name} has {_here(cluster, n)}, and the time is up{why}")
         time.sleep(INTERVAL)
 

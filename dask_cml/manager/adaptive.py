@@ -10,12 +10,9 @@ import math
 from collections import deque
 from statistics import fmean
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.deploy.adaptive import Adaptive
-
-if TYPE_CHECKING:
-    from dask_cml.cluster import CMLCluster
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +54,7 @@ class CMLAdaptive(Adaptive):
 
     Parameters
     ----------
-    cluster : CMLCluster
+    cluster : dask_cml.CMLCluster
         The cluster to scale.
     **kwargs
         As for :class:`distributed.deploy.Adaptive`, whose defaults these are.
@@ -67,9 +64,9 @@ class CMLAdaptive(Adaptive):
     >>> adaptive = cluster.adapt(minimum=1, maximum=10)
     """
 
-    cluster: CMLCluster
+    cluster: Any
 
-    def __init__(self, cluster: CMLCluster, **kwargs: Any) -> None:
+    def __init__(self, cluster: Any, **kwargs: Any) -> None:
         super().__init__(cluster, **kwargs)
         self._least_wait_count = self.wait_count
         self._starts: deque[float] = deque(maxlen=_LAST_STARTS)

@@ -8,25 +8,35 @@ import os
 import signal
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
-
-from distributed.core import Status
+from typing import Any, Protocol
 
 from dask_cml.errors import CMLError
-
-if TYPE_CHECKING:
-    from dask_cml.cluster import CMLCluster
+from dask_cml.options import Options
 
 logger = logging.getLogger(__name__)
 
 #: More than close() takes if the platform does not answer.
 _TIMEOUT = 60.0
-_clusters: dict[CMLCluster, weakref.ref[threading.Thread]] = {}
+
+
+class Endable(Protocol):
+    """A cluster, as the interpreter's end sees it."""
+
+    options: Options
+
+    def _end_now(self, timeout: float) -> None:
+        """Close the cluster, or stop its sessions by plain calls where its event loop is gone."""
+
+    def _forget(self) -> None:
+        """Leave the cluster to the process that this one was forked from."""
+
+
+_clusters: dict[Endable, weakref.ref[threading.Thread]] = {}
 _is_over = False
 _fork = threading.local()
 
 
-def end_at_exit(cluster: CMLCluster) -> None:
+def end_at_exit(cluster: Endable) -> None:
     """End this cluster with the interpreter, if it is not closed before.
 
     Raises
@@ -41,13 +51,13 @@ def end_at_exit(cluster: CMLCluster) -> None:
     _mind_sigterm()
 
 
-def no_longer_end_at_exit(cluster: CMLCluster) -> None:
+def no_longer_end_at_exit(cluster: Endable) -> None:
     """Forget a cluster that is closed."""
     _clusters.pop(cluster, None)
     _mind_sigterm()
 
 
-def unclosed() -> list[CMLCluster]:
+def unclosed() -> list[Any]:
     """Return the clusters of this process, as far as they are not closed."""
     return [*_clusters]
 
@@ -100,22 +110,11 @@ def _wait_for_makers() -> None:
             maker.join()
 
 
-def _end(cluster: CMLCluster) -> None:
+def _end(cluster: Endable) -> None:
     try:
-        if cluster.loop.asyncio_loop.is_running():
-            cluster.close(timeout=_TIMEOUT) if cluster.shutdown_on_close else cluster.leave()
+        cluster._end_now(_TIMEOUT)
     except CMLError as error:  # it has tried all that there is to try
         logger.error("%s", error)
-    except Exception as error:
-        logger.info("The cluster %s is ended by plain calls, after %r", cluster.name, error)
-    try:
-        # The loop may be gone, as after asyncio.run; then this is all that can be done, and enough.
-        if cluster.status != Status.closed and cluster.shutdown_on_close:
-            cluster._api.end()
-            cluster._record_keeper.remove()
-    except CMLError as error:
-        logger.error("%s", error)
-    cluster.status = Status.closed
     _clusters.pop(cluster, None)
 
 
@@ -131,7 +130,7 @@ def _release_sigterm() -> None:
 def _forget_all() -> None:
     """Leave the clusters to the process that this one was forked from."""
     for cluster in _clusters:
-        cluster.status = Status.closed
+        cluster._forget()
     _clusters.clear()
     _mind_sigterm()
     _release_sigterm()

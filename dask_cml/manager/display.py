@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from dask.widgets.widgets import TEMPLATE_PATHS, get_template
 
-from dask_cml.manager.waiting import pending, waiting
-
-if TYPE_CHECKING:
-    from dask_cml.cluster import CMLCluster
-    from dask_cml.sessions.process import Session
+from dask_cml.manager.waiting import waiting
+from dask_cml.sessions.process import CMLScheduler, Session
 
 # Where Dask looks for the templates of what is shown in notebooks.
 TEMPLATE_PATHS.append(str(Path(__file__).parents[1] / "templates"))
@@ -23,15 +21,20 @@ _INTERVAL = 0.25
 _WIDTH = 100
 
 
-def sessions_html(cluster: CMLCluster) -> str:
-    """Return rows for the table of the cluster's HTML representation."""
+def sessions_html(sessions: Collection[Session], pending: str, problem: str | None) -> str:
+    """Return rows for the table of a cluster's HTML representation.
+
+    Parameters
+    ----------
+    sessions : collection of Session
+        The cluster's.
+    pending : str
+        How many worker sessions are on their way; may be empty.
+    problem : str or None
+        What is wrong.
+    """
     template = get_template("cml_sessions.html.j2")
-    return template.render(
-        sessions=cluster.sessions,
-        status=_status,
-        pending=pending(cluster),
-        trouble=cluster._reconciler.trouble,
-    )
+    return template.render(sessions=sessions, status=_status, pending=pending, problem=problem)
 
 
 def _status(session: Session) -> str:
@@ -43,7 +46,7 @@ def first_line(text: str) -> str:
     return text.partition("\n")[0].rstrip(":; ")
 
 
-async def show_start(cluster: CMLCluster, out: TextIO | None = None) -> None:
+async def show_start(name: str, scheduler: CMLScheduler, out: TextIO | None = None) -> None:
     """Keep one line on what is waited for, until cancelled. Nothing, where nobody would see it move.
 
     A terminal's line is empty then. A notebook would show the empty line for good, so there it says how long
@@ -51,7 +54,7 @@ async def show_start(cluster: CMLCluster, out: TextIO | None = None) -> None:
     """
     out = out or sys.stdout
     in_notebook = type(out).__module__.startswith("ipykernel")
-    if cluster.quiet or not (in_notebook or out.isatty()):
+    if not (in_notebook or out.isatty()):
         return
 
     def show(line: str) -> None:
@@ -61,14 +64,14 @@ async def show_start(cluster: CMLCluster, out: TextIO | None = None) -> None:
     started = time.monotonic()
     try:
         while True:
-            session = cluster.scheduler and cluster.scheduler.session
+            session = scheduler.session
             state = f"{session.id} is {_status(session)}" if session else "is being launched"
-            show(f"{cluster.name}: the scheduler's session {state}, {time.monotonic() - started:.0f} s")
+            show(f"{name}: the scheduler's session {state}, {time.monotonic() - started:.0f} s")
             await asyncio.sleep(_INTERVAL)
     finally:
-        took = cluster.scheduler and cluster.scheduler.start_time
+        took = scheduler.start_time
         if in_notebook and took is not None:
-            show(f"{cluster.name}: the scheduler answered after {took:.0f} s")
+            show(f"{name}: the scheduler answered after {took:.0f} s")
         elif not in_notebook:
             show("")
             out.write("\r")

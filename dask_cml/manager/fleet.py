@@ -10,12 +10,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dask_cml.errors import CMLError
 from dask_cml.sessions.plan import dask_names
 
-W = TypeVar("W")
+
+class Launched(Protocol):
+    """A launched session, as :class:`dask_cml.CMLWorker` is one."""
+
+    @property
+    def waits_for(self) -> float | None:
+        """For how many seconds the session has waited for room; None if it does not wait."""
+
+
+W = TypeVar("W", bound=Launched)
 
 
 class Fleet(Generic[W]):
@@ -46,12 +55,13 @@ class Fleet(Generic[W]):
     """
 
     def __init__(self, name: str, processes: int = 1) -> None:
-        self._name = name
+        self.name = name
         self._processes = processes
         self._lock = threading.RLock()
         self._target = 0
         self._keys: dict[str, None] = {}
         self._workers: dict[str, W] = {}
+        self._registered: set[str] = set()
         self._number = 0
         self._wishes = 0
         self._claim_pending = False
@@ -118,9 +128,23 @@ class Fleet(Generic[W]):
         """Return the wanted sessions of which the scheduler knows a worker, given the names that it knows."""
         return {key for key in self.keys if not set(self.dask_names(key)).isdisjoint(observed)}
 
+    @property
+    def waits(self) -> dict[str, float]:
+        """For how many seconds wanted sessions have waited for room, of those that wait."""
+        waits = {
+            key: worker.waits_for
+            for key, worker in self.wanted_workers.items()
+            if key not in self._registered
+        }
+        return {key: waited for key, waited in waits.items() if waited is not None}
+
+    def has_registered(self, key: str) -> bool:
+        """Return whether all Dask workers of a session have registered once."""
+        return key in self._registered
+
     def new_key(self) -> str:
         """Return the name that the next session will get."""
-        return f"{self._name}-{self._number}"
+        return f"{self.name}-{self._number}"
 
     # -- wishes
 
@@ -193,7 +217,7 @@ class Fleet(Generic[W]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CMLError(f"cannot scale the cluster {self._name}: it is closed")
+            raise CMLError(f"cannot scale the cluster {self.name}: it is closed")
 
     def _grow(self) -> None:
         while len(self._keys) < self._target:
@@ -259,6 +283,13 @@ class Fleet(Generic[W]):
             self._keys[key] = None
             self._target = max(self._target, len(self._keys))
             self._claim_pending = True
+
+    def registered(self, keys: Collection[str]) -> bool:
+        """Note sessions all of whose Dask workers have registered; return whether some are new."""
+        with self._lock:
+            new = not self._registered.issuperset(keys)
+            self._registered = self._registered.union(keys) & self._workers.keys()
+            return new
 
     def launched(self, key: str, worker: W) -> None:
         """Note a session that was launched, wanted or not any more."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
 
-from dask_cml.manager.adaptive import stop_adapting
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.launch import Launcher
 from dask_cml.manager.presence import Presence
-from dask_cml.sessions.process import connection_args
-from dask_cml.wire import WATCHES
-
-if TYPE_CHECKING:
-    from dask_cml.cluster import CMLCluster
+from dask_cml.manager.record_keeper import RecordKeeper
+from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.sessions.process import CMLWorker
 
 logger = logging.getLogger(__name__)
 
@@ -23,42 +21,62 @@ class Leadership:
 
     Parameters
     ----------
-    cluster : CMLCluster
-        The cluster that this is a manager of.
+    fleet : Fleet
+        The cluster's workers.
+    client : SchedulerClient
+        Asks the scheduler, through which managers agree.
+    launcher : Launcher
+        Takes over what other managers launch.
+    record_keeper : RecordKeeper
+        Knows which sessions are the cluster's.
     leads : bool
-        Whether it leads to begin with, as the maker does.
+        Whether this manager leads to begin with, as the creator does.
+    on_overruled : callable
+        Called when another manager was asked to scale, after this one.
     """
 
-    def __init__(self, cluster: CMLCluster, leads: bool) -> None:
+    def __init__(
+        self,
+        fleet: Fleet[CMLWorker],
+        client: SchedulerClient,
+        launcher: Launcher,
+        record_keeper: RecordKeeper,
+        *,
+        leads: bool,
+        on_overruled: Callable[[], None],
+    ) -> None:
         self.leads = leads
-        #: Whether this manager is there for whomever may look, so that an orphan ends nevertheless.
-        self.watches = False
-        self._makes = leads
+        self._fleet = fleet
+        self._client = client
+        self._launcher = launcher
+        self._record_keeper = record_keeper
+        self._on_overruled = on_overruled
         self._presence: Presence | None = None
-        self._cluster = cluster
         self._asked: str | None = None
         self._known: dict[str, str] = {}
         self._passed_over: set[tuple[str, str]] = set()
 
+    async def join(self, presence: Presence) -> None:
+        """Have the plugin in the scheduler, and say from now on that this manager is there."""
+        self._presence = presence
+        await presence.start()
+
     async def sync(self) -> bool:
         """Tell what has changed here and learn what has changed elsewhere; return whether this one leads."""
-        cluster = self._cluster
-        fleet, workers = cluster._fleet, cluster._fleet.workers
+        fleet, workers = self._fleet, self._fleet.workers
         if any(w.session_id and self._known.get(key) != w.session_id for key, w in workers.items()):
-            await cluster._record_keeper.write()  # others take over only what the record names
+            await self._record_keeper.write()  # others take over only what the record names
             workers = fleet.workers
         here = {key: w.session_id for key, w in workers.items() if w.session_id}
         launched = {key: each for key, each in here.items() if self._known.get(key) != each}
         claim = fleet.take_claim()
         try:
-            state = await cluster._reconciler.answer(
-                cluster.scheduler_comm.cml_sync(
-                    manager=self.id,
-                    wanted=claim,
-                    launched=launched,
-                    owners={key: owner for key in launched if (owner := workers[key].owner)},
-                    gone=[key for key in self._known if key not in here],
-                )
+            state = await self._client.sync(
+                manager=self.id,
+                wanted=claim,
+                launched=launched,
+                owners={key: owner for key in launched if (owner := workers[key].owner)},
+                gone=[key for key in self._known if key not in here],
             )
         except (OSError, asyncio.TimeoutError, ValueError):  # ValueError: it does not know this manager
             if claim is not None:
@@ -67,18 +85,16 @@ class Leadership:
         sessions = await self._trusted(state["sessions"], here)
         leads = state["leader"] == self.id
         if leads and not self.leads:
-            logger.info("This manager of the cluster %s leads from now on", cluster.name)
+            logger.info("This manager of the cluster %s leads from now on", fleet.name)
         # Not when another one leads: it may have gone again since it was asked, as `dask cml scale` does.
-        overruled = self._asked == self.id != state["asked"] and not fleet.claim_pending
-        if overruled and cluster._adaptive is not None:
-            fleet.release(cluster._adaptive)
-            stop_adapting(cluster._adaptive, "another manager scales the cluster")
+        if self._asked == self.id != state["asked"] and not fleet.claim_pending:
+            self._on_overruled()
         self._asked = state["asked"]
         known_before, self._known, self.leads = self._known, sessions, leads
         for key in self._known.keys() - here.keys():
-            self.adopt(key, self._known[key], state["owners"].get(key))
+            self._launcher.attach(key, self._known[key], state["owners"].get(key))
         for key in (here.keys() & known_before.keys()) - self._known.keys():
-            self._drop(key)
+            self._launcher.detach(key)
         if claim is None:
             fleet.follow(state["wanted"], None if leads else self._known)
         return leads
@@ -90,7 +106,7 @@ class Leadership:
         """
         if told.keys() <= set(here):
             return dict(told)
-        recorded = await asyncio.to_thread(self._cluster._record_keeper.sessions)
+        recorded = await asyncio.to_thread(self._record_keeper.sessions)
         new = {(key, each) for key, each in told.items() if key not in here}
         passed_over = {(key, each) for key, each in new if recorded.get(each) != key}
         for key, session_id in passed_over - self._passed_over:
@@ -98,47 +114,16 @@ class Leadership:
         self._passed_over = passed_over
         return {key: each for key, each in told.items() if (key, each) not in passed_over}
 
-    def adopt(self, key: str, session_id: str, owner: str | None = None) -> None:
-        """Take a worker over that another manager has launched.
+    async def close(self, **change: float | None) -> None:
+        """Say goodbye.
 
         Parameters
         ----------
-        key : str
-            Its name.
-        session_id : str
-            Its session's id.
-        owner : str, optional
-            The id of the session with which it ends.
+        **change
+            ``orphan_timeout``, if it is to be changed.
         """
-        cluster = self._cluster
-        worker = cluster.make_worker(key)
-        worker.adopt(session_id, owner=owner)
-        cluster._fleet.attach(key, worker)
-
-    def _drop(self, key: str) -> None:
-        """Forget a worker that another manager has stopped."""
-        worker = self._cluster._fleet.drop(key)
-        if worker is not None and worker.session_id is not None:
-            self._cluster._api.forget(worker.session_id)
-
-    async def start(self) -> None:
-        """Have the plugin in the scheduler, and say from now on that this manager is there."""
-        cluster = self._cluster
-        patience: float | None = Presence.KEEP
-        if self._makes:
-            patience = cluster.options.orphan_timeout if cluster.shutdown_on_close else None
-        self._presence = Presence(
-            cluster.scheduler_comm.address,
-            connection_args(cluster._tls),
-            orphan_timeout=patience,
-            info={WATCHES: True} if self.watches else None,
-        )
-        await self._presence.start()
-
-    async def close(self, stays: bool) -> None:
-        """Say goodbye; if the cluster stays, its maker does not make it an orphan."""
         if self._presence is not None:
-            await self._presence.close(**({"orphan_timeout": None} if stays and self._makes else {}))
+            await self._presence.close(**change)
 
     @property
     def id(self) -> str:

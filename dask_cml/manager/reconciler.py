@@ -6,34 +6,32 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Hashable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Callable, Hashable, Iterable
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import dask.config
 from dask.utils import parse_timedelta
-from distributed.objects import SchedulerInfo
-from distributed.protocol import pickle
 
 from dask_cml.aio import cancel
-from dask_cml.checks import integer, seconds
 from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.manager.backoff import Backoff
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.launch import Launcher
+from dask_cml.manager.leadership import Leadership
+from dask_cml.manager.record_keeper import RecordKeeper
 from dask_cml.manager.retirement import Retirements
+from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.manager.watch import Watch
-from dask_cml.options import setting
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.process import CMLWorker
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
-    from dask_cml.cluster import CMLCluster
-
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _LOOK_INTERVAL = 3.0
-_ANSWER_TIMEOUT, _GONE_TIMEOUT = 10.0, 1.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 #: So long a scheduler may be silent whose session the platform does not list here, as it lists to a session
 #: only those that this one launched.
 _SILENCE = 120.0
@@ -41,77 +39,93 @@ _SILENCE = 120.0
 _DELETED_WITHIN = 3.0
 
 
+class Outcome(Enum):
+    """Why a cluster is not kept any more."""
+
+    ENDED = "the scheduler's session has ended"
+    OUT_OF_SIGHT = "nothing says whether the scheduler still runs"
+
+
 class Reconciler:
     """Compare the wanted workers with their sessions and with what the scheduler sees, and act.
 
     :meth:`step` makes the fleet's sessions agree with what it is asked for, and :meth:`run` finds those that
-    are lost and puts others in their place.
+    are lost and puts others in their place. Both decide by a snapshot of the fleet, do their I/O, and hand
+    the result to a method of the fleet, which looks again.
 
     Parameters
     ----------
-    cluster : CMLCluster
-        The cluster that is kept.
+    fleet : Fleet
+        The cluster's workers.
+    client : SchedulerClient
+        Asks the scheduler.
+    launcher : Launcher
+        Makes sessions.
+    leadership : Leadership
+        Says whether this manager leads.
+    record_keeper : RecordKeeper
+        Says whether another process has removed the cluster.
+    correct_state : callable
+        Begins :meth:`step`, so that it never runs twice at a time, and returns its future.
+    log : callable
+        Gets each line for the user.
+    watch : bool
+        Whether to look for lost nodes, too.
     """
 
-    def __init__(self, cluster: CMLCluster) -> None:
-        self.cluster = cluster
-        self._failure: str | None = None
-        self._shortage: str | None = None
+    def __init__(
+        self,
+        fleet: Fleet[CMLWorker],
+        client: SchedulerClient,
+        launcher: Launcher,
+        leadership: Leadership,
+        record_keeper: RecordKeeper,
+        *,
+        correct_state: Callable[[], Awaitable[None]],
+        log: Callable[[str], None],
+        watch: bool = True,
+    ) -> None:
+        self.backoff = Backoff(fleet.name, log)
+        self._fleet = fleet
+        self._client = client
+        self._launcher = launcher
+        self._api = launcher.api
+        self._leadership = leadership
+        self._record_keeper = record_keeper
+        self._correct_state = correct_state
+        self._log = log
         self._outage: str | None = None
-        self._failures = 0
-        self._not_before = 0.0
-        self._failure_limit: int = setting("failure-limit", integer, 1)
-        self._quota_pause: float = setting("quota-retry", seconds)
-        self._ceiling: tuple[int, float] | None = None
-        self._arrived: set[str] = set()
         self._missing_since: dict[str, float] = {}
         self._told_waiting = False
         self._heard = time.monotonic()
         self._changed = asyncio.Event()
-        self._retirements = Retirements(cluster)
-        self._watch = Watch(cluster)
+        self._retirements = Retirements(fleet, client, lambda: leadership.leads, log, self.poke)
+        self._watch = Watch(fleet, self._api, client, self.poke) if watch else None
 
     def poke(self, *_: object) -> None:
         """Look again now. To be called in the event loop."""
         self._changed.set()
 
-    def start_anew(self) -> None:
-        """Forget earlier failures and refusals, as the user's own wish to scale does."""
-        self._failures, self._not_before, self._ceiling = 0, 0.0, None
-        self._failure = self._shortage = None
-
     @property
-    def trouble(self) -> str | None:
-        """What is wrong, in words: failures until a worker arrives, a quota until it grants more."""
-        return self._failure or self._shortage or self._outage or self._retirements.words
+    def problem(self) -> str | None:
+        """What is wrong, in words."""
+        return self.backoff.words or self._outage or self._retirements.words
 
     def affordable(self, n: int) -> int:
-        """Return how many of `n` sessions may be asked for, given what the quota allowed lately.
+        """Return how many of `n` sessions may be asked for, given what the platform allowed lately."""
+        return self.backoff.affordable(n, len(self._fleet.keys), self._fleet.waits.values())
 
-        After ``cml.quota-retry`` one more than was granted is tried. When sessions have waited for room for
-        as long, no more are asked for than there are.
-        """
-        if any(waited > self._quota_pause for waited in self.waits):
-            n = min(n, len(self.cluster._fleet.keys))
-        if self._ceiling is None:
-            return n
-        granted, since = self._ceiling
-        return min(n, granted + (time.monotonic() - since > self._quota_pause))
-
-    @property
-    def waits(self) -> list[float]:
-        """For how many seconds each wanted session that waits for room has done so."""
-        return [waited for key in self.cluster._fleet.keys if (waited := self._waits_for(key)) is not None]
-
-    def _waits_for(self, key: str) -> float | None:
-        worker = None if key in self._arrived else self.cluster._fleet.workers.get(key)
-        return None if worker is None else worker.waits_for
-
-    async def run(self) -> None:
-        """Keep the cluster until cancelled."""
-        watching = asyncio.create_task(self._watch.run())
+    async def run(self) -> Outcome:
+        """Keep the cluster for as long as its scheduler is there, and return why it is not kept any more."""
+        watching = asyncio.create_task(self._watch.run()) if self._watch else None
         try:
-            await self._keep()
+            while (outcome := await self._look()) is None:
+                # What is on its way is looked at as often as the platform is asked.
+                on_its_way = self._missing_since.keys() - self._fleet.waits.keys()
+                pause = min(0.1 if on_its_way else _LOOK_INTERVAL, self.backoff.pause or _LOOK_INTERVAL)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), pause)
+            return outcome
         finally:
             await cancel(watching)
 
@@ -119,28 +133,114 @@ class Reconciler:
         """Wait for nothing any more that :meth:`step` has begun."""
         await self._retirements.close()
 
-    async def _keep(self) -> None:
-        while True:
-            self._changed.clear()
-            try:
-                lost = await self._find_lost()
-                if self.cluster._leadership.leads:
-                    self._replace(lost)
-                await self.cluster._correct_state()
-            except CallFailed:
-                pass  # the outage is told once, however long it lasts
-            except CMLError as error:
-                logger.warning("The cluster %s cannot be looked after: %s", self.cluster.name, error)
-            except Exception:
-                logger.exception("The cluster %s cannot be looked after", self.cluster.name)
-            self._tell_outage()
-            # What is on its way is looked at as often as the platform is asked.
-            on_its_way = any(self._waits_for(key) is None for key in self._missing_since)
-            pause = 0.1 if on_its_way else _LOOK_INTERVAL
-            if time.monotonic() < self._not_before:
-                pause = min(pause, self._not_before - time.monotonic())
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), pause)
+    async def _look(self) -> Outcome | None:
+        """Find what is lost, replace it, and make the sessions agree."""
+        self._changed.clear()
+        try:
+            lost, outcome = await self._find_lost()
+            if outcome is not None:
+                return outcome
+            if self._leadership.leads:
+                self._replace(lost)
+            await self._correct_state()
+        except CallFailed:
+            pass  # the outage is told once, however long it lasts
+        except CMLError as error:
+            logger.warning("The cluster %s cannot be looked after: %s", self._fleet.name, error)
+        except Exception:
+            logger.exception("The cluster %s cannot be looked after", self._fleet.name)
+        self._tell_outage()
+        return None
+
+    def _tell_outage(self) -> None:
+        before, self._outage = self._outage, self._api.trouble
+        if self._outage and not before:
+            logger.warning("The cluster %s cannot be looked after: %s", self._fleet.name, self._outage)
+        elif before and not self._outage:
+            logger.warning("The cluster %s is looked after again", self._fleet.name)
+
+    # -- what is lost
+
+    async def _find_lost(self) -> tuple[dict[str, str], Outcome | None]:
+        """Return the workers that are not to be waited for any more, each with the reason."""
+        now = time.monotonic()
+        if scheduler_answers := await self._client.refresh():
+            self._heard = time.monotonic()
+        observed = self._client.observed
+        workers = self._fleet.wanted_workers
+        here = {key for key in workers if observed.issuperset(self._fleet.dask_names(key))}
+        if self._fleet.registered(here):
+            self.backoff.arrived()
+        missing = workers.keys() - here
+        self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
+        settled = all(worker.is_known_to_run for worker in workers.values())
+        if not missing and settled and scheduler_answers:
+            return {}, None
+        listing = await self._api.sessions()
+        scheduler = self._launcher.scheduler
+        assert scheduler is not None
+        if scheduler.update(listing):
+            await self._say_why_it_ended()
+            return {}, Outcome.ENDED
+        if not scheduler_answers:
+            if scheduler.session_id not in listing and now - self._heard > _SILENCE:
+                self.backoff.ended(
+                    f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and the "
+                    "platform does not tell this session what became of the scheduler's, "
+                    f"{scheduler.session_id}"
+                )
+                self._log(f"The cluster {self._fleet.name} is left: {self.problem}")
+                return {}, Outcome.OUT_OF_SIGHT
+            return {}, None
+        ended = {key for key, worker in workers.items() if worker.update(listing)}
+        self._tell_waiting()
+        reasons = {key: "ended" if key in ended else self._why_late(key, workers[key]) for key in missing}
+        return {key: await workers[key].failure(why, brief=True) for key, why in reasons.items() if why}, None
+
+    async def _say_why_it_ended(self) -> None:
+        scheduler = self._launcher.scheduler
+        assert scheduler is not None
+        unharmed = scheduler.info.get("status") in ("succeeded", "stopped")
+        if unharmed and await self._record_keeper.is_removed(_DELETED_WITHIN):
+            self.backoff.ended("another process has ended it")
+        else:
+            self.backoff.ended(await scheduler.failure("ended"))
+        self._log(f"The cluster {self._fleet.name} ends: {self.problem}")
+
+    def _tell_waiting(self) -> None:
+        waits = self._fleet.waits
+        if waits and not self._told_waiting:
+            n = f"{len(waits)} of {len(self._fleet.keys)} worker sessions"
+            self._log(f"The cluster {self._fleet.name} waits for room for {n}")
+        self._told_waiting = bool(waits)
+
+    def _why_late(self, key: str, worker: CMLWorker) -> str | None:
+        now = time.monotonic()
+        if self._fleet.has_registered(key):
+            patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
+            if now - self._missing_since[key] > patience:
+                return "lost a Dask worker"
+        elif worker.runs_for > worker.options.worker_timeout:
+            return f"did not register within {worker.options.worker_timeout:g} s"
+        return None
+
+    def _replace(self, lost: dict[str, str]) -> None:
+        workers = self._fleet.workers
+        # A session that ended well after it had come was closed on purpose, as when a client retires it.
+        closed = {
+            key
+            for key in lost.keys() & workers.keys()
+            if self._fleet.has_registered(key) and workers[key].info.get("status") == "succeeded"
+        }
+        # What was not wanted any more while the platform was asked has ended on purpose.
+        gone = self._fleet.replace(lost)
+        for key in gone:
+            if key in closed:
+                self._log(f"The worker {key} was closed; another one takes its place")
+        if failed := [key for key in gone if key not in closed]:
+            self.backoff.failed(lost[failed[0]], len(failed))
+
+    # -- the sessions
 
     async def step(self) -> None:
         """Make the sessions agree with the wanted workers, once, as far as the platform does its part."""
@@ -148,13 +248,6 @@ class Reconciler:
             await self._shrink()
             await self._close_unwanted()
             await self._launch_missing()
-
-    def _tell_outage(self) -> None:
-        before, self._outage = self._outage, self.cluster._api.trouble
-        if self._outage and not before:
-            logger.warning("The cluster %s cannot be looked after: %s", self.cluster.name, self._outage)
-        elif before and not self._outage:
-            logger.warning("The cluster %s is looked after again", self.cluster.name)
 
     async def choose(
         self, n: int, worker_key: Callable[[WorkerState], Hashable] | None = None, **more: Any
@@ -172,11 +265,11 @@ class Reconciler:
         **more
             For ``Scheduler.workers_to_close``.
         """
-        present = self.cluster._arrived
-        wanted = self.cluster._fleet.keys
+        wanted, waits = self._fleet.keys, self._fleet.waits
+        present = self._fleet.arrived(self._client.observed)
         arrived = [key for key in wanted if key in present]
         absent = [key for key in reversed(wanted) if key not in present]
-        chosen = sorted(absent, key=lambda key: self._waits_for(key) is None)[:n]
+        chosen = sorted(absent, key=lambda key: key not in waits)[:n]
         n -= len(chosen)
         if not n:
             return chosen
@@ -184,192 +277,42 @@ class Reconciler:
         def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
             return str(worker.name).rpartition("-")[0]
 
-        key = worker_key or (session_of if self.cluster.options.processes > 1 else None)
-        names: Iterable[str] = ()
+        processes = self._launcher.options.processes
+        key = worker_key or (session_of if processes > 1 else None)
         # It names those that are being retired, too.
         retiring = 0 if worker_key else len(self._retirements)
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            names = await self.answer(
-                self.cluster.scheduler_comm.workers_to_close(
-                    n=(n + retiring) * self.cluster.options.processes,
-                    key=pickle.dumps(key) if key else None,
-                    attribute="name",
-                    **more,
-                )
-            )
-        keys = {name: key for key in arrived for name in self.names(key)}
+        names = await self._client.cheapest((n + retiring) * processes, key, **more)
+        keys = {name: key for key in arrived for name in self._fleet.dask_names(key)}
         order = [keys[name] for name in names if name in keys]
         if worker_key is None:
             order += arrived[::-1]
         return chosen + list(dict.fromkeys(order))[:n]
 
-    def names(self, key: str) -> set[str]:
-        """Return the names of the Dask workers in a session."""
-        return set(self.cluster._fleet.dask_names(key))
-
-    async def answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """Wait for what the scheduler answers, but not for long once it is most likely gone.
-
-        Parameters
-        ----------
-        call : coroutine
-            The call of the scheduler.
-
-        Raises
-        ------
-        OSError, asyncio.TimeoutError
-            If it does not answer.
-        """
-        asking = asyncio.ensure_future(call)
-        told_of_changes = self.cluster._watch_worker_status_task  # ends with its connection
-        try:
-            if not told_of_changes.done():
-                await asyncio.wait(
-                    {asking, told_of_changes}, timeout=_ANSWER_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
-                )
-            return await asyncio.wait_for(asking, _GONE_TIMEOUT)
-        finally:
-            asking.cancel()
-
-    async def _find_lost(self) -> dict[str, str]:
-        """Return the workers that are not to be waited for any more, each with the reason."""
-        cluster, now = self.cluster, time.monotonic()
-        if scheduler_answers := await self._refresh():
-            self._heard = time.monotonic()
-        observed = cluster.observed
-        workers = cluster._fleet.wanted_workers
-        here = {key for key in workers if self.names(key) <= observed}
-        if here - self._arrived:
-            self._failures, self._failure = 0, None
-        self._arrived = (self._arrived | here) & workers.keys()
-        missing = workers.keys() - here
-        self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
-        settled = all(worker.is_known_to_run for worker in workers.values())
-        if not missing and settled and scheduler_answers:
-            return {}
-        listing = await cluster._api.sessions()
-        if cluster.scheduler.update(listing):
-            await self._scheduler_ended()
-            return {}
-        if not scheduler_answers:
-            if cluster.scheduler.session_id not in listing and now - self._heard > _SILENCE:
-                self._scheduler_is_silent()
-            return {}
-        ended = {key for key, worker in workers.items() if worker.update(listing)}
-        self._tell_waiting()
-        reasons = {key: "ended" if key in ended else self._why_late(key, workers[key]) for key in missing}
-        return {key: await workers[key].failure(why, brief=True) for key, why in reasons.items() if why}
-
-    def _tell_waiting(self) -> None:
-        waits = self.waits
-        if waits and not self._told_waiting:
-            n = f"{len(waits)} of {len(self.cluster._fleet.keys)} worker sessions"
-            self.cluster._log(f"The cluster {self.cluster.name} waits for room for {n}")
-        self._told_waiting = bool(waits)
-
-    def _why_late(self, key: str, worker: CMLWorker) -> str | None:
-        now = time.monotonic()
-        if key in self._arrived:
-            patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
-            if now - self._missing_since[key] > patience:
-                return "lost a Dask worker"
-        elif worker.runs_for > worker.options.worker_timeout:
-            return f"did not register within {worker.options.worker_timeout:g} s"
-        return None
-
-    async def _refresh(self) -> bool:
-        """Learn the scheduler's workers; return whether it answers.
-
-        Its worker-status plugin tells changes as they come, but to one manager only: another one that
-        connects takes its place without a word.
-        """
-        cluster = self.cluster
-        try:
-            ncores = await self.answer(cluster.scheduler_comm.ncores())
-            if ncores.keys() != cluster.scheduler_info["workers"].keys():
-                info = await self.answer(cluster.scheduler_comm.identity())
-                cluster.scheduler_info = SchedulerInfo(info)
-        except (OSError, asyncio.TimeoutError):
-            return False
-        return True
-
-    async def _scheduler_ended(self) -> None:
-        unharmed = self.cluster.sessions[0].status in ("succeeded", "stopped")
-        if unharmed and await self.cluster._record_keeper.is_removed(_DELETED_WITHIN):
-            self._failure = "another process has ended it"
-        else:
-            self._failure = await self.cluster.scheduler.failure("ended")
-        self.cluster._log(f"The cluster {self.cluster.name} ends: {self.trouble}")
-        self.cluster._end_soon(shutdown=True)
-
-    def _scheduler_is_silent(self) -> None:
-        scheduler = self.cluster.scheduler
-        self._failure = (
-            f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and the platform "
-            f"does not tell this session what became of the scheduler's, {scheduler.session_id}"
-        )
-        self.cluster._log(f"The cluster {self.cluster.name} is left: {self.trouble}")
-        self.cluster._end_soon(shutdown=False)
-
-    def _replace(self, lost: dict[str, str]) -> None:
-        cluster = self.cluster
-        # What was not wanted any more while the platform was asked has ended on purpose.
-        gone = cluster._fleet.replace(lost)
-        closed = [key for key in gone if self._was_closed(key)]
-        for key in closed:
-            cluster._log(f"The worker {key} was closed; another one takes its place")
-        if failed := [key for key in gone if key not in closed]:
-            self._count_failure(lost[failed[0]], len(failed))
-
-    def _was_closed(self, key: str) -> bool:
-        """Whether a worker ended well after it had come, as when a client retires it."""
-        session = self.cluster._fleet.workers[key].session
-        return key in self._arrived and session is not None and session.status == "succeeded"
-
-    def _count_failure(self, reason: str, n: int) -> None:
-        self._failures += 1
-        pause = min(_FIRST_PAUSE * 2 ** (self._failures - 1), _LONGEST_PAUSE)
-        self._not_before = time.monotonic() + (pause if self._failures > 1 else 0)
-        more = f" (and {n - 1} more)" if n > 1 else ""
-        self._failure = f"{reason}{more}"
-        self.cluster._log(f"A worker failed: {self.trouble}")
-        if self.gave_up:
-            self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
-            self.cluster._log(f"The cluster launches {self.trouble}. scale() makes it try again.")
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether no worker is launched any more, after too many failures, until `start_anew`."""
-        return self._failures >= self._failure_limit
-
     async def _shrink(self) -> None:
         """Take those out of the wanted workers that scale() found to be too many."""
-        fleet = self.cluster._fleet
-        fleet.replace(self._retirements)  # another manager that led meanwhile counts these
-        while (excess := fleet.excess) > 0:
-            fleet.trim(await self.choose(excess))
+        self._fleet.replace(self._retirements)  # another manager that led meanwhile counts these
+        while (excess := self._fleet.excess) > 0:
+            self._fleet.trim(await self.choose(excess))
 
     async def _close_unwanted(self) -> None:
         """Stop the sessions of workers that are not wanted and hold nothing any more."""
-        cluster, fleet = self.cluster, self.cluster._fleet
+        fleet = self._fleet
         retired = await self._retirements.carry_on(fleet.unwanted_workers.keys())
         # It may have found that some are wanted nevertheless, and another manager may have stopped others.
         closing = {key: worker for key, worker in fleet.unwanted_workers.items() if key in retired}
         kept = [worker for key, worker in fleet.workers.items() if key not in closing]
         # Also what nobody has, such as half a session of a refused launch that could not be stopped then.
-        if ids := cluster._api.live - {process.session_id for process in (cluster.scheduler, *kept)}:
-            await cluster._api.stop(*sorted(ids))
+        known = {each.session_id for each in (self._launcher.scheduler, *kept) if each is not None}
+        if ids := self._api.live - known:
+            await self._api.stop(*sorted(ids))
         for key, worker in closing.items():
             await worker.close()
             fleet.stopped(key)
 
     async def _launch_missing(self) -> None:
-        cluster = self.cluster
-        if self.gave_up or time.monotonic() < self._not_before:
-            return
-        fleet = cluster._fleet
+        fleet = self._fleet
         wish, missing = fleet.wish, fleet.missing
-        if not missing:
+        if self.backoff.pause or not missing:
             return
         refusals: list[LaunchRefused] = []
         failures: list[CMLError] = []
@@ -382,7 +325,7 @@ class Reconciler:
                     return
                 if not fleet.wants(key):
                     continue
-                worker = cluster.make_worker(key)
+                worker = self._launcher.make_worker(key)
                 try:
                     await worker
                 except LaunchRefused as error:
@@ -395,24 +338,18 @@ class Reconciler:
                     fleet.launched(key, worker)
 
         # No more than the API takes at once, so that a quota met by a hundred launches is not asked for each.
-        await asyncio.gather(*[launch() for _ in range(cluster._api.threads)])
+        await asyncio.gather(*[launch() for _ in range(self._api.threads)])
         if refusals:
             self._accept_refusal(missing, wish, refusals[0])
         elif outages:
             raise outages[0]
         elif failures:
-            self._count_failure(str(failures[0]), len(failures))
-        elif self._ceiling is None or len(fleet.workers) > self._ceiling[0]:
-            self._shortage = None
+            self.backoff.failed(str(failures[0]), len(failures))
+        else:
+            self.backoff.granted(len(fleet.workers))
         self.poke()
 
     def _accept_refusal(self, missing: Iterable[str], wish: int, refusal: LaunchRefused) -> None:
-        numbers = self.cluster._fleet.refuse(missing, wish)
-        if numbers is None:
-            return
-        granted, asked = numbers
-        known = self._ceiling is not None and self._ceiling[0] == granted
-        self._ceiling = (granted, time.monotonic())
-        self._shortage = f"{granted} of {asked} workers granted: {refusal.reason}"
-        if not known:
-            self.cluster._log(f"The cluster {self.cluster.name} has {self._shortage}")
+        numbers = self._fleet.refuse(missing, wish)
+        if numbers is not None:
+            self.backoff.refused(*numbers, refusal.reason)

@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from dask_cml.aio import cancel
 from dask_cml.checks import seconds
-from dask_cml.manager.watch import drop
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.options import setting
-
-if TYPE_CHECKING:
-    from dask_cml.cluster import CMLCluster
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +31,31 @@ class Retirements(Collection[str]):
 
     Parameters
     ----------
-    cluster : CMLCluster
-        The cluster that the workers are of.
+    fleet : Fleet
+        The cluster's workers.
+    client : SchedulerClient
+        Retires them.
+    leads : callable
+        Returns whether this manager leads: the one that does decides which workers stay.
+    log : callable
+        Gets each line for the user.
+    poke : callable
+        Called when workers are retired.
     """
 
-    def __init__(self, cluster: CMLCluster) -> None:
-        self._cluster = cluster
+    def __init__(
+        self,
+        fleet: Fleet[Any],
+        client: SchedulerClient,
+        leads: Callable[[], bool],
+        log: Callable[[str], None],
+        poke: Callable[[], None],
+    ) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._leads = leads
+        self._log = log
+        self._poke = poke
         self._limit: float = setting("retire-timeout", seconds)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._since: dict[str, float] = {}
@@ -86,23 +103,22 @@ class Retirements(Collection[str]):
 
     def _present(self, keys: Collection[str]) -> list[str]:
         """Return those of which the scheduler has a Dask worker."""
-        observed = self._cluster.observed
-        return sorted(key for key in keys if self._cluster._reconciler.names(key) & observed)
+        observed = self._client.observed
+        return sorted(key for key in keys if not observed.isdisjoint(self._fleet.dask_names(key)))
 
     async def _retire(self, keys: set[str]) -> None:
-        cluster = self._cluster
-        names = {name: key for key in keys for name in cluster._reconciler.names(key)}
+        names = {name: key for key in keys for name in self._fleet.dask_names(key)}
         try:
             left = await self._hand_over(names)
-            if not cluster._leadership.leads:
+            if not self._leads():
                 return
             # Without others, an order to close the last worker is all that is left to obey.
-            stays = left if self._present(cluster._fleet.keys) else set()
-            for key in stays & cluster.workers.keys():
-                cluster._fleet.keep(key)
-                cluster._log(f"The worker {key} stays: no other worker can take its data")
+            stays = left if self._present(self._fleet.keys) else set()
+            for key in stays & self._fleet.workers.keys():
+                self._fleet.keep(key)
+                self._log(f"The worker {key} stays: no other worker can take its data")
             self._over |= keys - stays
-            cluster._reconciler.poke()
+            self._poke()
         except OSError as error:
             # The next step tries again: nothing says that the data is elsewhere.
             logger.info("The workers %s are not retired yet: %r", sorted(keys), error)
@@ -121,45 +137,27 @@ class Retirements(Collection[str]):
         names : dict
             The keys of the sessions by the names of the Dask workers in them.
         """
-        cluster = self._cluster
-        # SpecCluster hands names over where addresses are meant (`retire_workers(workers=...)`), so its
-        # workers are closed with the data on them.
-        asked = sorted(names.keys() & cluster.observed)
-        asking = asyncio.ensure_future(cluster.scheduler_comm.retire_workers(names=asked))
+        asked = names.keys() & self._client.observed
+        asking = asyncio.ensure_future(self._client.retire(asked))
         try:
-            heard = await self._last_heard(names)
+            heard = await self._client.last_heard(names)
             if not await _is_done(asking, min(_LONG, self._limit)):
                 late = ", ".join(self._present(set(names.values())))
-                cluster._log(f"The cluster {cluster.name} waits until other workers have the data of {late}")
+                self._log(f"The cluster {self._fleet.name} waits until other workers have the data of {late}")
             while not await _is_done(asking, self._limit):
-                before, heard = heard, await self._last_heard(names)
+                before, heard = heard, await self._client.last_heard(names)
                 # A slow worker is waited for, as long as it answers. What a frozen one holds can be had from
                 # nobody, and its session costs: two minutes are silence enough, of a scheduler, too. Dask
                 # itself would wait for five.
                 silent = {name for name in heard if heard[name] == before.get(name)}
                 with contextlib.suppress(OSError, asyncio.TimeoutError):
-                    await drop(cluster, silent)
+                    await self._client.drop(silent)
                     for key in sorted({names[name] for name in silent}):
-                        cluster._log(
-                            f"The worker {key} is given up: it has not answered for {self._limit:g} s"
-                        )
-            retired: dict[str, Any] = asking.result()
+                        self._log(f"The worker {key} is given up: it has not answered for {self._limit:g} s")
+            retired = asking.result()
         finally:
             await cancel(asking)
-        left = set(asked) - {info["name"] for info in retired.values()}
-        return {names[name] for name in left & cluster.observed}
-
-    async def _last_heard(self, names: Collection[str]) -> dict[str, float]:
-        """Return when the scheduler heard of Dask workers, by its own clock, by their names.
-
-        It is empty while the scheduler does not answer.
-        """
-        try:
-            scheduler = await self._cluster._reconciler.answer(self._cluster.scheduler_comm.identity())
-        except (OSError, asyncio.TimeoutError):
-            return {}
-        workers = scheduler["workers"].values()
-        return {each["name"]: each["last_seen"] for each in workers if each["name"] in names}
+        return {names[name] for name in (asked - retired) & self._client.observed}
 
 
 async def _is_done(future: asyncio.Future[Any], timeout: float) -> bool:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dask_cml.cluster import CMLCluster
+from collections.abc import Collection
 
 
 def span(seconds: float) -> str:
@@ -22,14 +18,12 @@ def waiting(seconds: float) -> str:
     return f"waiting for room, {span(seconds)}"
 
 
-def waiting_workers(waits: Iterable[float]) -> str:
+def waiting_workers(waits: Collection[float]) -> str:
     """Return how many worker sessions wait for room, and how long the first one has; empty if none does."""
-    waits = [*waits]
     return f"{len(waits)} {waiting(max(waits))}" if waits else ""
 
 
-def pending(cluster: CMLCluster) -> str:
-    """Return how many of a cluster's worker sessions are on their way, and how many wait for room."""
-    waits = cluster._reconciler.waits
-    n = cluster.n_pending - len(waits)
+def pending(n: int, waits: Collection[float]) -> str:
+    """Return how many of `n` worker sessions are on their way, and how many wait for room."""
+    n -= len(waits)
     return ", ".join(filter(None, [f"{n} pending" if n > 0 else "", waiting_workers(waits)]))

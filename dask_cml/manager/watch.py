@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from dask_cml.checks import seconds
 from dask_cml.errors import CMLError
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.options import setting
-
-if TYPE_CHECKING:
-    from dask_cml.cluster import CMLCluster
+from dask_cml.sessions.process import CMLWorker
+from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
@@ -26,54 +25,43 @@ class Watch:
 
     Parameters
     ----------
-    cluster : CMLCluster
-        The cluster whose workers are watched. Each manager can watch those that its own session launched.
+    fleet : Fleet
+        The workers that are watched. Each manager can watch those that its own session launched.
+    api : WorkersAPI
+        Lists the sessions.
+    client : SchedulerClient
+        Drops their Dask workers.
+    poke : callable
+        Called when it has dropped some.
     """
 
-    def __init__(self, cluster: CMLCluster) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, fleet: Fleet[CMLWorker], api: WorkersAPI, client: SchedulerClient, poke: Callable[[], None]
+    ) -> None:
+        self._fleet = fleet
+        self._api = api
+        self._client = client
+        self._poke = poke
         self._interval: float = setting("api.watch-interval", seconds)
 
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
             await asyncio.sleep(self._interval)
-            if not self._cluster.workers or self._cluster._leadership.watches:
+            if not self._fleet.workers:
                 continue
             try:
                 await self._look()
             except (CMLError, OSError, asyncio.TimeoutError) as error:
-                logger.info("The sessions of %s are not watched: %r", self._cluster.name, error)
+                logger.info("The sessions of %s are not watched: %r", self._fleet.name, error)
             except Exception:
-                logger.exception("The sessions of %s are not watched", self._cluster.name)
+                logger.exception("The sessions of %s are not watched", self._fleet.name)
 
     async def _look(self) -> None:
-        cluster = self._cluster
-        listing = await cluster._api.sessions()
-        ended = [key for key, worker in cluster.workers.items() if worker.update(listing)]
-        believed = {name for key in ended for name in cluster._reconciler.names(key)} & cluster.observed
-        if believed:
+        listing = await self._api.sessions()
+        ended = [key for key, worker in self._fleet.workers.items() if worker.update(listing)]
+        names = {name for key in ended for name in self._fleet.dask_names(key)}
+        if believed := names & self._client.observed:
             logger.info("The sessions of %s have ended, and the scheduler drops them", sorted(believed))
-            await drop(cluster, believed)
-
-
-async def drop(cluster: CMLCluster, names: Collection[str]) -> None:
-    """Have the scheduler take Dask workers for lost, so that their tasks run elsewhere.
-
-    Parameters
-    ----------
-    cluster : CMLCluster
-        The cluster that they are of.
-    names : collection of str
-        Their names.
-
-    Raises
-    ------
-    OSError, asyncio.TimeoutError
-        If the scheduler does not answer.
-    """
-    workers = [*cluster.scheduler_info["workers"].items()]
-    for address in [address for address, worker in workers if worker["name"] in names]:
-        call = cluster.scheduler_comm.unregister(address=address, stimulus_id=f"cml-drop-{time.time()}")
-        await cluster._reconciler.answer(call)
-    cluster._reconciler.poke()
+            await self._client.drop(believed)
+            self._poke()

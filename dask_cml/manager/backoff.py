@@ -1,0 +1,117 @@
+"""How long a manager waits after what went wrong, and the words for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from dask_cml.checks import integer, seconds
+from dask_cml.options import setting
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+
+
+class Backoff:
+    """Count failures in a row and remember what the platform granted.
+
+    Parameters
+    ----------
+    name : str
+        The cluster's name.
+    log : callable
+        Gets each line for the user.
+
+    Examples
+    --------
+    >>> backoff = Backoff("mine", print)
+    >>> backoff.failed("the worker's session 1 ended", 1)
+    A worker failed: the worker's session 1 ended
+    >>> backoff.words
+    "the worker's session 1 ended"
+    >>> backoff.arrived()
+    >>> backoff.words
+    """
+
+    def __init__(self, name: str, log: Callable[[str], None]) -> None:
+        self._name = name
+        self._log = log
+        self._limit: int = setting("failure-limit", integer, 1)
+        self._quota_pause: float = setting("quota-retry", seconds)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget failures and refusals, as the user's own wish to scale does."""
+        self._failures, self._not_before = 0, 0.0
+        self._ceiling: tuple[int, float] | None = None
+        self._failure: str | None = None
+        self._shortage: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """What is wrong: failures until a worker arrives, a quota until it grants more."""
+        return self._failure or self._shortage
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether no worker is launched any more, after too many failures, until :meth:`reset`."""
+        return self._failures >= self._limit
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next launch may be tried; infinite after too many failures."""
+        return float("inf") if self.gave_up else max(0.0, self._not_before - time.monotonic())
+
+    def arrived(self) -> None:
+        """Note that a worker arrived: failures begin to count anew."""
+        self._failures, self._failure = 0, None
+
+    def failed(self, reason: str, n: int) -> None:
+        """Note that `n` workers failed at once, which counts as one failure."""
+        self._failures += 1
+        pause = min(_FIRST_PAUSE * 2 ** (self._failures - 1), _LONGEST_PAUSE)
+        self._not_before = time.monotonic() + (pause if self._failures > 1 else 0)
+        more = f" (and {n - 1} more)" if n > 1 else ""
+        self._failure = f"{reason}{more}"
+        self._log(f"A worker failed: {self._failure}")
+        if self.gave_up:
+            self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
+            self._log(f"The cluster launches {self._failure}. scale() makes it try again.")
+
+    def ended(self, reason: str) -> None:
+        """Note why the cluster ends."""
+        self._failure = reason
+
+    def refused(self, granted: int, asked: int, reason: str) -> None:
+        """Note that the platform granted only some of the sessions that were asked for."""
+        known = self._ceiling is not None and self._ceiling[0] == granted
+        self._ceiling = (granted, time.monotonic())
+        self._shortage = f"{granted} of {asked} workers granted: {reason}"
+        if not known:
+            self._log(f"The cluster {self._name} has {self._shortage}")
+
+    def granted(self, n: int) -> None:
+        """Note that the platform granted `n` sessions in all."""
+        if self._ceiling is None or n > self._ceiling[0]:
+            self._shortage = None
+
+    def affordable(self, n: int, wanted: int, waits: Collection[float]) -> int:
+        """Return how many of `n` sessions may be asked for, given what the platform allowed lately.
+
+        After ``cml.quota-retry`` one more than was granted is tried. When sessions have waited for room for
+        as long, no more are asked for than there are.
+
+        Parameters
+        ----------
+        n : int
+            Sessions.
+        wanted : int
+            Sessions that are wanted already.
+        waits : collection of float
+            For how many seconds sessions have waited for room.
+        """
+        if any(waited > self._quota_pause for waited in waits):
+            n = min(n, wanted)
+        if self._ceiling is None:
+            return n
+        granted, since = self._ceiling
+        return min(n, granted + (time.monotonic() - since > self._quota_pause))

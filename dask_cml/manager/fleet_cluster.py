@@ -1,0 +1,124 @@
+"""Dask's SpecCluster, with the manager's state in the place of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from distributed.core import Status
+from distributed.deploy.cluster import Cluster
+from distributed.deploy.spec import SpecCluster
+
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.launch import Launcher
+from dask_cml.manager.leadership import Leadership
+from dask_cml.manager.reconciler import Reconciler
+from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.options import Options
+from dask_cml.sessions.plan import dask_names
+from dask_cml.sessions.process import CMLScheduler, CMLWorker
+
+
+class FleetCluster(SpecCluster):
+    """A SpecCluster whose workers are those of a fleet, and which the reconciler corrects.
+
+    Attributes
+    ----------
+    options : Options
+        The cluster's.
+    """
+
+    options: Options
+    loop: Any
+    _client: SchedulerClient
+    _fleet: Fleet[CMLWorker]
+    _launcher: Launcher
+    _leadership: Leadership
+    _reconciler: Reconciler
+    _stepping: asyncio.Task[Any] | None = None
+    _watch_worker_status_task: Any
+
+    def _spec(self) -> dict[str, Any]:
+        """Return SpecCluster's template of a worker session; it counts the Dask workers in it."""
+        group = {"group": dask_names("", self.options.processes)} if self.options.processes > 1 else {}
+        return {"cls": CMLWorker, "options": {}, **group}
+
+    @property
+    def _arrived(self) -> set[str]:
+        """The worker sessions of which a Dask worker has registered."""
+        return self._fleet.arrived(self.observed)
+
+    @property
+    def _cluster_class_name(self) -> str:
+        return type(self).__name__
+
+    async def _correct_state_internal(self) -> None:
+        async with self._lock:
+            self._correct_state_waiting = None
+            self._stepping = asyncio.current_task()
+            if self.status == Status.running and await self._leadership.sync():
+                await self._reconciler.step()
+
+    async def _carry_out(self) -> None:
+        """Make the sessions what they should be, or return when the cluster closes."""
+        step = self._correct_state()
+        await asyncio.wait([step])
+        if not step.cancelled():
+            step.result()
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        # SpecCluster closes a lost worker after a while and leaves it at that; the reconciler replaces it.
+        if op == "remove":
+            self.scheduler_info["workers"].pop(msg, None)
+        else:
+            Cluster._update_worker_status(self, op, msg)
+        self._reconciler.poke()
+
+    # -- SpecCluster sets these; here they show what the fleet and the launcher have.
+
+    @property
+    def worker_spec(self) -> dict[str, Any]:
+        """The wanted worker sessions, by name."""
+        return dict.fromkeys(self._fleet.keys, self.new_spec)
+
+    @worker_spec.setter
+    def worker_spec(self, _: Any) -> None:
+        pass
+
+    @property
+    def workers(self) -> dict[str, CMLWorker]:
+        """The worker sessions by name, also those that are not wanted any more."""
+        return self._fleet.workers
+
+    @workers.setter
+    def workers(self, _: Any) -> None:
+        pass
+
+    @property
+    def scheduler(self) -> CMLScheduler:
+        """The scheduler's session; None before the start."""
+        return self._launcher.scheduler  # type: ignore[return-value]  # as in SpecCluster
+
+    @scheduler.setter
+    def scheduler(self, _: Any) -> None:
+        pass
+
+    # -- Cluster sets these; the scheduler client has them.
+
+    @property
+    def scheduler_info(self) -> dict[str, Any]:
+        """What the scheduler said of itself and its workers."""
+        return self._client.info
+
+    @scheduler_info.setter
+    def scheduler_info(self, info: dict[str, Any]) -> None:
+        self._client.info = info
+
+    @property
+    def scheduler_comm(self) -> Any:
+        """The connection to the scheduler; None before the start."""
+        return self._client.comm
+
+    @scheduler_comm.setter
+    def scheduler_comm(self, _: Any) -> None:
+        pass

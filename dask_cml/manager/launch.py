@@ -1,0 +1,173 @@
+"""A cluster's sessions: a new cluster's start, a rebuilt one's from its record, and each further worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import dask.config
+from dask.utils import parse_timedelta
+from distributed.security import Security
+
+from dask_cml.aio import cancel
+from dask_cml.errors import CMLError
+from dask_cml.manager.display import show_start
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.record_keeper import SCHEDULER
+from dask_cml.options import Options
+from dask_cml.records import probe
+from dask_cml.records.record import Record
+from dask_cml.sessions import tls
+from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sessions.workers_api import WorkersAPI
+
+
+class Launcher:
+    """Make the sessions of one cluster, each with the cluster's options, folder and keys.
+
+    Parameters
+    ----------
+    api : WorkersAPI
+        Launches and stops sessions.
+    options : Options
+        The cluster's.
+    folder : Path
+        The cluster's folder on the project file system.
+    fleet : Fleet
+        The cluster's workers.
+
+    Attributes
+    ----------
+    security : distributed.Security or None
+        The cluster's keys, as files.
+    scheduler : CMLScheduler or None
+        The scheduler; None before the start.
+    """
+
+    def __init__(self, api: WorkersAPI, options: Options, folder: Path, fleet: Fleet[CMLWorker]) -> None:
+        self.api = api
+        self.options = options
+        self.folder = folder
+        self.security: Security | None = None
+        self.scheduler: CMLScheduler | None = None
+        self._fleet = fleet
+
+    async def launch(self, take_name: Callable[[], Awaitable[None]], show: bool) -> None:
+        """Launch a new cluster, and wait until its scheduler answers.
+
+        Parameters
+        ----------
+        take_name : coroutine function
+            Makes the cluster's folder. It raises ClusterExists if another cluster has the name.
+        show : bool
+            Whether to show what is waited for.
+
+        Raises
+        ------
+        ClusterExists, LaunchRefused, SessionFailed, SchedulerTimeout
+            As :class:`dask_cml.CMLCluster` says.
+        """
+        self.security, files = await asyncio.to_thread(tls.as_files, self.options.security, self.folder)
+        await take_name()
+        self.scheduler = self.make_scheduler()
+        await asyncio.to_thread(self._write, files)
+        workers = {key: self.make_worker(key) for key in self._fleet.missing}
+        for key, worker in workers.items():
+            self._fleet.launched(key, worker)
+        showing = asyncio.create_task(show_start(self._fleet.name, self.scheduler)) if show else None
+        tasks: list[asyncio.Future[Any]] = []
+        try:
+            # The scheduler's first: where sessions wait for room, workers would take its place.
+            await self.scheduler.launch()
+            # The workers right after it: a session takes long to start. They find the scheduler by its file.
+            tasks += [asyncio.ensure_future(p) for p in (self.scheduler, *workers.values())]
+            await asyncio.gather(*tasks)
+        except BaseException:
+            await cancel(*tasks)
+            raise
+        finally:
+            await cancel(showing)
+
+    async def rebuild(self, record: Record) -> None:
+        """Take over the sessions of a running cluster.
+
+        Parameters
+        ----------
+        record : Record
+            The cluster's.
+
+        Raises
+        ------
+        CMLError
+            If its scheduler does not answer.
+        """
+        # As long as Dask's clients wait: a busy scheduler may need it, and one that is gone refuses at once.
+        patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
+        if not await probe.is_alive(record, timeout=patience):
+            address = record.scheduler_address or "whose address is not known yet"
+            raise CMLError(
+                f"the scheduler of the cluster {record.name!r}, {address}, does not answer; "
+                f"`dask cml delete {record.name}` ends what may be left of it"
+            )
+        self.security = record.get_security()
+        self.scheduler = self.make_scheduler()
+        self.scheduler.address = record.scheduler_address
+        session = record.scheduler_session or ""
+        self.scheduler.adopt(session, record.app_url, record.owners.get(session))
+        for session_id, key in record.sessions.items():
+            if key != SCHEDULER:
+                self.attach(key, session_id, record.owners.get(session_id))
+        self._fleet.follow(len(self._fleet.keys))
+
+    def make_scheduler(self) -> CMLScheduler:
+        """Return a scheduler, unlaunched."""
+        return CMLScheduler(self.api, self.options, self.folder, self.security)
+
+    def make_worker(self, key: str) -> CMLWorker:
+        """Return a worker, unlaunched.
+
+        Parameters
+        ----------
+        key : str
+            Its name.
+        """
+        address = None if self.scheduler is None else self.scheduler.address
+        return CMLWorker(
+            address, key, api=self.api, options=self.options, folder=self.folder, security=self.security
+        )
+
+    def attach(self, key: str, session_id: str, owner: str | None = None) -> None:
+        """Take a worker over that another manager has launched.
+
+        Parameters
+        ----------
+        key : str
+            Its name.
+        session_id : str
+            Its session's id.
+        owner : str, optional
+            The id of the session with which it ends.
+        """
+        worker = self.make_worker(key)
+        worker.adopt(session_id, owner=owner)
+        self._fleet.attach(key, worker)
+
+    def detach(self, key: str) -> None:
+        """Forget a worker that another manager has stopped."""
+        worker = self._fleet.drop(key)
+        if worker is not None and worker.session_id is not None:
+            self.api.forget(worker.session_id)
+
+    def plans(self) -> str:
+        """Return what the scheduler's session and the next worker's are launched with."""
+        if self.security is None:  # the paths, for what is not started; no file is written
+            self.security, _ = tls.as_files(self.options.security, self.folder)
+        scheduler = self.scheduler or self.make_scheduler()
+        return f"{scheduler.plan}\n{self.make_worker(self._fleet.new_key()).plan}"
+
+    def _write(self, files: Mapping[Path, str]) -> None:
+        tls.write(files)
+        if self.options.log_directory is not None:
+            Path(self.options.log_directory).mkdir(parents=True, exist_ok=True)

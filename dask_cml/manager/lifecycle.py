@@ -1,0 +1,357 @@
+"""The life of a cluster: its start, its keeping and its end, on top of what Dask's SpecCluster is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from distributed.core import Status
+from distributed.deploy.cluster import Cluster
+from distributed.security import Security
+from distributed.utils import silence_logging_cmgr
+
+from dask_cml.aio import cancel
+from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
+from dask_cml.manager.adaptive import stop_adapting
+from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
+from dask_cml.manager.dashboard import DashboardForwarder
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.fleet_cluster import FleetCluster
+from dask_cml.manager.launch import Launcher
+from dask_cml.manager.leadership import Leadership
+from dask_cml.manager.presence import Presence
+from dask_cml.manager.reconciler import Outcome, Reconciler
+from dask_cml.manager.record_keeper import RecordKeeper
+from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.options import Options, state_directory
+from dask_cml.records.operations import wait_until_running
+from dask_cml.records.record import Record
+from dask_cml.sessions import tls
+from dask_cml.sessions.owner import lifetime
+from dask_cml.sessions.process import CMLWorker, connection_args
+from dask_cml.sessions.workers_api import WorkersAPI, load_platform
+from dask_cml.wire import WATCHES
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+_GOODBYE_TIMEOUT = 3.0
+
+
+class ManagedCluster(FleetCluster):
+    """A cluster from its start to its end, without the methods that are for users.
+
+    It puts the manager's parts together.
+
+    Parameters
+    ----------
+    options : Options
+        The cluster's.
+    given : mapping
+        Those of them that are arguments of the constructor, as given.
+    record : Record, optional
+        The record of a running cluster to take over. Default: a new cluster.
+    observes : bool
+        Whether this manager only looks: it does not keep an orphan alive.
+    asynchronous, loop, silence_logs, quiet
+        As for :class:`dask_cml.CMLCluster`.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        given: Mapping[str, Any],
+        *,
+        record: Record | None,
+        observes: bool,
+        asynchronous: bool,
+        loop: Any,
+        silence_logs: int | str | bool | None,
+        quiet: bool,
+    ) -> None:
+        # What ends a cluster is needed even if this constructor fails.
+        self.status = Status.closed
+        self._pid = os.getpid()
+        self.options = options
+        self._given = given
+        self._api = WorkersAPI(load_platform(self.options.platform))
+        self._api.check_options(self.options.launch_options)
+        self._api.check_options(self.options.scheduler_launch_options, "scheduler_launch_options")
+        self._client = SchedulerClient()
+        self._observes = observes
+        self._assemble(record)
+        if record is None:  # otherwise it takes over what another process has launched
+            self._fleet.resize(self.options.n_workers)
+        self._starting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._forwarder: DashboardForwarder | None = None
+        self._keeping: asyncio.Task[Outcome] | None = None
+        self._close_lock = threading.Lock()
+        self._silence = contextlib.ExitStack()
+        if silence_logs:
+            self._silence.enter_context(silence_logging_cmgr(level=silence_logs))
+        self._quiet = quiet
+        end_at_exit(self)
+        try:
+            super().__init__(
+                worker=self._spec(),
+                asynchronous=asynchronous,
+                loop=loop,
+                name=self.options.name,
+                shutdown_on_close=self.options.shutdown_on_close,
+            )
+        except BaseException:  # Ctrl-C, too, must leave no session
+            self._end(None, shutdown=not self._adopts)
+            raise
+
+    # -- start
+
+    def _assemble(self, record: Record | None) -> None:
+        """Put the parts of the manager together: for a new cluster, or for the one of this record."""
+        self._adopts = record is not None
+        self._folder = state_directory() / self.options.name
+        self._fleet: Fleet[CMLWorker] = Fleet(self.options.name, self.options.processes)
+        self._launcher = Launcher(self._api, self.options, self._folder, self._fleet)
+        self._record_keeper = RecordKeeper(
+            self.options.name, self._api, self._fleet, lambda: self.scheduler, record
+        )
+        self._leadership = Leadership(
+            self._fleet,
+            self._client,
+            self._launcher,
+            self._record_keeper,
+            leads=record is None,
+            on_overruled=self._stop_overruled,
+        )
+        self._reconciler = Reconciler(
+            self._fleet,
+            self._client,
+            self._launcher,
+            self._leadership,
+            self._record_keeper,
+            correct_state=self._correct_state,
+            log=self._log,
+            watch=not self._observes,
+        )
+
+    async def _start(self) -> None:
+        if self.status in (Status.closing, Status.closed):
+            raise CMLError(f"the cluster {self.name} is closed")
+        if self._starting is None:
+            self.status = Status.starting
+            self._starting = asyncio.create_task(self._start_once())
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            closed_meanwhile = self._closing is not None
+            await self._close(shutdown=not self._adopts)
+            if closed_meanwhile:
+                raise CMLError(f"the cluster {self.name} was closed while it started") from None
+            raise
+        except LaunchRefused:
+            await self._close(shutdown=not self._adopts)
+            # A smaller cluster, asked for at once, must not be refused for what is being stopped.
+            await self._api.wait_until_ended(self._api.names)
+            raise
+        except BaseException:
+            # SpecCluster's `__await__` does not close a cluster whose start fails, and its `_start` makes a
+            # bare RuntimeError of every error.
+            await self._close(shutdown=not self._adopts)
+            raise
+
+    async def _start_once(self) -> None:
+        self.quiet = self._quiet
+        self._lock = asyncio.Lock()
+        if self._adopts:
+            await self._rebuild()
+        else:
+            await self._create_or_connect()
+        self.security = self._launcher.security or Security()
+        arguments = connection_args(self.security)
+        assert self.scheduler.address is not None
+        self._client.connect(self.scheduler.address, arguments)
+        await Cluster._start(self)
+        self._client.listen(self._watch_worker_status_task)
+        # From now on other processes can take part.
+        await self._record_keeper.write(scheduler_id=str(self.scheduler_info["id"]))
+        if not (self._adopts or self.shutdown_on_close):
+            self._log(lifetime(self.name))
+        self._watch_worker_status_task.add_done_callback(self._reconciler.poke)
+        await self._leadership.join(self._presence(arguments))
+        if self.options.forward_dashboard:
+            self._forwarder = DashboardForwarder(self.scheduler_comm.address, arguments)
+            await self._forwarder.start()
+        self._keeping = asyncio.create_task(self._reconciler.run())
+        self._keeping.add_done_callback(self._end_with)
+
+    def _presence(self, arguments: Mapping[str, Any]) -> Presence:
+        patience: float | None = Presence.KEEP
+        if not self._adopts:
+            patience = self.options.orphan_timeout if self.shutdown_on_close else None
+        # One that only looks does not keep an orphan alive.
+        info = {WATCHES: True} if self._observes else None
+        return Presence(self.scheduler_comm.address, arguments, orphan_timeout=patience, info=info)
+
+    async def _create_or_connect(self) -> None:
+        mode = self.options.create_mode
+        if mode != "connect":
+            try:
+                await self._launcher.launch(self._take_name, show=not self.quiet)
+                return
+            except ClusterExists:
+                if mode == "create":
+                    raise
+        name, given = self.options.name, self._given
+        timeout = self.options.pending_timeout + self.options.scheduler_timeout
+        record = await wait_until_running(name, timeout)
+        differing = self.options.differing(given, record.options)
+        kept = f"; it keeps its {', '.join(differing)}" if differing else ""
+        self._log(f"Connected to the running cluster {name}{kept}")
+        self.options = self.options.of_running(record.options, bool(given["shutdown_on_close"]))
+        self.shutdown_on_close = self.options.shutdown_on_close
+        self.new_spec = self._spec()
+        # What was asked of a cluster that is not created is not asked of the one that runs.
+        self._assemble(record)
+        await self._rebuild()
+
+    async def _take_name(self) -> None:
+        await self._record_keeper.take_name(self.options.arguments(), tls.paths(self._launcher.security))
+        self._record_keeper.start()
+        if others := [repr(each.options.name) for each in unclosed() if each is not self]:
+            self._log(f"This process has other clusters open, each with its sessions: {', '.join(others)}")
+
+    async def _rebuild(self) -> None:
+        assert self._record_keeper.record is not None
+        await self._launcher.rebuild(self._record_keeper.record)
+        self._record_keeper.start()
+
+    def __await__(self) -> Generator[Any, Any, Self]:
+        return self._ready().__await__()
+
+    async def _ready(self) -> Self:
+        if self.status != Status.running:
+            await self._start()
+        await self._correct_state()
+        return self
+
+    # -- keeping
+
+    def _stop_overruled(self) -> None:
+        """Adapt no more, because another manager scales the cluster."""
+        if self._adaptive is not None:
+            self._fleet.release(self._adaptive)
+            stop_adapting(self._adaptive, "another manager scales the cluster")
+
+    # -- end
+
+    def _end(self, timeout: float | None, shutdown: bool) -> Awaitable[None] | None:
+        if self.asynchronous:
+            return self.sync(self._close, shutdown, callback_timeout=timeout)
+        if self._is_a_forks_copy:
+            return None
+        with self._close_lock:  # the second of two threads would wait for a loop that the first has stopped
+            try:
+                if self.status != Status.closed:
+                    self.sync(self._close, shutdown, callback_timeout=timeout)
+            finally:
+                self._loop_runner.stop()
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._end(None, self.shutdown_on_close)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close(self.shutdown_on_close)
+
+    async def _close(self, shutdown: bool = True) -> None:
+        if self._is_a_forks_copy or self.status == Status.closed:
+            return
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close_once(shutdown))
+        await asyncio.shield(self._closing)
+
+    async def _close_once(self, shutdown: bool) -> None:
+        # Not SpecCluster's, which retires every worker first and waits long for a scheduler that is gone.
+        if self._adaptive is not None:
+            stop_adapting(self._adaptive, "the cluster closes")
+        self.status = Status.closing
+        self._fleet.close()
+        await cancel(self._starting, self._keeping, self._correct_state_waiting, self._stepping)
+        await self._reconciler.close()
+        if self._forwarder is not None:
+            await self._forwarder.close()
+        await self._record_keeper.close()
+        try:
+            if not shutdown:
+                await self._hand_over()
+            # First, because a scheduler that ends does not answer, and that is waited for.
+            # A cluster that stays is no orphan without its creator.
+            stays = not (shutdown or self._adopts)
+            await self._leadership.close(**({"orphan_timeout": None} if stays else {}))
+            if shutdown:
+                await self._say_goodbye()
+                await self._record_keeper.end()
+            else:
+                await self._api.close()
+        finally:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                await asyncio.wait_for(Cluster._close(self), _GOODBYE_TIMEOUT)
+            self.status = Status.closed
+            self._silence.close()
+            for process in (self.scheduler, *self.workers.values()):
+                if process is not None:
+                    process.status = Status.closed
+            self._fleet.clear()
+            no_longer_end_at_exit(self)
+
+    async def _hand_over(self) -> None:
+        """Leave the sessions to other managers; what these do not know of is stopped."""
+        if self._leadership.id:  # what was asked for last, and launched for it, may not be told yet
+            await self._leadership.sync()
+        if self._record_keeper.gone:  # nobody can take them over any more
+            return
+        processes = (self.scheduler, *self.workers.values())
+        self._api.forget(*[p.session_id for p in processes if p is not None and p.session_id])
+
+    async def _say_goodbye(self) -> None:
+        """Let the scheduler tell its workers and clients that it ends, if it is there."""
+        if self.scheduler_comm is not None:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                await asyncio.wait_for(self.scheduler_comm.terminate(), _GOODBYE_TIMEOUT)
+
+    def _end_with(self, keeping: asyncio.Task[Outcome]) -> None:
+        """Close when the reconciler says that there is nothing to keep."""
+        if not keeping.cancelled() and keeping.exception() is None and self._closing is None:
+            shutdown = keeping.result() == Outcome.ENDED
+            self._closing = asyncio.create_task(self._close_once(shutdown))
+
+    def _end_now(self, timeout: float) -> None:
+        """Close with the interpreter."""
+        try:
+            if self.loop.asyncio_loop.is_running():
+                self._end(timeout, self.shutdown_on_close)
+        except CMLError as error:  # it has tried all that there is to try
+            logger.error("%s", error)
+        except Exception as error:
+            logger.info("The cluster %s is ended by plain calls, after %r", self.name, error)
+        # The loop may be gone, as after asyncio.run; then this is all that can be done, and enough.
+        if self.status != Status.closed and self.shutdown_on_close:
+            self._api.end()
+            self._record_keeper.remove()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Leave the cluster to others, as a forked process does."""
+        self.status = Status.closed
+
+    @property
+    def _is_a_forks_copy(self) -> bool:
+        """Whether this is in a fork of the cluster's process, whose end must not be the cluster's."""
+        return self._pid != os.getpid()

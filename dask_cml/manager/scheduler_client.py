@@ -1,0 +1,177 @@
+"""What a manager asks of the scheduler.
+
+Nothing else in a manager reads what Dask keeps of the scheduler, or waits for its answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distributed.core import rpc
+from distributed.objects import SchedulerInfo
+from distributed.protocol import pickle
+
+if TYPE_CHECKING:
+    from distributed.scheduler import WorkerState
+
+T = TypeVar("T")
+
+#: An answer may take so long, and only so long once the connection for changes has ended.
+_ANSWER_TIMEOUT, _GONE_TIMEOUT = 10.0, 1.0
+
+
+class SchedulerClient:
+    """A manager's connection to the scheduler, with a limit to every wait.
+
+    Attributes
+    ----------
+    info : mapping
+        What the scheduler said of itself and its workers, as ``Scheduler.identity`` does.
+    comm : distributed.core.rpc or None
+        The connection; None before :meth:`connect`.
+    """
+
+    def __init__(self) -> None:
+        self.info: dict[str, Any] = {"workers": {}}
+        self.comm: Any = None
+        self._changes: asyncio.Future[None] | None = None
+
+    def connect(self, address: str, connection_args: Mapping[str, Any]) -> None:
+        """Use the scheduler at this address from now on."""
+        self.comm = rpc(address, connection_args=dict(connection_args))
+
+    def listen(self, changes: asyncio.Future[None]) -> None:
+        """Learn of the scheduler's end by the task that hears of its workers: it ends with its connection.
+
+        Parameters
+        ----------
+        changes : asyncio.Future
+            ``Cluster._watch_worker_status_task``.
+        """
+        self._changes = changes
+
+    @property
+    def connected(self) -> bool:
+        """Whether the scheduler tells of workers that come and go."""
+        return self._changes is not None and not self._changes.done()
+
+    @property
+    def observed(self) -> set[str]:
+        """The names of the Dask workers that the scheduler knows."""
+        return {worker["name"] for worker in self.info["workers"].values()}
+
+    async def ask(self, call: Coroutine[Any, Any, T]) -> T:
+        """Wait for what the scheduler answers, but not for long once it is most likely gone.
+
+        Parameters
+        ----------
+        call : coroutine
+            The call of the scheduler.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If it does not answer.
+        """
+        asking: asyncio.Future[Any] = asyncio.ensure_future(call)
+        try:
+            if self.connected and self._changes is not None:
+                await asyncio.wait(
+                    {asking, self._changes}, timeout=_ANSWER_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
+                )
+            return await asyncio.wait_for(asking, _GONE_TIMEOUT)
+        finally:
+            asking.cancel()
+
+    async def refresh(self) -> bool:
+        """Learn the scheduler's workers; return whether it answers.
+
+        Dask's worker-status plugin tells changes as they come, but to one manager only: another one that
+        connects takes its place without a word.
+        """
+        try:
+            ncores = await self.ask(self.comm.ncores())
+            if ncores.keys() != self.info["workers"].keys():
+                self.info = SchedulerInfo(await self.ask(self.comm.identity()))
+        except (OSError, asyncio.TimeoutError):
+            return False
+        return True
+
+    async def sync(self, **message: Any) -> dict[str, Any]:
+        """Tell what has changed here, and return what all managers agree on; see ``CMLSchedulerPlugin``.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer.
+        ValueError
+            If it does not know this manager.
+        """
+        return await self.ask(self.comm.cml_sync(**message))
+
+    async def cheapest(
+        self, n: int, key: Callable[[WorkerState], Hashable] | None = None, **more: Any
+    ) -> list[str]:
+        """Return the names of `n` Dask workers whose end costs least; none if the scheduler does not answer.
+
+        Parameters
+        ----------
+        n : int
+            Dask workers.
+        key : callable, optional
+            Groups workers that are closed together or not at all.
+        **more
+            For ``Scheduler.workers_to_close``.
+        """
+        pickled = pickle.dumps(key) if key else None
+        try:
+            names = await self.ask(self.comm.workers_to_close(n=n, key=pickled, attribute="name", **more))
+        except (OSError, asyncio.TimeoutError):
+            return []
+        return list(names)
+
+    async def retire(self, names: Collection[str]) -> set[str]:
+        """Have Dask workers hand over their data and close, however long that takes.
+
+        Returns
+        -------
+        set of str
+            The names of those that did.
+        """
+        # SpecCluster hands names over where addresses are meant (`retire_workers(workers=...)`), so its
+        # workers are closed with the data on them.
+        retired = await self.comm.retire_workers(names=sorted(names))
+        return {info["name"] for info in retired.values()}
+
+    async def drop(self, names: Collection[str]) -> None:
+        """Have the scheduler take Dask workers for lost, so that their tasks run elsewhere.
+
+        Parameters
+        ----------
+        names : collection of str
+            Their names.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer.
+        """
+        workers = [*self.info["workers"].items()]
+        for address in [address for address, worker in workers if worker["name"] in names]:
+            stimulus = f"cml-drop-{time.time()}"
+            await self.ask(self.comm.unregister(address=address, stimulus_id=stimulus))
+
+    async def last_heard(self, names: Collection[str]) -> dict[str, float]:
+        """Return when the scheduler heard of Dask workers, by its own clock, by their names.
+
+        It is empty while the scheduler does not answer.
+        """
+        try:
+            scheduler = await self.ask(self.comm.identity())
+        except (OSError, asyncio.TimeoutError):
+            return {}
+        workers = scheduler["workers"].values()
+        return {each["name"]: each["last_seen"] for each in workers if each["name"] in names}

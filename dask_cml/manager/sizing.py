@@ -1,0 +1,77 @@
+"""How many worker sessions a wish for threads or memory comes to."""
+
+from __future__ import annotations
+
+import math
+
+from dask_cml.checks import gibibytes, integer, message, positive
+from dask_cml.options import Options
+
+
+def sessions_for(
+    options: Options, n: int, memory: float | str | None = None, cores: float | None = None
+) -> int:
+    """Return the number of sessions that is at least `n` and has at least so much in all.
+
+    Parameters
+    ----------
+    options : Options
+        The size of a session.
+    n : int
+        Worker sessions.
+    memory : float or str, optional
+        In GiB or as a string such as ``"100 GiB"``.
+    cores : float, optional
+        Threads.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that is not allowed.
+    """
+    n = integer("n", n, 0)
+    if memory is not None:
+        n = max(n, math.ceil(gibibytes("memory", memory) / options.worker.memory))
+    if cores is not None:
+        n = max(n, math.ceil(positive("cores", cores) / options.nthreads))
+    return n
+
+
+def bounds(
+    options: Options,
+    minimum: float | None,
+    maximum: float | None,
+    cores: tuple[float | None, float | None],
+    memory: tuple[float | str | None, float | str | None],
+) -> tuple[int, float]:
+    """Return the least and the greatest number of sessions for adaptive scaling.
+
+    Parameters
+    ----------
+    options : Options
+        The size of a session.
+    minimum, maximum : float or None
+        Worker sessions.
+    cores, memory : tuple
+        The least and the greatest number of threads and amount of memory in all; each may be None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an argument that is not allowed.
+    """
+    least = integer("minimum", minimum or 0, 0)
+    most: float = math.inf
+    if maximum is not None and maximum != math.inf:
+        most = integer("maximum", maximum, 0)
+    for unit, check, (low, high), per_session in (
+        ("cores", positive, cores, options.nthreads),
+        ("memory", gibibytes, memory, options.worker.memory),
+    ):
+        if low is not None:
+            least = max(least, math.ceil(check(f"minimum_{unit}", low) / per_session))
+        if high is not None:
+            most = min(most, math.floor(check(f"maximum_{unit}", high) / per_session))
+    if most < least:
+        raise ValueError(message("maximum", most, f"at least the minimum, {least} worker sessions"))
+    return least, most
