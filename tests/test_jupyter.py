@@ -396,9 +396,9 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar
     asked = []
     is_alive = probe.is_alive
 
-    async def counted(record, *rest):
+    async def counted(record, **more):
         asked.append(record.name)
-        return await is_alive(record, *rest)
+        return await is_alive(record, **more)
 
     monkeypatch.setattr(probe, "is_alive", counted)
     monkeypatch.setattr(jupyter, "_RETRY", 3600.0)
