@@ -303,7 +303,7 @@ async def test_a_session_that_only_the_scheduler_was_told_of_is_not_taken_over(p
     caplog.set_level("INFO")
     code = "import time; time.sleep(600)"
     foreign, other = (each["id"] for each in platform.launch_workers(2, cpu=1, memory=1, code=code))
-    async with make(name="told") as cluster:
+    async with make(name="told", silence_logs=False) as cluster:  # which would silence caplog, too
         await cluster.scheduler_comm.cml_sync(
             manager=cluster._leadership.id, launched={"told-7": foreign, "told-8": other}
         )
