@@ -17,7 +17,7 @@ from stub import eventually
 from test_random import Simulation, quick  # noqa: F401  # a fixture
 
 from dask_cml import CMLCluster, CMLError, LaunchRefused
-from dask_cml.manager import lifecycle
+from dask_cml.manager import lifecycle, reconciler
 
 
 @pytest.fixture
@@ -133,7 +133,19 @@ async def test_workers_that_a_client_restarts_are_replaced_and_no_failure(simula
         assert not before & mine._arrived
         assert await client.submit(sum, [1, 2]) == 3
     assert "failed" not in told(mine)
-    assert "trouble" not in repr(mine)
+    assert "problem" not in repr(mine)
+
+
+async def test_a_stop_that_hangs_holds_up_no_launch(simulated, monkeypatch):
+    monkeypatch.setattr(reconciler, "_STOPS_WITHIN", 0.1)
+    mine = await simulated(n_workers=2)
+    await eventually(lambda: has(mine, 2))
+    with simulated.platform.held("stop_workers"):
+        mine.scale(1)
+        await eventually(lambda: simulated.platform.under_way)
+        mine.scale(3)
+        await eventually(lambda: len(mine._arrived) == 3)
+    await eventually(lambda: has(mine, 3))
 
 
 async def test_a_closed_cluster_says_so(simulated):

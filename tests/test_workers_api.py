@@ -204,9 +204,9 @@ async def test_an_answer_of_no_right_shape_is_told_in_the_platforms_words_if_it_
     assert str(caught.value).endswith(words)
     assert "4 tries" in str(caught.value)
     assert "{" not in str(caught.value)
-    assert api.trouble == str(caught.value)
+    assert api.problem == str(caught.value)
     await do(api, function)
-    assert api.trouble is None
+    assert api.problem is None
     assert left() == api.live
 
 
@@ -329,7 +329,7 @@ async def test_what_will_not_pass_is_told_at_once(stub, api, function, error, wo
         await do(api, function)
     assert caught.value.__cause__ is error
     assert stub.count(function) - before == 1
-    assert api.trouble == str(caught.value)
+    assert api.problem == str(caught.value)
 
 
 # -- launches whose answer is lost

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL = 3.0
+#: The platform stops sessions in less, as a rule. Until then nothing is launched, so that their room is free.
+_STOPS_WITHIN = 5.0
 #: So long a scheduler may be silent whose session the platform does not list here, as it lists to a session
 #: only those that this one launched.
 _SILENCE = 120.0
@@ -96,6 +98,7 @@ class Reconciler:
         self._log = log
         self._outage: str | None = None
         self._missing_since: dict[str, float] = {}
+        self._stops: dict[asyncio.Task[None], set[str]] = {}
         self._told_waiting = False
         self._heard = time.monotonic()
         self._changed = asyncio.Event()
@@ -132,6 +135,7 @@ class Reconciler:
     async def close(self) -> None:
         """Wait for nothing any more that :meth:`step` has begun."""
         await self._retirements.close()
+        await cancel(*self._stops)
 
     async def _look(self) -> Outcome | None:
         """Find what is lost, replace it, and make the sessions agree."""
@@ -153,7 +157,7 @@ class Reconciler:
         return None
 
     def _tell_outage(self) -> None:
-        before, self._outage = self._outage, self._api.trouble
+        before, self._outage = self._outage, self._api.problem
         if self._outage and not before:
             logger.warning("The cluster %s cannot be looked after: %s", self._fleet.name, self._outage)
         elif before and not self._outage:
@@ -303,11 +307,27 @@ class Reconciler:
         kept = [worker for key, worker in fleet.workers.items() if key not in closing]
         # Also what nobody has, such as half a session of a refused launch that could not be stopped then.
         known = {each.session_id for each in (self._launcher.scheduler, *kept) if each is not None}
+        known.update(*self._stops.values())
         if ids := self._api.live - known:
-            await self._api.stop(*sorted(ids))
+            await self._stop(ids)
         for key, worker in closing.items():
-            await worker.close()
-            fleet.stopped(key)
+            if worker.session_id not in self._api.live:
+                await worker.close()
+                fleet.stopped(key)
+
+    async def _stop(self, ids: set[str]) -> None:
+        """Stop sessions in a task of its own, so that a call which hangs holds up no other."""
+        task = asyncio.create_task(self._api.stop(*sorted(ids)))
+        self._stops[task] = ids
+        task.add_done_callback(self._stopped)
+        await asyncio.wait([task], timeout=_STOPS_WITHIN)
+        if task.done():
+            task.result()
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        del self._stops[task]
+        if not task.cancelled() and task.exception() is None:
+            self.poke()
 
     async def _launch_missing(self) -> None:
         fleet = self._fleet

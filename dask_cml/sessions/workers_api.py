@@ -97,7 +97,7 @@ class WorkersAPI:
         self._launching: set[Future[Any]] = set()
 
     @property
-    def trouble(self) -> str | None:
+    def problem(self) -> str | None:
         """What the platform does not do, in words, until it does it again."""
         return next(iter([*self._calls.troubles.values()]), None)
 
