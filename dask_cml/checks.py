@@ -130,6 +130,16 @@ def text_or_none(argument: str, value: Any) -> str | None:
     return _plain(value)
 
 
+def names(argument: str, value: Any) -> tuple[str, ...]:
+    """Check a list of names."""
+    expected = 'a list of names, such as ["hub.example.com"]'
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(message(argument, value, expected))
+    if not all(isinstance(each, str) and each for each in value):
+        raise TypeError(message(argument, value, expected))
+    return tuple(map(_plain, value))
+
+
 def folder(argument: str, value: Any, expected: str = "the path of a folder") -> str:
     """Check a folder's path, and return it absolute; the folder need not exist."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
 from distributed.comm.core import Comm
 
@@ -20,6 +21,13 @@ CHUNK = 2**16
 _WINDOW = 8 * CHUNK
 
 
+class Reads(Protocol):
+    """Where bytes come from."""
+
+    async def read(self, n: int) -> bytes:
+        """Return some bytes, about `n` at most; none at the end."""
+
+
 class Tunnel:
     """Carries the bytes of a TCP connection through a comm, both ways, until both directions have ended.
 
@@ -31,10 +39,10 @@ class Tunnel:
     comm : Comm
         Belongs to the tunnel from now on.
     reader, writer : StreamReader, StreamWriter
-        The TCP connection.
+        The TCP connection; instead of its reader something that reads from it.
     """
 
-    def __init__(self, comm: Comm, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, comm: Comm, reader: Reads, writer: asyncio.StreamWriter) -> None:
         #: Bytes that came through the comm and were passed on.
         self.delivered = 0
         self._comm = comm

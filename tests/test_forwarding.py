@@ -8,8 +8,10 @@ import hashlib
 import json
 import os
 import re
+import socket
 import sys
 
+import dask
 import pytest
 from distributed import Scheduler
 from distributed.comm.core import CommClosedError, connect
@@ -25,6 +27,9 @@ from dask_cml.scheduler.plugin import NAME
 from dask_cml.wire import FORWARD
 
 pytest.importorskip("bokeh")
+
+#: After such a request all bytes are passed on.
+OPENING = b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: any\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
@@ -196,6 +201,117 @@ async def test_asker_has_no_say_in_where_it_leads():
         comm.abort()
 
 
+# -- who asks
+
+
+async def ask(port, method="GET", path="/health", **headers):
+    """Return the status and the body that a request gets; its headers are as given."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    lines = [f"{name}: {value}" for name, value in headers.items() if value is not None]
+    writer.write("\r\n".join([f"{method} {path} HTTP/1.1", *lines, "Connection: close", "", ""]).encode())
+    answer = (await reader.read()).decode()
+    writer.close()
+    return int(answer.split()[1]), answer.partition("\r\n\r\n")[2]
+
+
+@pytest.fixture
+async def port(monkeypatch):
+    """The port of a forwarder in a session of CML."""
+    monkeypatch.setenv("CDSW_ENGINE_ID", "abc123")
+    monkeypatch.setenv("CDSW_DOMAIN", "ml.example.com")
+    with dask.config.set({"cml.forward-hosts": ["Hub.example.com"]}):
+        async with forwarded() as (_, forwarder):
+            yield forwarder.port
+
+
+async def test_hosts_of_this_machine_of_cml_and_of_proxies_get_the_dashboard(port):
+    hosts = ["localhost", "LOCALHOST:9000", f"127.0.0.1:{port}", "[::1]:9000", "10.1.2.3:8888"]
+    hosts += [socket.gethostname(), "abc123.ml.example.com", "hub.example.com:443"]
+    assert {host: await ask(port, Host=host) for host in hosts} == dict.fromkeys(hosts, (200, "ok"))
+
+
+async def test_other_hosts_are_refused_in_words(port):
+    hosts = [
+        "evil.example.com",
+        "127.0.0.1.evil.example.com",
+        "evilml.example.com",
+        "ml.example.com.evil.org",
+    ]
+    hosts += ["localhost@evil.org", "localhost/evil.org", "evil.org:80", "localhost:x", None]
+    for host in hosts:
+        status, words = await ask(port, Host=host)
+        assert status == 403, host
+        assert f"does not answer requests for the host {host or ''!r}" in words
+        assert "cml.forward-hosts" in words
+
+
+@pytest.mark.parametrize("more", [{"method": "POST"}, {"Upgrade": "websocket"}])
+async def test_orders_of_other_pages_are_refused(port, more):
+    for origin in "http://evil.org", "null", "https://localhost:9001", "http://localhost:9001", "x":
+        status, words = await ask(port, Host="localhost:9000", Origin=origin, **more)
+        assert status == 403
+        assert f"pages of {origin!r}" in words
+    own = [
+        "http://localhost:9000",
+        "https://abc123.ml.example.com",
+        "https://read-only-abc123.ml.example.com",
+    ]
+    statuses = [(await ask(port, Host="localhost:9000", Origin=each, **more))[0] for each in [*own, None]]
+    assert 403 not in statuses
+    by_proxy = await ask(port, Host="hub.example.com", Origin="https://hub.example.com", **more)
+    assert by_proxy[0] == statuses[0]
+    # What it is answered, the other page cannot read.
+    assert (await ask(port, Host="localhost:9000", Origin="http://evil.org"))[0] == 200
+
+
+async def test_every_request_of_a_connection_is_checked(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    own = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nbody"
+    for _ in range(2):
+        writer.write(own)
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))
+    writer.write(own.replace(b"Host", b"Origin: http://evil.org\r\nHost"))
+    with contextlib.suppress(ConnectionError):
+        assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\nHost: localhost\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nX: 1\nHost: localhost\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nHost: evil.org\r\n : localhost\r\n\r\n", b"400"),
+        (b"\x16\x03\x01 nothing of HTTP\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n", b"411"),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", b"411"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000 + b"\r\n\r\n", b"431"),
+    ],
+)
+async def test_what_two_readers_may_understand_differently_is_refused(sent, status):
+    async with DashboardForwarder("tcp://127.0.0.1:9", timeout=0.1) as forwarder:
+        reader, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
+        writer.write(sent)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 " + status)
+        writer.close()
+
+
+async def test_a_connection_without_a_request_reaches_nobody():
+    async with (
+        stand_in() as silent,
+        DashboardForwarder(f"tcp://127.0.0.1:{silent.port}") as forwarder,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+        writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        assert not silent.connections
+        writer.close()
+
+
 # -- what is not there
 
 
@@ -237,7 +353,9 @@ async def test_dashboard_on_another_address_is_not_looked_for_on_this_one():
 async def test_request_with_a_long_body_hears_of_the_bad_gateway():
     async with DashboardForwarder("tcp://127.0.0.1:9", timeout=0.2) as forwarder:
         reader, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
-        writer.write(b"POST / HTTP/1.1\r\nContent-Length: 3000000\r\n\r\n" + b"x" * 3_000_000)
+        writer.write(
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3000000\r\n\r\n" + b"x" * 3_000_000
+        )
         assert (await reader.readline()).startswith(b"HTTP/1.1 502")
         writer.close()
 
@@ -293,11 +411,17 @@ async def stand_in(serve=stay):
 
 @contextlib.asynccontextmanager
 async def carried(serve, monkeypatch, security=None):
-    """A connection through a forwarder to a stand-in of the dashboard, and the plugin."""
-    async with forwarded(security) as (running, forwarder), stand_in(serve) as server:
+    """A connection for any bytes through a forwarder to a stand-in of the dashboard, and the plugin."""
+
+    async def serve_after_request(reader, writer):
+        await reader.readexactly(len(OPENING))
+        await serve(reader, writer)
+
+    async with forwarded(security) as (running, forwarder), stand_in(serve_after_request) as server:
         plugin = running.plugins[NAME]
         monkeypatch.setattr(plugin, "_dashboard_port", lambda: server.port)
         reader, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
+        writer.write(OPENING)
         yield reader, writer, plugin
         writer.transport.abort()
 
@@ -433,12 +557,10 @@ async def test_browser_that_goes_leaves_nothing_behind(monkeypatch, holds):
 
 async def test_dashboard_s_connection_that_breaks_breaks_the_browser_s(monkeypatch, holds):
     async def answer_in_part(reader, writer):
-        await reader.read(1)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc")
         await writer.drain()
 
     async with carried(answer_in_part, monkeypatch) as (reader, writer, plugin):
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
         received = b""
         with contextlib.suppress(ConnectionError):
             received = await reader.read()
@@ -454,7 +576,7 @@ async def test_close_ends_all_connections_and_frees_the_port(holds):
         await forwarder.start()
         async with Pane(forwarder.port) as pane:
             idle, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
-            await holds(lambda: len(running.plugins[NAME]._forwards) >= 2)
+            await holds(lambda: len(forwarder._tasks) >= 2)
             await forwarder.close()
             await forwarder.close()
             with pytest.raises(ConnectionError):

@@ -16,14 +16,19 @@ from typing import Any
 from distributed.comm.core import Comm, connect
 from distributed.utils import wait_for
 
+from dask_cml import checks
 from dask_cml.aio import cancel
+from dask_cml.manager.http_guard import CheckedRequests, HostGuard, Refused
+from dask_cml.options import setting
 from dask_cml.wire import CHUNK, FORWARD, Tunnel
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT = 5.0
-_BAD_GATEWAY = """\
-HTTP/1.1 502 Bad Gateway\r
+#: Browsers connect before they ask, and do not ask always.
+_FIRST_REQUEST_TIMEOUT = 60.0
+_HEAD = """\
+HTTP/1.1 {status}\r
 Content-Type: text/plain; charset=utf-8\r
 Content-Length: {length}\r
 Connection: close\r
@@ -35,7 +40,8 @@ class DashboardForwarder:
     """Listens on a free port of 127.0.0.1, and leads to the dashboard of a scheduler.
 
     The scheduler needs its plugin, :class:`~dask_cml.scheduler.plugin.CMLSchedulerPlugin`. A scheduler that
-    is gone is told to browsers as ``502 Bad Gateway``.
+    is gone is told to browsers as ``502 Bad Gateway``, and requests of foreign pages as ``403 Forbidden``;
+    see :class:`~dask_cml.manager.http_guard.HostGuard`.
 
     Parameters
     ----------
@@ -69,6 +75,7 @@ class DashboardForwarder:
         self.port = port
         self._connection_args = dict(connection_args or {})
         self._timeout = timeout
+        self._guard = HostGuard(setting("forward-hosts", checks.names))
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -114,18 +121,31 @@ class DashboardForwarder:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         tunnel = None
+        requests = CheckedRequests(reader, self._guard)
         try:
+            if not await self._asks(requests):
+                return
             comm = await wait_for(self._connect(), self._timeout)
-            tunnel = Tunnel(comm, reader, writer)
+            tunnel = Tunnel(comm, requests, writer)
             await tunnel.run()
+        except Refused as refused:
+            logger.info("A request to the dashboard of %s is refused: %s", self.address, refused)
+            if tunnel is None or not tunnel.delivered:
+                await _answer(reader, writer, refused.status, str(refused))
         except (OSError, TimeoutError, asyncio.TimeoutError) as error:
             logger.debug("A connection to the dashboard of %s ends: %r", self.address, error)
             if tunnel is None or not tunnel.delivered:
-                await _answer(reader, writer, f"The Dask scheduler at {self.address} is not there: {error!r}")
+                words = f"The Dask scheduler at {self.address} is not there: {error!r}"
+                await _answer(reader, writer, "502 Bad Gateway", words)
         except Exception:
             logger.exception("A connection to the dashboard of %s failed", self.address)
         finally:
             writer.transport.abort()
+
+    async def _asks(self, requests: CheckedRequests) -> bool:
+        with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError):
+            return await wait_for(requests.begin(), _FIRST_REQUEST_TIMEOUT)
+        return False
 
     async def _connect(self) -> Comm:
         comm = await connect(self.address, timeout=self._timeout, **self._connection_args)
@@ -143,12 +163,14 @@ class DashboardForwarder:
         return comm
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, words: str) -> None:
+async def _answer(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: str, words: str
+) -> None:
     """Tell a browser why there is no dashboard, as far as it listens."""
 
     async def answer() -> None:
         body = f"{words}\n".encode()
-        writer.write(_BAD_GATEWAY.format(length=len(body)).encode() + body)
+        writer.write(_HEAD.format(status=status, length=len(body)).encode() + body)
         await writer.drain()
         writer.write_eof()
         while await reader.read(CHUNK):  # the system would take the answer back if the request were not read
