@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -264,6 +265,9 @@ class Episode:
             if self.chance.random() < 0.2:
                 return  # is closed in the middle of it
             self.platform.fates, self.platform.errors = {"runs": 1}, 0.0
+            # What hung has its few seconds; what comes in its place has them on no loaded machine.
+            patience = {"worker_timeout": PATIENCE, "pending_timeout": PATIENCE}
+            self.cluster.options = dataclasses.replace(self.cluster.options, **patience)
             self.platform.configure(quota=None)
             await self.settle()
 
