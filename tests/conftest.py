@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import dask
 import psutil
@@ -30,6 +31,23 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} is skipped: {report.longrepr}"
     return report
+
+
+#: Modules whose tests share a server or a cluster. One process of pytest-xdist runs each: it starts once.
+TOGETHER = ("test_browser.py", "test_jupyter.py", "test_running.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute each test by itself, but for those. With pytest 9.2 xdist does not see its groups."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return path if path.endswith(TOGETHER) else nodeid
+
+    return Scheduling(config, log)
 
 
 # Shells have what they start in the background ignore Ctrl-C, and that is inherited by what the tests start.

@@ -12,7 +12,7 @@ from lab import JupyterServer, Page, browser, chromium, until
 from dask_cml.local import network
 from dask_cml.records import store
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]  # they share a server
+pytestmark = pytest.mark.slow
 without_keys = pytest.mark.parametrize("security", [False], ids=["tcp"], indirect=True, scope="module")
 with_and_without_keys = pytest.mark.parametrize(
     "security", [False, True], ids=["tcp", "tls"], indirect=True, scope="module"

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 
 import pytest
 from distributed import Client
@@ -17,9 +16,11 @@ from distributed.deploy.adaptive import Adaptive
 from dask_cml import CMLCluster, CMLError
 from dask_cml.options import state_directory
 
+pytestmark = pytest.mark.usefixtures("light")
+
 
 @pytest.fixture
-def cluster(platform):
+def cluster(platform, light):
     with CMLCluster(n_workers=2, platform="local", quiet=True) as cluster:
         yield cluster
 
@@ -37,25 +38,6 @@ def n_workers(cluster):
 
 def live(platform):
     return [each for each in platform.sessions() if each["status"] in ("scheduling", "starting", "running")]
-
-
-def test_it_computes(client):
-    assert client.submit(sum, [1, 2, 3]).result() == 6
-    assert client.gather(client.map(lambda x: x**2, range(10))) == [x**2 for x in range(10)]
-
-
-def test_one_session_for_the_scheduler_and_one_for_each_worker(platform, cluster, client):
-    sessions = cluster.sessions
-    assert [each.role for each in sessions] == ["scheduler", "worker", "worker"]
-    assert {each.id for each in sessions} == {each["id"] for each in platform.list_workers()}
-    assert {each.name for each in sessions[1:]} == {
-        worker["name"] for worker in cluster.scheduler_info["workers"].values()
-    }
-
-
-def test_sessions_are_told_as_running_with_their_address(cluster, client, until):
-    until(lambda: all(each.status == "running" for each in cluster.sessions))
-    assert {each.address for each in cluster.sessions} == {"127.0.0.1"}
 
 
 def test_workers_have_the_threads_and_memory_of_their_session(platform):
@@ -181,18 +163,6 @@ def test_adapting_follows_the_work(platform, until):
         assert client.submit(sum, [1, 2]).result() == 3
 
 
-def test_adapting_closes_workers_by_the_groups_of_their_key(cluster, client):
-    for key, closed in (lambda worker: "all", 0), (lambda worker: worker.name, 1):
-        adaptive = cluster.adapt(minimum=0, maximum=2, interval="1 hour", worker_key=key)
-        assert len(cluster.sync(adaptive.workers_to_close, 1)) == closed
-
-
-def test_scale_ends_adapting(platform, cluster, client):
-    adaptive = cluster.adapt(minimum=0, maximum=2)
-    cluster.scale(2)
-    assert adaptive.periodic_callback is None
-
-
 def test_another_adaptive_class_may_be_used(platform, until):
     with CMLCluster(platform="local", quiet=True) as cluster, Client(cluster) as client:
         adaptive = cluster.adapt(Adaptive=Adaptive, minimum=1, maximum=2, interval="100 ms")
@@ -204,7 +174,9 @@ def test_another_adaptive_class_may_be_used(platform, until):
 
 def test_processes_share_one_session(platform, until):
     with (
-        CMLCluster(n_workers=2, cpu=2, memory=2, processes=2, platform="local", quiet=True) as cluster,
+        CMLCluster(
+            n_workers=2, cpu=2, memory=2, processes=2, worker_args=[], platform="local", quiet=True
+        ) as cluster,
         Client(cluster) as client,
     ):
         client.wait_for_workers(4, timeout=120)
@@ -228,13 +200,6 @@ def test_scaling_down_loses_no_data(platform, until):
         cluster.scale(1)
         until(lambda: n_workers(cluster) == 1 and len(cluster.sessions) == 2)
         assert client.gather(futures, errors="raise") == [*range(100)]
-
-
-def test_restart_keeps_the_workers(cluster, client):
-    client.restart()
-    client.wait_for_workers(2, timeout=120)
-    assert client.submit(sum, [1, 2]).result() == 3
-    assert len(cluster.workers) == 2
 
 
 def test_logs_of_cluster_scheduler_and_workers_ended_ones_too(platform, cluster, client, until):
@@ -273,26 +238,6 @@ def test_a_task_that_prints_works_while_the_disk_is_full(platform, tmp_path, unt
         assert client.submit(print, "there is space").result() is None
         until(lambda: log.exists() and "there is space" in log.read_text())
         assert "bytes of output could not be written here" in log.read_text()
-
-
-def test_dashboard_link_leads_to_the_dashboard(cluster):
-    assert cluster.dashboard_link.endswith("/status")
-    with urllib.request.urlopen(cluster.dashboard_link, timeout=120) as answer:
-        assert b"Dask" in answer.read()
-
-
-def test_widget_and_representations(cluster, client):
-    assert f"CMLCluster({cluster.name!r}" in repr(cluster) or cluster.name in repr(cluster)
-    assert "workers=2" in repr(cluster)
-    assert cluster.dashboard_link in cluster._repr_html_()
-
-
-def test_job_script_is_what_is_launched(platform, cluster):
-    script = cluster.job_script()
-    assert "'-m', 'dask', 'scheduler'" in script
-    assert "'-m', 'dask', 'worker'" in script
-    assert cluster.scheduler.plan.code in script
-    assert len(platform.list_workers()) == 3
 
 
 async def test_job_script_launches_nothing(platform):

@@ -25,7 +25,6 @@ from dask_cml.jupyter import Sidebar, find_manager
 from dask_cml.records import probe, store
 from dask_cml.records.record import Record
 
-pytestmark = pytest.mark.xdist_group("jupyter")  # they share a server
 FACTORY = {"n-workers": 1, "forward-dashboard": True}
 
 

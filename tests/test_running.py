@@ -1,0 +1,82 @@
+"""A cluster that runs, with all that it has by default; the tests share it."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import pytest
+from distributed import Client
+
+from dask_cml import CMLCluster
+
+
+@pytest.fixture(scope="module")
+def cluster(shared_platform):
+    with CMLCluster(n_workers=2, platform="local", quiet=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster):
+    with Client(cluster) as client:
+        client.wait_for_workers(2, timeout=120)
+        yield client
+
+
+def test_it_computes(client):
+    assert client.submit(sum, [1, 2, 3]).result() == 6
+    assert client.gather(client.map(lambda x: x**2, range(10))) == [x**2 for x in range(10)]
+
+
+def test_one_session_for_the_scheduler_and_one_for_each_worker(shared_platform, cluster, client):
+    sessions = cluster.sessions
+    assert [each.role for each in sessions] == ["scheduler", "worker", "worker"]
+    assert {each.id for each in sessions} == {each["id"] for each in shared_platform.list_workers()}
+    assert {each.name for each in sessions[1:]} == {
+        worker["name"] for worker in cluster.scheduler_info["workers"].values()
+    }
+
+
+def test_sessions_are_told_as_running_with_their_address(cluster, client, until):
+    until(lambda: all(each.status == "running" for each in cluster.sessions))
+    assert {each.address for each in cluster.sessions} == {"127.0.0.1"}
+
+
+def test_adapting_closes_workers_by_the_groups_of_their_key(cluster, client):
+    for key, closed in (lambda worker: "all", 0), (lambda worker: worker.name, 1):
+        adaptive = cluster.adapt(minimum=0, maximum=2, interval="1 hour", worker_key=key)
+        assert len(cluster.sync(adaptive.workers_to_close, 1)) == closed
+    cluster.scale(2)
+
+
+def test_scale_ends_adapting(cluster, client):
+    adaptive = cluster.adapt(minimum=0, maximum=2, interval="1 hour")
+    cluster.scale(2)
+    assert adaptive.periodic_callback is None
+
+
+def test_restart_keeps_the_workers(cluster, client):
+    client.restart(timeout=120)
+    client.wait_for_workers(2, timeout=120)
+    assert client.submit(sum, [1, 2]).result() == 3
+    assert len(cluster.workers) == 2
+
+
+def test_dashboard_link_leads_to_the_dashboard(cluster):
+    assert cluster.dashboard_link.endswith("/status")
+    with urllib.request.urlopen(cluster.dashboard_link, timeout=120) as answer:
+        assert b"Dask" in answer.read()
+
+
+def test_widget_and_representations(cluster, client):
+    assert f"CMLCluster({cluster.name!r}" in repr(cluster) or cluster.name in repr(cluster)
+    assert "workers=2" in repr(cluster)
+    assert cluster.dashboard_link in cluster._repr_html_()
+
+
+def test_job_script_is_what_is_launched(shared_platform, cluster):
+    script = cluster.job_script()
+    assert "'-m', 'dask', 'scheduler'" in script
+    assert "'-m', 'dask', 'worker'" in script
+    assert cluster.scheduler.plan.code in script
+    assert len(shared_platform.list_workers()) == 3
