@@ -13,10 +13,11 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from dask.utils import format_bytes, parse_bytes, parse_timedelta
-from distributed.security import Security
+# Dask is imported where it is needed, because the local platform imports this and starts without Dask.
+if TYPE_CHECKING:
+    from distributed.security import Security
 
 #: No session and no cluster has so many GiB: who gives more gives bytes.
 _MOST_GIB = 100_000
@@ -72,11 +73,15 @@ def gibibytes(argument: str, value: Any) -> float:
     else:
         number = positive(argument, value, expected)
     if number > _MOST_GIB:
+        from dask.utils import format_bytes
+
         raise ValueError(message(argument, value, f'{expected}; did you mean "{format_bytes(int(number))}"?'))
     return number
 
 
 def _amount(argument: str, text: str, expected: str) -> float:
+    from dask.utils import parse_bytes
+
     # Dask takes a unit without a number for 1 of it.
     if not any(map(str.isdigit, text)):
         raise ValueError(message(argument, text, expected))
@@ -89,6 +94,8 @@ def _amount(argument: str, text: str, expected: str) -> float:
 
 def seconds(argument: str, value: Any) -> float:
     """Check a span of time, and return it in seconds."""
+    from dask.utils import parse_timedelta
+
     expected = 'seconds as a number above 0, or a string such as "90s"'
     try:
         return _above_0(argument, value, parse_timedelta(value), expected)
@@ -242,6 +249,8 @@ def cluster_name(argument: str, value: Any, create_mode: str) -> str:
 
 def security(argument: str, value: Any) -> bool | Security:
     """Check what says whether a cluster has keys."""
+    from distributed.security import Security
+
     if not isinstance(value, (bool, Security)):
         raise TypeError(message(argument, value, "True, False or a distributed.Security"))
     return value
