@@ -166,13 +166,25 @@ def holds() -> Callable[..., Awaitable[None]]:
 
 
 @pytest.fixture
-def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let clusters start without the dashboard and without nannies, which are half of their start's work.
+def no_nannies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let workers start without a nanny, which is half of their start's work.
 
     Sessions of several processes need nannies: ``worker_args=[]``.
     """
-    settings = {"scheduler-args": ["--no-dashboard"], "worker-args": ["--no-nanny"]}
-    for name, value in settings.items():
-        monkeypatch.setenv(f"DASK_CML__{name.replace('-', '_').upper()}", str(value))
-    with dask.config.set({f"cml.{name}": value for name, value in settings.items()}):
+    with configured(monkeypatch, "worker-args", ["--no-nanny"]):
+        yield
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch, no_nannies: None) -> Iterator[None]:
+    """Let clusters start without nannies and without the dashboard, which is half of a scheduler's start."""
+    with configured(monkeypatch, "scheduler-args", ["--no-dashboard"]):
+        yield
+
+
+@contextlib.contextmanager
+def configured(monkeypatch: pytest.MonkeyPatch, option: str, value: object) -> Iterator[None]:
+    """Set an option for this process and those that it starts."""
+    monkeypatch.setenv(f"DASK_CML__{option.replace('-', '_').upper()}", str(value))
+    with dask.config.set({f"cml.{option}": value}):
         yield

@@ -30,7 +30,7 @@ NOBODY = Maker("elsewhere", 1, 1.0, "gone")
 
 
 @pytest.fixture(autouse=True)
-def locally(platform, monkeypatch):
+def locally(platform, no_nannies, monkeypatch):
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
     with dask.config.set({"cml.platform": "local"}):
         yield

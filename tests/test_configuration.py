@@ -176,7 +176,7 @@ def test_a_state_directory_that_is_set_here_is_that_of_the_sessions(tmp_path, mo
         }
 
 
-async def test_scheduler_and_workers_have_what_was_set_before_the_cluster_was_made(platform):
+async def test_scheduler_and_workers_have_what_was_set_before_the_cluster_was_made(platform, light):
     ours = {
         "distributed.scheduler.unknown-task-duration": "3s",
         "distributed.worker.memory.target": 0.5,

@@ -27,6 +27,7 @@ from dask_cml.dask_utils import (
 from dask_cml.options import state_directory
 
 LIVE = ("scheduling", "starting", "running")
+pytestmark = pytest.mark.usefixtures("no_nannies")
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ def test_the_platform_may_be_configured_instead(platform):
 
 def test_workers_with_several_processes_are_waited_for(workers_v1, scheduler):
     url = get_scheduler_url(scheduler)
-    with dask.config.set({"cml.processes": 2}):
+    with dask.config.set({"cml.processes": 2, "cml.worker-args": []}):
         workers = run_dask_workers(url, num_workers=1, cpu=2, memory=2)
     try:
         with Client(url) as client:

@@ -99,7 +99,7 @@ def mend(finding, **more):
 # -- the command
 
 
-def test_a_good_environment_with_a_running_cluster(platform):
+def test_a_good_environment_with_a_running_cluster(platform, no_nannies):
     variables = {**os.environ, "DASK_CML__PLATFORM": "local"}
     with CMLCluster(n_workers=1, name="lab", security=True, platform="local", quiet=True) as cluster:
         cluster.wait_for_workers(1, timeout=120)
@@ -431,7 +431,7 @@ def test_the_time_outs_of_jupyterlab(cml, monkeypatch):
 # -- clusters
 
 
-def test_versions_in_a_cluster_that_differ_and_workers_that_do_not_answer(platform, monkeypatch):
+def test_versions_in_a_cluster_that_differ_and_workers_that_do_not_answer(platform, light, monkeypatch):
     with CMLCluster(n_workers=1, name="lab", platform="local", quiet=True) as cluster:
         cluster.wait_for_workers(1, timeout=120)
         own = clusters._own()

@@ -107,9 +107,10 @@ def assert_has_panes(server, cluster_id):
     status, check = server.ask("GET", f"dask/dashboard-check/{link.replace('/', '%2F')}")
     assert status == 200
     assert check["isActive"]
-    panes = check["plots"]
-    assert "Individual Task Stream" in panes
-    for pane in panes.values():
+    assert len(check["plots"]) > 20
+    # Not all: the scheduler updates each of them for a while, and has no time for anybody else then.
+    for title in "Task Stream", "Progress", "Workers":
+        pane = check["plots"][f"Individual {title}"]
         status, page = server.ask("GET", dashboard + pane)
         assert status == 200, pane
         assert re.search("<title>(Bokeh|Dask)", page), pane

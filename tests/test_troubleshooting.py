@@ -31,6 +31,7 @@ from dask_cml.options import state_directory
 from dask_cml.private import NotPrivate
 from dask_cml.records import operations, store
 
+pytestmark = pytest.mark.usefixtures("light")
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 #: What differs from one time to the next.
 _VARYING = [
