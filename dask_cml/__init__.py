@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import dask.config
+
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
     from dask_cml.errors import (
@@ -41,6 +43,12 @@ _HOMES = {
     "CMLWorker": "sessions.process",
     "Session": "sessions.process",
 }
+
+
+# Clients that are given the plain address of a cluster find its keys. As one of Dask's defaults this would
+# not last: that of distributed, which may be imported later, would take its place.
+if dask.config.get("distributed.client.security-loader", None) is None:
+    dask.config.set({"distributed.client.security-loader": "dask_cml.address.load_security"})
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from dask_cml.manager.sizing import bounds, sessions_for
 from dask_cml.manager.waiting import pending, waiting
 from dask_cml.options import OPTION_NAMES, Options
 from dask_cml.records import store
-from dask_cml.records.record import Record
+from dask_cml.records.record import Record, cluster_address
 from dask_cml.sessions.process import Session
 from dask_cml.sessions.session_logs import SessionLogs
 
@@ -70,7 +70,9 @@ class CMLCluster(ManagedCluster):
         :meth:`from_name`: :meth:`close` ends it, the end of ``with`` or of the process does not, unless
         ``shutdown_on_close=True`` is given.
     security : bool or distributed.Security, optional
-        True: TLS with keys made for this cluster, which go with it. Default False.
+        True, the default: TLS with keys made for this cluster, which go with it. Clients, other managers and
+        ``dask cml`` find them. False: whoever reaches the scheduler can use the cluster. A Security: your own
+        keys.
     pending_timeout : float or str, optional
         Seconds, or a string such as ``"15 minutes"``, for which the scheduler's session may wait for room and
         start. Default 15 minutes. Worker sessions wait as long as they are wanted.
@@ -353,6 +355,13 @@ class CMLCluster(ManagedCluster):
         return [p.session for p in processes if p is not None and p.session is not None]
 
     @property
+    def scheduler_address(self) -> str:
+        """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by that."""
+        address: str = super().scheduler_address
+        has_keys = self.scheduler_comm and self._launcher.security is not None
+        return cluster_address(self.name) if has_keys else address
+
+    @property
     def dashboard_link(self) -> str:
         """Where the platform serves the scheduler's dashboard; empty if there is none."""
         if self.scheduler is None or "dashboard" not in self.scheduler_info.get("services", {}):
@@ -430,7 +439,8 @@ class CMLCluster(ManagedCluster):
         return text
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        rows = sessions_html(self.sessions, self._pending, self._reconciler.problem)
+        problem = self._reconciler.problem
+        rows = sessions_html(self.scheduler_address, self.sessions, self._pending, problem)
         return super()._repr_html_(cluster_status=(cluster_status or "") + rows)
 
     def job_script(self) -> str:

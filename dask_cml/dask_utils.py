@@ -2,7 +2,10 @@
 
 They launch a cluster, first its scheduler and then its workers, and leave its end to the caller. For new code
 take :class:`~dask_cml.CMLCluster`: it launches all sessions at the same moment, scales, replaces lost
-workers, can encrypt, and stops its sessions itself.
+workers, encrypts, and stops its sessions itself.
+
+**These clusters are open**, as the prototype's are. They have no keys, because what the functions return has
+no place for them: whoever reaches the scheduler can run code as you do. ``cml.security`` has no effect.
 
 Beyond their parameters, Dask's configuration holds as for a CMLCluster (``cml.platform``, ``cml.env``,
 ``cml.worker-args`` and so on). Each function that launches sessions writes their output to a new folder in
@@ -265,15 +268,10 @@ def run_dask_workers(
 
 
 def _options(**arguments: Any) -> Options:
-    # A name of its own, even if one is configured: its folder must not be another cluster's. And its end is
-    # the caller's.
-    options = Options.read(name=f"dask-{secrets.token_hex(4)}", shutdown_on_close=False, **arguments)
-    if options.security:
-        raise ValueError(
-            f"invalid cml.security={options.security!r}: expected False, because what these functions "
-            "return has no place for keys; use CMLCluster for an encrypted cluster"
-        )
-    return options.inheriting()
+    # A name of its own, even if one is configured: its folder must not be another cluster's. Its end is the
+    # caller's, and so is its address, which is all that clients get.
+    name = f"dask-{secrets.token_hex(4)}"
+    return Options.read(name=name, shutdown_on_close=False, security=False, **arguments).inheriting()
 
 
 def _port(dashboard_port: int | str | None) -> int | None:

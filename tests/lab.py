@@ -92,8 +92,6 @@ class JupyterServer:
         made_by = {"module": "dask_cml", "class": "CMLCluster", "args": [], "kwargs": dict(factory)}
         configuration = {"labextension": {"factory": made_by, **(more or {})}}
         (folder / "dask" / "labextension.yaml").write_text(yaml.safe_dump(configuration))
-        self.startup = folder / "ipython" / "profile_default" / "startup"
-        self.startup.mkdir(parents=True)
         self._environment = {
             **os.environ,
             **{name: str(path) for name, path in places.items()},

@@ -13,10 +13,6 @@ from dask_cml.local import network
 from dask_cml.records import store
 
 pytestmark = pytest.mark.slow
-without_keys = pytest.mark.parametrize("security", [False], ids=["tcp"], indirect=True, scope="module")
-with_and_without_keys = pytest.mark.parametrize(
-    "security", [False, True], ids=["tcp", "tls"], indirect=True, scope="module"
-)
 
 MADE_HERE = re.compile(r"CMLCluster \d")
 #: Its tasks fill the panes.
@@ -27,20 +23,6 @@ def work(n):
     return bytes(100_000)
 futures = client.map(work, range(40))
 print("bytes:", sum(map(len, client.gather(futures))))
-"""
-#: Code of the documentation that makes a plain Client find the keys of the cluster "lab".
-STARTUP = """
-from pathlib import Path
-import dask
-keys = Path(dask.config.get("cml.state-directory")) / "lab/keys"
-if keys.exists():
-    dask.config.set(
-        {
-            "distributed.comm.tls.ca-file": str(keys / "tls_ca_file.pem"),
-            "distributed.comm.tls.client.cert": str(keys / "tls_client_cert.pem"),
-            "distributed.comm.tls.client.key": str(keys / "tls_client_key.pem"),
-        }
-    )
 """
 
 
@@ -64,16 +46,9 @@ def chrome(sessions):
 
 
 @pytest.fixture(scope="module")
-def security(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def server(sessions, security, tmp_path_factory):
-    factory = {"n-workers": 1, "forward-dashboard": True, "name": "lab", "security": security}
-    folder = tmp_path_factory.mktemp("lab")
-    with JupyterServer(folder, factory, module="jupyterlab") as server:
-        (server.startup / "keys.py").write_text(STARTUP)
+def server(sessions, tmp_path_factory):
+    factory = {"n-workers": 1, "forward-dashboard": True}
+    with JupyterServer(tmp_path_factory.mktemp("lab"), factory, module="jupyterlab") as server:
         yield server
 
 
@@ -107,7 +82,6 @@ def live(server):
     return store.records()
 
 
-@with_and_without_keys
 def test_sidebar_makes_steers_and_ends_a_cluster(opened, server):
     lab = opened()
     lab.open()
@@ -145,14 +119,13 @@ def assert_shows(element, text):
     element.filter(has_text=text).wait_for()
 
 
-@with_and_without_keys
-def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened, server, security):
+def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened, server):
     lab = opened()
     lab.open_notebook(
         "mine.ipynb",
         "from dask.distributed import Client\n"
         "from dask_cml import CMLCluster\n"
-        f"cluster = CMLCluster(name='of a notebook', n_workers=1, security={security})\n"
+        "cluster = CMLCluster(name='of a notebook', n_workers=1)\n"
         "client = Client(cluster)",
     )
     lab.run_cells()
@@ -167,7 +140,7 @@ def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened
     lab.show("Task Stream")
     until(lambda: stream.coloured > 1000)
 
-    run("create", "--name", "of a shell", *["--security"] * security)
+    run("create", "--name", "of a shell")
     other = lab.item("of a shell")
     lab.lists(other)
     lab.scale(other, 1)
@@ -186,7 +159,6 @@ def run(*command):
     assert done.returncode == 0, done.stderr
 
 
-@without_keys
 def test_refused_cluster_is_a_dialog_with_the_platform_s_words(opened, sessions):
     lab = opened()
     lab.open()
@@ -204,7 +176,6 @@ def test_refused_cluster_is_a_dialog_with_the_platform_s_words(opened, sessions)
     assert store.records() == []
 
 
-@without_keys
 def test_cluster_whose_scheduler_has_died_is_shut_down(opened, sessions):
     lab = opened()
     lab.open()

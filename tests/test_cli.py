@@ -85,11 +85,11 @@ def add_stale(name, **more):
 
 def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
     monkeypatch.setenv("CDSW_ENGINE_ID", "mysession")
-    out, err = shell("create", "--name", "mine", "--n-workers", 1, "--security", "--env", "A=B=C",
+    out, err = shell("create", "--name", "mine", "--n-workers", 1, "--env", "A=B=C",
                      "--worker-args", "--resources 'X=1'")  # fmt: skip
     assert out == "mine\n"
     assert err.endswith("The cluster mine can run until the session mysession ends.\n")
-    assert "answers at tls://" in err
+    assert "answers at cml://mine" in err
     assert "1 worker granted" in err
     assert told("mine")["env"]["A"] == "B=C"
     assert told("mine")["worker_args"] == ["--resources", "X=1"]
@@ -100,8 +100,8 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
     assert (row["name"], row["status"], row["workers"], row["threads"]) == ("mine", "running", 2, 2)
     assert row["memory"] == 2 * 2 * 2**30
     header, line = run("list").splitlines()
-    assert header.split() == ["name", "status", "workers", "threads", "memory", "age", "dashboard"]
-    assert line.split()[:4] == ["mine", "running", "2", "2"]
+    assert header.split() == ["name", "address", "status", "workers", "threads", "memory", "age", "dashboard"]
+    assert line.split()[:5] == ["mine", "cml://mine", "running", "2", "2"]
     assert line.endswith(row["dashboard"])
 
     about = json.loads(run("info", "mine", "--json"))
@@ -487,6 +487,6 @@ def test_ages_have_one_unit(seconds, text):
 
 
 def test_dasks_other_commands_do_not_wait_for_what_these_import():
-    code = "import sys, dask_cml.cli; print({'dask', 'distributed', 'yaml', 'rich'} & sys.modules.keys())"
+    code = "import sys, dask_cml.cli; print({'distributed', 'rich'} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"

@@ -188,7 +188,7 @@ async def test_scheduler_and_workers_have_what_was_set_before_the_cluster_was_ma
 
     expected = ["3s", 0.5, None, dask.config.get("cml.state-directory")]
     with dask.config.set(ours):
-        cluster = CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True, security=False)
+        cluster = CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True)
     async with cluster, Client(cluster, asynchronous=True) as client:
         assert await client.run_on_scheduler(settings) == expected
         await client.wait_for_workers(1, timeout=120)

@@ -370,12 +370,6 @@ def test_a_second_scheduler_is_not_launched(workers_v1):
     assert workers_v1.sessions() == []
 
 
-def test_what_is_configured_to_be_encrypted_is_not_launched_open(workers_v1):
-    with dask.config.set({"cml.security": True}), pytest.raises(ValueError, match="CMLCluster"):
-        run_dask_cluster(1, 1, 1)
-    assert workers_v1.sessions() == []
-
-
 def test_importing_needs_no_platform_and_no_port():
     code = "import os; os.environ.pop('CDSW_READONLY_PORT', None); import dask_cml.dask_utils"
     subprocess.run([sys.executable, "-c", code], check=True)

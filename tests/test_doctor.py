@@ -25,7 +25,7 @@ from dask_cml.records.record import Maker, Record
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
     "platform", "key", "sessions", "configuration", "state directory", "versions", "dask", "image",
-    "dashboard", "encryption", "sidebar", "time-outs", "clusters",
+    "dashboard", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def mend(finding, **more):
 
 def test_a_good_environment_with_a_running_cluster(platform, no_nannies):
     variables = {**os.environ, "DASK_CML__PLATFORM": "local"}
-    with CMLCluster(n_workers=1, name="lab", security=True, platform="local", quiet=True) as cluster:
+    with CMLCluster(n_workers=1, name="lab", platform="local", quiet=True) as cluster:
         cluster.wait_for_workers(1, timeout=120)
         result = subprocess.run(command("--json"), capture_output=True, text=True, timeout=300, env=variables)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -369,16 +369,6 @@ def test_a_bokeh_that_is_too_old(install):
     assert finding.state == "warning"
     assert "bokeh 1.0 is installed" in finding.words
     assert shlex.split(finding.command)[-1].startswith("bokeh>=")
-
-
-def test_encryption_is_wrong_only_if_clusters_need_it(monkeypatch):
-    assert packages.encryption().state == "ok"
-    monkeypatch.setattr(packages, "version", lambda package: None)
-    for needed, state in ((True, "wrong"), (False, "warning")):
-        with dask.config.set({"cml.security": needed}):
-            finding = packages.encryption()
-        assert finding.state == state
-        assert shlex.split(finding.command)[-1] == "cryptography"
 
 
 # -- JupyterLab

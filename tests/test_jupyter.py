@@ -160,11 +160,10 @@ def live_sessions_of(platform):
 def test_cluster_of_a_shell_is_listed_by_its_name_steered_and_shut_down(
     server, environment, leaves_no_session
 ):
-    """With keys of its own."""
-    run("create", "--name", "of a shell", "--security")
+    run("create", "--name", "of a shell")
     until(lambda: "of a shell" in server.clusters)
     model = server.clusters["of a shell"]
-    assert model["scheduler_address"].startswith("tls://")
+    assert model["scheduler_address"] == "cml://of%20a%20shell"
     assert uuid.UUID(model["id"])
     assert_has_panes(server, model["id"])
 

@@ -66,9 +66,8 @@ def manager_log(cluster):
     return [message for _, message in cluster._cluster_manager_logs]
 
 
-@pytest.mark.parametrize("security", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_a_cluster_whose_maker_was_killed_is_rebuilt_steered_and_ended(platform, holds, security):
-    await asyncio.to_thread(make_and_kill, security=security)
+async def test_a_cluster_whose_maker_was_killed_is_rebuilt_steered_and_ended(platform, holds):
+    await asyncio.to_thread(make_and_kill)
     [row] = await operations.describe(store.records())
     assert (row["name"], row["status"], row["workers"]) == ("made", "running", 2)
     async with rebuild("made") as cluster, Client(cluster, asynchronous=True) as client:
@@ -145,9 +144,8 @@ def frozen(session):
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("security", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(platform, security):
-    await asyncio.to_thread(make_and_kill, security=security)
+async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(platform):
+    await asyncio.to_thread(make_and_kill)
     sessions = live(platform)
     assert len(sessions) == 3
     with frozen(store.read("made").scheduler_session):
@@ -228,7 +226,7 @@ async def test_a_cluster_that_is_to_outlive_its_maker_is_no_orphan(platform, hol
 
 
 async def test_the_dashboard_is_forwarded(platform):
-    async with make(forward_dashboard=True, security=True, scheduler_args=[]) as cluster:
+    async with make(forward_dashboard=True, scheduler_args=[]) as cluster:
         link = cluster.dashboard_link
         assert link.startswith("http://127.0.0.1:")
         assert link != f"{cluster.sessions[0].app_url}status"
@@ -343,7 +341,8 @@ async def test_who_launches_after_the_record_is_gone_stops_all_when_it_leaves(pl
     async with make(name="shared") as maker:
         assert store.remove("shared") is not None
         maker.scale(1)
-        await holds(lambda: len(maker._arrived) == 1)
+        # Without the keys, which went with the record, its worker does not arrive.
+        await holds(lambda: maker._record_keeper.gone)
         await maker.leave()
     assert not live(platform)
     assert not maker._folder.exists()

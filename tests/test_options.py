@@ -56,7 +56,7 @@ EXAMPLES = {
     ),
     "name": ("mine", "mine", "name", "mine"),
     "create_mode": ("create-or-connect", "create-or-connect", "create_mode", "create-or-connect"),
-    "security": (True, "True", "security", True),
+    "security": (False, "False", "security", False),
     "pending_timeout": ("3 minutes", "3 minutes", "pending_timeout", 180),
     "scheduler_timeout": ("2 minutes", "2 minutes", "scheduler_timeout", 120),
     "worker_timeout": (30, "30", "worker_timeout", 30),
@@ -112,7 +112,7 @@ def test_without_arguments_and_configuration_the_defaults_stand():
         (),
     )
     assert (options.worker_class, options.log_directory) == (None, None)
-    assert (options.security, options.shutdown_on_close, options.platform) == (False, True, "auto")
+    assert (options.security, options.shutdown_on_close, options.platform) == (True, True, "auto")
 
 
 @pytest.mark.parametrize("argument", EXAMPLES)

@@ -47,7 +47,7 @@ def without_keys(address):
 
 @pytest.mark.slow
 def test_every_port_is_on_loopback_or_wants_the_clusters_keys(namespaces):
-    options = {"security": True, "forward_dashboard": True, "processes": 2, "cpu": 2}
+    options = {"forward_dashboard": True, "processes": 2, "cpu": 2}
     with (
         CMLCluster(n_workers=1, platform="local", quiet=True, **options) as cluster,
         Client(cluster) as client,

@@ -224,6 +224,7 @@ class Episode:
             worker_timeout="4s",
             scheduler_timeout="20s",
             pending_timeout="4s",
+            security=False,  # the simulated schedulers have no keys
             asynchronous=True,
             quiet=True,
         )

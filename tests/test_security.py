@@ -1,4 +1,4 @@
-"""What speaks with a cluster of ``security=True`` must have its keys, which are in their files alone."""
+"""What speaks with a cluster must have its keys, which are in their files alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from dask_cml import CMLCluster
 
 @pytest.fixture
 async def cluster(platform):
-    async with CMLCluster(
-        n_workers=1, security=True, platform="local", asynchronous=True, quiet=True
-    ) as cluster:
+    async with CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True) as cluster:
         yield cluster
 
 
@@ -33,22 +31,53 @@ async def computes(address, timeout=60, **options):
 
 
 async def test_a_client_of_the_cluster_finds_the_keys(cluster):
-    assert cluster.scheduler_address.startswith("tls://")
+    assert cluster.scheduler.address.startswith("tls://")
     assert await computes(cluster) == 3
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "tls"])
 @pytest.mark.parametrize("keys", ["none", "others"])
 async def test_a_client_without_the_clusters_keys_gets_nothing(cluster, protocol, keys):
-    address = cluster.scheduler_address.replace("tls", protocol)
+    address = cluster.scheduler.address.replace("tls", protocol)
     security = Security() if keys == "none" else Security.temporary()
     security.require_encryption = False
     with pytest.raises((OSError, TypeError)):
         await computes(address, timeout=5, security=security)
 
 
+async def test_without_keys_whoever_has_the_address_gets_in(platform):
+    options = {"platform": "local", "asynchronous": True, "quiet": True}
+    async with CMLCluster(name="open", n_workers=1, security=False, **options) as cluster:
+        assert cluster.scheduler_address.startswith("tcp://")
+        assert cluster.scheduler_address in repr(cluster)
+        assert not (cluster._folder / "keys").exists()
+        for address in cluster, cluster.scheduler_address, "cml://open":
+            assert await computes(address) == 3
+
+
+async def test_who_must_encrypt_does_not_get_into_a_cluster_without_keys(platform):
+    options = {"platform": "local", "asynchronous": True, "quiet": True}
+    async with CMLCluster(name="open", security=False, **options):
+        with pytest.raises(RuntimeError, match="encryption required"):
+            await computes("cml://open", security=Security(require_encryption=True))
+
+
+async def test_tasks_may_have_open_clusters_of_their_own(cluster):
+    """With its keys, the environment does not require encryption of all that a session does."""
+
+    def in_a_task():
+        from distributed import Client, LocalCluster
+
+        options = {"processes": False, "protocol": "tcp", "dashboard_address": None}
+        with LocalCluster(n_workers=1, **options) as own, Client(own, set_as_default=False) as client:
+            return client.submit(sum, [1, 2]).result()
+
+    async with Client(cluster, asynchronous=True) as client:
+        assert await client.submit(in_a_task) == 3
+
+
 async def test_keys_are_for_their_owner_only_and_go_with_the_cluster(platform):
-    async with CMLCluster(security=True, platform="local", asynchronous=True) as cluster:
+    async with CMLCluster(platform="local", asynchronous=True) as cluster:
         folder = cluster._folder / "keys"
         assert stat.S_IMODE(cluster._folder.stat().st_mode) == 0o700
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -89,7 +118,7 @@ async def test_a_security_is_taken_as_it_is(platform, tmp_path):
         setattr(security, field, str(tmp_path / field))
     async with CMLCluster(n_workers=1, security=security, platform="local", asynchronous=True) as cluster:
         assert cluster.security.tls_scheduler_key == str(tmp_path / "tls_scheduler_key")
-        assert await computes(cluster.scheduler_address, security=security) == 3
+        assert await computes(cluster.scheduler.address, security=security) == 3
     assert (tmp_path / "tls_scheduler_key").exists()
 
 
@@ -102,7 +131,7 @@ async def test_keys_may_be_in_the_files_of_their_certificates(platform, tmp_path
         setattr(security, f"tls_{role}_cert", str(file))
         setattr(security, f"tls_{role}_key", None)
     async with CMLCluster(n_workers=1, security=security, platform="local", asynchronous=True) as cluster:
-        assert await computes(cluster.scheduler_address, security=security) == 3
+        assert await computes(cluster.scheduler.address, security=security) == 3
     assert security.tls_client_key is None
 
 

@@ -29,6 +29,7 @@ async def simulated(monkeypatch):
 
     def make(**options):
         options = {"cpu": 1, "worker_timeout": "1 minute", "asynchronous": True, "quiet": True, **options}
+        options["security"] = False  # the simulated schedulers have no keys
         made.append(CMLCluster(**options))
         return made[-1]
 

@@ -33,7 +33,7 @@ def list_clusters(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    columns = ["name", "status", "workers", "threads", "memory", "age", "dashboard"]
+    columns = ["name", "address", "status", "workers", "threads", "memory", "age", "dashboard"]
     _print_table(columns, [_cells(columns, row) for row in rows])
 
 
@@ -109,7 +109,7 @@ def info(name: str, as_json: bool) -> None:
         click.echo(json.dumps(row, indent=2))
         return
     row["maker"] = f"process {record.maker.pid} on {record.maker.host}"
-    row["security"] = "keys of its own" if row["security"] else "no keys of its own"
+    row["security"] = "keys of its own" if row["security"] else "none"
     sessions, owners = row.pop("sessions"), row.pop("owners")
     n, seconds = row.pop("waiting"), row.pop("waiting_for")
     if n:

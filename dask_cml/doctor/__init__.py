@@ -46,7 +46,6 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
         "dask": packages.one_dask,
         "image": packages.image,
         "dashboard": packages.dashboard,
-        "encryption": packages.encryption,
         "sidebar": jupyterlab.sidebar,
         "time-outs": jupyterlab.time_outs,
         # The schedulers get a third of the time to answer, and the workers another third.

@@ -128,15 +128,6 @@ def dashboard() -> Finding:
     return optional("dashboard", "warning", "dashboard", "Without it, schedulers have no dashboard.")
 
 
-def encryption() -> Finding:
-    """Check for what ``security=True`` needs."""
-    from dask_cml.options import setting
-
-    if setting("security", lambda _, value: value) is True:
-        return optional("encryption", "wrong", "tls", "Without it, no cluster starts: cml.security is true.")
-    return optional("encryption", "warning", "tls", "security=True needs it.")
-
-
 def optional(name: str, state: Literal["warning", "wrong"], extra: str, without: str) -> Finding:
     """Check that the packages of an extra are installed."""
     needed = _requirements("dask-cml", extra)

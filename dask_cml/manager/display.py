@@ -21,11 +21,13 @@ _INTERVAL = 0.25
 _WIDTH = 100
 
 
-def sessions_html(sessions: Collection[Session], pending: str, problem: str | None) -> str:
+def sessions_html(address: str, sessions: Collection[Session], pending: str, problem: str | None) -> str:
     """Return rows for the table of a cluster's HTML representation.
 
     Parameters
     ----------
+    address : str
+        The cluster's, for clients.
     sessions : collection of Session
         The cluster's.
     pending : str
@@ -34,7 +36,9 @@ def sessions_html(sessions: Collection[Session], pending: str, problem: str | No
         What is wrong.
     """
     template = get_template("cml_sessions.html.j2")
-    return template.render(sessions=sessions, status=_status, pending=pending, problem=problem)
+    return template.render(
+        address=address, sessions=sessions, status=_status, pending=pending, problem=problem
+    )
 
 
 def _status(session: Session) -> str:

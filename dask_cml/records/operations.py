@@ -16,7 +16,7 @@ from distributed.security import Security
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.records import probe, store
 from dask_cml.records.probe import Finding, State
-from dask_cml.records.record import Record
+from dask_cml.records.record import Record, cluster_address
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 _GOODBYE_TIMEOUT = 3.0
@@ -100,9 +100,10 @@ async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict
     Returns
     -------
     list of dict
-        Name, status, workers, threads, memory in bytes, age in seconds, dashboard and scheduler address; how
-        many sessions wait for room, and for how many seconds the first one has, or None. The status is
-        "running", "starting", "not answering" or "stale"; see :func:`probe.judge`.
+        Name, address for clients, status, workers, threads, memory in bytes, age in seconds, dashboard and
+        the scheduler's own address; how many sessions wait for room, and for how many seconds the first one
+        has, or None. The status is "running", "starting", "not answering" or "stale"; see
+        :func:`probe.judge`.
     """
     records = [*records]
     findings = await probe.judge(records, timeout=timeout)
@@ -115,6 +116,7 @@ async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict
         rows.append(
             {
                 "name": record.name,
+                "address": cluster_address(record.name),
                 "status": _status(record, finding),
                 "workers": len(workers) if workers is not None else None,
                 "threads": sum(w["nthreads"] for w in workers) if workers is not None else None,

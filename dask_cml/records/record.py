@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any
+from urllib.parse import quote
 
 import psutil
 from distributed.security import Security
@@ -17,9 +18,16 @@ from dask_cml.checks import is_session_id
 from dask_cml.sessions.owner import this_session
 
 VERSION = 1
+#: Of the addresses by which Dask's clients find clusters; see :mod:`dask_cml.address`.
+SCHEME = "cml"
 
 #: psutil derives the time when a process was made from the clock, which may be set meanwhile.
 _CLOCK_TOLERANCE = 10.0
+
+
+def cluster_address(name: str) -> str:
+    """Return the address by which clients of the project find the cluster of this name."""
+    return f"{SCHEME}://{quote(name, safe='')}"
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def plan_scheduler(
     if dashboard_port is not None:
         command += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
     command += tls.arguments(security, "scheduler")
-    env = {**options.env, **tls.environment(security)}
+    env = dict(options.env)
     if options.shutdown_on_close and options.orphan_timeout is not None:
         # Managers register the plugin, too, but the first one may be killed before it gets as far.
         configured = dask.config.get("distributed.scheduler.preload")  # --preload takes their place
@@ -199,8 +199,7 @@ def plan_worker(
         command += ["--worker-class", options.worker_class]
     command += [*tls.arguments(security, "worker"), *options.worker_args]
     title = f"A worker of the Dask cluster {options.name!r}"
-    env = {**options.env, **tls.environment(security)}
-    return _plan(options, folder, name, options.worker, title, command, env, meanwhile=meanwhile)
+    return _plan(options, folder, name, options.worker, title, command, options.env, meanwhile=meanwhile)
 
 
 def dask_names(name: str, processes: int) -> list[str]:

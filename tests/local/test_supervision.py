@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dask_cml.local import processes
+from dask_cml.local import launching, processes
 
 from .conftest import FOREVER
 
@@ -324,6 +324,7 @@ def test_ipython_leaves_no_files_of_the_user(output_of, directory):
     assert sorted(path.name for path in directory.iterdir()) == ["output"]
 
 
-def test_import_of_the_local_platform_is_cheap():
-    code = "import sys, dask_cml.local; print(*{'IPython', 'distributed', 'dask', 'psutil'} & {*sys.modules})"
+def test_what_each_session_imports_is_cheap():
+    code = f"import runpy, sys; runpy.run_path({str(launching._SUPERVISOR)!r})['_import_siblings']()"
+    code += "; print(*{'IPython', 'distributed', 'dask', 'psutil'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""

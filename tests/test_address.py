@@ -1,0 +1,260 @@
+"""A cluster's address is its name, ``cml://<name>``: for processes that know nothing else of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import dask
+import pytest
+from distributed import Client, Scheduler
+from distributed.comm import listen
+from distributed.core import rpc
+
+import dask_cml
+from dask_cml import CMLCluster, NoSuchCluster
+from dask_cml.address import CMLConnector, load_security
+from dask_cml.records import store
+from dask_cml.records.record import Maker, Record, cluster_address
+
+LOADER = "distributed.client.security-loader"
+NAME = "night shift, 50%"
+ADDRESS = "cml://night%20shift%2C%2050%25"
+#: Nothing in it is of dask-cml, but what Dask itself imports.
+STRANGER = """
+import json, sys
+import dask.array as da
+from dask.distributed import Client, get_client
+
+class Counter:
+    n = 0
+    def add(self, k):
+        self.n += k
+        return self.n
+
+def in_a_task(n):
+    client = get_client()
+    return sum(client.gather(client.map(abs, range(-n, 0))))
+
+def main():
+    found = {}
+    try:
+        Client("tcp://127.0.0.1:1", timeout=0.1)
+    except OSError:
+        found["loaded for others"] = "dask_cml" in sys.modules
+    with Client() as client:
+        client.wait_for_workers(2, timeout=60)
+        found["submit"] = client.submit(sum, [1, 2]).result()
+        [data] = client.scatter([[1, 2, 3]])
+        everywhere = client.scatter({"a": 1}, broadcast=True)
+        found["scatter"] = client.submit(sum, data).result(), client.gather(everywhere)
+        found["gather"] = client.gather(client.map(abs, [-1, -2]))
+        found["array"] = int(da.ones((100, 100), chunks=(50, 50)).sum().compute())
+        counter = client.submit(Counter, actor=True).result()
+        counter.add(2).result()
+        found["actor"] = counter.add(3).result()
+        found["client in a task"] = client.submit(in_a_task, 3).result()
+        nested = {"a": [client.submit(int, 4)]}
+        found["futures as arguments"] = client.submit(lambda nested: sum(nested["a"]), nested).result()
+        client.restart(timeout=60)
+        client.wait_for_workers(2, timeout=60)
+        found["after a restart"] = client.submit(sum, [3, 4]).result()
+    with open("scheduler.json", "w") as file:
+        json.dump({"address": sys.argv[1]}, file)
+    with Client(scheduler_file="scheduler.json") as client:
+        found["scheduler file"] = client.submit(sum, [5, 6]).result()
+    print(json.dumps(found))
+
+if __name__ == "__main__":
+    main()
+"""
+EXPECTED = {
+    "loaded for others": False,
+    "submit": 3,
+    "scatter": [6, {"a": 1}],
+    "gather": [1, 2],
+    "array": 10000,
+    "actor": 5,
+    "client in a task": 6,
+    "futures as arguments": 4,
+    "after a restart": 7,
+    "scheduler file": 11,
+}
+#: Of another user, so to say: what it finds in its home folder is nothing.
+OTHER = """
+import sys
+import dask_cml
+import dask.config
+from dask.distributed import Client
+
+assert dask.config.get("distributed.client.security-loader") == "dask_cml.address.load_security"
+for address in sys.argv[1:]:
+    try:
+        Client(address, timeout=600)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def run(program, *arguments, folder, **changes):
+    """Run a program in a process of its own, and return what it prints."""
+    environment = {**os.environ, **changes}
+    environment = {name: value for name, value in environment.items() if value is not None}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def cluster(shared_platform):
+    with CMLCluster(
+        n_workers=2, name=NAME, platform="local", scheduler_args=["--no-dashboard"], quiet=True
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def answers(cluster, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stranger")
+    return json.loads(run(STRANGER, ADDRESS, folder=folder, DASK_SCHEDULER_ADDRESS=ADDRESS))
+
+
+@contextlib.asynccontextmanager
+async def scheduler():
+    """A scheduler in this process, as a stand-in for a cluster's."""
+    async with Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0") as running:
+        yield running
+
+
+def lead_to(running, name):
+    """Have the record of a cluster say that its scheduler is this one."""
+    store.write(dataclasses.replace(store.read(name), scheduler_address=running.address))
+
+
+async def connected_to(address):
+    """Return the id of the scheduler there."""
+    async with rpc(address) as there:
+        return (await asyncio.wait_for(there.identity(), 60))["id"]
+
+
+@pytest.mark.parametrize("what", EXPECTED)
+def test_a_process_without_our_import_uses_a_cluster_by_its_name(answers, what):
+    assert answers[what] == EXPECTED[what]
+
+
+def test_another_user_gets_nothing_and_is_told_so_at_once(cluster, tmp_path):
+    plain = cluster.scheduler.address
+    text = run(OTHER, ADDRESS, plain, folder=tmp_path, HOME=str(tmp_path), DASK_CML__STATE_DIRECTORY=None)
+    by_name, by_address = text.splitlines()
+    assert by_name.startswith(f"NoSuchCluster: there is no cluster named {NAME!r}")
+    assert by_name.endswith(str(tmp_path / ".dask-cml"))
+    assert by_address.startswith("TypeError: TLS expects a `ssl_context` argument")
+
+
+async def test_an_unknown_name_fails_at_once_with_those_that_there_are(cluster):
+    with pytest.raises(NoSuchCluster, match=f"no cluster named 'other'; there are '{NAME}'") as failed:
+        await asyncio.wait_for(Client("cml://other", asynchronous=True, timeout=600), 60)
+    assert isinstance(failed.value, OSError)
+
+
+def test_what_shows_a_cluster_shows_its_address(cluster):
+    assert cluster.scheduler_address == cluster_address(NAME) == ADDRESS
+    assert repr(cluster).startswith(f"CMLCluster({NAME}, '{ADDRESS}', workers=")
+    assert ADDRESS in cluster._repr_html_()
+
+
+async def test_after_our_import_the_plain_address_will_do(cluster):
+    async with Client(cluster.scheduler.address, asynchronous=True) as client:
+        assert await client.submit(sum, [1, 2]) == 3
+
+
+async def test_after_our_import_a_client_may_speak_with_workers_directly(cluster):
+    async with Client(ADDRESS, asynchronous=True, direct_to_workers=True) as client:
+        [data] = await client.scatter([[1, 2]])
+        assert await client.gather(client.submit(sum, data)) == 3
+
+
+def test_a_clusters_keys_are_found_by_its_addresses_and_by_no_others(cluster):
+    keys = cluster.security.tls_client_key
+    plain = cluster.scheduler.address
+    for address in plain, ADDRESS:
+        assert load_security({"address": address}).tls_client_key == keys
+    for stranger in plain.replace("tls", "tcp"), plain.split("//")[1], "tls://10.0.0.1:8786", "cml://other":
+        assert load_security({"address": stranger}) is None
+
+
+def test_of_two_clusters_at_one_address_the_newer_one_has_the_keys(platform):
+    for name, year in ("new", 2026), ("old", 2025):
+        address = "tls://10.0.0.1:8786"
+        keys = {"tls_ca_file": f"/{name}.pem"}
+        store.claim(Record(name, created=f"{year}-01-01", scheduler_address=address, security=keys))
+    assert load_security({"address": "tls://10.0.0.1:8786"}).tls_ca_file == "/new.pem"
+
+
+def test_records_that_cannot_be_looked_up_harm_no_stranger(caplog):
+    with dask.config.set({"cml.state-directory": 3}):
+        assert load_security({"address": "tls://10.0.0.1:8786"}) is None
+    assert "invalid cml.state-directory=3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("configured", "left"), [(None, "dask_cml.address.load_security"), ("mine.load", "mine.load")]
+)
+def test_the_users_own_loader_stays(configured, left):
+    with dask.config.set({LOADER: configured}):
+        importlib.reload(dask_cml)
+        assert dask.config.get(LOADER) == left
+
+
+async def test_a_cluster_that_starts_is_waited_for(platform, caplog, holds):
+    store.claim(Record("soon"))
+    async with scheduler() as running:
+        connecting = asyncio.create_task(connected_to("cml://soon"))
+        await holds(lambda: "The cluster soon is starting: its scheduler has no address yet" in caplog.text)
+        lead_to(running, "soon")
+        assert await connecting == running.id
+
+
+async def test_a_cluster_whose_maker_died_before_its_scheduler_answered_is_not_waited_for(platform):
+    gone = dataclasses.replace(Maker.this_process(), pid=2**22 + 1)
+    store.claim(Record("soon", maker=gone))
+    with pytest.raises(
+        NoSuchCluster, match="ended before the scheduler answered; run `dask cml delete soon`"
+    ):
+        await asyncio.wait_for(Client("cml://soon", asynchronous=True, timeout=600), 60)
+
+
+async def test_a_client_follows_its_cluster_to_another_address(platform, holds):
+    store.claim(Record("moves"))
+    async with scheduler() as first, scheduler() as second:
+        lead_to(first, "moves")
+        async with Client("cml://moves", asynchronous=True) as client:
+            assert client.scheduler_info()["id"] == first.id
+            lead_to(second, "moves")
+            await first.close()
+            await holds(lambda: client.scheduler_info().get("id") == second.id)
+
+
+async def test_an_error_of_the_connection_names_the_cluster_and_its_scheduler(platform):
+    store.claim(Record("silent", scheduler_address="tcp://127.0.0.1:1"))
+    words = "the scheduler of the cluster 'silent' cannot be reached at tcp://127.0.0.1:1: "
+    with pytest.raises(OSError, match=words):
+        await asyncio.wait_for(CMLConnector().connect("silent"), 120)
+
+
+async def test_an_address_that_is_a_name_is_not_to_listen_at():
+    with pytest.raises(ValueError, match=r"cannot listen at cml://lab: expected an address tcp:// or tls://"):
+        await listen("cml://lab", print)
