@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from pathlib import Path
@@ -103,6 +104,9 @@ def local_platform() -> Iterator[None]:
         yield
         local.configure(latency=0.0, needs_api_key=False)
         local.clear_faults()
+        for thread in threading.enumerate():
+            if thread.name == "cml-api":  # a call that hung until now may still write
+                thread.join(PATIENCE)
         leaked = [each for each in local.sessions() if each["status"] not in ENDED]
         leaked = [each for each in leaked if not each["stop_requested"]]
         processes = end_all(directory / "local")

@@ -16,6 +16,7 @@ from distributed import Client, wait
 from dask_cml import CMLCluster
 from dask_cml.local import processes
 from dask_cml.manager import retirement
+from dask_cml.manager.scheduler_client import SchedulerClient
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -109,14 +110,14 @@ async def test_a_worker_that_hands_over_slowly_but_answers_is_waited_for(
     platform, holds, tmp_path, monkeypatch
 ):
     heard = []
-    last_heard = retirement.Retirements._last_heard
+    last_heard = SchedulerClient.last_heard
 
     async def counted(self, names):
         heard.append(await last_heard(self, names))
         return heard[-1]
 
-    monkeypatch.setattr(retirement.Retirements, "_last_heard", counted)
-    with dask.config.set({"cml.retire-timeout": "4s"}):
+    monkeypatch.setattr(SchedulerClient, "last_heard", counted)
+    with dask.config.set({"cml.retire-timeout": "8s"}):
         cluster = make(n_workers=2, env={"PYTHONPATH": str(Path(__file__).parent)})
     made, gate = tmp_path / "made", tmp_path / "gate"
     async with cluster, Client(cluster, asynchronous=True) as client:
