@@ -141,6 +141,7 @@ class Options:
             and where it is from. Also for keys below ``cml`` that are no options.
         """
         configuration.check_keys()
+        setting("forward-hosts", checks.names)  # nothing reads it before the sessions run
         values: dict[str, Any] = {}
         for option in fields(cls):
             check = option.metadata["check"]

@@ -537,6 +537,8 @@ BAD_SETTINGS = [
     ("failure-limit", 1.5, ValueError, POSITIVE_COUNT),
     ("quota-retry", "-60s", ValueError, SECONDS),
     ("quota-retry", [60], TypeError, SECONDS),
+    ("forward-hosts", "hub.example.com", TypeError, "a list of names"),
+    ("forward-hosts", [3], TypeError, "a list of names"),
     ("state-directory", "", ValueError, "the path of a folder"),
     ("state-directory", "a\0b", ValueError, "the path of a folder"),
     ("state-directory", None, TypeError, "the path of a folder"),
