@@ -110,6 +110,51 @@ def seconds_or_none(argument: str, value: Any) -> float | None:
     return None if value is None else seconds(argument, value)
 
 
+def runs_one_per_gpu(worker_command: Sequence[str]) -> bool:
+    """Return whether a command is that of dask-cuda, which starts a Dask worker for each GPU."""
+    return [*worker_command[:3]] == ["dask", "cuda", "worker"] or os.path.basename(
+        worker_command[0]
+    ) == "dask-cuda-worker"
+
+
+def worker_command(argument: str, value: Any, nvidia_gpu: int) -> tuple[str, ...]:
+    """Check the command that runs a session's Dask workers."""
+    words = command_line(argument, value, own={})
+    if not all(words) or not words:
+        raise ValueError(f'invalid {argument}: expected a command, such as ["dask", "cuda", "worker"]')
+    if runs_one_per_gpu(words) and not nvidia_gpu:
+        raise ValueError(message("nvidia_gpu", nvidia_gpu, f"at least 1 with this {argument}"))
+    return words
+
+
+def processes(argument: str, value: Any, nvidia_gpu: int, worker_command: Sequence[str]) -> int:
+    """Check the Dask workers in a session: by default one, or as many as the command starts."""
+    per_gpu = runs_one_per_gpu(worker_command)
+    if value is None:
+        return nvidia_gpu if per_gpu else 1
+    value = integer(argument, value, 1)
+    if per_gpu and value != nvidia_gpu:
+        expected = f"{nvidia_gpu}, one for each GPU with this worker_command"
+        raise ValueError(message(argument, value, expected))
+    return value
+
+
+def resources(argument: str, value: Any, nvidia_gpu: int) -> dict[str, float]:
+    """Check what a session's workers offer to tasks, by default their GPUs."""
+    if value is None:
+        return {"GPU": float(nvidia_gpu)} if nvidia_gpu else {}
+    expected = 'a mapping of names to numbers above 0, such as {"GPU": 1}'
+    if not isinstance(value, Mapping):
+        raise TypeError(message(argument, value, expected))
+    for name in value:
+        if not isinstance(name, str):
+            raise TypeError(message(argument, value, expected))
+        if not name or re.search(r"[\s,=\0]", name):
+            names = "names without spaces, commas and '='"
+            raise ValueError(message(argument, value, f"{expected}, with {names}"))
+    return {_plain(name): positive(f"{argument}[{name!r}]", amount) for name, amount in value.items()}
+
+
 def threads(argument: str, value: Any, cpu: float, processes: int) -> int:
     """Check the threads of a session, by default as many as its CPUs, which its processes share evenly."""
     if value is None:

@@ -49,7 +49,10 @@ class CMLCluster(ManagedCluster):
     nthreads : int, optional
         Threads of a worker session, shared evenly by its processes. Default: as many as `cpu`.
     processes : int, optional
-        Dask workers in a worker session. Default 1.
+        Dask workers in a worker session. Default 1, or one for each GPU with ``dask cuda worker``.
+    resources : mapping of str to float, optional
+        What the workers of a session offer in all to tasks as ``client.submit(f, resources={"GPU": 1})``.
+        Its processes share it evenly. Default: ``GPU``, as many as `nvidia_gpu`.
     scheduler_cpu, scheduler_memory, scheduler_nvidia_gpu : optional
         As `cpu`, `memory` and `nvidia_gpu`, of the scheduler's session. Default 1, 2 and 0.
     env : mapping of str to str, optional
@@ -58,6 +61,9 @@ class CMLCluster(ManagedCluster):
         More command-line arguments of ``dask worker`` and ``dask scheduler``.
     worker_class : str, optional
         As ``dask worker --worker-class``.
+    worker_command : sequence of str, optional
+        The command that runs a session's workers. Default ``["dask", "worker"]``. The other one is
+        ``["dask", "cuda", "worker"]``, which starts a Dask worker for each GPU.
     launch_options, scheduler_launch_options : mapping, optional
         More parameters of the platform's ``launch_workers``, e.g. ``accelerator_label_id``: those of a worker
         session, and those of the scheduler's.
@@ -137,6 +143,7 @@ class CMLCluster(ManagedCluster):
         *,
         nthreads: int | None = None,
         processes: int | None = None,
+        resources: Mapping[str, float] | None = None,
         scheduler_cpu: float | None = None,
         scheduler_memory: float | str | None = None,
         scheduler_nvidia_gpu: int | None = None,
@@ -144,6 +151,7 @@ class CMLCluster(ManagedCluster):
         worker_args: Sequence[str] | None = None,
         scheduler_args: Sequence[str] | None = None,
         worker_class: str | None = None,
+        worker_command: Sequence[str] | None = None,
         launch_options: Mapping[str, Any] | None = None,
         scheduler_launch_options: Mapping[str, Any] | None = None,
         name: str | None = None,

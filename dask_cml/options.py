@@ -21,6 +21,7 @@ _OWN_WORKER_ARGS = {
     "--nthreads": "nthreads",
     "--nworkers": "processes",
     "--protocol": "security",
+    "--resources": "resources",
     "--scheduler-file": None,
     "--tls-ca-file": "security",
     "--tls-cert": "security",
@@ -92,8 +93,10 @@ class Options:
     cpu: float = _option(checks.positive)
     memory: float = _option(checks.gibibytes)
     nvidia_gpu: int = _option(checks.integer, least=0)
-    processes: int = _option(checks.integer, least=1)
+    worker_command: tuple[str, ...] = _option(checks.worker_command, needs=("nvidia_gpu",), shown=False)
+    processes: int = _option(checks.processes, needs=("nvidia_gpu", "worker_command"))
     nthreads: int = _option(checks.threads, needs=("cpu", "processes"))
+    resources: Mapping[str, float] = _option(checks.resources, needs=("nvidia_gpu",))
     worker_class: str | None = _option(checks.text_or_none)
     worker_args: tuple[str, ...] = _option(checks.command_line, shown=False, own=_OWN_WORKER_ARGS)
     launch_options: Mapping[str, Any] = _option(
@@ -141,7 +144,6 @@ class Options:
             and where it is from. Also for keys below ``cml`` that are no options.
         """
         configuration.check_keys()
-        setting("forward-hosts", checks.names)  # nothing reads it before the sessions run
         values: dict[str, Any] = {}
         for option in fields(cls):
             check = option.metadata["check"]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import dask.config
 import pytest
+from distributed.security import Security
 
 from dask_cml.options import Options
 from dask_cml.sessions.plan import PATIENCE, PRELOAD, SCHEDULER_FILE, plan_scheduler, plan_worker
@@ -274,6 +275,43 @@ def test_processes_share_threads_and_memory_evenly(tmp_path, options, nthreads, 
     assert values(command, "--nworkers") == [str(options.get("processes", 1))]
     assert values(command, "--nthreads") == [str(nthreads)]
     assert values(command, "--memory-limit") == [str(memory)]
+
+
+def test_processes_share_what_the_session_offers(tmp_path):
+    options = read(nvidia_gpu=1, processes=2, resources={"GPU": 1, "MEM": 10e9})
+    command = argv(plan_worker(options, tmp_path, "mine-0", "tcp://10.0.0.1:8786"))
+    assert values(command, "--resources") == ["GPU=0.5 MEM=5e+09"]
+
+
+def test_dask_cuda_gets_the_arguments_that_it_takes(tmp_path):
+    options = read(cpu=4, memory=16, nvidia_gpu=2, worker_command=["dask", "cuda", "worker"])
+    command = argv(plan_worker(options, tmp_path, "mine-0", "tls://10.0.0.1:8786"))
+    assert command[:6] == [sys.executable, "-m", "dask", "cuda", "worker", "tls://10.0.0.1:8786"]
+    assert "--nworkers" not in command
+    assert values(command, "--nthreads") == ["2"]
+    assert values(command, "--memory-limit") == [str(8 * 2**30)]
+    assert values(command, "--resources") == ["GPU=1"]
+
+
+@pytest.mark.cuda
+def test_dask_cudas_own_parser_takes_the_arguments(tmp_path):
+    from dask_cuda import cli
+
+    options = read(nvidia_gpu=2, worker_command=["dask", "cuda", "worker"], security=True)
+    for name in "ca", "worker_cert", "worker_key":
+        (tmp_path / f"{name}.pem").touch()
+    keys = Security(
+        require_encryption=True,
+        tls_ca_file=str(tmp_path / "ca.pem"),
+        tls_worker_cert=str(tmp_path / "worker_cert.pem"),
+        tls_worker_key=str(tmp_path / "worker_key.pem"),
+    )
+    for address in "tls://10.0.0.1:8786", None:
+        command = argv(plan_worker(options, tmp_path, "mine-0", address, keys))
+        parsed = cli.worker.make_context("dask cuda worker", command[5:]).params
+        assert (parsed["scheduler"], parsed["name"], parsed["nthreads"]) == (address, "mine-0", 1)
+        assert (parsed["resources"], parsed["dashboard"]) == ("GPU=1", False)
+        assert not parsed["preload_argv"]
 
 
 def test_the_command_is_the_launchers_python_and_needs_no_program_on_the_path(tmp_path):

@@ -47,6 +47,8 @@ EXAMPLES = {
     "worker_args": (["--lifetime", "1h"], '["--lifetime", "1h"]', "worker_args", ("--lifetime", "1h")),
     "scheduler_args": (["--no-show"], '["--no-show"]', "scheduler_args", ("--no-show",)),
     "worker_class": ("my.Worker", "my.Worker", "worker_class", "my.Worker"),
+    "resources": ({"FPGA": 1}, '{"FPGA": 1}', "resources", {"FPGA": 1}),
+    "worker_command": (["my-worker"], '["my-worker"]', "worker_command", ("my-worker",)),
     "launch_options": ({"kernel": "r"}, '{"kernel": "r"}', "launch_options", {"kernel": "r"}),
     "scheduler_launch_options": (
         {"kernel": "r"},
@@ -272,8 +274,17 @@ POSITIVE_COUNT = "a whole number of at least 1"
 GIB = "GiB as a number above 0"
 SECONDS = "seconds as a number above 0"
 NAME = "1 to 100 printable characters"
+AMOUNTS = "a mapping of names to numbers above 0"
 STRINGS = "a list of strings"
-CONTAINERS = {"env", "worker_args", "scheduler_args", "launch_options", "scheduler_launch_options"}
+CONTAINERS = {
+    "env",
+    "resources",
+    "worker_args",
+    "worker_command",
+    "scheduler_args",
+    "launch_options",
+    "scheduler_launch_options",
+}
 NAN, INFINITE = float("nan"), float("inf")
 
 REFUSED = [
@@ -306,6 +317,15 @@ REFUSED = [
     ("processes", 0, ValueError, POSITIVE_COUNT),
     ("processes", 1.5, ValueError, POSITIVE_COUNT),
     ("processes", False, TypeError, POSITIVE_COUNT),
+    ("resources", ["GPU"], TypeError, AMOUNTS),
+    ("resources", {1: 1}, TypeError, AMOUNTS),
+    ("resources", {"A B": 1}, ValueError, "names without spaces"),
+    ("resources", {"GPU": 0}, ValueError, f"resources['GPU']=0: expected {NUMBER}"),
+    ("resources", {"GPU": "1"}, TypeError, f"resources['GPU']='1': expected {NUMBER}"),
+    ("worker_command", "dask worker", TypeError, STRINGS),
+    ("worker_command", [], ValueError, "expected a command"),
+    ("worker_command", ["dask", ""], ValueError, "expected a command"),
+    ("worker_args", ["--resources", "GPU=1"], ValueError, "use the argument resources"),
     ("scheduler_cpu", 0, ValueError, NUMBER),
     ("scheduler_cpu", "many", TypeError, NUMBER),
     ("scheduler_memory", -1, ValueError, GIB),
@@ -515,6 +535,21 @@ def test_text_of_subclasses_of_str_is_made_plain():
     assert {type(text) for text in [*texts, options.log_directory, options.platform]} == {str}
 
 
+@pytest.mark.parametrize("command", [["dask", "cuda", "worker"], ["/opt/bin/dask-cuda-worker"]])
+def test_dask_cuda_starts_a_worker_for_each_gpu(command):
+    assert Options.read(nvidia_gpu=2, worker_command=command).processes == 2
+    with pytest.raises(ValueError, match="invalid processes=1: expected 2, one for each GPU"):
+        Options.read(nvidia_gpu=2, worker_command=command, processes=1)
+    with pytest.raises(ValueError, match="invalid nvidia_gpu=0: expected at least 1 with"):
+        Options.read(worker_command=command)
+
+
+def test_a_sessions_gpus_are_what_it_offers():
+    assert Options.read().resources == {}
+    assert Options.read(nvidia_gpu=2).resources == {"GPU": 2}
+    assert Options.read(nvidia_gpu=2, resources={"FPGA": 1}).resources == {"FPGA": 1}
+
+
 def test_launch_options_are_what_the_clusters_record_will_have():
     given = {"zones": ("a", "b"), "label": {"id": 7}}
     options = Options.read(launch_options=given)
@@ -537,8 +572,6 @@ BAD_SETTINGS = [
     ("failure-limit", 1.5, ValueError, POSITIVE_COUNT),
     ("quota-retry", "-60s", ValueError, SECONDS),
     ("quota-retry", [60], TypeError, SECONDS),
-    ("forward-hosts", "hub.example.com", TypeError, "a list of names"),
-    ("forward-hosts", [3], TypeError, "a list of names"),
     ("state-directory", "", ValueError, "the path of a folder"),
     ("state-directory", "a\0b", ValueError, "the path of a folder"),
     ("state-directory", None, TypeError, "the path of a folder"),

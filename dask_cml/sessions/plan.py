@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import dask
 from distributed.security import Security
 
+from dask_cml.checks import runs_one_per_gpu
 from dask_cml.options import Options, SessionSize
 from dask_cml.sessions import tls
 from dask_cml.sessions.session_logs import log_path
@@ -30,7 +31,8 @@ _CODE = """\
 import os, subprocess, sys, threading, time
 
 command = {command}
-{more}log = {log!r}
+{more}program = {program!r}
+log = {log!r}
 end, missing = b'', 0
 def keep(output):
     global end, missing
@@ -53,7 +55,7 @@ with process:
         keep(output)
 if process.returncode:
     print(*end.decode(errors='replace').splitlines()[-15:], sep='\\n', flush=True)
-    raise RuntimeError(f'{{command[3]}} ended with exit status {{process.returncode}}; its log is {{log}}')
+    raise RuntimeError(f'{{program}} ended with exit status {{process.returncode}}; its log is {{log}}')
 """
 
 # The platform forwards its https entry to this port of the session's own loopback. It is asked for in the
@@ -141,25 +143,27 @@ def plan_scheduler(
     dashboard_port : int, optional
         Where its dashboard listens on the session's loopback. Default: where the platform forwards to.
     """
-    command = _dask("scheduler", "--host", host, "--port", str(port))
-    command += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
+    arguments = ["--host", host, "--port", str(port)]
+    arguments += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
     if options.idle_timeout is not None:
-        command += ["--idle-timeout", f"{options.idle_timeout} seconds"]
+        arguments += ["--idle-timeout", f"{options.idle_timeout} seconds"]
     if dashboard_port is not None:
-        command += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
-    command += tls.arguments(security, "scheduler")
+        arguments += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
+    arguments += tls.arguments(security, "scheduler")
     env = dict(options.env)
     if options.shutdown_on_close and options.orphan_timeout is not None:
         # Managers register the plugin, too, but the first one may be killed before it gets as far.
         configured = dask.config.get("distributed.scheduler.preload")  # --preload takes their place
         for module in PRELOAD, *([configured] if isinstance(configured, str) else configured):
-            command += ["--preload", module]
+            arguments += ["--preload", module]
         env[PATIENCE] = str(max(options.orphan_timeout, options.scheduler_timeout))
-    command += options.scheduler_args
+    arguments += options.scheduler_args
     title = f"The scheduler of the Dask cluster {options.name!r}"
     name = f"{options.name}-scheduler"
     more = _DASHBOARD if dashboard_port is None else ""
-    return _plan(options, folder, name, options.scheduler, title, command, env, more=more)
+    return _plan(
+        options, folder, name, options.scheduler, title, ("dask", "scheduler"), arguments, env, more=more
+    )
 
 
 def plan_worker(
@@ -182,34 +186,44 @@ def plan_worker(
     """
     meanwhile = ""
     patience = options.scheduler_timeout
-    command = _dask("worker")
+    arguments: list[str] = []
     if address is None:
         patience += options.pending_timeout  # the program counts the time until there is a file, too
-        command += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
+        arguments += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
         meanwhile = _MEETING.format(file=SCHEDULER_FILE, folder=str(folder), timeout=patience)
     else:
-        command.append(address)
+        arguments.append(address)
     memory = int(options.worker.memory * 2**30) // options.processes
-    command += ["--name", name, "--nworkers", str(options.processes)]
-    command += ["--nthreads", str(options.nthreads // options.processes)]
-    command += ["--memory-limit", str(memory), "--death-timeout", str(patience)]
+    arguments += ["--name", name]
+    if not runs_one_per_gpu(options.worker_command):
+        arguments += ["--nworkers", str(options.processes)]
+    arguments += ["--nthreads", str(options.nthreads // options.processes)]
+    arguments += ["--memory-limit", str(memory), "--death-timeout", str(patience)]
     # It serves health and metrics nevertheless, by plain HTTP and to everybody unless told where.
-    command += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
+    arguments += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
+    if options.resources:
+        shares = {each: amount / options.processes for each, amount in options.resources.items()}
+        arguments += ["--resources", " ".join(f"{each}={share:g}" for each, share in shares.items())]
     if options.worker_class is not None:
-        command += ["--worker-class", options.worker_class]
-    command += [*tls.arguments(security, "worker"), *options.worker_args]
+        arguments += ["--worker-class", options.worker_class]
+    arguments += [*tls.arguments(security, "worker"), *options.worker_args]
     title = f"A worker of the Dask cluster {options.name!r}"
-    return _plan(options, folder, name, options.worker, title, command, options.env, meanwhile=meanwhile)
+    return _plan(
+        options,
+        folder,
+        name,
+        options.worker,
+        title,
+        options.worker_command,
+        arguments,
+        options.env,
+        meanwhile=meanwhile,
+    )
 
 
 def dask_names(name: str, processes: int) -> list[str]:
     """Return the names of the Dask workers in the session `name`, as ``dask worker --name`` makes them."""
     return [f"{name}-{i}" for i in range(processes)] if processes > 1 else [name]
-
-
-def _dask(program: str, *arguments: str) -> list[str]:
-    # Not `dask`, which need not be on PATH. The launcher's interpreter is there in every session.
-    return [sys.executable, "-m", "dask", program, *arguments]
 
 
 def _plan(
@@ -218,11 +232,18 @@ def _plan(
     name: str,
     size: SessionSize,
     title: str,
-    command: list[str],
+    program: Sequence[str],
+    arguments: list[str],
     env: Mapping[str, str],
     more: str = "",
     meanwhile: str = "",
 ) -> SessionPlan:
     log = log_path(name, folder, options.log_directory)
-    code = _CODE.format(title=title, command=command, more=more, log=str(log), meanwhile=meanwhile)
+    # Not `dask`, which need not be on PATH. The launcher's interpreter is there in every session.
+    command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
+    command += arguments
+    words = " ".join(program)
+    code = _CODE.format(
+        title=title, program=words, command=command, more=more, log=str(log), meanwhile=meanwhile
+    )
     return SessionPlan(name, size, code, {"PYTHONUNBUFFERED": "1", **env}, log, {*options.env})
