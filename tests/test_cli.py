@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -20,7 +21,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from dask_cml import CMLCluster, cli
-from dask_cml.cli import console
+from dask_cml.cli import console, show
 from dask_cml.manager.waiting import span
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
@@ -32,6 +33,9 @@ NOBODY = Maker("elsewhere", 1, 1.0, "gone")
 @pytest.fixture(autouse=True)
 def locally(platform, no_nannies, monkeypatch):
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
+    # Commands give schedulers a moment to answer, which may be too short on a loaded machine.
+    monkeypatch.setattr(operations, "describe", functools.partial(operations.describe, timeout=120))
+    monkeypatch.setattr(show, "_PATIENCE", 120)
     with dask.config.set({"cml.platform": "local"}):
         yield
 
