@@ -1,6 +1,7 @@
-"""Addresses ``cml://<name>``: what a client of Dask needs to know of a cluster is its name.
+"""Addresses ``cml://<name>``: Dask's clients connect to a cluster by its name.
 
-Dask imports this module when it first meets such an address; the process itself need not import dask-cml.
+An entry point of the package names this module. Dask imports it when it first meets such an address, so the
+process itself need not import dask-cml.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _told: set[str] = set()
 
 
 class NoSuchCluster(errors.NoSuchCluster, FatalCommClosedError):
-    """There is no such cluster. After other errors of a connection, Dask tries again until its time-out.
+    """No cluster has this name. Dask does not try to connect again, as it does after other errors.
 
     Parameters
     ----------
     message : str
-        What is wrong. It comes first and suffices: Dask makes such errors anew, with words of its own.
+        What is wrong. It must be enough by itself: Dask makes another such error, with words of its own.
     name : str
         What was looked for.
     known : tuple of str
@@ -58,7 +59,7 @@ class CMLConnector(Connector):
         deserialize : bool
             As for each connector.
         **connection_args
-            What a cluster without keys of its own is connected with.
+            Used if the cluster has no keys of its own.
 
         Raises
         ------
@@ -90,7 +91,7 @@ async def _running(name: str) -> Record:
         record = await asyncio.to_thread(_read, name)
         if record.scheduler_address is not None:
             return record
-        if record.id not in _told:  # Dask's own error says only that the time is up
+        if record.id not in _told:  # Dask's error after the time-out does not say why
             _told.add(record.id)
             logger.warning("The cluster %s is starting: its scheduler has no address yet", name)
         await asyncio.sleep(_LOOK_INTERVAL)
@@ -109,10 +110,10 @@ def _read(name: str) -> Record:
 
 
 class CMLBackend(Backend):
-    """What Dask makes of addresses ``cml://<name>``."""
+    """The comm backend for addresses ``cml://<name>``."""
 
     def get_connector(self) -> CMLConnector:
-        """Return what connects."""
+        """Return a new connector."""
         return CMLConnector()
 
     def get_listener(self, loc: str, *_: Any, **connection_args: Any) -> Any:
@@ -120,11 +121,11 @@ class CMLBackend(Backend):
         raise ValueError(f"cannot listen at {SCHEME}://{loc}: expected an address tcp:// or tls://")
 
     def get_address_host(self, loc: str) -> str:
-        """Return the name, which stands for the host here."""
+        """Return the name, in place of a host."""
         return loc
 
     def resolve_address(self, loc: str) -> str:
-        """Return the name: each connection finds anew where that is."""
+        """Return the name: each connection reads anew where the scheduler is."""
         return loc
 
     def get_local_address_for(self, loc: str) -> str:
@@ -146,7 +147,7 @@ def load_security(info: dict[str, Any]) -> Security | None:
         None, if no cluster of the project with keys of its own has this address.
     """
     scheme, location = parse_address(info["address"])
-    if scheme not in ("tls", SCHEME):  # those who need no keys need no look at the files, either
+    if scheme not in ("tls", SCHEME):  # others need no keys, so the files are not read for them
         return None
     try:
         if scheme == SCHEME:
@@ -154,10 +155,10 @@ def load_security(info: dict[str, Any]) -> Security | None:
         else:
             records = [each for each in store.records() if each.scheduler_address == info["address"]]
     except errors.NoSuchCluster:
-        return None  # to connect with it says so
+        return None  # connecting raises the error
     except (OSError, ValueError, TypeError) as error:
-        logger.warning("No keys are looked up for %s: %s", info["address"], error)
+        logger.warning("Cannot look up keys for %s: %s", info["address"], error)
         return None
-    # An address may have been that of another cluster before. And the keys are there before the address is.
+    # Another cluster may have had the address before. The files of the keys are written before the address.
     found = [record for record in records if record.security and record.scheduler_address]
     return max(found, key=lambda record: record.created).get_security() if found else None
