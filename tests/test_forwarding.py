@@ -70,7 +70,7 @@ def security(request):
 async def get(port, path="/status"):
     client = AsyncHTTPClient(force_instance=True, max_clients=200)
     try:
-        request = HTTPRequest(f"http://127.0.0.1:{port}{path}", request_timeout=60, connect_timeout=60)
+        request = HTTPRequest(f"http://127.0.0.1:{port}{path}", request_timeout=120, connect_timeout=120)
         return await client.fetch(request, raise_error=False)
     finally:
         client.close()
@@ -322,8 +322,10 @@ async def test_scheduler_that_is_gone_is_a_bad_gateway_until_it_is_back():
         page = await get(forwarder.port)
         assert (page.code, page.reason) == (502, "Bad Gateway")
         assert f"tcp://127.0.0.1:{port} is not there".encode() in page.body
+        forwarder._timeout = 60
         async with scheduler(port=port) as running:
             assert (await get(forwarder.port, "/health")).body == b"ok"
+        forwarder._timeout = 0.5
         assert (await get(forwarder.port)).code == 502
 
 
@@ -536,7 +538,7 @@ async def test_side_that_sends_more_than_it_may_is_cut_off(monkeypatch):
                 await comm.read()
 
         with pytest.raises(CommClosedError):
-            await asyncio.wait_for(asyncio.gather(flood(), read()), 30)
+            await asyncio.wait_for(asyncio.gather(flood(), read()), 120)
         assert not running.plugins[NAME]._forwards
 
 
@@ -580,7 +582,7 @@ async def test_close_ends_all_connections_and_frees_the_port(holds):
             await forwarder.close()
             await forwarder.close()
             with pytest.raises(ConnectionError):
-                await asyncio.wait_for(pane.receive_all(), 30)
+                await asyncio.wait_for(pane.receive_all(), 120)
             assert await idle.read() == b""
             writer.close()
         assert not forwarder._tasks
@@ -590,12 +592,13 @@ async def test_close_ends_all_connections_and_frees_the_port(holds):
 
 
 async def test_end_of_the_scheduler_ends_all_connections_and_not_the_forwarder(holds):
-    async with scheduler() as running, DashboardForwarder(running.address, timeout=0.5) as forwarder:
+    async with scheduler() as running, DashboardForwarder(running.address) as forwarder:
         async with Pane(forwarder.port) as pane:
-            await asyncio.wait_for(running.close(), 30)
+            await asyncio.wait_for(running.close(), 120)
             with pytest.raises(ConnectionError):
-                await asyncio.wait_for(pane.receive_all(), 30)
+                await asyncio.wait_for(pane.receive_all(), 120)
         await holds(lambda: not forwarder._tasks)
+        forwarder._timeout = 0.5
         assert (await get(forwarder.port)).code == 502
 
 
