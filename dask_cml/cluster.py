@@ -300,29 +300,30 @@ class CMLCluster(ManagedCluster):
         if self._fleet.remove({keys.get(worker, worker) for worker in workers}, driver):
             await self._carry_out()
 
-    def adapt(
+    def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
         self,
-        Adaptive: type[Adaptive] = CMLAdaptive,
         minimum: float = 0,
         maximum: float = math.inf,
+        *,
         minimum_cores: int | None = None,
         maximum_cores: int | None = None,
         minimum_memory: float | str | None = None,
         maximum_memory: float | str | None = None,
+        Adaptive: type[Adaptive] = CMLAdaptive,
         **kwargs: Any,
     ) -> Adaptive:
         """Scale with the work that there is.
 
         Parameters
         ----------
-        Adaptive : type, optional
-            Another class than :class:`CMLAdaptive`.
         minimum, maximum : int, optional
             Worker sessions.
         minimum_cores, maximum_cores : int, optional
             Threads in all.
         minimum_memory, maximum_memory : float or str, optional
             Memory in all, in GiB or as a string such as ``"100 GiB"``.
+        Adaptive : type, optional
+            Another class than :class:`CMLAdaptive`.
         **kwargs
             For the class, e.g. ``interval``, ``wait_count`` and ``target_duration``.
 
@@ -333,7 +334,7 @@ class CMLCluster(ManagedCluster):
 
         Examples
         --------
-        >>> adaptive = cluster.adapt(minimum=1, maximum=10)
+        >>> adaptive = cluster.adapt(1, 10)
         """
         minimum, maximum = bounds(
             self.options,

@@ -187,7 +187,7 @@ def test_processes_share_one_session(platform, until):
         cluster.scale(1)
         until(lambda: n_workers(cluster) == 2)
         assert client.gather(futures) == [*range(100)]
-        cluster.adapt(minimum=0, maximum=2, interval="100 ms", wait_count=1)
+        cluster.adapt(0, 2, interval="100 ms", wait_count=1)
         del futures
         until(lambda: n_workers(cluster) == 0)
 
