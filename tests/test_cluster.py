@@ -367,8 +367,8 @@ def test_sessions_with_networks_of_their_own(namespaces):
         of_one.wait_for_workers(2, timeout=120)
         assert of_one.submit(sum, [1, 2]).result() == 3
         assert of_two.submit(sum, [3, 4]).result() == 7
-        assert one.scheduler_address.endswith(":8786")
-        assert two.scheduler_address.endswith(":8786")
+        assert one.scheduler.address.endswith(":8786")
+        assert two.scheduler.address.endswith(":8786")
         assert len({each.address for each in [*one.sessions, *two.sessions]} - {None}) >= 4
 
 
