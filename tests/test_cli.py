@@ -90,13 +90,13 @@ def add_stale(name, **more):
 def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
     monkeypatch.setenv("CDSW_ENGINE_ID", "mysession")
     out, err = shell("create", "--name", "mine", "--n-workers", 1, "--env", "A=B=C",
-                     "--worker-args", "--resources 'X=1'")  # fmt: skip
+                     "--worker-args", "--lifetime '10 h'")  # fmt: skip
     assert out == "mine\n"
     assert err.endswith("The cluster mine can run until the session mysession ends.\n")
     assert "answers at cml://mine" in err
     assert "1 worker granted" in err
     assert told("mine")["env"]["A"] == "B=C"
-    assert told("mine")["worker_args"] == ["--resources", "X=1"]
+    assert told("mine")["worker_args"] == ["--lifetime", "10 h"]
     assert told("mine")["idle_timeout"] == 3600
 
     assert run("scale", "mine", 2) == "mine has 2 workers\n"

@@ -136,7 +136,28 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("code", "status"), ENDS.values(), ids=ENDS)
+def each_of(ways, *variants):
+    """Parameters that name a program; variants of what others test are slow."""
+    return [
+        pytest.param(
+            *(way if isinstance(way, tuple) else [way]),
+            id=name,
+            marks=[pytest.mark.slow] if name in variants else [],
+        )
+        for name, way in ways.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    each_of(
+        ENDS,
+        "end of the script, with a client",
+        "sys.exit",
+        "end of another loop, which stays open",
+        "a daemon thread made it",
+    ),
+)
 def test_the_end_of_a_program_leaves_no_session_and_no_traceback(platform, all_stopped, code, status):
     returned, _, err = Program(code).ends()
     assert returned == status
@@ -163,7 +184,7 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("code", WAITS.values(), ids=WAITS)
+@pytest.mark.parametrize("code", each_of(WAITS, "sync, in a block", "sync, with a client", "async, unclosed"))
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
 )
