@@ -12,7 +12,7 @@ import shlex
 from typing import Any
 from urllib.parse import unquote
 
-from distributed.comm.addressing import parse_address
+from distributed.comm.addressing import get_address_host, parse_address
 from distributed.comm.core import Comm, Connector, FatalCommClosedError
 from distributed.comm.registry import Backend, get_backend
 from distributed.security import Security
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL = 0.5
 _told: set[str] = set()
+#: By the clusters' addresses, where their schedulers were at the last connection.
+_schedulers: dict[str, str] = {}
 
 
 class NoSuchCluster(errors.NoSuchCluster, FatalCommClosedError):
@@ -71,6 +73,7 @@ class CMLConnector(Connector):
         record = await _running(unquote(address))
         scheduler = record.scheduler_address
         assert scheduler is not None
+        _schedulers[address] = scheduler
         if (security := record.get_security()) is not None:  # which reads the files of the keys
             connection_args |= await asyncio.to_thread(security.get_connection_args, "client")
         scheme, location = parse_address(scheduler)
@@ -121,8 +124,10 @@ class CMLBackend(Backend):
         raise ValueError(f"cannot listen at {SCHEME}://{loc}: expected an address tcp:// or tls://")
 
     def get_address_host(self, loc: str) -> str:
-        """Return the name, in place of a host."""
-        return loc
+        """Return the host to which the last connection led; the name, before there was one."""
+        # XGBoost asks for it, to have its own connections meet there.
+        scheduler = _schedulers.get(loc)
+        return loc if scheduler is None else get_address_host(scheduler)
 
     def resolve_address(self, loc: str) -> str:
         """Return the name: each connection reads anew where the scheduler is."""

@@ -14,7 +14,7 @@ import sys
 import dask
 import pytest
 from distributed import Client, Scheduler
-from distributed.comm import listen
+from distributed.comm import get_address_host, listen
 from distributed.core import rpc
 
 import dask_cml
@@ -179,6 +179,12 @@ def test_what_shows_a_cluster_shows_its_address(cluster):
 async def test_after_our_import_the_plain_address_will_do(cluster):
     async with Client(cluster.scheduler.address, asynchronous=True) as client:
         assert await client.submit(sum, [1, 2]) == 3
+
+
+async def test_the_host_of_an_address_is_that_of_the_scheduler(cluster):
+    assert get_address_host("cml://other") == "other"
+    async with Client(ADDRESS, asynchronous=True) as client:
+        assert get_address_host(client.scheduler.address) == get_address_host(cluster.scheduler.address)
 
 
 async def test_after_our_import_a_client_may_speak_with_workers_directly(cluster):
