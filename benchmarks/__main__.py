@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import adapt, close, forwarding, listing, scale, start
+from benchmarks import adapt, close, encryption, forwarding, listing, scale, start
 
 BENCHMARKS = {
     "start": start,
@@ -13,6 +13,7 @@ BENCHMARKS = {
     "adapt": adapt,
     "listing": listing,
     "forwarding": forwarding,
+    "encryption": encryption,
 }
 
 
