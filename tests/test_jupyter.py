@@ -24,7 +24,8 @@ from dask_cml.jupyter import Sidebar, find_manager
 from dask_cml.records import probe, store
 from dask_cml.records.record import Record
 
-FACTORY = {"n-workers": 1, "forward-dashboard": True}
+pytestmark = pytest.mark.usefixtures("no_nannies")
+FACTORY = {"n-workers": 1, "forward-dashboard": True, "worker-args": ["--no-nanny"]}
 
 
 @pytest.fixture(scope="module")

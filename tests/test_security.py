@@ -13,6 +13,8 @@ from distributed.security import Security
 
 from dask_cml import CMLCluster
 
+pytestmark = pytest.mark.usefixtures("light")
+
 
 @pytest.fixture
 async def cluster(platform):
