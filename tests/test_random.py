@@ -88,7 +88,10 @@ class Simulation(Stub):
             [fate] = self.luck.choices([*self.fates], [*self.fates.values()])
             if fate == "refused":
                 self.refuse()
-            described = super()._launch_one(options)
+            try:
+                described = super()._launch_one(options)
+            finally:
+                self._refusals.clear()  # where the request got lost, it would be for another session
             if "id" in described:
                 self.fate_of[described["id"]] = fate
                 if fate == "hidden":
