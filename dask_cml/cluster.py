@@ -455,7 +455,8 @@ class CMLCluster(ManagedCluster):
     def job_script(self) -> str:
         """Return what the scheduler's session and a worker's are launched with.
 
-        It launches nothing; with ``asynchronous=True`` a cluster launches nothing before it is awaited.
+        The values of environment variables are hidden. It launches nothing; with ``asynchronous=True`` a
+        cluster launches nothing before it is awaited.
 
         Examples
         --------

@@ -115,7 +115,7 @@ class Leadership:
         return {key: each for key, each in told.items() if (key, each) not in passed_over}
 
     async def close(self, **change: float | None) -> None:
-        """Say goodbye.
+        """Close the connection by which the scheduler knows this manager.
 
         Parameters
         ----------
