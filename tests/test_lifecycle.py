@@ -171,7 +171,8 @@ async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_sessio
     monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
     with pytest.raises(ClusterExists, match="nobody accepts connections"):
         await make(name="made")
-    assert len(live(platform)) == 2
+    # Its workers end by themselves, sooner or later.
+    assert "stopped" not in {each["status"] for each in platform.sessions()}
     os.utime(sign, (0, sign.stat().st_mtime - pulse.LONGEST_SILENCE))
     async with make(name="made") as cluster:
         assert {each["id"] for each in live(platform)} == {each.id for each in cluster.sessions}
