@@ -271,7 +271,7 @@ class Episode:
             self.platform.fates, self.platform.errors = {"runs": 1}, 0.0
             # What hung has its few seconds; what comes in its place has them on no loaded machine.
             patience = {"worker_timeout": PATIENCE, "pending_timeout": PATIENCE}
-            self.cluster.options = dataclasses.replace(self.cluster.options, **patience)
+            self.cluster._launcher.options = dataclasses.replace(self.cluster.options, **patience)
             self.platform.configure(quota=None)
             await self.settle()
 

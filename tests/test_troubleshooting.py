@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 import signal
@@ -155,9 +156,12 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
             cluster.scale(1)
             until(lambda n=n: told(cluster).count("A worker failed") == n)
         platform.inject("hangs")
+        # This one is to be evicted, and has its time until then.
+        cluster._launcher.options = dataclasses.replace(cluster._launcher.options, worker_timeout=600.0)
+        before = {each["id"] for each in platform.sessions()}
         cluster.scale(1)
-        until(lambda: worker_sessions(cluster) and not waiting(platform))
-        [session] = worker_sessions(cluster)
+        until(lambda: {*worker_sessions(cluster)} - before and not waiting(platform))
+        [session] = {*worker_sessions(cluster)} - before
         platform.evict(session)
         until(lambda: session in told(cluster))
         platform.configure(quota={"sessions": 2})
