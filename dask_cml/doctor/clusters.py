@@ -79,10 +79,10 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
 
 async def _ask(record: Record) -> tuple[Versions, list[Versions]]:
     from distributed.core import rpc
-    from distributed.security import Security
 
-    security = record.get_security() or Security()
-    arguments = await asyncio.to_thread(security.get_connection_args, "client")
+    from dask_cml.sessions.tls import connection_args
+
+    arguments = await asyncio.to_thread(connection_args, record.get_security())
     async with rpc(record.scheduler_address, connection_args=arguments) as scheduler:
         own = await scheduler.versions()
         workers = await scheduler.broadcast(msg={"op": "versions"}, on_error="ignore")

@@ -33,7 +33,7 @@ from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import Record
 from dask_cml.sessions import tls
 from dask_cml.sessions.owner import lifetime
-from dask_cml.sessions.process import CMLWorker, connection_args
+from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.wire import WATCHES
 
@@ -174,7 +174,7 @@ class ManagedCluster(FleetCluster):
         else:
             await self._create_or_connect()
         self.security = self._launcher.security or Security()
-        arguments = connection_args(self.security)
+        arguments = tls.connection_args(self.security)
         assert self.scheduler.address is not None
         self._client.connect(self.scheduler.address, arguments)
         await Cluster._start(self)

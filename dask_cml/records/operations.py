@@ -11,12 +11,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from distributed.core import rpc
-from distributed.security import Security
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.records import probe, store
 from dask_cml.records.probe import Finding, State
 from dask_cml.records.record import Record, cluster_address
+from dask_cml.sessions.tls import connection_args
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 _GOODBYE_TIMEOUT = 3.0
@@ -190,11 +190,9 @@ async def _end_all(records: Collection[Record], answering: Collection[str]) -> d
 
 
 async def _say_goodbye(record: Record) -> None:
-    security = record.get_security() or Security()
+    arguments = connection_args(record.get_security())
     with contextlib.suppress(OSError, asyncio.TimeoutError):
-        async with rpc(
-            record.scheduler_address, connection_args=security.get_connection_args("client")
-        ) as scheduler:
+        async with rpc(record.scheduler_address, connection_args=arguments) as scheduler:
             await asyncio.wait_for(scheduler.terminate(), _GOODBYE_TIMEOUT)
 
 

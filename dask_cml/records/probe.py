@@ -18,6 +18,7 @@ from dask_cml import pulse
 from dask_cml.aio import cancel
 from dask_cml.options import state_directory
 from dask_cml.records.record import Record
+from dask_cml.sessions.tls import connection_args
 from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 logger = logging.getLogger(__name__)
@@ -214,9 +215,7 @@ async def _look_at(record: Record, security: Security | None, timeout: float) ->
 
 
 async def _ask(record: Record, address: str, security: Security | None, patience: float) -> Finding:
-    security = record.get_security() or security or Security()
-    # It reads the files of the keys.
-    arguments = await asyncio.to_thread(security.get_connection_args, "client")
+    arguments = await asyncio.to_thread(connection_args, record.get_security() or security)
     if address not in _reached:
         await asyncio.wait_for(_reach(address, arguments.get("ssl_context")), patience)
     other = Finding(State.DEAD, f"another scheduler answers at {address}")

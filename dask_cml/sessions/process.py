@@ -19,6 +19,7 @@ from distributed.security import Security
 from dask_cml.aio import cancel
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.options import Options, SessionSize
+from dask_cml.sessions import tls
 from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, status_of
 from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.plan import SCHEDULER_FILE, SessionPlan, dask_names, plan_scheduler, plan_worker
@@ -323,7 +324,7 @@ class CMLScheduler(CMLProcess):
 
     async def _answers(self, address: str) -> bool:
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            async with rpc(address, connection_args=connection_args(self.security)) as scheduler:
+            async with rpc(address, connection_args=tls.connection_args(self.security)) as scheduler:
                 await asyncio.wait_for(scheduler.identity(), _ANSWER_TIMEOUT)
                 return True
         return False
@@ -368,11 +369,6 @@ class CMLWorker(CMLProcess):
     def dask_names(self) -> list[str]:
         """The names of the Dask workers in the session."""
         return dask_names(self.name, self.options.processes)
-
-
-def connection_args(security: Security | None) -> dict[str, Any]:
-    """Return what a connection to the scheduler needs."""
-    return (security or Security()).get_connection_args("client")
 
 
 def _read_address(scheduler_file: Path) -> str | None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 from distributed.security import Security
 
@@ -119,6 +120,11 @@ def write(files: Mapping[Path, str]) -> None:
 def paths(security: Security | None) -> dict[str, str] | None:
     """Return where the keys are, as a record of the cluster says it."""
     return None if security is None else {field: getattr(security, field) for field in _FIELDS}
+
+
+def connection_args(security: Security | None) -> dict[str, Any]:
+    """Return what a connection to the scheduler needs. It reads the files of the keys."""
+    return (security or Security()).get_connection_args("client")
 
 
 def arguments(security: Security | None, role: str) -> list[str]:
