@@ -18,6 +18,7 @@ from dask_cml.checks import is_session_id
 from dask_cml.sessions.owner import this_session
 
 VERSION = 1
+RECORD_FILE = "record.json"
 #: Of the addresses by which Dask's clients find clusters; see :mod:`dask_cml.address`.
 SCHEME = "cml"
 

@@ -28,15 +28,14 @@ from typing import TypeVar
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import state_directory
 from dask_cml.private import MOST_BYTES, NotPrivate, check_folder, make_folder, open_folder, read_file
-from dask_cml.records import session_files
-from dask_cml.records.record import Record
+from dask_cml.records import removal, session_files
+from dask_cml.records.record import RECORD_FILE, Record
 from dask_cml.records.session_files import SESSIONS_FOLDER, Changes, Launch
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-RECORD_FILE = "record.json"
 
 # What is as old as this, and has the name of something temporary, was left by a crash.
 _LEFTOVER_AGE = 600.0
@@ -77,7 +76,12 @@ def claim(record: Record, directory: Path | None = None) -> Path:
         with open_folder(made) as descriptor:
             _replace(record, descriptor)
             session_files.write(_sessions_of(record), record.name, made, descriptor)
-        os.rename(made, folder)  # takes the place of an empty folder, and of no other
+        try:
+            os.rename(made, folder)  # takes the place of an empty folder, and of no other
+        except OSError:
+            if removal.clear(folder, removal.is_half_done) is None:
+                raise
+            os.rename(made, folder)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise ClusterExists(record.name) from None
@@ -152,10 +156,9 @@ def _write_in(folder: Path, id: str, action: Callable[[int], None]) -> None:
             if record.id != id:
                 return False
             action(descriptor)
-            # Listing is what makes NFS look whether the folder has its name yet.
-            return folder.name in os.listdir(folder.parent) and os.path.samestat(
-                os.stat(folder), os.fstat(descriptor)
-            )
+            # Listing is what makes NFS look whether the folder has its name yet, and its record.
+            there = folder.name in os.listdir(folder.parent) and RECORD_FILE in os.listdir(descriptor)
+            return there and os.path.samestat(os.stat(folder), os.fstat(descriptor))
 
     if not _until_settled(attempt, folder):
         raise NoSuchCluster(folder.name, _names(folder.parent))
@@ -223,31 +226,19 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
         was not there. Some may have been launched after the caller's last look.
     """
     folder = _folder(name, directory)
-    if id is not None and not _is_of(_load(folder), id):
+    if id is not None and ((loaded := _load(folder)) is None or loaded.id != id):
         return None
-    # A crash leaves it whole, or gone under its name, but never in part.
-    aside = folder.parent / f".removed-{secrets.token_hex(8)}"
+    sessions = removal.clear(folder, lambda descriptor: id in (None, _id_in(folder, descriptor)))
+    if sessions is not None:
+        _sweep(folder.parent)
+    return sessions
+
+
+def _id_in(folder: Path, descriptor: int) -> str | None:
     try:
-        os.utime(folder)  # so that nobody takes it for what a crash has left
-        os.rename(folder, aside)
-    except (FileNotFoundError, NotADirectoryError):
+        return Record.from_json(read_file(folder / RECORD_FILE, descriptor)).id
+    except (OSError, ValueError, RecursionError, NotPrivate):
         return None
-    record = _load(aside, name)
-    if id is not None and not _is_of(record, id):
-        # Since the look at it, one process has removed the cluster and another one has claimed its name. This
-        # new cluster is put back; for a moment, its managers did not find it. If a third process has claimed
-        # the name in this moment, the second cluster stays without a record: a file system without locks
-        # offers no better. Its managers keep it, and its scheduler ends it when they are gone.
-        with contextlib.suppress(OSError):
-            os.rename(aside, folder)
-        return None
-    shutil.rmtree(aside, ignore_errors=True)
-    _sweep(folder.parent)
-    return {} if record is None else dict(record.sessions)
-
-
-def _is_of(record: Record | None, id: str) -> bool:
-    return record is not None and record.id == id
 
 
 def _folder(name: str, directory: Path | None) -> Path:
@@ -271,15 +262,14 @@ def _folders(directory: Path) -> list[str]:
     return []
 
 
-def _load(folder: Path, name: str | None = None) -> Record | None:
+def _load(folder: Path) -> Record | None:
     """Read the record in a folder; None if there is none that can be read."""
-    name = name or folder.name
     try:
         content = _until_settled(lambda: _read(folder), folder)
         if content is None:
             return None
         record = Record.from_json(content[0])
-        if record.name != name:
+        if record.name != folder.name:
             raise ValueError(f"it is that of the cluster {record.name!r}")
     except NotPrivate as error:
         _report_open(error)
@@ -287,7 +277,7 @@ def _load(folder: Path, name: str | None = None) -> Record | None:
     except (OSError, ValueError, RecursionError) as error:
         _report(folder / RECORD_FILE, str(error))
         return None
-    found = session_files.parse_all(content[1], name)
+    found = session_files.parse_all(content[1], folder.name)
     for stray in found.strays:
         _report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
     return replace(
