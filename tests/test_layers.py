@@ -18,7 +18,7 @@ LAYERS = (
     ("records", "scheduler"),
     ("sessions", "wire", "pulse"),
     ("local",),
-    ("options", "checks", "configuration", "private", "errors", "aio"),
+    ("options", "naming", "checks", "configuration", "private", "errors", "aio"),
 )
 #: Those of one layer that know nothing of each other.
 APART = ({"records", "scheduler"}, {"wire", "sessions"}, {"pulse", "sessions"})

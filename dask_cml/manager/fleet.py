@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from dask_cml.errors import CMLError
-from dask_cml.sessions.plan import dask_names
+from dask_cml.naming import dask_names
 
 
 class Launched(Protocol):

@@ -14,8 +14,8 @@ from dask_cml.manager.launch import Launcher
 from dask_cml.manager.leadership import Leadership
 from dask_cml.manager.reconciler import Reconciler
 from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.naming import dask_names
 from dask_cml.options import Options
-from dask_cml.sessions.plan import dask_names
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 
 

@@ -221,11 +221,6 @@ def plan_worker(
     )
 
 
-def dask_names(name: str, processes: int) -> list[str]:
-    """Return the names of the Dask workers in the session `name`, as ``dask worker --name`` makes them."""
-    return [f"{name}-{i}" for i in range(processes)] if processes > 1 else [name]
-
-
 def _plan(
     options: Options,
     folder: Path,

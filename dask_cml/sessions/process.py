@@ -18,11 +18,12 @@ from distributed.security import Security
 
 from dask_cml.aio import cancel
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
+from dask_cml.naming import dask_names
 from dask_cml.options import Options, SessionSize
 from dask_cml.sessions import tls
 from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, status_of
 from dask_cml.sessions.owner import this_owner
-from dask_cml.sessions.plan import SCHEDULER_FILE, SessionPlan, dask_names, plan_scheduler, plan_worker
+from dask_cml.sessions.plan import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
 from dask_cml.sessions.workers_api import WorkersAPI
 
 #: Dask's own port, which a session on CML has for itself.

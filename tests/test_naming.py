@@ -1,0 +1,40 @@
+"""The names of sessions and of Dask workers have one reading."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME, dask_names, read_name, session_name
+
+CLUSTERS = ("mine", "mine-gpu", "mine-0", "a b", "ü-1")
+GROUPS = (DEFAULT_GROUP, "gpu", "big-memory", "g2", "A_b-c")
+
+
+@pytest.mark.parametrize("processes", [1, 2, 12])
+def test_names_of_workers_say_their_group_and_number(processes):
+    for cluster, group, number in product(CLUSTERS, GROUPS, (0, 7, 1234)):
+        session = session_name(cluster, group, number)
+        for name in {session, *dask_names(session, processes)}:
+            assert read_name(cluster, name) == (group, number)
+
+
+def test_no_two_sessions_share_a_name():
+    whose = {}
+    for group, number, processes in product(GROUPS, range(13), (1, 12)):
+        session = session_name("mine", group, number)
+        for name in {session, *dask_names(session, processes)}:
+            assert whose.setdefault(name, (group, number)) == (group, number)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "mine", "mine-", "mine-gpu", "mine-scheduler", "other-0", "mine-0-1-2", "mine--0"]
+)
+def test_other_names_are_those_of_no_session(name):
+    assert read_name("mine", name) is None
+
+
+@pytest.mark.parametrize("name", ["", "0", "0gpu", "gpu-0", "gpu-", "-gpu", "g p", "gpü", "gpu\n", "a/b"])
+def test_no_group_has_a_name_of_two_readings(name):
+    assert GROUP_NAME.fullmatch(name) is None
