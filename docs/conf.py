@@ -13,6 +13,7 @@ project_copyright = f"2026, {author}"
 release = importlib.metadata.version(project)
 
 extensions = [
+    "commands",
     "myst_parser",
     "options",
     "sphinx.ext.autodoc",
@@ -21,6 +22,7 @@ extensions = [
 ]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
+smartquotes_action = "qe"  # two hyphens begin an option
 
 autodoc_typehints = "none"  # the docstrings say them
 autodoc_member_order = "bysource"

@@ -1,0 +1,29 @@
+"""``dask cml`` as sphinx-click can document it, with the options that ``create`` reads from the schema."""
+
+import click
+from sphinx.application import Sphinx
+
+from dask_cml.cli import cml as _cml
+
+
+def _documented(command: click.Command) -> click.Command:
+    """Return a command whose parameters sphinx-click finds: it does not call ``get_params``."""
+    if isinstance(command, click.Group):
+        commands = {name: _documented(one) for name, one in command.commands.items()}
+        return click.Group(command.name, commands, help=command.help)
+    params = [each for each in command.get_params(click.Context(command)) if "--help" not in each.opts]
+    return click.Command(command.name, params=params, help=command.help)
+
+
+cml = _documented(_cml)
+
+
+def _no_arguments(_app: Sphinx, _context: click.Context, lines: list[str]) -> None:
+    """Leave out the list of arguments, which only repeats the usage."""
+    lines.clear()
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.setup_extension("sphinx_click")
+    app.connect("sphinx-click-process-arguments", _no_arguments)
+    return {"parallel_read_safe": True}
