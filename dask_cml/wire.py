@@ -11,6 +11,8 @@ from dask_cml.aio import cancel
 
 HEARTBEAT = "cml_manager_heartbeat"
 SYNC = "cml_sync"
+#: Asks the scheduler what work it knows, and what is there to do it.
+DEMAND = "cml_demand"
 #: In what a manager tells of itself: it is there for whomever may look, and does not keep an orphan alive.
 WATCHES = "watches"
 #: Asks the scheduler for a connection with its dashboard; it answers ``{"status": "OK"}``.

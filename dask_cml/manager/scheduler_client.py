@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.core import rpc
@@ -21,6 +22,13 @@ T = TypeVar("T")
 
 #: An answer may take so long, and only so long once the connection for changes has ended.
 _ANSWER_TIMEOUT, _GONE_TIMEOUT = 10.0, 1.0
+
+
+@dataclass(frozen=True)
+class _Answer:
+    time: float
+    content: dict[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
 
 
 class SchedulerClient:
@@ -38,6 +46,8 @@ class SchedulerClient:
         self.info: dict[str, Any] = {"workers": {}}
         self.comm: Any = None
         self._changes: asyncio.Future[None] | None = None
+        self._asking = asyncio.Lock()
+        self._demand: _Answer | None = None
 
     def connect(self, address: str, connection_args: Mapping[str, Any]) -> None:
         """Use the scheduler at this address from now on."""
@@ -111,6 +121,35 @@ class SchedulerClient:
             If it does not know this manager.
         """
         return await self.ask(self.comm.cml_sync(**message))
+
+    async def demand(self, cluster: str, max_age: float = 0.0) -> dict[str, Any]:
+        """Return the work that the scheduler knows, and the sessions of the cluster; see ``known_demand``.
+
+        All who ask share one answer, or its error: the first asks the scheduler, and the others wait for it.
+
+        Parameters
+        ----------
+        cluster : str
+            The cluster's name.
+        max_age : float
+            Seconds. A younger answer is used again.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer.
+        """
+        since = time.monotonic() - max_age
+        async with self._asking:
+            if self._demand is None or self._demand.time < since:
+                try:
+                    content = await self.ask(self.comm.cml_demand(cluster=cluster))
+                    self._demand = _Answer(time.monotonic(), content)
+                except (OSError, asyncio.TimeoutError) as error:
+                    self._demand = _Answer(time.monotonic(), error=error)
+            if self._demand.error is not None:
+                raise self._demand.error
+            return self._demand.content
 
     async def cheapest(
         self, n: int, key: Callable[[WorkerState], Hashable] | None = None, **more: Any

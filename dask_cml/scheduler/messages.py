@@ -78,6 +78,12 @@ def check_owners(value: object) -> None:
             raise _invalid("owners", {name: owner}, allowed)
 
 
+def check_cluster(value: object) -> None:
+    """Refuse what cannot be a cluster's name."""
+    if not _is_text(value):
+        raise _invalid("cluster", value, "a cluster's name")
+
+
 def check_names(name: str, value: object) -> None:
     """Refuse what is not a list of workers' names."""
     if not isinstance(value, (list, tuple)) or len(value) > _MOST or not all(map(_is_text, value)):

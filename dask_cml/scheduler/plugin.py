@@ -27,9 +27,10 @@ from dask_cml.aio import cancel
 from dask_cml.checks import seconds
 from dask_cml.options import setting
 from dask_cml.scheduler import messages
+from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.orphans import OrphanWatch
 from dask_cml.scheduler.shared_state import SharedState
-from dask_cml.wire import FORWARD, HEARTBEAT, SYNC, Tunnel
+from dask_cml.wire import DEMAND, FORWARD, HEARTBEAT, SYNC, Tunnel
 
 # The scheduler's own logs, as cluster.get_logs() returns them, are those below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -40,7 +41,7 @@ _LOOK_INTERVAL = 0.5
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
-    """Ends a scheduler that has no manager and no client, and carries its dashboard's bytes.
+    """Ends a scheduler that has no manager and no client, says what work it knows, and carries its dashboard.
 
     Parameters
     ----------
@@ -62,6 +63,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._forwards: set[Comm] = set()
         scheduler.handlers[HEARTBEAT] = self.heartbeat
         scheduler.handlers[SYNC] = SharedState(self._watch.has).sync
+        scheduler.handlers[DEMAND] = self.demand
         scheduler.handlers[FORWARD] = self.forward
         self._looking = PeriodicCallback(self._look, _LOOK_INTERVAL * 1000)
         self._looking.start()
@@ -107,6 +109,22 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         if "orphan_timeout" in more:
             self._watch.timeout = more["orphan_timeout"]
         return {"orphan_timeout": self._watch.timeout}
+
+    def demand(self, cluster: str) -> dict[str, Any]:
+        """Return the work that the scheduler knows, and the sessions of a cluster, as ``known_demand`` does.
+
+        Parameters
+        ----------
+        cluster : str
+            The cluster's name, with which its workers' names begin.
+
+        Raises
+        ------
+        ValueError
+            If this is not what a manager sends.
+        """
+        messages.check_cluster(cluster)
+        return known_demand(self._scheduler, cluster)
 
     async def _look(self) -> None:
         if self._watch.look(time.monotonic()):

@@ -1,0 +1,152 @@
+"""What work a scheduler knows, by the resources that it needs, and what is there to do it.
+
+Dask's ``Scheduler.adaptive_target`` ignores resources, so it cannot say which sessions the work needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from heapq import nsmallest
+from itertools import islice
+from typing import Any
+
+from distributed.scheduler import Scheduler, TaskState, WorkerState
+
+from dask_cml.naming import read_name
+
+#: More tasks than these are judged by an even sample of them. Queued ones need no more, as they differ in
+#: their durations only: the scheduler does not queue a task that needs resources.
+_MOST_QUEUED, _MOST_OTHERS = 100, 2000
+#: Different needs, and different restrictions to workers, in one answer.
+_MOST_NEEDS, _MOST_RESTRICTIONS = 100, 20
+#: Of a restriction's workers and hosts.
+_MOST_NAMES = 3
+
+_STATES = ("unrunnable", "queued", "processing")
+
+_Needs = tuple[tuple[str, float], ...]
+
+
+class _Work:
+    """Tasks by what they need."""
+
+    def __init__(self) -> None:
+        self._known: dict[_Needs, dict[str, float]] = {}
+
+    def add(self, needs: _Needs, state: str, tasks: float, seconds: float) -> None:
+        if needs not in self._known and len(self._known) >= _MOST_NEEDS:
+            names = [name for name, _ in needs]
+            alike = (other for other in self._known if [name for name, _ in other] == names)
+            needs = next(alike, needs)
+        work = self._known.setdefault(needs, dict.fromkeys((*_STATES, "seconds"), 0.0))
+        work[state] += tasks
+        work["seconds"] += seconds
+
+    def described(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "resources": dict(needs),
+                **{state: round(work[state]) for state in _STATES},
+                "seconds": work["seconds"],
+            }
+            for needs, work in self._known.items()
+        ]
+
+
+def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
+    """Return the work that a scheduler knows, and the sessions of a cluster.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+        The scheduler.
+    cluster : str
+        The cluster's name, with which its workers' names begin.
+
+    Returns
+    -------
+    dict
+        ``work`` lists, for each need of resources: ``resources`` by name; the numbers of tasks that are
+        ``unrunnable`` because no worker can run them now, ``queued``, and ``processing``; and their
+        ``seconds`` by Dask's own durations.
+        ``restricted`` lists unrunnable tasks that only certain workers may run, which are not in ``work``:
+        ``names`` of some of these workers or hosts, and the number of ``tasks``.
+        ``groups`` has, for each worker group that has sessions: the number of ``sessions``; that of the
+        ``busy`` ones, which process tasks; the ``managed`` bytes and the memory ``limit`` in bytes.
+    """
+    work = _Work()
+    restricted: dict[tuple[str, ...], float] = {}
+    tasks, weight = _sample(scheduler.queued, _MOST_QUEUED)
+    for task in tasks:
+        work.add(_needs(task), "queued", weight, weight * _duration(scheduler, task))
+    tasks, weight = _sample(scheduler.unrunnable, _MOST_OTHERS)
+    for task in tasks:
+        if names := _restriction(task):
+            if names in restricted or len(restricted) < _MOST_RESTRICTIONS:
+                restricted[names] = restricted.get(names, 0) + weight
+        else:
+            work.add(_needs(task), "unrunnable", weight, weight * _duration(scheduler, task))
+    sessions: dict[str, dict[int, list[WorkerState]]] = {}
+    for worker in scheduler.workers.values():
+        if (name := read_name(cluster, str(worker.name))) is not None:
+            group, number = name
+            sessions.setdefault(group, {}).setdefault(number, []).append(worker)
+            _add_processing(work, scheduler, worker)
+    return {
+        "work": work.described(),
+        "restricted": [{"names": [*names], "tasks": round(n)} for names, n in restricted.items()],
+        "groups": {group: _describe(each.values()) for group, each in sessions.items()},
+    }
+
+
+def _add_processing(work: _Work, scheduler: Scheduler, worker: WorkerState) -> None:
+    running = len(worker.processing) - len(worker.long_running)
+    most = max(10, _MOST_OTHERS // len(scheduler.workers))
+    tasks, _ = _sample(worker.processing, most)
+    # As in Dask's occupancy, tasks that have left their thread by secede() need none.
+    durations = {task: _duration(scheduler, task) for task in tasks if task not in worker.long_running}
+    total = sum(durations.values())
+    for task, duration in durations.items():
+        # The occupancy also has the time of transfers.
+        seconds = worker.occupancy * duration / total if total else 0.0
+        if not _restriction(task):
+            work.add(_needs(task), "processing", running / len(durations), seconds)
+
+
+def _describe(sessions: Iterable[list[WorkerState]]) -> dict[str, int]:
+    sessions = [*sessions]
+    workers = [worker for session in sessions for worker in session]
+    return {
+        "sessions": len(sessions),
+        "busy": sum(any(worker.processing for worker in session) for session in sessions),
+        "managed": sum(worker.nbytes for worker in workers),
+        "limit": sum(worker.memory_limit for worker in workers),
+    }
+
+
+def _sample(tasks: Collection[TaskState], most: int) -> tuple[list[TaskState], float]:
+    """Return about as many tasks as asked for, or all, and how many each stands for."""
+    step = -(-len(tasks) // most) or 1
+    sample = [*islice(tasks, 0, None, step)]
+    return sample, len(tasks) / len(sample) if sample else 0.0
+
+
+def _needs(task: TaskState) -> _Needs:
+    return tuple(sorted(task.resource_restrictions.items())) if task.resource_restrictions else ()
+
+
+def _restriction(task: TaskState) -> tuple[str, ...]:
+    """Return some of the workers and hosts that alone may run a task; none if all may."""
+    if task.loose_restrictions:
+        return ()
+    names = {*(task.worker_restrictions or ()), *(task.host_restrictions or ())}
+    return (*nsmallest(_MOST_NAMES, map(str, names)),)
+
+
+def _duration(scheduler: Scheduler, task: TaskState) -> float:
+    """Return how long a task takes, as the scheduler's occupancy has it."""
+    prefix = task.prefix
+    if prefix.duration_average >= 0:
+        return float(prefix.duration_average)
+    # One that was observed to run, and has not ended yet.
+    return float(2 * prefix.max_exec_time if prefix.max_exec_time > 0 else scheduler.UNKNOWN_TASK_DURATION)

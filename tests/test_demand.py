@@ -1,0 +1,303 @@
+"""What work the scheduler knows, by the resources that it needs, and how managers ask for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import dask
+import pytest
+from distributed import Client, Event, Scheduler, Worker, secede
+from distributed.core import rpc
+
+from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.scheduler import demand
+from dask_cml.scheduler.demand import known_demand
+from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
+
+PLAIN = ()
+GPU = (("GPU", 1),)
+
+
+@pytest.fixture
+async def scheduler():
+    async with Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0") as running:
+        await running.register_scheduler_plugin(CMLSchedulerPlugin(None), name=NAME, idempotent=True)
+        yield running
+
+
+@pytest.fixture
+async def client(scheduler):
+    async with Client(scheduler.address, asynchronous=True) as connected:
+        yield connected
+
+
+@contextlib.asynccontextmanager
+async def workers(scheduler, **resources):
+    """Dask workers of one thread, by name, with these resources."""
+    async with contextlib.AsyncExitStack() as stack:
+        for name, offered in resources.items():
+            options = {"name": name.replace("_", "-"), "resources": offered, "dashboard": False}
+            await stack.enter_async_context(
+                Worker(scheduler.address, nthreads=1, memory_limit="1 GiB", **options)
+            )
+        yield
+
+
+@contextlib.asynccontextmanager
+async def held(scheduler):
+    """The name of an event for which tasks wait."""
+    try:
+        yield "go"
+    finally:
+        async with Client(scheduler.address, asynchronous=True) as client:
+            await Event("go", client=client).set()
+
+
+def wait_for(event, i=0):
+    Event(event).wait()
+    return i
+
+
+def leave_thread(event):
+    secede()
+    Event(event).wait()
+
+
+def states(answer):
+    """The numbers of tasks that are unrunnable, queued and processing, by the resources that they need."""
+    return {
+        tuple(work["resources"].items()): (work["unrunnable"], work["queued"], work["processing"])
+        for work in answer["work"]
+    }
+
+
+def seconds(answer):
+    return {tuple(work["resources"].items()): work["seconds"] for work in answer["work"]}
+
+
+async def test_nothing_is_known_of_an_empty_scheduler(scheduler):
+    assert known_demand(scheduler, "mine") == {"work": [], "restricted": [], "groups": {}}
+
+
+async def test_tasks_without_workers_are_told_by_the_resources_that_they_need(scheduler, client, holds):
+    futures = client.map(abs, range(30), key="plain")
+    futures += client.map(abs, range(3), key="gpu", resources={"GPU": 1})
+    futures += client.map(abs, range(2), key="both", resources={"LICENSE": 2, "GPU": 1})
+    await holds(lambda: len(scheduler.unrunnable) + len(scheduler.queued) == 35)
+    answer = known_demand(scheduler, "mine")
+    both = (("GPU", 1), ("LICENSE", 2))
+    assert {needs: sum(n) for needs, n in states(answer).items()} == {PLAIN: 30, GPU: 3, both: 2}
+    assert states(answer)[GPU] == (3, 0, 0)
+    # Dask takes a task of which it knows nothing to last 0.5 s.
+    assert seconds(answer) == {PLAIN: 15.0, GPU: 1.5, both: 1.0}
+    assert answer["groups"] == {}
+
+
+async def test_durations_are_those_that_dask_has_seen_or_was_told(scheduler, client, holds):
+    with dask.config.set({"distributed.scheduler.default-task-durations": {"told": "1 minute"}}):
+        futures = [
+            client.submit(abs, 1, key=key, resources={"GPU": 1}) for key in ("told-1", "seen-1", "late-1")
+        ]
+        await holds(lambda: len(scheduler.unrunnable) == 3)
+    scheduler.task_prefixes["seen"].duration_average = 7.0
+    scheduler.task_prefixes["late"].max_exec_time = 100.0
+    assert seconds(known_demand(scheduler, "mine")) == {GPU: 60 + 7 + 200}
+    del futures
+
+
+async def test_processing_and_queued_tasks_and_sessions_by_group(scheduler, client, holds):
+    async with (
+        workers(scheduler, mine_0={}, mine_1={}, mine_gpu_0={"GPU": 2}, other_0={}),
+        held(scheduler) as event,
+    ):
+        plain = client.map(wait_for, [event] * 40, range(40), key="plain")
+        gpu = [client.submit(wait_for, event, key=f"gpu-{i}", resources={"GPU": 1}) for i in range(5)]
+        await holds(lambda: sum(len(worker.processing) for worker in scheduler.workers.values()) == 13)
+        answer = known_demand(scheduler, "mine")
+        foreign = len(next(w for w in scheduler.workers.values() if w.name == "other-0").processing)
+        assert foreign
+        assert sum(states(answer)[PLAIN]) == 40 - foreign
+        assert states(answer)[GPU] == (0, 0, 5)
+        assert seconds(answer)[GPU] == pytest.approx(2.5)
+        assert {group: (each["sessions"], each["busy"]) for group, each in answer["groups"].items()} == {
+            "default": (2, 2),
+            "gpu": (1, 1),
+        }
+        assert answer["groups"]["default"]["limit"] == 2 * 2**30
+    del plain, gpu
+
+
+async def test_a_session_of_several_processes_counts_once(scheduler, client, holds):
+    async with (
+        workers(scheduler, mine_0_0={}, mine_0_1={}, mine_1_0={}, mine_1_1={}),
+        held(scheduler) as event,
+    ):
+        future = client.submit(wait_for, event)
+        await holds(lambda: any(worker.processing for worker in scheduler.workers.values()))
+        [group] = known_demand(scheduler, "mine")["groups"].values()
+        assert (group["sessions"], group["busy"]) == (2, 1)
+    del future
+
+
+async def test_results_that_are_held_are_counted(scheduler, client):
+    async with workers(scheduler, mine_0={}):
+        await client.scatter(b"0" * 10**6, hash=False)
+        assert known_demand(scheduler, "mine")["groups"]["default"]["managed"] >= 10**6
+
+
+async def test_a_task_that_has_left_its_thread_needs_none_but_its_session(scheduler, client, holds):
+    async with workers(scheduler, mine_0={}), held(scheduler) as event:
+        future = client.submit(leave_thread, event)
+        await holds(lambda: any(worker.long_running for worker in scheduler.workers.values()))
+        answer = known_demand(scheduler, "mine")
+        assert answer["work"] == []
+        assert answer["groups"]["default"]["busy"] == 1
+    del future
+
+
+async def test_tasks_for_certain_workers_are_told_apart_unless_others_may_run_them(scheduler, client, holds):
+    futures = [client.submit(abs, i, workers=["mine-7"]) for i in range(3)]
+    futures.append(client.submit(abs, 4, workers=["tcp://127.0.0.1:9"], resources={"GPU": 1}))
+    futures.append(client.submit(abs, 5, workers=["mine-8"], allow_other_workers=True, key="loose"))
+    await holds(lambda: len(scheduler.unrunnable) == 5)
+    answer = known_demand(scheduler, "mine")
+    assert sorted(answer["restricted"], key=str) == [
+        {"names": ["mine-7"], "tasks": 3},
+        {"names": ["tcp://127.0.0.1:9"], "tasks": 1},
+    ]
+    assert states(answer) == {PLAIN: (1, 0, 0)}
+    async with workers(scheduler, mine_7={}, mine_8={}):
+        await holds(lambda: all(future.done() for future in futures[:3]))
+        assert [each["tasks"] for each in known_demand(scheduler, "mine")["restricted"]] == [1]
+
+
+class Task:
+    """As much of a TaskState as is looked at."""
+
+    host_restrictions, loose_restrictions = None, False
+
+    def __init__(self, resources=None, restriction=None):
+        self.prefix = SimpleNamespace(duration_average=1.0, max_exec_time=-1)
+        self.resource_restrictions, self.worker_restrictions = resources, restriction
+
+
+def known(unrunnable=(), queued=(), processing=()):
+    """What is known of tasks that no client has sent."""
+    worker = SimpleNamespace(
+        name="mine-0",
+        processing=processing,
+        long_running=(),
+        occupancy=sum(each.prefix.duration_average for each in processing),
+        nbytes=0,
+        memory_limit=2**30,
+    )
+    scheduler = SimpleNamespace(queued=queued, unrunnable=unrunnable, workers={"address": worker})
+    return known_demand(scheduler, "mine")
+
+
+def test_of_very_many_tasks_few_are_looked_at_and_all_are_counted(monkeypatch):
+    looked = []
+    monkeypatch.setattr(demand, "_duration", lambda _, task: looked.append(task) or 1.0)
+    tasks = [Task(resources={"GPU": 1} if i % 3 else None) for i in range(50_000)]
+    answer = known(unrunnable=tasks * 4, queued=[Task()] * 50_000, processing=tasks * 6)
+    assert len(looked) <= 2 * demand._MOST_OTHERS + demand._MOST_QUEUED
+    counted = states(answer)
+    assert counted[PLAIN][1] == 50_000
+    assert sum(n[0] for n in counted.values()) == pytest.approx(200_000, rel=0.01)
+    assert sum(n[2] for n in counted.values()) == pytest.approx(300_000, rel=0.01)
+    assert sum(seconds(answer).values()) == pytest.approx(550_000, rel=0.01)
+
+
+def test_an_answer_has_a_limit_however_different_the_tasks_are():
+    many = [Task(resources={"MEMORY": i}) for i in range(1000)]
+    many += [Task(restriction={f"worker-{i}-{j}" for j in range(100)}) for i in range(1000)]
+    answer = known(many)
+    assert len(answer["work"]) == demand._MOST_NEEDS
+    assert sum(work["seconds"] for work in answer["work"]) == pytest.approx(1000)
+    assert len(answer["restricted"]) == demand._MOST_RESTRICTIONS
+    assert max(len(each["names"]) for each in answer["restricted"]) == demand._MOST_NAMES
+
+
+# -- by the network
+
+
+async def test_the_plugin_answers_managers_and_refuses_what_they_do_not_send(scheduler, client, holds):
+    future = client.submit(abs, 1, resources={"GPU": 1})
+    await holds(lambda: scheduler.unrunnable)
+    async with rpc(scheduler.address) as asked:
+        answer = await asked.cml_demand(cluster="mine")
+        assert (states(answer), answer["groups"]) == ({GPU: (1, 0, 0)}, {})
+        for cluster in None, 3, "", "x" * 1000, ["mine"]:
+            with pytest.raises(ValueError, match=r"invalid cluster=.*: expected a cluster's name"):
+                await asked.cml_demand(cluster=cluster)
+    del future
+
+
+class Comm:
+    """A scheduler that answers as the test says."""
+
+    def __init__(self):
+        self.questions = []
+
+    async def cml_demand(self, cluster):
+        assert cluster == "mine"
+        question = asyncio.get_running_loop().create_future()
+        self.questions.append(question)
+        return await question
+
+
+@pytest.fixture
+async def asked():
+    client = SchedulerClient()
+    client.comm = Comm()
+    client.listen(asyncio.get_running_loop().create_future())
+    return client
+
+
+async def asking(client, max_age=0.0):
+    task = asyncio.create_task(client.demand("mine", max_age))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_all_who_ask_at_once_share_one_question(asked):
+    tasks = [await asking(asked) for _ in range(3)]
+    [question] = asked.comm.questions
+    question.set_result({"work": []})
+    assert await asyncio.gather(*tasks) == [{"work": []}] * 3
+    assert len(asked.comm.questions) == 1
+
+
+async def test_an_answer_is_used_again_while_it_is_young(asked):
+    first = await asking(asked)
+    asked.comm.questions[0].set_result({"work": []})
+    await first
+    assert await asked.demand("mine", 1000) == {"work": []}
+    assert len(asked.comm.questions) == 1
+    again = await asking(asked)
+    assert len(asked.comm.questions) == 2
+    asked.comm.questions[1].set_result({"work": [1]})
+    assert await again == {"work": [1]}
+
+
+async def test_an_error_is_everybodys_who_asked_and_no_later_ones(asked):
+    tasks = [await asking(asked) for _ in range(3)]
+    asked.comm.questions[0].set_exception(OSError("gone"))
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(outcome, OSError)
+    later = await asking(asked)
+    asked.comm.questions[1].set_result({"work": []})
+    assert await later == {"work": []}
+
+
+async def test_who_leaves_takes_the_answer_from_nobody(asked):
+    first, second = await asking(asked), await asking(asked)
+    first.cancel()
+    await asyncio.wait([first])
+    while len(asked.comm.questions) < 2:
+        await asyncio.sleep(0)
+    asked.comm.questions[1].set_result({"work": []})
+    assert await second == {"work": []}
