@@ -117,7 +117,7 @@ def test_errors_when_a_cluster_is_made(platform, seen, shown, monkeypatch):
     monkeypatch.delenv("CDSW_API_KEY", raising=False)
     platform.configure(needs_api_key=True)
     fails(seen, CMLError, make)
-    shown("Errors when a cluster is made")
+    shown("Errors when a cluster starts")
 
 
 def test_errors_about_names(platform, seen, shown, caplog):
@@ -173,7 +173,7 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
         cluster.scale(1)
         until(lambda: "waits for room" in told(cluster))
         seen.append(told(cluster))
-    shown("Workers that do not come")
+    shown("Workers that do not start")
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, u
         fails(seen, CancelledError, scattered.result)
         until(lambda: session in told(cluster))
         seen.append(told(cluster))
-    shown("Workers that go")
+    shown("Workers that stop")
 
 
 def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, until, caplog):
@@ -224,7 +224,7 @@ def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, 
     finally:
         platform.clear_faults()
         platform.stop_workers(*[each["id"] for each in platform.sessions()])
-    shown("When the platform stumbles")
+    shown("When CML does not answer")
 
 
 @pytest.mark.slow
