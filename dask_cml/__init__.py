@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         SessionFailed,
     )
     from dask_cml.manager.adaptive import CMLAdaptive
+    from dask_cml.records.usage import SessionHours, Usage
     from dask_cml.sessions.process import CMLScheduler, CMLWorker, Session
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "SchedulerTimeout",
     "Session",
     "SessionFailed",
+    "SessionHours",
+    "Usage",
 ]
 
 _HOMES = {
@@ -42,6 +45,8 @@ _HOMES = {
     "CMLScheduler": "sessions.process",
     "CMLWorker": "sessions.process",
     "Session": "sessions.process",
+    "SessionHours": "records.usage",
+    "Usage": "records.usage",
 }
 
 

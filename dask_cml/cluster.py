@@ -425,6 +425,36 @@ class CMLCluster(ManagedCluster):
         found = await asyncio.to_thread(logs.read, scheduler, workers, [*self.workers])
         return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
 
+    def usage(self) -> Any:
+        """Return the hours of the cluster's sessions so far, by worker group, ended sessions included.
+
+        A session counts from its launch, or if it waited for room from when it got it. It counts until a
+        manager stops it or finds that it has ended: hours without any manager are an upper bound. Sizes are
+        those of the options, even if a resource profile in `launch_options` sets others. After
+        :meth:`close` the result is that of the cluster's whole life.
+
+        Returns
+        -------
+        Usage
+            A dict of :class:`SessionHours` by the names of worker groups, and ``"scheduler"``; ``total`` is
+            their sum. It prints as a table. With ``asynchronous=True`` it is awaited.
+
+        Raises
+        ------
+        NoSuchCluster
+            If another process has deleted the cluster.
+
+        Examples
+        --------
+        >>> cluster.usage()
+        group      sessions  hours  vCPU hours  GiB hours  GPU hours
+        scheduler         1   0...
+        default           ...
+        total             ...
+        """
+        usage = self._record_keeper.usage
+        return asyncio.to_thread(usage) if self.asynchronous else usage()
+
     @property
     def n_pending(self) -> int:
         """How many of the wanted worker sessions have not arrived yet."""

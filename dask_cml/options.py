@@ -58,6 +58,17 @@ _OWN_SCHEDULER_LAUNCH_OPTIONS = {
 CREATE_MODES = ("create", "connect", "create-or-connect")
 
 
+def exact(number: float) -> str:
+    """Return a number as text, without the loss of a digit.
+
+    Examples
+    --------
+    >>> exact(4.0), exact(1 / 3)
+    ('4', '0.3333333333333333')
+    """
+    return repr(float(number)).removesuffix(".0")
+
+
 @dataclass(frozen=True)
 class SessionSize:
     """What one session gets: virtual CPUs, memory in GiB, and GPUs."""

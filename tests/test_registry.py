@@ -23,10 +23,28 @@ import psutil
 import pytest
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.options import SessionSize
 from dask_cml.records import session_files, store
 from dask_cml.records.record import Maker, Record
-from dask_cml.records.session_files import SESSIONS_FOLDER, Changes, Launch, file_name, parse
-from dask_cml.records.store import RECORD_FILE, claim, read, records, remove, write, write_sessions
+from dask_cml.records.session_files import (
+    ENDED_FOLDER,
+    SESSIONS_FOLDER,
+    Changes,
+    Ended,
+    Launch,
+    file_name,
+    parse,
+)
+from dask_cml.records.store import (
+    RECORD_FILE,
+    claim,
+    read,
+    read_ended,
+    records,
+    remove,
+    write,
+    write_sessions,
+)
 
 
 @pytest.fixture
@@ -34,13 +52,25 @@ def state(tmp_path):
     return tmp_path / "state"
 
 
-FILES = [RECORD_FILE, SESSIONS_FOLDER]
+FILES = [ENDED_FOLDER, RECORD_FILE, SESSIONS_FOLDER]
+
+
+LAUNCHED = 1790000000
 
 
 def launch(state, record, *ids, key="a-0", **more):
     """Write sessions into a record, as the manager does that has launched them."""
-    launches = [Launch(each, key, None, 1790000000) for each in ids]
+    launches = [Launch(each, key, None, LAUNCHED) for each in ids]
     write_sessions(Changes(launches, **more), record.name, state, id=record.id)
+
+
+def end(state, record, *ids, at=LAUNCHED + 60):
+    """Write that sessions have ended."""
+    write_sessions(Changes(ended=dict.fromkeys(ids, at)), record.name, state, id=record.id)
+
+
+def names_in(state, folder):
+    return sorted(os.listdir(state / "a" / folder))
 
 
 def mode(path):
@@ -81,6 +111,8 @@ def test_record_reads_back_as_it_was_written(state):
         owners={"ijklmnop12345678": "qrstuvwx12345678"},
         launched={"abcdefgh12345678": 1790000000, "ijklmnop12345678": 1790000060},
         waiting={"ijklmnop12345678": 1790000060},
+        began={"abcdefgh12345678": 1790000030},
+        sizes={"abcdefgh12345678": SessionSize(1, 2), "ijklmnop12345678": SessionSize(1 / 3, 1e22, 8)},
         security={"tls_ca_file": "/home/cdsw/ca.pem"},
     )
     folder = claim(record, state)
@@ -439,16 +471,14 @@ def test_sessions_are_read_whole_or_not_at_all_whenever_their_writer_is_killed(s
             assert session.startswith("session-")
             assert key == f"a-{session.split('-')[1]}"
     assert not caplog.records
-    ids = [*read("a", state).sessions]
-    write_sessions(Changes(ended=ids), "a", state, id=record.id)
-    assert os.listdir(state / "a" / SESSIONS_FOLDER) == []
+    end(state, record, *read("a", state).sessions)
+    assert names_in(state, SESSIONS_FOLDER) == []
 
 
 def launch_for_ever(state, record, life):
     for count in itertools.count():
-        launch(
-            state, record, f"session-{life}-{count}", key=f"a-{life}", ended=[f"session-{life}-{count - 3}"]
-        )
+        ended = {f"session-{life}-{count - 3}": LAUNCHED}
+        launch(state, record, f"session-{life}-{count}", key=f"a-{life}", ended=ended)
 
 
 def count_in(state):
@@ -503,6 +533,8 @@ def die_at(state, what, step):
         write(dataclasses.replace(old, app_url="new"), state)
     elif what == "launch":
         launch(state, old, "session-1")
+    elif what == "end":
+        end(state, old, "session-1", "session-2")
     elif what == "replace":
         remove("a", state, id=old.id)
         claim(Record("a", app_url="new"), state)
@@ -551,8 +583,9 @@ def test_last_of_two_writers_wins(state):
 @pytest.mark.parametrize("cluster", ["mine", "雲" * 66, "a,b%2C @", "scheduler", "@"])
 @pytest.mark.parametrize("key", ["{}-0", "scheduler", "{}-gpu,x-1", "@-0", "another 雲-0", "{}"])
 @pytest.mark.parametrize("owner", [None, "ijklmnop12345678"])
-def test_name_of_a_file_tells_of_its_session(cluster, key, owner):
-    session = Launch("abcdefgh12345678", key.format(cluster), owner, 1790000000)
+@pytest.mark.parametrize("size", [None, SessionSize(4, 16, 1), SessionSize(1 / 3, 1e22)])
+def test_name_of_a_file_tells_of_its_session(cluster, key, owner, size):
+    session = Launch("abcdefgh12345678", key.format(cluster), owner, 1790000000, size)
     name = file_name(session, cluster)
     assert len(name.encode()) < 200
     assert parse(name, cluster) == session
@@ -562,26 +595,34 @@ def test_name_of_a_file_tells_of_its_session(cluster, key, owner):
     "name",
     [
         "notes.txt",
-        ",@-0,,1790000000",
-        "abc,@-0,,1790000000",
-        "a b c d,@-0,,1790000000",
-        "abcdefgh,,,1790000000",
-        "abcdefgh,@-0,no owner,1790000000",
-        "abcdefgh,@-0,,",
-        "abcdefgh,@-0,,0",
-        "abcdefgh,@-0,,1.5",
-        "abcdefgh,@-0,,99999999999999",
-        "abcdefgh,@-0,,\u0661",
+        ",@-0,,1790000000,",
+        "abc,@-0,,1790000000,",
+        "a b c d,@-0,,1790000000,",
+        "abcdefgh,,,1790000000,",
+        "abcdefgh,@-0,no owner,1790000000,",
+        "abcdefgh,@-0,,,",
+        "abcdefgh,@-0,,0,",
+        "abcdefgh,@-0,,1.5,",
+        "abcdefgh,@-0,,99999999999999,",
+        "abcdefgh,@-0,,\u0661,",
+        "abcdefgh,@-0,,1790000000",
         "abcdefgh,@-0,,1790000000,more",
-        "abcdefgh,a-0,,1790000000",
-        "abcdefgh,..%2F..%2Fetc,,1790000000",
-        "abcdefgh,%00,,1790000000",
-        "abcdefgh,%0A,,1790000000",
-        "abcdefgh,%2d,,1790000000",
-        "abcdefgh,%FF,,1790000000",
-        "abcdefgh,\udcff,,1790000000",
+        "abcdefgh,@-0,,1790000000,1x2",
+        "abcdefgh,@-0,,1790000000,1.0x2x0",
+        "abcdefgh,@-0,,1790000000,1e999x2x0",
+        "abcdefgh,@-0,,1790000000,-x2x0",
+        "abcdefgh,@-0,,1790000000,1x2x0,1790000000,1790000060",
+        "abcdefgh,a-0,,1790000000,",
+        "abcdefgh,..%2F..%2Fetc,,1790000000,",
+        "abcdefgh,%00,,1790000000,",
+        "abcdefgh,%0A,,1790000000,",
+        "abcdefgh,%2d,,1790000000,",
+        "abcdefgh,%FF,,1790000000,",
+        "abcdefgh,\udcff,,1790000000,",
         "abc,waits",
         "abcdefgh,stays",
+        "abcdefgh,began",
+        "abcdefgh,began,0",
     ],
 )
 def test_stray_file_is_reported_once_and_passed_over(state, caplog, name):
@@ -611,12 +652,81 @@ def test_what_is_known_of_a_session_comes_and_goes_with_files_of_its_own(state):
     claim(record, state)
     launch(state, record, "session-1", "session-2", waiting=["session-1", "session-2"])
     assert read("a", state).waiting == dict.fromkeys(["session-1", "session-2"], 1790000000)
-    launch(state, record, "session-2", waiting_no_more=["session-2"])  # as at a second try
-    assert read("a", state).waiting == {"session-1": 1790000000}
-    for _ in range(2):
-        write_sessions(Changes(ended=["session-1"]), "a", state, id=record.id)
+    for began in LAUNCHED + 20, LAUNCHED + 30:  # as at a second try
+        launch(state, record, "session-2", began={"session-2": began})
+        assert read("a", state).waiting == {"session-1": LAUNCHED}
+        assert read("a", state).began == {"session-2": LAUNCHED + 20}
+    for at in LAUNCHED + 60, LAUNCHED + 70:
+        end(state, record, "session-1", at=at)
         assert read("a", state).sessions == {"session-2": "a-0"}
-    assert len(os.listdir(state / "a" / SESSIONS_FOLDER)) == 1
+    end(state, record, "session-2")
+    assert names_in(state, SESSIONS_FOLDER) == []
+    assert {each.launch.id: (each.began, each.ended) for each in read_ended(record, state)} == {
+        "session-1": (LAUNCHED + 60, LAUNCHED + 60),  # it never got room
+        "session-2": (LAUNCHED + 20, LAUNCHED + 60),
+    }
+
+
+def test_an_ended_session_keeps_what_is_known_of_it(state):
+    record = Record("a")
+    claim(record, state)
+    session = Launch("session-1", "a-gpu-0", "ijklmnop12345678", LAUNCHED, SessionSize(4, 16, 1))
+    write_sessions(Changes([session]), "a", state, id=record.id)
+    end(state, record, "session-1", at=LAUNCHED + 90)
+    assert read_ended(record, state) == [Ended(session, LAUNCHED, LAUNCHED + 90)]
+    # Two managers may find the same end, each at its time.
+    write_sessions(Changes([session]), "a", state, id=record.id)
+    end(state, record, "session-1", at=LAUNCHED + 80)
+    (state / "a" / ENDED_FOLDER / "stray").touch()
+    assert read_ended(record, state) == [Ended(session, LAUNCHED, LAUNCHED + 80)]
+    assert remove("a", state) == {}
+    with pytest.raises(NoSuchCluster):
+        read_ended(record, state)
+    claim(Record("a"), state)
+    with pytest.raises(NoSuchCluster):  # that is another cluster
+        read_ended(record, state)
+
+
+def test_an_ended_session_is_in_one_folder_or_the_other_whoever_dies(state, fork):
+    record = Record("a")
+    seen = []
+    for step in range(1, 100):
+        claim(record, state)
+        launch(state, record, "session-1", "session-2", waiting=["session-1"], began={"session-2": LAUNCHED})
+        writer = fork(die_at, state, "end", step)
+        writer.join()
+        running = {*read("a", state).sessions}
+        over = {each.launch.id for each in read_ended(record, state)}
+        assert running | over == {"session-1", "session-2"}
+        assert not running & over
+        seen.append(len(over))
+        # Whoever looks after the cluster next finishes it.
+        end(state, record, "session-1", "session-2")
+        assert names_in(state, SESSIONS_FOLDER) == []
+        assert len(names_in(state, ENDED_FOLDER)) == 2
+        remove("a", state)
+        if writer.exitcode == 0:
+            break
+        assert writer.exitcode == -signal.SIGKILL
+    assert {*seen} == {0, 1, 2}
+    assert os.listdir(state) == []
+
+
+def test_a_reader_misses_no_session_that_ends_meanwhile(state, monkeypatch):
+    record = Record("a")
+    claim(record, state)
+    launch(state, record, "session-1", "session-2")
+    names_in = session_files.names_in
+
+    def ends_before(*arguments):
+        monkeypatch.setattr(session_files, "names_in", names_in)
+        names = names_in(*arguments)
+        end(state, record, "session-1")
+        return names
+
+    monkeypatch.setattr(session_files, "names_in", ends_before)
+    running = {*read("a", state).sessions}
+    assert running | {each.launch.id for each in read_ended(record, state)} == {"session-1", "session-2"}
 
 
 def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monkeypatch):

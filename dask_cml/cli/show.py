@@ -105,7 +105,10 @@ def info(name: str, as_json: bool) -> None:
         sessions=dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1]))),
         owners=record.owners,
     )
+    usage = operations.usage(name, record.id)
     if as_json:
+        groups = {group: asdict(hours) for group, hours in usage.items()}
+        row["usage"] = {"groups": groups, "total": asdict(usage.total)}
         click.echo(json.dumps(row, indent=2))
         return
     row["maker"] = f"process {record.maker.pid} on {record.maker.host}"
@@ -119,6 +122,8 @@ def info(name: str, as_json: bool) -> None:
     for session, role in sessions.items():
         owner = f"  ends with the session {owners[session]}" if session in owners else ""
         click.echo(f"{'session':<10} {session}  {role}{owner}")
+    for line in repr(usage).splitlines():
+        click.echo(f"{'usage':<10} {line}")
 
 
 def _session_logs(name: str) -> tuple[SessionLogs, Record]:

@@ -15,10 +15,10 @@ from dask_cml.aio import cancel
 from dask_cml.errors import CMLError
 from dask_cml.manager.display import show_start
 from dask_cml.manager.fleet import Fleet
-from dask_cml.manager.record_keeper import SCHEDULER
 from dask_cml.options import Options
 from dask_cml.records import probe
 from dask_cml.records.record import Record
+from dask_cml.records.session_files import SCHEDULER
 from dask_cml.sessions import tls
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI

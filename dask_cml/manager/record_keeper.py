@@ -16,17 +16,17 @@ from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.manager.fleet import Fleet
 from dask_cml.records import store
-from dask_cml.records.operations import stop_and_remove, take_name
+from dask_cml.records.operations import stop_and_remove, take_name, usage
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import Changes, Launch
+from dask_cml.records.session_files import SCHEDULER, Changes, Launch
+from dask_cml.records.usage import Usage
+from dask_cml.sessions.answers import moment
 from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
-#: In a record, what the scheduler's session is; the others have their workers' names.
-SCHEDULER = "scheduler"
 _LOOK_INTERVAL = 0.2
 #: How long to rest after the record is written, in times of what that took, and in seconds at most.
 _REST, _LONGEST_REST = 9, 1.0
@@ -38,7 +38,7 @@ class RecordKeeper:
     """Write every session that this manager launches into the cluster's record as soon as its id is known.
 
     The maker of the cluster also writes who and where the scheduler is. What another manager has launched,
-    that one writes; whoever stops a session takes it out.
+    that one writes; whoever stops a session writes that it has ended.
 
     Parameters
     ----------
@@ -68,6 +68,8 @@ class RecordKeeper:
         self._makes = record is None
         self._name, self._api, self._fleet, self._scheduler = name, api, fleet, scheduler
         self._scheduler_id: str | None = None
+        self._usage: Usage | None = None
+        self._seen: dict[str, CMLProcess] = {}
         self._launches: dict[str, Launch] = {}
         self._written: set[str] = set()
         self._waiting = set() if record is None else {*record.waiting}
@@ -145,6 +147,16 @@ class RecordKeeper:
             return None
         return record if record.id == self.record.id else None
 
+    def usage(self) -> Usage:
+        """Return what the cluster has used so far, or until its end; by plain calls.
+
+        Raises
+        ------
+        NoSuchCluster
+            If there is no record yet, or another process has removed it.
+        """
+        return self._usage or usage(self._name, "" if self.record is None else self.record.id)
+
     async def end(self) -> None:
         """Stop every session of the cluster, whoever launched it, and then remove the record.
 
@@ -156,6 +168,8 @@ class RecordKeeper:
         if self._task is None or self.record is None:
             await self._api.close()
         else:
+            with contextlib.suppress(OSError, CMLError):  # it goes with the record
+                self._usage = await asyncio.to_thread(self.usage)
             await stop_and_remove(replace(self.record, sessions={}), self._api)
 
     def remove(self) -> None:
@@ -200,7 +214,7 @@ class RecordKeeper:
             name, id = self.record.name, self.record.id
             await asyncio.to_thread(self._store, lambda: store.write_sessions(changes, name, id=id))
             self._launches.clear()
-            self._waiting = (self._waiting | {*changes.waiting}) - {*changes.waiting_no_more, *changes.ended}
+            self._waiting = (self._waiting | {*changes.waiting}) - {*changes.began, *changes.ended}
         self._written = {*sessions}
         record = self._as_it_is(self.record)
         if self._makes and record != self.record:
@@ -223,13 +237,23 @@ class RecordKeeper:
             self._launches.setdefault(each, self._launch(each, sessions[each], processes.get(each)))
         waiting = {each for each, process in processes.items() if process.waits_for is not None}
         # What another session has launched, and the platform does not list here, that one knows.
-        known = {each for each, process in processes.items() if process.is_listed or not process.adopted}
-        return Changes(
+        known = {
+            each
+            for each, process in processes.items()
+            if process.is_listed or not process.adopted or self._fleet.has_registered(str(process.name))
+        }
+        now = int(time.time())
+        ended = (self._written | self._launches.keys()) - sessions.keys()
+        changes = Changes(
             launched=[self._launches[each] for each in new],
-            ended=(self._written | self._launches.keys()) - sessions.keys(),
+            ended={each: _end_of(self._seen.get(each), now) for each in ended},
             waiting=(waiting & sessions.keys()) - self._waiting,
-            waiting_no_more=(self._waiting & known) - waiting,
+            began=dict.fromkeys((self._waiting & known) - waiting, now),
         )
+        # A process is forgotten when its session is stopped, and may know when that had ended by itself.
+        self._seen = {**self._seen, **processes}
+        self._seen = {each: process for each, process in self._seen.items() if each not in ended}
+        return changes
 
     def _launch(self, session_id: str, name: str, process: CMLProcess | None) -> Launch:
         scheduler = self._scheduler()
@@ -241,6 +265,7 @@ class RecordKeeper:
             key=SCHEDULER if is_scheduler else name,
             owner=owner if is_session_id(owner) else None,
             launched=int(launched),
+            size=self._api.sizes.get(session_id) if process is None else process.plan.size,
         )
 
     def _as_it_is(self, record: Record) -> Record:
@@ -254,6 +279,12 @@ class RecordKeeper:
             scheduler_address=(scheduler.address if scheduler else None) or record.scheduler_address,
             scheduler_id=self._scheduler_id or record.scheduler_id,
         )
+
+
+def _end_of(process: CMLProcess | None, now: int) -> int:
+    """Return when a session ended: when the platform says, or now."""
+    finished = None if process is None else moment(process.info, "finished_at")
+    return now if finished is None else min(now, int(finished.timestamp()))
 
 
 def _is_adopted(process: CMLProcess | None) -> bool:

@@ -16,6 +16,7 @@ from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.records import probe, store
 from dask_cml.records.probe import Finding, State
 from dask_cml.records.record import Record, cluster_address
+from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions.tls import connection_args
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
@@ -146,6 +147,27 @@ def _waiting(record: Record, arrived: Collection[str]) -> dict[str, float | None
     roles = record.sessions
     since = [when for each, when in record.waiting.items() if each in roles and not has_arrived(roles[each])]
     return {"waiting": len(since), "waiting_for": max(0.0, time.time() - min(since)) if since else None}
+
+
+def usage(name: str, id: str | None = None) -> Usage:
+    """Return what a cluster has used so far. It blocks for as long as the file system takes.
+
+    Parameters
+    ----------
+    name : str
+        The cluster's.
+    id : str, optional
+        The record's. Default: that of whichever cluster has the name.
+
+    Raises
+    ------
+    NoSuchCluster
+        If the cluster is gone, or another one has its name.
+    """
+    record = store.read(name)
+    if id not in (None, record.id):
+        raise NoSuchCluster(name, tuple(each.name for each in store.records()))
+    return usage_of(record, store.read_ended(record), time.time())
 
 
 async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) -> dict[str, CMLError | None]:

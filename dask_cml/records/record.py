@@ -15,6 +15,7 @@ import psutil
 from distributed.security import Security
 
 from dask_cml.checks import is_session_id
+from dask_cml.options import SessionSize
 from dask_cml.sessions.owner import this_session
 
 VERSION = 1
@@ -108,6 +109,10 @@ class Record:
         The ids of its sessions: when each was launched, in seconds since 1970.
     waiting : mapping of str to int
         The same for those that wait for room.
+    began : mapping of str to int
+        The ids of its sessions that have waited for room: when each got it, in seconds since 1970.
+    sizes : mapping of str to SessionSize
+        The ids of its sessions, as far as known: each one's size.
     """
 
     name: str
@@ -126,6 +131,8 @@ class Record:
     owners: Mapping[str, str] = field(default_factory=dict)
     launched: Mapping[str, int] = field(default_factory=dict)
     waiting: Mapping[str, int] = field(default_factory=dict)
+    began: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, SessionSize] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return what the maker writes, as text.
@@ -171,7 +178,7 @@ class Record:
 
 def _own_fields() -> list[str]:
     """Return the names of what the maker writes."""
-    others = {"more", "sessions", "owners", "launched", "waiting"}
+    others = {"more", "sessions", "owners", "launched", "waiting", "began", "sizes"}
     return [each.name for each in fields(Record) if each.name not in others]
 
 

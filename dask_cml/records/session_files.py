@@ -1,14 +1,25 @@
 """The files of a cluster's sessions: each is empty, and its name says all that is known of a session.
 
-``<id>,<key>,<owner>,<launched>``
+In the folder ``sessions``:
+
+``<id>,<key>,<owner>,<launched>,<size>``
     A session: its id, the name of its Dask worker or ``scheduler``, the session with which it ends if that is
-    known, and when it was launched, in whole seconds since 1970. ``@`` stands for the cluster's name, which
-    may be long, at the beginning of the key. What could be mistaken in a key is percent-encoded.
+    known, when it was launched, in whole seconds since 1970, and its vCPUs, GiB and GPUs as ``4x16x1`` if
+    they are known. ``@`` stands for the cluster's name, which may be long, at the beginning of the key. What
+    could be mistaken in a key is percent-encoded.
 ``<id>,waits``
     The session waits for room.
+``<id>,began,<when>``
+    The session got room at that time, after it had waited.
 
-One file is made or removed at a time, and nobody changes another's. So all managers of a cluster write at
-once without a lock, and a reader lists the folder once, whatever becomes of the writers.
+In the folder ``ended``:
+
+``<id>,<key>,<owner>,<launched>,<size>,<began>,<ended>``
+    A session that has ended: the name that it had, from when it took room, and until when.
+
+One file is made, moved or removed at a time, and nobody changes another's. So all managers of a cluster write
+at once without a lock, and a reader lists a folder once, whatever becomes of the writers. A session moves to
+``ended`` in one step. So who lists ``sessions`` first, and ``ended`` after it, misses none.
 """
 
 from __future__ import annotations
@@ -16,20 +27,29 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from dask_cml.checks import is_session_id
+from dask_cml.options import SessionSize, exact
 from dask_cml.private import open_folder
 
 #: In a cluster's folder.
 SESSIONS_FOLDER = "sessions"
+ENDED_FOLDER = "ended"
+#: The key of the scheduler's session; the others have their workers' names.
+SCHEDULER = "scheduler"
 
-_NAME = re.compile(r"([^,]+),([^,]+),([^,]*),([1-9][0-9]{0,11})", re.ASCII)
+_TIME = "[1-9][0-9]{0,11}"
+_NUMBER = "[0-9.e+-]+"
+_SIZE = rf"({_NUMBER})x({_NUMBER})x([0-9]+)"
+_NAME = re.compile(rf"([^,]+),([^,]+),([^,]*),({_TIME}),(?:{_SIZE})?", re.ASCII)
+_ENDED = re.compile(rf"(.*),({_TIME}),({_TIME})", re.ASCII)
 _CLUSTER = "@"
 _WAITS = "waits"
+_BEGAN = re.compile(rf"began,({_TIME})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -46,12 +66,32 @@ class Launch:
         The id of the session with which it ends, if that is known.
     launched : int
         When, in seconds since 1970.
+    size : SessionSize, optional
+        Its size, if that is known.
     """
 
     id: str
     key: str
     owner: str | None
     launched: int
+    size: SessionSize | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A session that has ended.
+
+    Parameters
+    ----------
+    launch : Launch
+        The session.
+    began, ended : int
+        From when it took room, and until when, in seconds since 1970.
+    """
+
+    launch: Launch
+    began: int
+    ended: int
 
 
 @dataclass(frozen=True)
@@ -62,19 +102,21 @@ class Changes:
     ----------
     launched : collection of Launch
         New sessions.
-    ended : collection of str
-        The ids of sessions that were stopped.
-    waiting, waiting_no_more : collection of str
-        The ids of sessions that wait for room, and of those that do not any more.
+    ended : mapping of str to int
+        The ids of sessions that have ended: when each did, in seconds since 1970.
+    waiting : collection of str
+        The ids of sessions that wait for room.
+    began : mapping of str to int
+        The ids of sessions that do not wait any more: when each got room.
     """
 
     launched: Collection[Launch] = ()
-    ended: Collection[str] = ()
+    ended: Mapping[str, int] = field(default_factory=dict)
     waiting: Collection[str] = ()
-    waiting_no_more: Collection[str] = ()
+    began: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return any((self.launched, self.ended, self.waiting, self.waiting_no_more))
+        return any((self.launched, self.ended, self.waiting, self.began))
 
 
 @dataclass(frozen=True)
@@ -84,6 +126,8 @@ class Listing:
     sessions: dict[str, str] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     launched: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, SessionSize] = field(default_factory=dict)
+    began: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
     strays: list[str] = field(default_factory=list)
 
@@ -100,12 +144,15 @@ def file_name(launch: Launch, cluster: str) -> str:
 
     Examples
     --------
-    >>> file_name(Launch("abcdefgh12345678", "mine-0", "ijklmnop12345678", 1790000000), "mine")
-    'abcdefgh12345678,@-0,ijklmnop12345678,1790000000'
+    >>> launch = Launch("abcdefgh12345678", "mine-0", "ijklmnop12345678", 1790000000, SessionSize(4, 16, 1))
+    >>> file_name(launch, "mine")
+    'abcdefgh12345678,@-0,ijklmnop12345678,1790000000,4x16x1'
     """
+    size = launch.size
+    text = f"{exact(size.cpu)}x{exact(size.memory)}x{size.nvidia_gpu}" if size else ""
     rest = launch.key.removeprefix(cluster)
     key = quote(rest, safe="") if rest == launch.key else _CLUSTER + quote(rest, safe="")
-    return f"{launch.id},{key},{launch.owner or ''},{launch.launched}"
+    return f"{launch.id},{key},{launch.owner or ''},{launch.launched},{text}"
 
 
 def parse(name: str, cluster: str) -> Launch:
@@ -118,10 +165,11 @@ def parse(name: str, cluster: str) -> Launch:
     """
     if (match := _NAME.fullmatch(name)) is None:
         raise ValueError(f"{name!a} is not the name of a session's file")
-    session_id, key, owner, launched = match.groups()
+    session_id, key, owner, launched, cpu, memory, gpus = match.groups()
     whose = cluster if key.startswith(_CLUSTER) else ""
     key = whose + unquote(key.removeprefix(_CLUSTER), errors="strict")
-    launch = Launch(session_id, key, owner or None, int(launched))
+    size = SessionSize(float(cpu), float(memory), int(gpus)) if cpu else None
+    launch = Launch(session_id, key, owner or None, int(launched), size)
     ids = {session_id, launch.owner or session_id}
     if not all(map(is_session_id, ids)) or not key.isprintable() or "/" in key:
         raise ValueError(f"{name!a} names what cannot be a session")
@@ -132,12 +180,10 @@ def parse(name: str, cluster: str) -> Launch:
 
 def parse_all(names: Iterable[str], cluster: str) -> Listing:
     """Return what the names of the files in a folder say, the oldest session first."""
-    listing, launches, marked = Listing(), [], set()
+    listing, launches = Listing(), []
+    marks, names = _marks(names)
     for name in names:
-        session_id, _, mark = name.partition(",")
-        if mark == _WAITS and is_session_id(session_id):
-            marked.add(session_id)
-        elif not name.startswith("."):  # NFS gives such a name to a file that is removed while it is open
+        if not name.startswith("."):  # NFS gives such a name to a file that is removed while it is open
             try:
                 launches.append(parse(name, cluster))
             except ValueError:
@@ -149,12 +195,45 @@ def parse_all(names: Iterable[str], cluster: str) -> Listing:
         listing.launched[launch.id] = launch.launched
         if launch.owner is not None:
             listing.owners[launch.id] = launch.owner
-        if launch.id in marked:
+        if launch.size is not None:
+            listing.sizes[launch.id] = launch.size
+        if (began := marks.get(launch.id, launch.launched)) is None:
             listing.waiting[launch.id] = launch.launched
+        elif launch.id in marks:
+            listing.began[launch.id] = began
     return listing
 
 
-def names_in(folder: Path, descriptor: int) -> list[str]:
+def parse_ended(names: Iterable[str], cluster: str) -> list[Ended]:
+    """Return what the names of the files of ended sessions say; what says nothing is passed over."""
+    found: dict[str, Ended] = {}
+    for name in names:
+        match = _ENDED.fullmatch(name)
+        with contextlib.suppress(ValueError):
+            ended = Ended(parse(match[1], cluster), int(match[2]), int(match[3])) if match else None
+            if ended is not None and ended.ended <= found.get(ended.launch.id, ended).ended:
+                found[ended.launch.id] = ended
+    return [*found.values()]
+
+
+def _marks(names: Iterable[str]) -> tuple[dict[str, int | None], list[str]]:
+    """Return when sessions that waited for room got it, None if they have not yet; and the other names."""
+    marks: dict[str, int | None] = {}
+    others = []
+    for name in names:
+        session_id, _, mark = name.partition(",")
+        if not is_session_id(session_id):
+            others.append(name)
+        elif match := _BEGAN.fullmatch(mark):
+            marks[session_id] = min(int(match[1]), marks.get(session_id) or int(match[1]))
+        elif mark == _WAITS:
+            marks.setdefault(session_id)
+        else:
+            others.append(name)
+    return marks, others
+
+
+def names_in(folder: Path, descriptor: int, of: str = SESSIONS_FOLDER) -> list[str]:
     """List the files of a cluster's sessions.
 
     Parameters
@@ -163,18 +242,20 @@ def names_in(folder: Path, descriptor: int) -> list[str]:
         The cluster's.
     descriptor : int
         What it is open at.
+    of : str
+        The folder in it: the sessions that run, or those that have ended.
 
     Raises
     ------
     NotPrivate
         If others can write to it.
     """
-    with open_folder(folder / SESSIONS_FOLDER, descriptor) as own:
+    with open_folder(folder / of, descriptor) as own:
         return os.listdir(own)
 
 
 def write(changes: Changes, cluster: str, folder: Path, descriptor: int) -> None:
-    """Make and remove files of a cluster's sessions. What is there, or gone, already may stay so.
+    """Make, move and remove files of a cluster's sessions. What is there, or gone, already may stay so.
 
     Parameters
     ----------
@@ -194,13 +275,33 @@ def write(changes: Changes, cluster: str, folder: Path, descriptor: int) -> None
     """
     made = [file_name(launch, cluster) for launch in changes.launched]
     made += [f"{each},{_WAITS}" for each in changes.waiting]
+    made += [f"{each},began,{when}" for each, when in changes.began.items()]
     with open_folder(folder / SESSIONS_FOLDER, descriptor) as own:
         for name in made:
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=own))
-        removed = [f"{each},{_WAITS}" for each in changes.waiting_no_more]
-        if changes.ended:  # others may have launched them, so the names are not known here
-            removed += [name for name in os.listdir(own) if name.partition(",")[0] in changes.ended]
-        for name in removed:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=own)
+        _unlink([f"{each},{_WAITS}" for each in changes.began], own)
+        if changes.ended:
+            with open_folder(folder / ENDED_FOLDER, descriptor) as ended:
+                _end(changes.ended, cluster, own, ended)
+
+
+def _end(ends: Mapping[str, int], cluster: str, own: int, ended: int) -> None:
+    """Move the files of sessions to the folder of those that have ended, and remove what else was said."""
+    # Others may have launched them, so the names are not known here.
+    names = [name for name in os.listdir(own) if name.partition(",")[0] in ends]
+    marks, others = _marks(names)
+    for name in others:
+        with contextlib.suppress(ValueError, FileNotFoundError):  # another manager moves it, too
+            launch = parse(name, cluster)
+            end = ends[launch.id]
+            began = marks.get(launch.id, launch.launched) or end
+            moved = f"{name},{min(began, end)},{end}"
+            os.rename(name, moved, src_dir_fd=own, dst_dir_fd=ended)
+    _unlink(names, own)
+
+
+def _unlink(names: Iterable[str], folder: int) -> None:
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)

@@ -30,7 +30,7 @@ from dask_cml.options import state_directory
 from dask_cml.private import MOST_BYTES, NotPrivate, check_folder, make_folder, open_folder, read_file
 from dask_cml.records import removal, session_files
 from dask_cml.records.record import RECORD_FILE, Record
-from dask_cml.records.session_files import SESSIONS_FOLDER, Changes, Launch
+from dask_cml.records.session_files import ENDED_FOLDER, SESSIONS_FOLDER, Changes, Ended, Launch
 
 T = TypeVar("T")
 
@@ -73,6 +73,7 @@ def claim(record: Record, directory: Path | None = None) -> Path:
     make_folder(made)
     try:
         make_folder(made / SESSIONS_FOLDER)
+        make_folder(made / ENDED_FOLDER)
         with open_folder(made) as descriptor:
             _replace(record, descriptor)
             session_files.write(_sessions_of(record), record.name, made, descriptor)
@@ -97,10 +98,10 @@ def claim(record: Record, directory: Path | None = None) -> Path:
 def _sessions_of(record: Record) -> Changes:
     made = int(datetime.fromisoformat(record.created).timestamp())
     launches = [
-        Launch(each, key, record.owners.get(each), record.launched.get(each, made))
+        Launch(each, key, record.owners.get(each), record.launched.get(each, made), record.sizes.get(each))
         for each, key in record.sessions.items()
     ]
-    return Changes(launches, waiting=[*record.waiting])
+    return Changes(launches, waiting=[*record.waiting], began=record.began)
 
 
 def write(record: Record, directory: Path | None = None) -> None:
@@ -200,6 +201,23 @@ def read(name: str, directory: Path | None = None) -> Record:
     raise NoSuchCluster(name, _names(directory or state_directory()))
 
 
+def read_ended(record: Record, directory: Path | None = None) -> list[Ended]:
+    """Read which of a cluster's sessions have ended, after its record was read.
+
+    Raises
+    ------
+    NoSuchCluster
+        If the cluster is gone meanwhile, or another one has its name.
+    """
+    folder, names = _folder(record.name, directory), set[str]()
+
+    def look(descriptor: int) -> None:
+        names.update(session_files.names_in(folder, descriptor, ENDED_FOLDER))
+
+    _write_in(folder, record.id, look)
+    return session_files.parse_ended(names, record.name)
+
+
 def records(directory: Path | None = None) -> list[Record]:
     """Read all records, sorted by name. What is damaged or not private is reported once, and passed over."""
     directory = directory or state_directory()
@@ -286,6 +304,8 @@ def _load(folder: Path) -> Record | None:
         owners=found.owners,
         launched=found.launched,
         waiting=found.waiting,
+        began=found.began,
+        sizes=found.sizes,
     )
 
 

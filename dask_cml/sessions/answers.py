@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from datetime import datetime
 from typing import Any
 
 from dask_cml.checks import is_session_id
@@ -109,6 +110,15 @@ def ip_address(session: SessionInfo) -> str | None:
     """Return a session's IP address, once the platform tells it."""
     ip = session.get("ip_address")
     return ip if ip and ip != "unknown" else None
+
+
+def moment(session: SessionInfo, what: str) -> datetime | None:
+    """Return when something happened to a session, e.g. ``created_at``, if the platform tells it."""
+    try:
+        when = datetime.fromisoformat(str(session.get(what)).replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return when if when.tzinfo else None
 
 
 def listed(answer: Any) -> list[SessionInfo]:

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dask_cml.checks import is_session_id, message
+from dask_cml.options import SessionSize
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import CallFailed, NoAnswer
 from dask_cml.sessions.calls import Calls
@@ -37,17 +38,22 @@ class LiveSessions:
         Those to be stopped. It changes in any thread.
     names : dict of str to str
         What each session was launched as, by its id, stopped ones too.
+    sizes : dict of str to SessionSize
+        The sizes of those that were launched here.
     """
 
     def __init__(self, module: Any, calls: Calls) -> None:
         self.ids: set[str] = set()
         self.names: dict[str, str] = {}
+        self.sizes: dict[str, SessionSize] = {}
         self._module = module
         self._calls = calls
         self._half_made: set[str] = set()
         self._lock = threading.Lock()
 
-    def add(self, session_id: str, name: str, half_made: bool = False) -> None:
+    def add(
+        self, session_id: str, name: str, size: SessionSize | None = None, half_made: bool = False
+    ) -> None:
         """Count a session in.
 
         Parameters
@@ -56,6 +62,8 @@ class LiveSessions:
             Its id.
         name : str
             What it was launched as.
+        size : SessionSize, optional
+            Its size, if it was launched here.
         half_made : bool
             Whether the platform has refused to launch it, and yet gave it an id.
 
@@ -68,16 +76,19 @@ class LiveSessions:
         with self._lock:
             self.ids.add(session_id)
             self.names[session_id] = name
+            if size is not None:
+                self.sizes[session_id] = size
             if half_made:
                 self._half_made.add(session_id)
 
-    def add_new(self, session_id: str, name: str) -> bool:
+    def add_new(self, session_id: str, name: str, size: SessionSize) -> bool:
         """Count a session in unless it was ever counted before, and return whether it was not."""
         with self._lock:
             if session_id in self.names:
                 return False
             self.ids.add(session_id)
             self.names[session_id] = name
+            self.sizes[session_id] = size
             return True
 
     def named(self) -> dict[str, str]:

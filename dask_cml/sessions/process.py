@@ -21,7 +21,7 @@ from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.naming import dask_names
 from dask_cml.options import Options, SessionSize
 from dask_cml.sessions import tls
-from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, status_of
+from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, moment, status_of
 from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.plan import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -213,8 +213,7 @@ class CMLProcess(ProcessInterface):
 
     def _learn_launch(self, listed: SessionInfo) -> None:
         """Learn when a session was launched that another process has launched."""
-        with contextlib.suppress(ValueError, TypeError):
-            created = datetime.fromisoformat(str(listed.get("created_at")).replace("Z", "+00:00"))
+        if created := moment(listed, "created_at"):
             ago = (datetime.now(timezone.utc) - created).total_seconds()
             self.since, self.launched_at = created, time.monotonic() - max(0.0, ago)
 

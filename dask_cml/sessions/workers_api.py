@@ -40,6 +40,7 @@ class _Launch:
     """One launch, whatever number of calls it takes. The first session that is heard of is its session."""
 
     name: str
+    size: SessionSize
     arguments: Mapping[str, Any] = field(repr=False)
     session: SessionInfo | None = None
     #: Nobody waits for it any more.
@@ -51,8 +52,9 @@ class WorkersAPI:
 
     Every session that it launched and did not stop is in :attr:`live`, from the moment at which the
     platform's answer came, in whichever thread that was; :meth:`end` stops them, also when no event
-    loop is left. :attr:`names` is what each was launched as; :attr:`on_change` is called in the event loop
-    when a session was launched or stopped. No more than :attr:`threads` calls are under way at once.
+    loop is left. :attr:`names` is what each was launched as, :attr:`sizes` how large; :attr:`on_change` is
+    called in the event loop when a session was launched or stopped. No more than :attr:`threads` calls are
+    under way at once.
 
     Each call has ``cml.api.timeout`` seconds. One that takes longer is left behind in its thread and tried
     again in another; if it launches a session after all, that session is taken, or stopped at once.
@@ -89,6 +91,7 @@ class WorkersAPI:
         self._live = LiveSessions(module, self._calls)
         self.live = self._live.ids
         self.names = self._live.names
+        self.sizes = self._live.sizes
         # What follows is shared by threads: it changes under the lock.
         self._lock = threading.Lock()
         self._ended = False
@@ -173,12 +176,12 @@ class WorkersAPI:
             **options,
         }
         try:
-            session = await self._launch(_Launch(name, arguments))
+            session = await self._launch(_Launch(name, size, arguments))
         except LaunchRefused:
             # Sessions that were just stopped fill the quota until they have ended.
             if not (stopped := self._live.stopped_before()) or not await self.wait_until_ended(stopped):
                 raise
-            session = await self._launch(_Launch(name, arguments))
+            session = await self._launch(_Launch(name, size, arguments))
         self.on_change()
         return session
 
@@ -225,7 +228,7 @@ class WorkersAPI:
             return session
         # It may have made half a session, which counts and costs as a whole one does.
         if is_session_id(half_made := session.get("engineId")):
-            self._live.add(half_made, launch.name, half_made=True)
+            self._live.add(half_made, launch.name, launch.size, half_made=True)
             self._try_to_stop(half_made)
         raise answers.refusal(launch.name, session)
 
@@ -233,7 +236,7 @@ class WorkersAPI:
         """Give a launch its session. What comes too late, or twice, is stopped."""
         session_id = session["id"]
         with self._lock:
-            is_new = self._live.add_new(session_id, launch.name)
+            is_new = self._live.add_new(session_id, launch.name, launch.size)
             if is_new and launch.session is None and not launch.over and not self._ended:
                 launch.session = session
             taken = launch.session

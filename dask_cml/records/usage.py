@@ -1,0 +1,125 @@
+"""What a cluster has used so far: hours of sessions, by worker group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from dask_cml.naming import DEFAULT_GROUP, read_name
+from dask_cml.options import SessionSize
+from dask_cml.records.record import Record
+from dask_cml.records.session_files import SCHEDULER, Ended
+
+_HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours")
+
+
+@dataclass(frozen=True)
+class SessionHours:
+    """What some sessions have used so far.
+
+    Parameters
+    ----------
+    sessions : int
+        How many there were, ended ones included.
+    hours : float
+        Their time, in hours of one session.
+    vcpu_hours, gib_hours, gpu_hours : float
+        The same, times the virtual CPUs, the memory in GiB, and the GPUs of each session.
+    """
+
+    sessions: int = 0
+    hours: float = 0.0
+    vcpu_hours: float = 0.0
+    gib_hours: float = 0.0
+    gpu_hours: float = 0.0
+
+    def __add__(self, other: SessionHours) -> SessionHours:
+        return SessionHours(
+            self.sessions + other.sessions,
+            self.hours + other.hours,
+            self.vcpu_hours + other.vcpu_hours,
+            self.gib_hours + other.gib_hours,
+            self.gpu_hours + other.gpu_hours,
+        )
+
+
+class Usage(dict[str, SessionHours]):
+    """What a cluster has used so far: the hours of each worker group, and of ``"scheduler"``.
+
+    It prints as a table.
+
+    Examples
+    --------
+    >>> usage = Usage(scheduler=SessionHours(1, 2, 2, 4), default=SessionHours(3, 4.5, 18, 72))
+    >>> usage["default"].vcpu_hours
+    18
+    >>> usage
+    group      sessions  hours  vCPU hours  GiB hours  GPU hours
+    scheduler         1   2.00        2.00       4.00       0.00
+    default           3   4.50       18.00      72.00       0.00
+    total             4   6.50       20.00      76.00       0.00
+    """
+
+    @property
+    def total(self) -> SessionHours:
+        """The sum of all groups and the scheduler."""
+        return sum(self.values(), SessionHours())
+
+    def __repr__(self) -> str:
+        rows = [_HEADER, *(_cells(name, hours) for name, hours in [*self.items(), ("total", self.total)])]
+        width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join([name.ljust(width), *(cell.rjust(n) for cell, n in zip(cells, widths, strict=True))])
+            for name, *cells in rows
+        )
+
+
+def _hours_of(seconds: float, size: SessionSize | None) -> SessionHours:
+    """Return what one session has used, whose size may not be known."""
+    hours = max(0.0, seconds) / 3600
+    size = size or SessionSize(0, 0)
+    return SessionHours(1, hours, hours * size.cpu, hours * size.memory, hours * size.nvidia_gpu)
+
+
+def _cells(name: str, used: SessionHours) -> tuple[str, ...]:
+    hours = (used.hours, used.vcpu_hours, used.gib_hours, used.gpu_hours)
+    return (name, str(used.sessions), *(f"{each:.2f}" for each in hours))
+
+
+def usage_of(record: Record, ended: Iterable[Ended], now: float) -> Usage:
+    """Return what a cluster has used.
+
+    A session counts from its launch, or if it waited for room from when it got it. It counts until it was
+    stopped or found to have ended. If the record still names it, it counts until now.
+
+    Parameters
+    ----------
+    record : Record
+        The cluster's.
+    ended : iterable of Ended
+        Its sessions that have ended, as listed after the record was read.
+    now : float
+        The time, in seconds since 1970.
+    """
+    used: dict[str, SessionHours] = {}
+    for key, seconds, size in _spans(record, ended, now):
+        group = key if key == SCHEDULER else (read_name(record.name, key) or [DEFAULT_GROUP])[0]
+        used[group] = used.get(group, SessionHours()) + _hours_of(seconds, size)
+    first = [SCHEDULER, DEFAULT_GROUP]
+    order = sorted(used, key=lambda group: (first.index(group) if group in first else len(first), group))
+    return Usage({group: used[group] for group in order})
+
+
+def _spans(
+    record: Record, ended: Iterable[Ended], now: float
+) -> Iterator[tuple[str, float, SessionSize | None]]:
+    """Yield the key of each session, its seconds, and its size."""
+    over = set()
+    for each in ended:
+        over.add(each.launch.id)
+        yield each.launch.key, each.ended - each.began, each.launch.size
+    for session, key in record.sessions.items():
+        if session not in over:
+            began = record.began.get(session, record.launched.get(session, now))
+            seconds = 0.0 if session in record.waiting else now - began
+            yield key, seconds, record.sizes.get(session)

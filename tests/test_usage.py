@@ -1,0 +1,248 @@
+"""What clusters have used: the arithmetic, and the files from which it comes, whoever ends a session."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+
+import pytest
+from click.testing import CliRunner
+
+from dask_cml import CMLCluster, SessionHours, Usage, cli
+from dask_cml.errors import NoSuchCluster
+from dask_cml.options import SessionSize
+from dask_cml.records import operations, store
+from dask_cml.records.record import Record
+from dask_cml.records.session_files import Ended, Launch
+from dask_cml.records.usage import usage_of
+
+HOUR = 3600
+BEGIN = 1790000000
+
+# -- the arithmetic
+
+
+def ended(key, hours, size=None, began=BEGIN):
+    id = f"over-{key}"
+    return Ended(Launch(id, key, None, BEGIN, size), began, began + int(hours * HOUR))
+
+
+def running(*keys, sizes=None, waiting=(), began=None):
+    launched = dict.fromkeys(keys, BEGIN)
+    return Record(
+        "mine",
+        sessions={key: key for key in keys},
+        launched=launched,
+        sizes=sizes or {},
+        waiting=dict.fromkeys(waiting, BEGIN),
+        began=began or {},
+    )
+
+
+def test_hours_are_those_of_running_and_of_ended_sessions_by_group():
+    sizes = {
+        "scheduler": SessionSize(1, 2),
+        "mine-0": SessionSize(4, 16),
+        "mine-gpu-2": SessionSize(8, 64, 2),
+    }
+    record = running("scheduler", "mine-0", "mine-gpu-2", sizes=sizes)
+    over = [ended("mine-1", 0.5, SessionSize(4, 16)), ended("mine-cpu-high-7", 2, SessionSize(0.5, 1))]
+    assert usage_of(record, over, BEGIN + 3 * HOUR) == {
+        "scheduler": SessionHours(1, 3, 3, 6, 0),
+        "default": SessionHours(2, 3.5, 14, 56, 0),
+        "cpu-high": SessionHours(1, 2, 1, 2, 0),
+        "gpu": SessionHours(1, 3, 24, 192, 6),
+    }
+
+
+def test_the_total_is_the_sum_of_all():
+    usage = Usage(a=SessionHours(1, 2, 3, 4, 5), b=SessionHours(10, 20, 30, 40, 50))
+    assert usage.total == SessionHours(11, 22, 33, 44, 55)
+    assert Usage().total == SessionHours()
+
+
+def test_a_session_that_waited_counts_from_when_it_got_room():
+    record = running("mine-0", "mine-1", waiting=["mine-0"], began={"mine-1": BEGIN + HOUR})
+    assert usage_of(record, [], BEGIN + 3 * HOUR) == {"default": SessionHours(2, 2)}
+    assert usage_of(running(), [ended("mine-0", 2, began=BEGIN + HOUR)], BEGIN) == {
+        "default": SessionHours(1, 2)
+    }
+
+
+def test_a_session_that_ends_between_two_looks_counts_once():
+    over = [ended("mine-0", 1)]
+    record = running("over-mine-0")
+    assert usage_of(record, over, BEGIN + 9 * HOUR) == {"default": SessionHours(1, 1)}
+
+
+def test_clocks_that_differ_and_sizes_that_are_unknown_take_nothing_away():
+    assert usage_of(running("mine-0"), [ended("mine-1", -1)], BEGIN - HOUR) == {"default": SessionHours(2)}
+
+
+def test_it_prints_as_a_table():
+    usage = Usage({"default": SessionHours(1200, 1234.567, 2, 3, 0), "a-long-name": SessionHours()})
+    assert repr(usage).splitlines() == [
+        "group        sessions    hours  vCPU hours  GiB hours  GPU hours",
+        "default          1200  1234.57        2.00       3.00       0.00",
+        "a-long-name         0     0.00        0.00       0.00       0.00",
+        "total            1200  1234.57        2.00       3.00       0.00",
+    ]
+
+
+# -- whole clusters
+
+
+@pytest.fixture(autouse=True)
+def locally(platform, light, monkeypatch):
+    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
+
+
+def make(**options):
+    return CMLCluster(platform="local", quiet=True, name="mine", **options)
+
+
+def ended_keys():
+    return sorted(each.launch.key for each in store.read_ended(store.read("mine")))
+
+
+def check(usage, cpu=1, memory=2):
+    """Check that hours agree with each other for workers of this size and the smallest scheduler."""
+    for group, used in usage.items():
+        sizes = (1, 2) if group == "scheduler" else (cpu, memory)
+        assert used.vcpu_hours == pytest.approx(sizes[0] * used.hours)
+        assert used.gib_hours == pytest.approx(sizes[1] * used.hours)
+
+
+def test_sessions_that_were_scaled_away_count_until_they_were_stopped(platform, until):
+    with make(n_workers=2, cpu=0.5, memory=1.5) as cluster:
+        until(lambda: len(store.read("mine").sessions) == 3)
+        until(lambda: len(cluster._arrived) == 2)
+        assert (cluster.usage()["scheduler"].sessions, cluster.usage()["default"].sessions) == (1, 2)
+        begin = time.time()
+        cluster.scale(0)
+        until(lambda: ended_keys() == ["mine-0", "mine-1"])
+        until(lambda: time.time() > begin + 3)
+        first = cluster.usage()
+        until(lambda: cluster.usage()["scheduler"].hours > first["scheduler"].hours)
+        assert cluster.usage()["default"] == first["default"]  # they count no more
+        check(first, cpu=0.5, memory=1.5)
+        cluster.scale(1)
+        until(lambda: cluster.usage()["default"].sessions == 3)
+        assert cluster.usage().total.sessions == 4
+    last = cluster.usage()  # of its whole life
+    assert last.total.sessions == 4
+    assert last["scheduler"].hours >= first["scheduler"].hours > 0
+    assert last.total.hours < 300 / HOUR
+    assert cluster.usage() == last
+
+
+def test_a_lost_session_counts_until_the_platforms_word(platform, until):
+    with make(n_workers=1) as cluster:
+        until(lambda: len(cluster._arrived) == 1)
+        [session] = [each.id for each in cluster.sessions if each.role == "worker"]
+        platform.evict(session)
+        until(lambda: session in {each.launch.id for each in store.read_ended(store.read("mine"))})
+        [over] = store.read_ended(store.read("mine"))
+        [told] = [each for each in platform.list_workers() if each["id"] == session]
+        finished = datetime.fromisoformat(told["finished_at"].replace("Z", "+00:00"))
+        assert over.ended == int(finished.timestamp())
+        until(lambda: cluster.usage()["default"].sessions == 2)
+
+
+def test_sessions_that_wait_for_room_cost_nothing(platform, until, monkeypatch):
+    monkeypatch.setattr("dask_cml.sessions.process._MOMENT", 0.2)
+    with make() as cluster:
+        platform.configure(start_delay=0, quota={"cpu": 2, "memory": 100}, over_quota="wait")
+        cluster.scale(2)
+        until(lambda: len(store.read("mine").waiting) == 1)
+        until(lambda: cluster.usage()["default"].sessions == 2)
+        [waits] = store.read("mine").waiting
+        launched = store.read("mine").launched[waits]
+        until(lambda: time.time() > launched + 3)
+        platform.configure(quota=None)
+        until(lambda: waits in store.read("mine").began)
+        assert store.read("mine").began[waits] >= launched + 2
+        assert not store.read("mine").waiting
+
+
+def test_another_manager_sees_the_same_and_its_end_ends_the_count(platform, until):
+    maker = make(n_workers=1)
+    try:
+        until(lambda: len(maker._arrived) == 1)
+        with CMLCluster.from_name("mine", quiet=True) as other:
+            other.scale(2)
+            until(lambda: maker.usage()["default"].sessions == 2)
+            assert other.usage().total.sessions == 3
+            other.close()
+            assert other.usage().total.sessions == 3
+        until(lambda: maker.status.name == "closed")
+        with pytest.raises(NoSuchCluster):
+            operations.usage("mine")
+    finally:
+        maker.close()
+
+
+async def test_it_is_awaited_in_an_event_loop(platform):
+    cluster = make(asynchronous=True)
+    with pytest.raises(NoSuchCluster):
+        await cluster.usage()
+    async with cluster:
+        assert (await cluster.usage())["scheduler"].sessions == 1
+    assert (await cluster.usage()).total.sessions == 1
+
+
+CRASHES = """
+import time
+from dask_cml import CMLCluster
+
+if __name__ == "__main__":
+    cluster = CMLCluster(name="mine", n_workers=2, quiet=True, orphan_timeout="10 minutes")
+    while len(cluster._arrived) < 2:
+        time.sleep(0.05)
+    print("ready", flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_files_of_a_crashed_managers_sessions_are_finished_by_the_next_one(platform, until):
+    with subprocess.Popen([sys.executable, "-c", CRASHES], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGKILL)
+    assert ended_keys() == []
+    lost = next(each for each, key in store.read("mine").sessions.items() if key == "mine-0")
+    platform.evict(lost)  # which nobody sees
+    with CMLCluster.from_name("mine", quiet=True) as cluster:
+        until(lambda: "mine-0" in ended_keys())
+        cluster.scale(0)
+        until(lambda: len(ended_keys()) == len({*ended_keys()}) == cluster.usage()["default"].sessions >= 2)
+        cluster.close()
+    assert store.records() == []
+
+
+def test_info_prints_it(platform, until):
+    def run(*arguments):
+        result = CliRunner().invoke(cli.cml, [*arguments])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    with make(n_workers=1) as cluster:
+        until(lambda: len(cluster._arrived) == 1)
+        until(lambda: cluster.usage().total.sessions == 2)
+        lines = [line for line in run("info", "mine").splitlines() if line.startswith("usage")]
+        assert [line.split()[1:3] for line in lines] == [
+            ["group", "sessions"],
+            ["scheduler", "1"],
+            ["default", "1"],
+            ["total", "2"],
+        ]
+        assert re.fullmatch(r"usage +total( +\d+){1}( +\d+\.\d\d){4}", lines[-1])
+        about = json.loads(run("info", "mine", "--json"))["usage"]
+        assert {*about["groups"]} == {"scheduler", "default"}
+        total = SessionHours(**about["total"])
+        assert total.sessions == 2
+        assert total.gib_hours == pytest.approx(2 * total.hours)
