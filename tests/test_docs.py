@@ -40,7 +40,8 @@ MODULES = [
     if not name.endswith("__main__")
 ]
 _BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^(?P<fence>```+)(?P<language>[\w-]*)\n(?P<text>.*?)^(?P=fence)$",
+    r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?"
+    r"^(?P<fence>```+)(?P<language>[\w-]*|\{[\w-]+\}[^\n]*)\n(?P<text>.*?)^(?P=fence)$",
     re.MULTILINE | re.DOTALL,
 )
 _IMAGE_OR_LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
