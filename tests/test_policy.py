@@ -1,0 +1,269 @@
+"""How many sessions a worker group needs for the work that is known: the decision at one moment."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from dask_cml.manager.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unmet
+
+GPU = {"GPU": 1}
+
+
+def supply(name="default", **values):
+    return Supply(name, **{"adapts": True, **values})
+
+
+def gpus(name="gpu", n=1.0, **values):
+    return supply(name, **{"nthreads": 4, "resources": {"GPU": n}, **values})
+
+
+def work(n, seconds=1.0, unrunnable=0, **resources):
+    """So many tasks of so many seconds each."""
+    return Work(resources, n, n * seconds, unrunnable)
+
+
+def wanted(
+    snapshot, group="default", *, arrived=0, planned=None, underway=(), start=0.0, target=5.0, minimum=0
+):
+    return sessions_wanted(
+        snapshot,
+        group,
+        arrived=arrived,
+        planned=arrived + len(underway) if planned is None else planned,
+        underway=underway,
+        start_time=start,
+        target_duration=target,
+        minimum=minimum,
+    )
+
+
+# -- which group does the work
+
+
+def groups_of(supplies, **resources):
+    snapshot = Snapshot([work(1, **resources)], supplies)
+    return [each.name for each in supplies if snapshot.work_of(each.name)]
+
+
+def test_tasks_grow_the_group_that_offers_what_they_need():
+    supplies = [supply(), gpus()]
+    assert groups_of(supplies) == ["default"]
+    assert groups_of(supplies, GPU=1) == ["gpu"]
+    assert groups_of(supplies, FPGA=1) == []
+
+
+def test_tasks_grow_the_group_that_offers_least_beyond_their_needs():
+    supplies = [supply(), gpus("four", 4), gpus("one", 1), gpus("both", 1)]
+    supplies[3].resources["FPGA"] = 1
+    assert groups_of(supplies, GPU=1) == ["one"]
+    assert groups_of(supplies, GPU=2) == ["four"]
+    assert groups_of(supplies, GPU=1, FPGA=1) == ["both"]
+
+
+def test_tasks_grow_one_group_of_several_alike_the_default_one_first():
+    assert groups_of([supply(), supply("more")]) == ["default"]
+    assert groups_of([gpus("default"), gpus("more")], GPU=1) == ["default"]
+
+
+def test_tasks_grow_a_group_that_adapts_before_one_of_a_fixed_size():
+    assert groups_of([supply(adapts=False, target=2), supply("more")]) == ["more"]
+    assert groups_of([supply(), gpus(adapts=False, target=1), gpus("more", 4)], GPU=1) == ["more"]
+
+
+def test_plain_tasks_bring_no_gpus_where_a_plain_group_has_workers():
+    assert groups_of([supply(adapts=False, target=1), gpus()]) == ["default"]
+
+
+def test_plain_tasks_grow_a_group_with_gpus_where_no_other_can_run_them():
+    assert groups_of([supply(adapts=False, target=0), gpus()]) == ["gpu"]
+    assert groups_of([gpus("default")]) == ["default"]
+
+
+def test_a_task_must_fit_into_one_dask_worker():
+    half = gpus(processes=2)
+    assert groups_of([supply(), half], GPU=1) == []
+    assert groups_of([supply(), half], GPU=0.5) == ["gpu"]
+
+
+def test_a_need_of_nothing_is_none():
+    assert groups_of([supply()], GPU=0) == ["default"]
+
+
+# -- how many sessions the work needs
+
+
+@pytest.mark.parametrize(
+    ("size", "tasks", "sessions"),
+    [
+        ({}, work(0), 0),
+        ({}, work(100), 20),
+        ({}, work(101), 21),
+        ({"nthreads": 4}, work(100), 5),
+        ({"nthreads": 4, "processes": 2}, work(100), 5),
+        ({}, work(3, 1000.0), 3),  # never more than there are tasks
+        ({"nthreads": 4}, work(3, 1000.0), 1),
+        ({}, work(1, 0.001), 1),
+        ({}, work(5, 0.0), 1),  # the scheduler was told that they take no time
+        ({"nthreads": 8, "resources": {"GPU": 1}}, work(100, GPU=1), 20),
+        ({"nthreads": 8, "resources": {"GPU": 4}}, work(100, GPU=1), 5),
+        ({"nthreads": 8, "resources": {"GPU": 4}}, work(100, GPU=2), 10),
+        ({"nthreads": 2, "resources": {"GPU": 4}}, work(100, GPU=1), 10),  # threads are fewer than GPUs
+        ({"nthreads": 8, "resources": {"GPU": 3}}, work(100, GPU=2), 20),  # the third GPU is of no use
+        ({"nthreads": 8, "processes": 2, "resources": {"GPU": 3}}, work(100, GPU=1), 10),
+        ({"nthreads": 8, "resources": {"GPU": 0.3}}, work(100, GPU=0.1), 7),
+        ({"nthreads": 8, "resources": {"GPU": 4, "FPGA": 1}}, work(100, GPU=1, FPGA=1), 20),
+    ],
+)
+def test_sessions_for_one_need(size, tasks, sessions):
+    assert sessions_to_finish(Supply("group", **size), [tasks], 5.0) == sessions
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sessions"),
+    [
+        ([work(100, GPU=1), work(100)], 20),  # plain tasks use threads that the others leave
+        ([work(100, GPU=1), work(700)], 40),  # 20 for the GPUs; but 800 tasks need 160 threads
+        ([work(50, GPU=1), work(100, GPU=0.5)], 20),
+        ([work(50, GPU=1), work(50, GPU=0.5)], 15),
+    ],
+)
+def test_several_needs_share_threads_and_resources(tasks, sessions):
+    assert sessions_to_finish(gpus(), tasks, 5.0) == sessions
+
+
+# -- how many there should be
+
+
+def test_each_group_is_judged_by_its_own_work():
+    snapshot = Snapshot([work(100), work(10, GPU=1)], [supply(), gpus()])
+    assert wanted(snapshot) == 20
+    assert wanted(snapshot, "gpu") == 2
+
+
+def test_without_work_none_is_wanted():
+    assert wanted(Snapshot([], [supply(sessions=3)]), arrived=3) == 0
+
+
+def test_work_for_another_group_wants_none_here():
+    snapshot = Snapshot([work(100, GPU=1)], [supply(), gpus()])
+    assert wanted(snapshot) == 0
+
+
+def test_busy_sessions_stay():
+    assert wanted(Snapshot([work(1)], [supply(sessions=5, busy=3)]), arrived=5) == 3
+
+
+def test_busy_sessions_that_are_not_wanted_any_more_bring_no_others():
+    assert wanted(Snapshot([work(1)], [supply(sessions=5, busy=4)]), arrived=1) == 1
+
+
+def test_what_those_there_get_done_in_a_start_brings_none():
+    there = supply(sessions=4, busy=4)
+    assert wanted(Snapshot([work(80)], [there]), arrived=4, start=20, minimum=4) == 4
+    assert wanted(Snapshot([work(400)], [there]), arrived=4, start=20, minimum=4) > 10
+
+
+def test_none_on_its_way_is_closed_while_work_waits():
+    assert wanted(Snapshot([work(6)], [supply()]), underway=[1.0] * 7, start=20) == 7
+    assert wanted(Snapshot([], [supply()]), underway=[1.0] * 7, start=20) == 0
+
+
+def test_few_long_tasks_get_a_session_each_however_long_that_takes():
+    snapshot = Snapshot([work(10, 100.0)], [supply(sessions=1, busy=1)])
+    assert wanted(snapshot, arrived=1, start=20, minimum=1) == 10
+
+
+def test_more_than_60_percent_of_memory_wants_twice_the_sessions():
+    full = supply(sessions=3, busy=3, managed=181, limit=300)
+    assert wanted(Snapshot([work(3)], [full]), arrived=3) == 6
+    assert wanted(Snapshot([work(3)], [supply(sessions=3, busy=3, managed=180, limit=300)]), arrived=3) == 3
+
+
+@pytest.mark.parametrize(("managed", "stay"), [(0, 0), (1, 1), (100, 2), (101, 3), (150, 3)])
+def test_those_that_stay_can_hold_twice_what_is_held(managed, stay):
+    snapshot = Snapshot([], [supply(sessions=3, managed=managed, limit=300)])
+    assert wanted(snapshot, arrived=3) == stay
+
+
+def test_workers_without_a_limit_of_memory_stay_while_they_hold_anything():
+    assert wanted(Snapshot([], [supply(sessions=3, managed=1)]), arrived=3) == 3
+    assert wanted(Snapshot([], [supply(sessions=3, managed=0)]), arrived=3) == 0
+
+
+def test_the_data_of_a_group_can_be_held_by_another_and_no_two_count_on_each_other():
+    held = {"sessions": 2, "managed": 10, "limit": 200}
+    snapshot = Snapshot([], [supply(**held), gpus(**held)])
+    assert (wanted(snapshot, arrived=2), wanted(snapshot, "gpu", arrived=2)) == (1, 0)
+    fixed = Snapshot([], [supply(**held), gpus(**held | {"adapts": False, "target": 2})])
+    assert wanted(fixed, arrived=2) == 0
+
+
+def test_data_that_others_cannot_hold_keeps_a_group():
+    snapshot = Snapshot([], [supply(), gpus(sessions=2, managed=150, limit=200)])
+    assert wanted(snapshot, "gpu", arrived=2) == 4  # it is full
+    snapshot = Snapshot([], [supply(sessions=1, limit=100), gpus(sessions=2, managed=100, limit=200)])
+    assert (wanted(snapshot, arrived=1), wanted(snapshot, "gpu", arrived=2)) == (1, 1)
+
+
+# -- what no worker will run
+
+
+def test_tasks_that_need_what_no_group_offers_are_told():
+    snapshot = Snapshot([work(3, unrunnable=3, FPGA=1)], [supply(), gpus()])
+    assert [*unmet(snapshot, []).values()] == ["3 tasks need FPGA=1, which no worker group offers"]
+
+
+def test_tasks_for_a_group_without_workers_are_told_until_it_is_scaled():
+    tasks = [work(1, unrunnable=1, GPU=0.5)]
+    words = ["1 task needs GPU=0.5; the worker group gpu offers it and has no workers"]
+    assert [*unmet(Snapshot(tasks, [supply(), gpus(adapts=False)]), []).values()] == words
+    assert not unmet(Snapshot(tasks, [supply(), gpus(adapts=False, target=1)]), [])
+    assert not unmet(Snapshot(tasks, [supply(), gpus()]), [])
+
+
+def test_tasks_for_workers_that_are_not_to_come_are_told():
+    snapshot = Snapshot(restricted={("mine-7",): 1, ("mine-8", "mine-9"): 2, ("mine-1",): 3})
+    assert [*unmet(snapshot, ["mine-0", "mine-1"]).values()] == [
+        "1 task is restricted to mine-7, which the cluster lacks",
+        "2 tasks are restricted to mine-8 or mine-9, which the cluster lacks",
+    ]
+
+
+def test_a_reason_is_the_same_however_many_tasks_it_holds_up():
+    two, three = (Snapshot([work(n, unrunnable=n, FPGA=2, GPU=1)], [supply()]) for n in (2, 3))
+    assert unmet(two, []).keys() == unmet(three, []).keys()
+    assert [*unmet(two, []).values()] == ["2 tasks need FPGA=2, GPU=1, which no worker group offers"]
+
+
+def test_tasks_that_run_and_plain_ones_are_no_trouble():
+    assert not unmet(Snapshot([work(3, FPGA=1), work(3, unrunnable=3)], [supply(adapts=False)]), [])
+
+
+# -- what it is decided by
+
+
+def test_a_snapshot_is_what_the_scheduler_and_the_fleet_say():
+    answer = {
+        "work": [{"resources": GPU, "unrunnable": 2, "queued": 0, "processing": 1, "seconds": 1.5}],
+        "restricted": [{"names": ("mine-7",), "tasks": 4}],
+        "groups": {"default": {"sessions": 2, "busy": 1, "managed": 5, "limit": 50}},
+    }
+    options = SimpleNamespace(processes=2, nthreads=4, resources=GPU)
+    snapshot = Snapshot.of(
+        answer,
+        [
+            SimpleNamespace(name="default", options=options, target=3, driver=None),
+            SimpleNamespace(name="gpu", options=options, target=0, driver=object()),
+        ],
+    )
+    size = {"processes": 2, "nthreads": 4, "resources": GPU}
+    assert snapshot.work == [Work(GPU, tasks=3, seconds=1.5, unrunnable=2)]
+    assert snapshot.restricted == {("mine-7",): 4}
+    assert snapshot.supplies == [
+        Supply("default", **size, target=3, sessions=2, busy=1, managed=5, limit=50),
+        Supply("gpu", **size, adapts=True),
+    ]
+    assert [snapshot.has_work(each) for each in ("default", "gpu")] == [True, False]
+    assert not Snapshot.of({"work": [], "restricted": [], "groups": {}}, []).has_work("default")
