@@ -280,7 +280,21 @@ def test_processes_share_threads_and_memory_evenly(tmp_path, options, nthreads, 
 def test_processes_share_what_the_session_offers(tmp_path):
     options = read(nvidia_gpu=1, processes=2, resources={"GPU": 1, "MEM": 10e9})
     command = argv(plan_worker(options, tmp_path, "mine-0", "tcp://10.0.0.1:8786"))
-    assert values(command, "--resources") == ["GPU=0.5 MEM=5e+09"]
+    assert values(command, "--resources") == ["GPU=0.5 MEM=5000000000"]
+
+
+@pytest.mark.parametrize("amount", [1, 123456789, 2**53 + 2, 1e22, 0.1])
+def test_a_task_that_asks_for_a_whole_share_fits(tmp_path, amount):
+    options = read(processes=3, resources={"MEM": amount})
+    command = argv(plan_worker(options, tmp_path, "mine-0", "tcp://10.0.0.1:8786"))
+    [share] = values(command, "--resources")
+    assert float(share.removeprefix("MEM=")) == amount / 3
+
+
+def test_the_plan_shows_the_size_to_its_last_digit(tmp_path):
+    options = read(cpu=1 / 3, memory=12345.678901)
+    text = str(plan_worker(options, tmp_path, "mine-0", "tcp://10.0.0.1:8786"))
+    assert text.startswith("# mine-0: cpu=0.3333333333333333 memory=12345.678901 nvidia_gpu=0\n")
 
 
 def test_dask_cuda_gets_the_arguments_that_it_takes(tmp_path):

@@ -11,7 +11,7 @@ import dask
 from distributed.security import Security
 
 from dask_cml.checks import runs_one_per_gpu
-from dask_cml.options import Options, SessionSize
+from dask_cml.options import Options, SessionSize, exact
 from dask_cml.sessions import tls
 from dask_cml.sessions.session_logs import log_path
 
@@ -115,7 +115,8 @@ class SessionPlan:
 
     def __str__(self) -> str:
         size = self.size
-        head = f"# {self.name}: cpu={size.cpu:g} memory={size.memory:g} nvidia_gpu={size.nvidia_gpu}"
+        cpu, memory = exact(size.cpu), exact(size.memory)
+        head = f"# {self.name}: cpu={cpu} memory={memory} nvidia_gpu={size.nvidia_gpu}"
         env = {name: "(hidden)" if name in self.hidden else repr(value) for name, value in self.env.items()}
         return "\n".join([head, *(f"# env {name}={shown}" for name, shown in env.items()), self.code])
 
@@ -203,7 +204,7 @@ def plan_worker(
     arguments += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
     if options.resources:
         shares = {each: amount / options.processes for each, amount in options.resources.items()}
-        arguments += ["--resources", " ".join(f"{each}={share:g}" for each, share in shares.items())]
+        arguments += ["--resources", " ".join(f"{each}={exact(share)}" for each, share in shares.items())]
     if options.worker_class is not None:
         arguments += ["--worker-class", options.worker_class]
     arguments += [*tls.arguments(security, "worker"), *options.worker_args]
