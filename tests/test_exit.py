@@ -165,6 +165,26 @@ def test_the_end_of_a_program_leaves_no_session_and_no_traceback(platform, all_s
     all_stopped(2)
 
 
+ANOTHERS = (
+    UNCLOSED
+    + """
+asyncio.run(main())
+from dask_cml import local
+from dask_cml.records import store
+from dask_cml.records.session_files import Changes, Launch
+[session] = local.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
+launched = Changes([Launch(session["id"], f"{cluster.name}-7", None, int(time.time()))])
+store.write_sessions(launched, cluster.name, id=store.read(cluster.name).id)
+"""
+)
+
+
+def test_what_another_manager_has_launched_ends_with_a_cluster_whose_loop_is_gone(platform, all_stopped):
+    returned, _, err = Program(ANOTHERS).ends()
+    assert (returned, err) == (0, "")
+    all_stopped(3)
+
+
 @pytest.mark.parametrize(
     "code", [SYNC + "1 / 0", UNCLOSED + "    1 / 0\nasyncio.run(main())"], ids=["sync", "async"]
 )

@@ -343,8 +343,7 @@ class ManagedCluster(FleetCluster):
             logger.info("The cluster %s is ended by plain calls, after %r", self.name, error)
         # The loop may be gone, as after asyncio.run; then this is all that can be done, and enough.
         if self.status != Status.closed and self.shutdown_on_close:
-            self._api.end()
-            self._record_keeper.remove()
+            self._record_keeper.end_now()
         self._forget()
 
     def _forget(self) -> None:

@@ -16,7 +16,7 @@ from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.manager.fleet import Fleet
 from dask_cml.records import store
-from dask_cml.records.operations import stop_and_remove, take_name, usage
+from dask_cml.records.operations import stop_and_remove, stop_and_remove_now, take_name, usage
 from dask_cml.records.record import Record
 from dask_cml.records.session_files import SCHEDULER, Changes, Launch
 from dask_cml.records.usage import Usage
@@ -172,10 +172,12 @@ class RecordKeeper:
                 self._usage = await asyncio.to_thread(self.usage)
             await stop_and_remove(replace(self.record, sessions={}), self._api)
 
-    def remove(self) -> None:
-        """Remove the record, with all that is in the cluster's folder, by plain calls."""
-        if self._task is not None and self.record is not None:
-            store.remove(self.record.name, id=self.record.id)
+    def end_now(self) -> None:
+        """Do the same by plain calls."""
+        if self._task is None or self.record is None:
+            self._api.end()
+        else:
+            stop_and_remove_now(replace(self.record, sessions={}), self._api)
 
     async def _run(self) -> None:
         while True:

@@ -240,29 +240,33 @@ async def stop_and_remove(record: Record, api: WorkersAPI) -> None:
     CMLError
         If sessions could not be stopped. Unless they were launched in the last moment, the record stays.
     """
+    await api.close(lambda: stop_and_remove_now(record, api))
+
+
+def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
+    """Do what :func:`stop_and_remove` does by plain calls, as where no event loop is left."""
     known, stopped = dict(record.sessions), set[str]()
 
-    async def stop() -> None:
+    def stop() -> None:
         for session in known.keys() - stopped:
             api.adopt(session, known[session])
         stopped.update(known)
-        await api.close()
+        api.end()
 
     while True:
-        current = await asyncio.to_thread(_read, record.name)
+        current = _read(record.name)
         there = current is not None and current.id == record.id
         if current is not None and there:
             known.update(current.sessions)
         if stopped and stopped >= known.keys():
             break
-        await stop()
+        stop()
         if not known:
             break
     if there:
-        last = await asyncio.to_thread(store.remove, record.name, id=record.id)
-        known.update(last or {})
+        known.update(store.remove(record.name, id=record.id) or {})
         if known.keys() - stopped:
-            await stop()
+            stop()
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:

@@ -295,10 +295,10 @@ class WorkersAPI:
                     return logger.warning("The session %s is not stopped yet: %s", session_id, why)
             time.sleep(pause)
 
-    async def close(self) -> None:
-        """Do what :meth:`end` does, without blocking the event loop."""
+    async def close(self, end: Callable[[], None] | None = None) -> None:
+        """Call :meth:`end`, or what calls it, without blocking the event loop."""
         self._listing.cancel()
-        await asyncio.wrap_future(self._calls.start(self.end))
+        await asyncio.wrap_future(self._calls.start(end or self.end))
 
     async def wait_until_ended(self, ids: Collection[str], timeout: float = _STOPPED_WITHIN) -> bool:
         """Wait until the platform lists stopped sessions as ended; until then they fill the quota.
