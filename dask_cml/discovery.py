@@ -21,5 +21,5 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     """
     records = await asyncio.to_thread(store.records)
     # dask-ctl gives a discovery 5 s in all, and stale records must not use them up.
-    for name in await probe.identities(records, timeout=2.0):
+    for name in await probe.identities(records, timeout=2.0, patience=4.0):
         yield name, CMLCluster

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from pathlib import Path
 
 PULSE_FILE = "pulse"
@@ -25,6 +26,20 @@ def beat(folder: Path) -> None:
     """
     with contextlib.suppress(OSError):
         (folder / PULSE_FILE).touch(mode=0o600)
+
+
+def is_fresh(folder: Path) -> bool:
+    """Return whether there was a sign of life lately, by one quick look and this machine's clock.
+
+    Parameters
+    ----------
+    folder : Path
+        The cluster's.
+    """
+    try:
+        return time.time() - (folder / PULSE_FILE).stat().st_mtime < LONGEST_SILENCE
+    except OSError:
+        return False
 
 
 def silence(folder: Path) -> float | None:

@@ -16,6 +16,7 @@ from distributed.core import rpc
 from distributed.security import Security
 
 from dask_cml import pulse
+from dask_cml.records import operations
 from dask_cml.records.probe import State, identities, is_alive, judge
 from dask_cml.records.record import Maker, Record
 from dask_cml.records.store import claim, records
@@ -167,6 +168,24 @@ async def test_a_scheduler_leaves_signs_of_life_in_its_clusters_folder(tmp_path,
         await holds(sign.exists)
         os.utime(sign, (0, 0))
         await holds(lambda: pulse.silence(folder) < 3600)
+
+
+async def test_a_live_scheduler_gets_more_time_to_answer_than_one_without_a_sign_of_life(platform, cluster):
+    async with scheduler() as running:
+        asked, identity = [], running.handlers["identity"]
+
+        async def late(*arguments, **more):
+            asked.append(1)
+            # The quick look is over by then.
+            await asyncio.sleep(1)
+            return identity(*arguments, **more)
+
+        running.handlers["identity"] = late
+        for silence, lives in (None, False), (3600, False), (60, True):
+            record = cluster(running.address, silence, scheduler_id=running.id, options={"platform": "local"})
+            [row] = await operations.describe([record], timeout=0.5, patience=120)
+            assert (row["status"] == "running") is lives
+        assert asked
 
 
 @pytest.mark.slow

@@ -88,7 +88,9 @@ def _read(name: str) -> Record | None:
         return None
 
 
-async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict[str, Any]]:
+async def describe(
+    records: Iterable[Record], timeout: float = 1.5, patience: float = probe.PATIENCE
+) -> list[dict[str, Any]]:
     """Describe clusters, all in bounded time.
 
     Parameters
@@ -97,6 +99,8 @@ async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict
         The clusters'.
     timeout : float
         Seconds for all schedulers to answer, and once more for the platform.
+    patience : float
+        Seconds for schedulers that have given a sign of life lately, if more.
 
     Returns
     -------
@@ -107,7 +111,7 @@ async def describe(records: Iterable[Record], timeout: float = 1.5) -> list[dict
         :func:`probe.judge`.
     """
     records = [*records]
-    findings = await probe.judge(records, timeout=timeout)
+    findings = await probe.judge(records, timeout, patience)
     now = datetime.now(timezone.utc)
     rows = []
     for record in records:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: Of the time that there is, how much one connection may take, the scheduler's answer, and all in all.
 _CONNECTED, _ANSWERED, _FOUND = 0.5, 0.75, 0.95
+#: Seconds for a scheduler to answer that has given a sign of life lately. It may be busy, or its machine.
+PATIENCE = 10.0
 _reached: set[str] = set()
 
 
@@ -59,7 +61,10 @@ class Finding:
 
 
 async def judge(
-    records: Iterable[Record], timeout: float = 5.0, api: WorkersAPI | None = None
+    records: Iterable[Record],
+    timeout: float = 5.0,
+    patience: float | None = None,
+    api: WorkersAPI | None = None,
 ) -> dict[str, Finding]:
     """Find out which clusters are alive, which are dead, and of which neither can be shown.
 
@@ -81,6 +86,8 @@ async def judge(
         The clusters'.
     timeout : float
         Seconds for all schedulers to answer, and once more for the platform.
+    patience : float, optional
+        Seconds for schedulers that have given a sign of life lately, if more. Default: as for all.
     api : WorkersAPI, optional
         Lists the sessions. Default: one for the platform in each record.
 
@@ -90,7 +97,7 @@ async def judge(
         A :class:`Finding` for each, by the cluster's name.
     """
     records = [*records]
-    findings = await look(records, timeout=timeout)
+    findings = await look(records, timeout=timeout, patience=patience)
     gone = [r for r in records if r.scheduler_address is not None and not findings[r.name].reachable]
     ended = await _ended(gone, timeout, api)
     for record in gone:
@@ -141,7 +148,10 @@ async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | No
 
 
 async def look(
-    records: Iterable[Record], security: Security | None = None, timeout: float = 2.5
+    records: Iterable[Record],
+    security: Security | None = None,
+    timeout: float = 2.5,
+    patience: float | None = None,
 ) -> dict[str, Finding]:
     """Ask the schedulers of clusters who they are, all at the same time.
 
@@ -153,29 +163,48 @@ async def look(
         For those whose records name no keys. Default: as Dask's configuration says.
     timeout : float
         Seconds, for all of them together.
+    patience : float, optional
+        Seconds for those that have given a sign of life lately, if more. Default: as for all.
 
     Returns
     -------
     dict
         A :class:`Finding` for each, by the cluster's name; :func:`judge` finds more.
     """
-    tasks = {record.name: asyncio.create_task(_look_at(record, security, timeout)) for record in records}
+    records = [*records]
+    timeouts = dict.fromkeys((record.name for record in records), timeout)
+    if patience is not None:
+        fresh = await asyncio.to_thread(_fresh, records)
+        timeouts.update(dict.fromkeys(fresh, max(timeout, patience)))
+    tasks = {r.name: asyncio.create_task(_look_at(r, security, timeouts[r.name])) for r in records}
     if not tasks:
         return {}
     try:
-        await asyncio.wait(tasks.values(), timeout=timeout)
+        await asyncio.wait(tasks.values(), timeout=max(timeouts.values()))
     finally:
         answered = {name: task for name, task in tasks.items() if task.done() and not task.cancelled()}
         await cancel(*tasks.values())
-    late = Finding(State.UNKNOWN, f"there was no answer within {timeout:g} s")
-    return {name: answered[name].result() if name in answered else late for name in tasks}
+    return {name: answered[name].result() if name in answered else _late(timeouts[name]) for name in tasks}
+
+
+def _late(timeout: float) -> Finding:
+    return Finding(State.UNKNOWN, f"there was no answer within {timeout:g} s")
+
+
+def _fresh(records: Iterable[Record]) -> list[str]:
+    """Return the names of the clusters whose schedulers have given a sign of life lately."""
+    folder = state_directory()
+    return [record.name for record in records if pulse.is_fresh(folder / record.name)]
 
 
 async def identities(
-    records: Iterable[Record], security: Security | None = None, timeout: float = 2.5
+    records: Iterable[Record],
+    security: Security | None = None,
+    timeout: float = 2.5,
+    patience: float | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return what the schedulers that answer say of themselves, by the clusters' names; see `look`."""
-    findings = await look(records, security, timeout)
+    findings = await look(records, security, timeout, patience)
     return {name: each.identity for name, each in findings.items() if each.identity is not None}
 
 
