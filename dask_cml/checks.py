@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from dask_cml.naming import GROUP_NAME, RESERVED
+
 # Dask is imported where it is needed, because the local platform imports this and starts without Dask.
 if TYPE_CHECKING:
     from distributed.security import Security
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _MOST_GIB = 100_000
 #: A file's name has 255 at most, and that of a session's log begins with the cluster's.
 _NAME_BYTES = 200
+_GROUP_LENGTH = 40
 _SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
 
 
@@ -153,6 +156,34 @@ def resources(argument: str, value: Any, nvidia_gpu: int) -> dict[str, float]:
             names = "names without spaces, commas and '='"
             raise ValueError(message(argument, value, f"{expected}, with {names}"))
     return {_plain(name): positive(f"{argument}[{name!r}]", amount) for name, amount in value.items()}
+
+
+def worker_groups(argument: str, value: Any) -> dict[str, dict[str, Any]]:
+    """Check a mapping of worker groups; what each asks for is checked with the cluster's options."""
+    expected = 'a mapping of names to options, such as {"gpu": {"nvidia_gpu": 1}}'
+    if not isinstance(value, Mapping):
+        raise TypeError(message(argument, value, expected))
+    for name, options in value.items():
+        group_name(argument, name)
+        if not isinstance(options, Mapping) or not all(isinstance(each, str) for each in options):
+            raise TypeError(of_type(f"{argument}[{name!r}]", options, "a mapping of options"))
+    return {
+        _plain(name): {key.replace("-", "_"): each for key, each in value[name].items()} for name in value
+    }
+
+
+def group_name(argument: str, value: Any) -> str:
+    """Check the name of a worker group that is not the default one."""
+    expected = (
+        f"words of at most {_GROUP_LENGTH} letters and digits in all that begin with a letter, joined by '-'"
+    )
+    if not isinstance(value, str):
+        raise TypeError(message(argument, value, expected))
+    if not GROUP_NAME.fullmatch(value) or len(value) > _GROUP_LENGTH:
+        raise ValueError(message(argument, value, expected))
+    if value in RESERVED:
+        raise ValueError(message(argument, value, f"a name other than {' and '.join(map(repr, RESERVED))}"))
+    return _plain(value)
 
 
 def threads(argument: str, value: Any, cpu: float, processes: int) -> int:

@@ -12,22 +12,23 @@ from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.security import Security
-from distributed.utils import Log, Logs, NoOpAwaitable
+from distributed.utils import NoOpAwaitable
 
+from dask_cml.checks import group_name, message
+from dask_cml.errors import CMLError
 from dask_cml.manager.adaptive import CMLAdaptive, stop_adapting
-from dask_cml.manager.display import first_line, sessions_html
-from dask_cml.manager.fleet import session_keys
-from dask_cml.manager.lifecycle import ManagedCluster
+from dask_cml.manager.shown_cluster import ShownCluster
 from dask_cml.manager.sizing import bounds, sessions_for
-from dask_cml.manager.waiting import pending, waiting
-from dask_cml.options import OPTION_NAMES, Options
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options
 from dask_cml.records import store
-from dask_cml.records.record import Record, cluster_address
-from dask_cml.sessions.process import Session
-from dask_cml.sessions.session_logs import SessionLogs
+from dask_cml.records.record import Record
+
+#: Seconds between two looks at whether the sessions of a deleted worker group are gone.
+_GROUP_INTERVAL = 0.1
 
 
-class CMLCluster(ManagedCluster):
+class CMLCluster(ShownCluster):
     """A Dask cluster on CML worker sessions.
 
     The scheduler runs in a session of its own, each worker session runs one Dask worker or several. The
@@ -67,6 +68,8 @@ class CMLCluster(ManagedCluster):
     launch_options, scheduler_launch_options : mapping, optional
         More parameters of the platform's ``launch_workers``, e.g. ``accelerator_label_id``: those of a worker
         session, and those of the scheduler's.
+    worker_groups : mapping of str to mapping, optional
+        More groups of worker sessions by name, each with the arguments of :meth:`add_worker_group`.
     name : str, optional
         The cluster's name. Default: a random one.
     create_mode : {"create", "connect", "create-or-connect"}, optional
@@ -154,6 +157,7 @@ class CMLCluster(ManagedCluster):
         worker_command: Sequence[str] | None = None,
         launch_options: Mapping[str, Any] | None = None,
         scheduler_launch_options: Mapping[str, Any] | None = None,
+        worker_groups: Mapping[str, Mapping[str, Any]] | None = None,
         name: str | None = None,
         create_mode: str | None = None,
         security: bool | Security | None = None,
@@ -247,12 +251,16 @@ class CMLCluster(ManagedCluster):
     # -- scaling
 
     def scale(  # type: ignore[override]  # as in SpecCluster
-        self, n: int = 0, memory: float | str | None = None, cores: float | None = None
+        self,
+        n: int = 0,
+        memory: float | str | None = None,
+        cores: float | None = None,
+        worker_group: str = DEFAULT_GROUP,
     ) -> Awaitable[None] | None:
-        """Have `n` worker sessions from now on; adaptive scaling ends.
+        """Scale a worker group to `n` sessions; its adaptive scaling ends.
 
-        This returns at once. Workers to close are those that the scheduler would close, and what they hold
-        is moved to others first.
+        This returns at once. The scheduler picks the workers to close, and moves what they hold to others
+        first.
 
         Parameters
         ----------
@@ -262,6 +270,8 @@ class CMLCluster(ManagedCluster):
             At least so much memory in all, in GiB or as a string such as ``"100 GiB"``.
         cores : float, optional
             At least so many threads in all.
+        worker_group : str
+            The worker group.
 
         Raises
         ------
@@ -273,17 +283,17 @@ class CMLCluster(ManagedCluster):
         >>> cluster.scale(2)
         >>> cluster.scale(memory="4 GiB")
         """
-        n = sessions_for(self.options, n, memory, cores)
-        self._fleet.resize(n)
-        if isinstance(self._adaptive, CMLAdaptive):
-            stop_adapting(self._adaptive, "scale() was called")
-        self._reconciler.backoff.reset()
+        n = sessions_for(self._fleet.group(worker_group).options, n, memory, cores)
+        self._fleet.resize(n, group=worker_group)
+        if isinstance(adaptive := self._adaptives.get(worker_group), CMLAdaptive):
+            stop_adapting(adaptive, "scale() was called")
+        self._reconciler.backoffs.of(worker_group).reset()
         self.loop.add_callback(self._correct_state)
         return NoOpAwaitable() if self.asynchronous else None
 
-    async def _resize(self, n: int, driver: object) -> None:
-        """Scale to `n` sessions for adaptive scaling, which goes on."""
-        if self._fleet.resize(n, driver):
+    async def _resize(self, n: int, driver: object, group: str = DEFAULT_GROUP) -> None:
+        """Scale a group to `n` sessions for adaptive scaling, which goes on."""
+        if self._fleet.resize(n, driver, group):
             await self._carry_out()
 
     async def scale_down(self, workers: Iterable[str], driver: object | None = None) -> None:
@@ -296,7 +306,7 @@ class CMLCluster(ManagedCluster):
         driver : Adaptive, optional
             The adaptive scaling that asks; it goes on. Default: the user.
         """
-        keys = session_keys(self._fleet.keys, self.options.processes)
+        keys = {name: key for key in self._fleet.keys for name in self._fleet.dask_names(key)}
         if self._fleet.remove({keys.get(worker, worker) for worker in workers}, driver):
             await self._carry_out()
 
@@ -309,10 +319,11 @@ class CMLCluster(ManagedCluster):
         maximum_cores: int | None = None,
         minimum_memory: float | str | None = None,
         maximum_memory: float | str | None = None,
+        worker_group: str = DEFAULT_GROUP,
         Adaptive: type[Adaptive] = CMLAdaptive,
         **kwargs: Any,
     ) -> Adaptive:
-        """Scale with the work that there is.
+        """Scale a worker group with the work that only it can do, or it best.
 
         Parameters
         ----------
@@ -322,8 +333,10 @@ class CMLCluster(ManagedCluster):
             Threads in all.
         minimum_memory, maximum_memory : float or str, optional
             Memory in all, in GiB or as a string such as ``"100 GiB"``.
+        worker_group : str
+            The worker group. Several can adapt at once.
         Adaptive : type, optional
-            Another class than :class:`CMLAdaptive`.
+            Another class than :class:`CMLAdaptive`, for the default group.
         **kwargs
             For the class, e.g. ``interval``, ``wait_count`` and ``target_duration``.
 
@@ -337,184 +350,130 @@ class CMLCluster(ManagedCluster):
         >>> adaptive = cluster.adapt(1, 10)
         """
         minimum, maximum = bounds(
-            self.options,
+            self._fleet.group(worker_group).options,
             minimum,
             maximum,
             cores=(minimum_cores, maximum_cores),
             memory=(minimum_memory, maximum_memory),
         )
-        self._fleet.drive(None)  # the adaptive scaling before has no say any more
-        adaptive = Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
-        self._fleet.drive(adaptive)
-        self._reconciler.backoff.reset()
+        if worker_group != DEFAULT_GROUP and not issubclass(Adaptive, CMLAdaptive):
+            raise ValueError(message("Adaptive", Adaptive, f"a CMLAdaptive for the group {worker_group!r}"))
+        self._fleet.drive(None, worker_group)  # the adaptive scaling before has no say any more
+        if worker_group == DEFAULT_GROUP:
+            adaptive = Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
+        else:
+            if before := self._adaptives.get(worker_group):
+                stop_adapting(before, "adapt() was called")
+            kwargs.update(minimum=minimum, maximum=maximum, worker_group=worker_group)
+            adaptive = Adaptive(self, **kwargs)
+        self._adaptives[worker_group] = adaptive
+        self._fleet.drive(adaptive, worker_group)
+        self._reconciler.backoffs.of(worker_group).reset()
         # Tells the claim at once: another manager may scale soon, and the last wish counts.
         self.loop.add_callback(self._correct_state)
         return adaptive
 
-    # SpecCluster's own state of the workers. It sets these; here they show what the fleet has.
+    # -- worker groups
 
-    # And Dask's own state of the scheduler, which the scheduler client has.
-
-    # -- what there is
-
-    @property
-    def sessions(self) -> list[Session]:
-        """The cluster's sessions, the scheduler's first, as last heard of."""
-        processes = [self.scheduler, *[*self.workers.values()]]
-        return [p.session for p in processes if p is not None and p.session is not None]
-
-    @property
-    def scheduler_address(self) -> str:
-        """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by that."""
-        address: str = super().scheduler_address
-        has_keys = self.scheduler_comm and self._launcher.security is not None
-        return cluster_address(self.name) if has_keys else address
-
-    @property
-    def dashboard_link(self) -> str:
-        """Where the platform serves the scheduler's dashboard; empty if there is none."""
-        if self.scheduler is None or "dashboard" not in self.scheduler_info.get("services", {}):
-            return ""
-        if self._forwarder is not None:
-            return self._forwarder.link
-        session = self.scheduler.session
-        return f"{session.app_url.rstrip('/')}/status" if session and session.app_url else ""
-
-    def get_logs(
-        self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
+    def add_worker_group(
+        self,
+        name: str,
+        n_workers: int = 0,
+        *,
+        cpu: float | None = None,
+        memory: float | str | None = None,
+        nvidia_gpu: int | None = None,
+        nthreads: int | None = None,
+        processes: int | None = None,
+        resources: Mapping[str, float] | None = None,
+        worker_class: str | None = None,
+        worker_command: Sequence[str] | None = None,
+        worker_args: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        launch_options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return what the cluster has reported, and the logs of its sessions, ended ones too.
+        """Add a group of worker sessions with a size and options of its own.
 
         Parameters
         ----------
-        cluster, scheduler : bool
-            Whether to include the cluster manager's log and the scheduler's.
-        workers : bool or iterable of str
-            Whether to include the workers' logs; or which, by the names of sessions, the names of Dask
-            workers or their addresses.
+        name : str
+            The group's name: letters, digits, ``_`` and ``-``. Its Dask workers are named with it.
+        n_workers : int
+            Worker sessions at the start.
+        cpu, memory, nvidia_gpu, nthreads, processes, resources, worker_class, worker_command, worker_args, \
+        launch_options : optional
+            As for the cluster. Default: the cluster's. `nthreads`, `processes` and `resources` follow from
+            this group's `cpu`, `nvidia_gpu` and `worker_command` if these are given.
+        env : mapping of str to str, optional
+            Environment variables, added to the cluster's.
 
-        Returns
-        -------
-        dict of str to str
-            The logs of ``"Cluster"``, ``"Scheduler"`` and each worker session by its name, the oldest line
-            first. They are what the sessions print: the output of tasks, too. Of a log longer than 1 MiB this
-            is the end.
+        Raises
+        ------
+        TypeError, ValueError
+            For an argument that is not allowed, or a group of this name.
+        CMLError
+            If the cluster does not run.
+
+        Examples
+        --------
+        >>> cluster.add_worker_group("big", n_workers=1, memory="4 GiB")
+        >>> cluster.scale(2, worker_group="big")
+        >>> cluster.delete_worker_group("big")
+        """
+        arguments = locals()
+        given = {each: arguments[each] for each in GROUP_OPTIONS}
+        options = self.options.of_group(given)
+        self._api.check_options(options.launch_options)
+        return self.sync(self._add_worker_group, group_name("name", name), options)
+
+    def delete_worker_group(self, name: str) -> Any:
+        """Stop all sessions of a worker group and delete it. Its workers hand over their data first.
+
+        Parameters
+        ----------
+        name : str
+            The group's name.
 
         Raises
         ------
         ValueError
-            If there is no such worker. It lists those that there are.
-
-        Examples
-        --------
-        >>> print(cluster.get_logs()["mine-0"])
-        2... - distributed.nanny - INFO - ...Start Nanny at: ...
+            If there is no such group, or it is the default one.
+        CMLError
+            If the group stays, because no other worker can take its data, or because it is scaled meanwhile.
         """
-        return self.sync(self._get_logs, cluster=cluster, scheduler=scheduler, workers=workers)
+        if name == DEFAULT_GROUP or name not in self._fleet.groups:
+            raise ValueError(message("name", name, "a worker group of the cluster, and not the default one"))
+        return self.sync(self._delete_worker_group, name)
 
-    async def _get_logs(
-        self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
-    ) -> Logs:
-        reported = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
-        names = {address: info["name"] for address, info in self.scheduler_info["workers"].items()}
-        if not isinstance(workers, bool):
-            workers = [workers] if isinstance(workers, str) else workers
-            workers = [names.get(worker, worker) for worker in workers]
-        options = self.options
-        logs = SessionLogs(self.name, self._folder, options.log_directory, options.processes)
-        found = await asyncio.to_thread(logs.read, scheduler, workers, [*self.workers])
-        return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
+    async def _add_worker_group(self, name: str, options: Options) -> None:
+        if self.status != Status.running:
+            raise CMLError(f"cannot add a worker group to the cluster {self.name}: it is {self.status.name}")
+        self._fleet.add_group(name, options)
+        try:
+            await self._record_keeper.add_group(name, options.group_arguments())
+        except BaseException:
+            self._fleet.forget_group(name)
+            raise
+        self._fleet.resize(options.n_workers, group=name)
+        await self._carry_out()
 
-    def usage(self) -> Any:
-        """Return the hours of the cluster's sessions so far, by worker group, ended sessions included.
-
-        A session counts from its launch, or if it waited for room from when it got it. It counts until a
-        manager stops it or finds that it has ended: hours without any manager are an upper bound. Sizes are
-        those of the options, even if a resource profile in `launch_options` sets others. After
-        :meth:`close` the result is that of the cluster's whole life.
-
-        Returns
-        -------
-        Usage
-            A dict of :class:`SessionHours` by the names of worker groups, and ``"scheduler"``; ``total`` is
-            their sum. It prints as a table. With ``asynchronous=True`` it is awaited.
-
-        Raises
-        ------
-        NoSuchCluster
-            If another process has deleted the cluster.
-
-        Examples
-        --------
-        >>> cluster.usage()
-        group      sessions  hours  vCPU hours  GiB hours  GPU hours
-        scheduler         1   0...
-        default           ...
-        total             ...
-        """
-        usage = self._record_keeper.usage
-        return asyncio.to_thread(usage) if self.asynchronous else usage()
-
-    @property
-    def n_pending(self) -> int:
-        """How many of the wanted worker sessions have not arrived yet."""
-        return len(self._fleet.keys) - len(self._arrived)
-
-    @property
-    def _pending(self) -> str:
-        return pending(self.n_pending, self._fleet.waits.values())
-
-    def __repr__(self) -> str:
-        text = super().__repr__()
-        n = len(self.scheduler_info["workers"])
-        if self.n_pending:
-            text = text.replace(f"workers={n}", f"workers={n} ({self._pending})", 1)
-        if self.scheduler is not None and (waits := self.scheduler.waits_for) is not None:
-            text = f"{text[:-1]}, scheduler {waiting(waits)})"
-        if self.status == Status.running and not self._client.connected:
-            text = f"{text[:-1]}, not connected to the scheduler)"
-        if self._reconciler.problem:
-            text = f"{text[:-1]}, problem: {first_line(self._reconciler.problem)})"
-        return text
-
-    def _repr_html_(self, cluster_status: str | None = None) -> str:
-        problem = self._reconciler.problem
-        rows = sessions_html(self.scheduler_address, self.sessions, self._pending, problem)
-        return super()._repr_html_(cluster_status=(cluster_status or "") + rows)
-
-    def job_script(self) -> str:
-        """Return what the scheduler's session and a worker's are launched with.
-
-        The values of environment variables are hidden. It launches nothing; with ``asynchronous=True`` a
-        cluster launches nothing before it is awaited.
-
-        Examples
-        --------
-        >>> print(cluster.job_script())
-        # mine-scheduler: cpu=1 memory=2 nvidia_gpu=0
-        ...
-        """
-        return self._launcher.plans()
-
-    def get_snippet(self) -> str:
-        """Return the code by which another process of the project gets this cluster; dask-ctl shows it.
-
-        Examples
-        --------
-        >>> print(cluster.get_snippet())
-        from dask.distributed import Client
-        from dask_cml import CMLCluster
-        <BLANKLINE>
-        cluster = CMLCluster.from_name('mine')
-        client = Client(cluster)
-        """
-        return (
-            "from dask.distributed import Client\n"
-            "from dask_cml import CMLCluster\n"
-            "\n"
-            f"cluster = CMLCluster.from_name({self.options.name!r})\n"
-            "client = Client(cluster)"
-        )
+    async def _delete_worker_group(self, name: str) -> None:
+        if (adaptive := self._adaptives.pop(name, None)) is not None:
+            stop_adapting(adaptive, "the worker group is deleted")
+        self._fleet.end_group(name)
+        while name in self._fleet.groups and self.status == Status.running:
+            if not self._fleet.group(name).ends:
+                raise CMLError(
+                    f"the worker group {name!r} of the cluster {self.name} stays: no other worker can take "
+                    "its data, or another manager scales it"
+                )
+            await self._carry_out()
+            if not any(self._fleet.group_of(key) == name for key in self._fleet.workers):
+                await self._record_keeper.remove_group(name)
+                self._leadership.forget_group(name)
+                await self._carry_out()
+                return
+            await asyncio.sleep(_GROUP_INTERVAL)
 
     # -- end
 

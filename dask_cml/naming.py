@@ -12,6 +12,9 @@ import re
 #: The group of the workers that are asked for without the name of a group.
 DEFAULT_GROUP = "default"
 
+#: What no other group is called: the scheduler's session ends with it.
+RESERVED = (DEFAULT_GROUP, "scheduler")
+
 _WORD = r"[A-Za-z][A-Za-z0-9_]*"
 GROUP_NAME = re.compile(rf"{_WORD}(?:-{_WORD})*", re.ASCII)
 _WORKER = re.compile(rf"-(?:({GROUP_NAME.pattern})-)?([0-9]{{1,9}})(?:-[0-9]{{1,9}})?", re.ASCII)
@@ -60,4 +63,6 @@ def read_name(cluster: str, name: str) -> tuple[str, int] | None:
     (('gpu', 3), ('default', 0), None)
     """
     match = _WORKER.fullmatch(name.removeprefix(cluster)) if name.startswith(cluster) else None
-    return None if match is None else (match[1] or DEFAULT_GROUP, int(match[2]))
+    if match is None or match[1] in RESERVED:
+        return None
+    return match[1] or DEFAULT_GROUP, int(match[2])

@@ -83,13 +83,22 @@ def _option(
     needs: tuple[str, ...] = (),
     recorded: bool = True,
     shown: bool = True,
+    grouped: bool = False,
+    derived: bool = False,
     **constants: Any,
 ) -> Any:
     """Declare an option: its check, the options that this gets, and whether other managers need it.
 
-    One that may hold secrets is not shown.
+    One that may hold secrets is not shown. A worker group may have values of its own of one that is grouped;
+    what is derived follows from what it needs, unless it is given.
     """
-    metadata = {"check": partial(check, **constants), "needs": needs, "recorded": recorded}
+    metadata = {
+        "check": partial(check, **constants),
+        "needs": needs,
+        "recorded": recorded,
+        "grouped": grouped,
+        "derived": derived,
+    }
     return field(repr=shown, metadata=metadata)
 
 
@@ -101,17 +110,25 @@ class Options:
     """
 
     n_workers: int = _option(checks.integer, least=0)
-    cpu: float = _option(checks.positive)
-    memory: float = _option(checks.gibibytes)
-    nvidia_gpu: int = _option(checks.integer, least=0)
-    worker_command: tuple[str, ...] = _option(checks.worker_command, needs=("nvidia_gpu",), shown=False)
-    processes: int = _option(checks.processes, needs=("nvidia_gpu", "worker_command"))
-    nthreads: int = _option(checks.threads, needs=("cpu", "processes"))
-    resources: Mapping[str, float] = _option(checks.resources, needs=("nvidia_gpu",))
-    worker_class: str | None = _option(checks.text_or_none)
-    worker_args: tuple[str, ...] = _option(checks.command_line, shown=False, own=_OWN_WORKER_ARGS)
+    cpu: float = _option(checks.positive, grouped=True)
+    memory: float = _option(checks.gibibytes, grouped=True)
+    nvidia_gpu: int = _option(checks.integer, grouped=True, least=0)
+    worker_command: tuple[str, ...] = _option(
+        checks.worker_command, needs=("nvidia_gpu",), shown=False, grouped=True
+    )
+    processes: int = _option(
+        checks.processes, needs=("nvidia_gpu", "worker_command"), grouped=True, derived=True
+    )
+    nthreads: int = _option(checks.threads, needs=("cpu", "processes"), grouped=True, derived=True)
+    resources: Mapping[str, float] = _option(
+        checks.resources, needs=("nvidia_gpu",), grouped=True, derived=True
+    )
+    worker_class: str | None = _option(checks.text_or_none, grouped=True)
+    worker_args: tuple[str, ...] = _option(
+        checks.command_line, shown=False, grouped=True, own=_OWN_WORKER_ARGS
+    )
     launch_options: Mapping[str, Any] = _option(
-        checks.launch_parameters, shown=False, own=_OWN_LAUNCH_OPTIONS
+        checks.launch_parameters, shown=False, grouped=True, own=_OWN_LAUNCH_OPTIONS
     )
     scheduler_cpu: float = _option(checks.positive)
     scheduler_memory: float = _option(checks.gibibytes)
@@ -120,7 +137,10 @@ class Options:
     scheduler_launch_options: Mapping[str, Any] = _option(
         checks.launch_parameters, shown=False, own=_OWN_SCHEDULER_LAUNCH_OPTIONS
     )
-    env: Mapping[str, str] = _option(checks.environment, shown=False)
+    env: Mapping[str, str] = _option(checks.environment, shown=False, grouped=True)
+    worker_groups: Mapping[str, Mapping[str, Any]] = _option(
+        checks.worker_groups, shown=False, recorded=False
+    )
     log_directory: str | None = _option(checks.folder_or_none)
     create_mode: str = _option(checks.choice, choices=CREATE_MODES, recorded=False)
     name: str = _option(checks.cluster_name, needs=("create_mode",), recorded=False)
@@ -164,7 +184,63 @@ class Options:
                 values[option.name] = setting(option.name.replace("_", "-"), check, **needed)
             else:
                 values[option.name] = check(option.name, given, **needed)
-        return cls(**values)
+        options = cls(**values)
+        options.groups()
+        return options
+
+    def groups(self) -> dict[str, Options]:
+        """Return the options of each worker group that the cluster begins with, the default one apart.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an option that is not allowed.
+        """
+        groups = {}
+        for name, given in self.worker_groups.items():
+            try:
+                groups[name] = self.of_group(given)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"in worker_groups[{name!r}]: {error}") from None
+        return groups
+
+    def of_group(self, given: Mapping[str, Any]) -> Options:
+        """Return the options of a worker group.
+
+        Parameters
+        ----------
+        given : mapping
+            Its own, by their names; None is not given. Its variables are added to the cluster's. Others are
+            as the cluster's. What follows from one that is given, such as threads from CPUs, follows anew.
+
+        Raises
+        ------
+        TypeError, ValueError
+            With the argument, its value and what is expected.
+        """
+        if unknown := [name for name in given if name not in GROUP_OPTIONS]:
+            expected = f"one of {', '.join(GROUP_OPTIONS)}"
+            raise ValueError(f"invalid option {unknown[0]} of a worker group: expected {expected}")
+        values: dict[str, Any] = {"n_workers": 0}
+        for option in fields(self):
+            if option.name not in GROUP_OPTIONS:
+                continue
+            name, check = option.name, option.metadata["check"]
+            own = getattr(self, name)
+            needed = {each: values[each] for each in option.metadata["needs"]}
+            changed = any(values[each] != getattr(self, each) for each in needed)
+            if given.get(name) is not None:
+                values[name] = check(name, given[name], **needed)
+            elif changed:
+                values[name] = check(name, None if option.metadata["derived"] else own, **needed)
+            elif name != "n_workers":
+                values[name] = own
+        return replace(self, **{**values, "env": {**self.env, **values["env"]}})
+
+    def group_arguments(self) -> dict[str, Any]:
+        """Return what :meth:`of_group` makes this group's options of again, as JSON can hold it."""
+        arguments = self.arguments()
+        return {name: arguments[name] for name in GROUP_OPTIONS if name != "n_workers"}
 
     def of_running(self, recorded: Mapping[str, Any], shutdown_on_close: bool) -> Options:
         """Return the options of a running cluster with those that each manager of it has for itself."""
@@ -202,6 +278,8 @@ class Options:
 
 #: Each is an argument of CMLCluster.
 OPTION_NAMES = tuple(option.name for option in fields(Options))
+#: Those that each worker group has, and may have other values of than the cluster.
+GROUP_OPTIONS = ("n_workers", *(option.name for option in fields(Options) if option.metadata["grouped"]))
 
 
 def setting(name: str, check: Callable[..., Any], *rest: Any, **needed: Any) -> Any:

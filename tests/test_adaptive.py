@@ -15,6 +15,7 @@ from dask_cml.manager.adaptive import stop_adapting
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.reconciler import Reconciler
 from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.options import Options
 
 
 class SchedulerComm:
@@ -41,7 +42,7 @@ class Cluster:
     def __init__(self, processes=1, planned=0, launched=None, arrived=None):
         self.options = SimpleNamespace(processes=processes, nthreads=processes)
         self.scheduler = SimpleNamespace(start_time=None)  # how long sessions take to start is not known
-        self._fleet = Fleet("mine", processes)
+        self._fleet = Fleet(Options.read(name="mine", processes=processes))
         self._fleet.resize(planned)
         keys = self._fleet.keys
         for key in keys[:launched]:
@@ -123,7 +124,7 @@ async def test_more_arguments_are_those_of_the_schedulers_choice():
 async def test_no_more_are_wanted_than_the_quota_granted_lately():
     cluster = Cluster(processes=2)
     cluster.scheduler_comm.wanted = 20
-    cluster._reconciler.affordable = lambda n: min(n, 3)
+    cluster._reconciler.backoffs.affordable = lambda n: min(n, 3)
     assert await adaptive(cluster).safe_target() == 3
     assert await adaptive(cluster, minimum=5).safe_target() == 3
 

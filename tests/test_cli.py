@@ -188,7 +188,7 @@ def test_adapt_ends_when_another_manager_scales_and_by_ctrl_c(platform, until):
             cluster.scale(2)
             assert process.wait(120) == 1
             assert "another manager scales it" in process.stderr.read()
-        until(lambda: len(cluster._arrived) == cluster._fleet.target == 2)
+        until(lambda: len(cluster._arrived) == cluster._fleet.group().target == 2)
         with started("adapt", "mine", 2, 2) as process:
             assert process.stdout.readline()
             process.send_signal(signal.SIGINT)

@@ -102,7 +102,7 @@ async def unstarted(platform):
 )
 async def test_scaling_by_memory_and_cores(unstarted, arguments, n):
     unstarted.scale(**arguments)
-    assert unstarted._fleet.target == len(unstarted.worker_spec) == n
+    assert unstarted._fleet.group().target == len(unstarted.worker_spec) == n
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ async def test_scaling_by_memory_and_cores(unstarted, arguments, n):
 async def test_bad_arguments_of_scale_change_nothing(unstarted, arguments, error, words):
     with pytest.raises(error, match=words):
         unstarted.scale(**arguments)
-    assert unstarted._fleet.target == 0
+    assert unstarted._fleet.group().target == 0
     assert unstarted.worker_spec == {}
 
 

@@ -49,10 +49,10 @@ async def test_connecting_does_not_scale_the_cluster(platform, holds):
             n_workers=3, cpu=2, processes=2, create_mode="create-or-connect", quiet=True
         ) as again:
             await again._carry_out()
-            assert again._fleet.target == 1
+            assert again._fleet.group().target == 1
             assert again._arrived == first._arrived == {"lab-0"}
             assert not again._leadership.leads
-        assert first._fleet.target == 1
+        assert first._fleet.group().target == 1
         assert len(platform.list_workers()) == 2
 
 

@@ -302,7 +302,7 @@ async def test_an_outage_is_told_when_it_begins_and_when_it_ends(platform, holds
         await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions})
         await holds(lambda: len(lines()) == 2)
         assert lines()[1].endswith("is looked after again")
-        assert not cluster._reconciler.backoff.gave_up
+        assert not cluster._reconciler.backoffs.of().gave_up
     assert "Traceback" not in caplog.text
 
 
@@ -328,7 +328,7 @@ async def test_too_many_failures_in_a_row_end_the_trying_until_scale(platform, h
     async with cluster:
         platform.inject("fails", times=2)
         cluster.scale(1)
-        await holds(lambda: cluster._reconciler.backoff.gave_up)
+        await holds(lambda: cluster._reconciler.backoffs.of().gave_up)
         assert "no new workers after 2 failures in a row" in told(cluster)
         assert "no new workers after 2 failures" in repr(cluster)
         cluster.scale(1)
@@ -350,6 +350,6 @@ async def test_a_quota_met_by_a_hundred_launches_is_not_asked_for_each(platform,
         platform.configure(quota={"sessions": 3})
         cluster.scale(100)
         await holds(lambda: complete(cluster, 2))
-        assert cluster._fleet.target == 2
+        assert cluster._fleet.group().target == 2
         assert len(launches) <= 3 + dask.config.get("cml.api.threads")
         assert told(cluster).count("2 of 100 workers granted") == 1

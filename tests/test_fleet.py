@@ -9,13 +9,18 @@ import pytest
 
 from dask_cml.errors import CMLError
 from dask_cml.manager.fleet import Fleet
+from dask_cml.options import Options
+
+
+def new(processes: int = 1) -> Fleet[str]:
+    return Fleet(Options.read(name="mine", processes=processes))
 
 
 def of(n: int, processes: int = 1) -> Fleet[str]:
     """Return a fleet that is asked for `n` sessions, which the other managers know."""
-    fleet: Fleet[str] = Fleet("mine", processes)
+    fleet = new(processes)
     fleet.resize(n)
-    fleet.take_claim()
+    fleet.take_claims()
     return fleet
 
 
@@ -26,7 +31,7 @@ def launched(fleet: Fleet[str], n: int) -> None:
 
 
 def test_the_last_of_many_threads_wins():
-    fleet: Fleet[str] = Fleet("mine")
+    fleet = new()
 
     def scale(seed: int) -> None:
         luck = random.Random(seed)
@@ -41,7 +46,7 @@ def test_the_last_of_many_threads_wins():
         thread.join()
     fleet.resize(2)
     fleet.trim(fleet.keys[::-1])
-    assert (fleet.target, len(fleet.keys)) == (2, 2)
+    assert (fleet.group().target, len(fleet.keys)) == (2, 2)
 
 
 def test_keys_are_never_used_twice():
@@ -52,26 +57,26 @@ def test_keys_are_never_used_twice():
 
 def test_a_refusal_lowers_the_target_to_what_was_granted():
     fleet = of(8)
-    wish, missing = fleet.wish, fleet.missing
+    wish, missing = fleet.group().wishes, fleet.missing
     launched(fleet, 5)
     assert fleet.refuse(missing, wish) == (5, 8)
-    assert (fleet.target, len(fleet.keys)) == (5, 5)
+    assert (fleet.group().target, len(fleet.keys)) == (5, 5)
 
 
 def test_a_refusal_leaves_a_smaller_wish_as_it_is():
     fleet = of(8)
-    wish, missing = fleet.wish, fleet.missing
+    wish, missing = fleet.group().wishes, fleet.missing
     launched(fleet, 5)
     fleet.resize(1)
     assert fleet.refuse(missing, wish) is None
-    assert fleet.target == 1
+    assert fleet.group().target == 1
     fleet.trim(fleet.keys[::-1])
     assert len(fleet.keys) == 1
 
 
 def test_a_refusal_of_an_older_wish_does_not_lower_a_new_one():
     fleet = of(8)
-    wish, missing = fleet.wish, fleet.missing
+    wish, missing = fleet.group().wishes, fleet.missing
     launched(fleet, 5)
     fleet.resize(8)
     assert fleet.refuse(missing, wish) is None
@@ -79,36 +84,36 @@ def test_a_refusal_of_an_older_wish_does_not_lower_a_new_one():
 
 
 def test_adaptive_scaling_that_has_ended_has_no_say():
-    fleet: Fleet[str] = Fleet("mine")
+    fleet = new()
     adaptive = object()
     fleet.drive(adaptive)
     assert fleet.resize(3, adaptive)
     fleet.resize(0)
     assert not fleet.resize(3, adaptive)
     assert not fleet.remove(["mine-0"], adaptive)
-    assert fleet.target == 0
+    assert fleet.group().target == 0
 
 
 def test_another_manager_is_not_followed_while_a_wish_is_untold():
-    fleet: Fleet[str] = Fleet("mine")
+    fleet = new()
     fleet.resize(5)
     assert not fleet.follow(1)
     assert not fleet.follow(1, ["mine-0"])
-    assert (fleet.target, len(fleet.keys)) == (5, 5)
-    assert fleet.take_claim() == 5
-    assert fleet.take_claim() is None
+    assert (fleet.group().target, len(fleet.keys)) == (5, 5)
+    assert fleet.take_claims() == {"default": 5}
+    assert fleet.take_claims() == {}
     assert fleet.follow(1, ["other-0"])
-    assert (fleet.target, fleet.keys) == (1, ["other-0"])
+    assert (fleet.group().target, fleet.keys) == (1, ["other-0"])
 
 
 def test_a_claim_that_could_not_be_told_is_told_with_the_newest_target():
-    fleet: Fleet[str] = Fleet("mine")
+    fleet = new()
     fleet.resize(5)
-    fleet.take_claim()
+    fleet.take_claims()
     fleet.resize(4)
-    fleet.claim()
-    assert fleet.take_claim() == 4
-    assert fleet.take_claim() is None
+    fleet.claim(["default"])
+    assert fleet.take_claims() == {"default": 4}
+    assert fleet.take_claims() == {}
 
 
 def test_only_what_is_too_many_is_trimmed():
@@ -138,10 +143,10 @@ def test_a_lost_session_is_not_replaced_while_there_are_too_many():
 def test_what_is_removed_lowers_the_target():
     fleet = of(3)
     fleet.remove(["mine-1", "unknown"])
-    assert (fleet.target, fleet.keys) == (2, ["mine-0", "mine-2"])
+    assert (fleet.group().target, fleet.keys) == (2, ["mine-0", "mine-2"])
     fleet.resize(1)  # one of the two is still to be picked
     fleet.remove(["mine-0"])
-    assert (fleet.target, fleet.keys) == (1, ["mine-2"])
+    assert (fleet.group().target, fleet.keys) == (1, ["mine-2"])
 
 
 def test_a_session_that_keeps_its_data_raises_the_target():
@@ -151,11 +156,11 @@ def test_a_session_that_keeps_its_data_raises_the_target():
     fleet.trim(["mine-0"])
     assert fleet.unwanted_workers == {"mine-0": "session of mine-0"}
     fleet.keep("mine-0")
-    assert (fleet.target, fleet.keys, fleet.unwanted_workers) == (1, ["mine-0"], {})
+    assert (fleet.group().target, fleet.keys, fleet.unwanted_workers) == (1, ["mine-0"], {})
 
 
 def test_attached_sessions_keep_their_names_for_themselves():
-    fleet: Fleet[str] = Fleet("mine")
+    fleet = new()
     fleet.attach("mine-7", "session")
     fleet.resize(2)
     assert fleet.keys == ["mine-7", "mine-8"]

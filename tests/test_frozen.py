@@ -63,9 +63,12 @@ async def test_a_frozen_worker_that_is_retired_holds_up_nobody(platform, holds, 
         # Another manager, which knows nothing of it, counts its session as any other.
         async with CMLCluster.from_name(cluster.name, quiet=True, asynchronous=True) as other:
             await other.scale(3)
-            await holds(lambda: other._fleet.target == 3 and other._leadership.leads)
+            await holds(lambda: other._fleet.group().target == 3 and other._leadership.leads)
         await holds(
-            lambda: frozen not in cluster.worker_spec and len(cluster._arrived) == cluster._fleet.target == 3
+            lambda: (
+                frozen not in cluster.worker_spec
+                and len(cluster._arrived) == cluster._fleet.group().target == 3
+            )
         )
         assert frozen in cluster.workers
         assert session_of(cluster, frozen) in live(platform)

@@ -244,7 +244,10 @@ async def test_discovery_yields_what_answers(platform):
 async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(platform, holds):
     def settled(n):
         return all(
-            len(manager.workers) == len(manager.scheduler_info["workers"]) == manager._fleet.target == n
+            len(manager.workers)
+            == len(manager.scheduler_info["workers"])
+            == manager._fleet.group().target
+            == n
             for manager in (maker, other)
         )
 
@@ -388,7 +391,9 @@ async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_lea
             await asyncio.to_thread(platform.end_engine, "second")
             assert await second.wait() == -signal.SIGKILL
             await holds(
-                lambda: maker._leadership.leads and len(maker._arrived) == 3 and maker._fleet.target == 3
+                lambda: (
+                    maker._leadership.leads and len(maker._arrived) == 3 and maker._fleet.group().target == 3
+                )
             )
             await holds(lambda: owners(maker) == ["first"] * 4)
             assert {each["id"] for each in live(platform)} == {each.id for each in maker.sessions}
@@ -410,7 +415,7 @@ async def test_what_a_manager_asks_for_just_before_it_leaves_is_there_and_in_oth
 async def test_who_scales_after_another_manager_adapts_ends_the_adapting(platform, holds):
     async with make(name="shared") as maker, rebuild("shared") as other:
         maker.adapt(minimum=0, maximum=3)
-        await holds(lambda: not maker._fleet.claim_pending)
+        await holds(lambda: not maker._fleet.group().claim_pending)
         other.scale(1)
         await holds(lambda: other._leadership.leads and not maker._leadership.leads)
         await holds(lambda: len(maker._arrived) == len(other._arrived) == 1)
@@ -420,10 +425,10 @@ async def test_who_scales_after_another_manager_adapts_ends_the_adapting(platfor
 async def test_who_scales_and_leaves_at_once_ends_the_adapting(platform, holds):
     async with make(name="shared") as maker:
         maker.adapt(minimum=0, maximum=3)
-        await holds(lambda: not maker._fleet.claim_pending)
+        await holds(lambda: not maker._fleet.group().claim_pending)
         async with rebuild("shared") as other:
             other.scale(1)
-        await holds(lambda: maker._fleet.target == 1 and maker._adaptive.periodic_callback is None)
+        await holds(lambda: maker._fleet.group().target == 1 and maker._adaptive.periodic_callback is None)
         await holds(lambda: len(maker._arrived) == len(live(platform)) - 1 == 1)
 
 
@@ -435,7 +440,7 @@ async def test_the_next_manager_leads_when_the_leader_goes(platform, holds):
         await holds(lambda: len(other._arrived) == 2)
         await other.leave()
         await holds(lambda: maker._leadership.leads)
-        await holds(lambda: len(maker.workers) == maker._fleet.target == 2)
+        await holds(lambda: len(maker.workers) == maker._fleet.group().target == 2)
 
 
 def test_the_record_holds_every_session_and_is_its_owners_only(platform, until):

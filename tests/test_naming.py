@@ -29,7 +29,19 @@ def test_no_two_sessions_share_a_name():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "mine", "mine-", "mine-gpu", "mine-scheduler", "other-0", "mine-0-1-2", "mine--0"]
+    "name",
+    [
+        "",
+        "mine",
+        "mine-",
+        "mine-gpu",
+        "mine-scheduler",
+        "other-0",
+        "mine-0-1-2",
+        "mine--0",
+        "mine-scheduler-0",
+        "mine-default-0",
+    ],
 )
 def test_other_names_are_those_of_no_session(name):
     assert read_name("mine", name) is None

@@ -48,6 +48,12 @@ EXAMPLES = {
     "scheduler_args": (["--no-show"], '["--no-show"]', "scheduler_args", ("--no-show",)),
     "worker_class": ("my.Worker", "my.Worker", "worker_class", "my.Worker"),
     "resources": ({"FPGA": 1}, '{"FPGA": 1}', "resources", {"FPGA": 1}),
+    "worker_groups": (
+        {"gpu": {"nvidia_gpu": 1}},
+        '{"gpu": {"nvidia_gpu": 1}}',
+        "worker_groups",
+        {"gpu": {"nvidia_gpu": 1}},
+    ),
     "worker_command": (["my-worker"], '["my-worker"]', "worker_command", ("my-worker",)),
     "launch_options": ({"kernel": "r"}, '{"kernel": "r"}', "launch_options", {"kernel": "r"}),
     "scheduler_launch_options": (

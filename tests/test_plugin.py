@@ -387,7 +387,7 @@ async def test_heartbeat_that_no_manager_sends_changes_nothing(message):
 async def test_sync_that_no_manager_sends_leaves_the_managers_able_to_work():
     async with scheduler() as running, rpc(running.address) as asked:
         await asked.cml_manager_heartbeat(**HERE)
-        before = await asked.cml_sync(manager="m1", wanted=2)
+        before = await asked.cml_sync(manager="m1", wanted={"default": 2})
         for message in {"wanted": "many"}, {"launched": {"other": ["x"]}}, {"gone": 3}:
             with pytest.raises(ValueError, match=r"invalid .*: expected"):
                 await asked.cml_sync(manager="m1", **message)

@@ -369,7 +369,7 @@ class Episode:
             # A worker whose data no other could take stays, and the cluster wants one more from then on.
             logs = self.cluster._cluster_manager_logs[told:]
             stays = any("stays: no other worker" in line for _, line in logs)
-            return self.has(n) or (stays and self.has(self.cluster._fleet.target))
+            return self.has(n) or (stays and self.has(self.cluster._fleet.group().target))
 
         await eventually(lambda: self.cluster.status == Status.closed or settled(), PATIENCE)
         if self.cluster.status == Status.closed:

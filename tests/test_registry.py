@@ -52,7 +52,7 @@ def state(tmp_path):
     return tmp_path / "state"
 
 
-FILES = [ENDED_FOLDER, RECORD_FILE, SESSIONS_FOLDER]
+FILES = [ENDED_FOLDER, "groups", RECORD_FILE, SESSIONS_FOLDER]
 
 
 LAUNCHED = 1790000000
@@ -746,8 +746,10 @@ def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monke
         count(name, getattr(os, name))
     assert len(read("a", state).sessions) == 1000
     monkeypatch.undo()
-    assert calls.count("listdir") + calls.count("scandir") == 2  # the cluster's folder and the sessions'
-    assert len(calls) < 20
+    assert (
+        calls.count("listdir") + calls.count("scandir") == 3
+    )  # the cluster's folder, the sessions' and the groups'
+    assert len(calls) < 25
     assert len(os.listdir(folder / SESSIONS_FOLDER)) == 1000
 
 

@@ -39,7 +39,7 @@ def test_a_folder_that_is_gone_has_no_logs(tmp_path):
 
 def test_workers_are_chosen_by_the_names_of_sessions_and_of_dask_workers(tmp_path, write):
     write("mine-0", "")
-    logs = SessionLogs("mine", tmp_path, processes=2)
+    logs = SessionLogs("mine", tmp_path, processes={"default": 2})
     workers = ["scheduler", "mine-1", "mine-0-1", "mine-0", "Scheduler"]
     assert logs.choose(workers, ["mine-1"]) == ["Scheduler", "mine-1", "mine-0"]
     assert logs.choose([]) == []

@@ -16,20 +16,46 @@ def state(here):
 
 
 def test_the_first_manager_leads(state):
-    expected = {"leader": "a", "asked": "a", "wanted": 2, "sessions": {"w0": "sess0"}, "owners": {}}
-    assert state.sync("a", wanted=2, launched={"w0": "sess0"}) == expected
+    expected = {
+        "leader": "a",
+        "asked": {"default": "a"},
+        "wanted": {"default": 2},
+        "sessions": {"w0": "sess0"},
+        "owners": {},
+    }
+    assert state.sync("a", wanted={"default": 2}, launched={"w0": "sess0"}) == expected
     assert state.sync("b")["leader"] == "a"
 
 
 def test_who_scales_leads(state):
-    state.sync("a", wanted=2)
-    state.sync("b", wanted=5)
-    assert state.sync("a") == {"leader": "b", "asked": "b", "wanted": 5, "sessions": {}, "owners": {}}
+    state.sync("a", wanted={"default": 2})
+    state.sync("b", wanted={"default": 5})
+    assert state.sync("a") == {
+        "leader": "b",
+        "asked": {"default": "b"},
+        "wanted": {"default": 5},
+        "sessions": {},
+        "owners": {},
+    }
+
+
+def test_each_group_has_the_number_that_was_asked_for_last(state):
+    state.sync("a", wanted={"default": 2, "gpu": 1})
+    told = state.sync("b", wanted={"gpu": 4})
+    assert told["wanted"] == {"default": 2, "gpu": 4}
+    assert told["asked"] == {"default": "a", "gpu": "b"}
+    assert told["leader"] == "b"
+
+
+def test_a_group_that_is_gone_is_forgotten(state):
+    state.sync("a", wanted={"default": 2, "gpu": 1})
+    told = state.sync("b", wanted={"gpu": None})
+    assert (told["wanted"], told["asked"]) == ({"default": 2}, {"default": "a"})
 
 
 def test_sessions_of_all_managers_are_kept(state):
-    state.sync("a", wanted=2, launched={"w0": "sess0"})
-    state.sync("b", wanted=1, gone=["w0"])
+    state.sync("a", wanted={"default": 2}, launched={"w0": "sess0"})
+    state.sync("b", wanted={"default": 1}, gone=["w0"])
     assert state.sync("a", launched={"w1": "sess1"})["sessions"] == {"w1": "sess1"}
 
 
@@ -40,14 +66,20 @@ def test_the_owner_of_a_session_is_known_as_long_as_the_session(state):
 
 
 def test_a_follower_takes_over_from_a_leader_that_is_gone(state, here):
-    state.sync("a", wanted=2)
+    state.sync("a", wanted={"default": 2})
     assert state.sync("b")["leader"] == "a"
     here.remove("a")
-    assert state.sync("b") == {"leader": "b", "asked": "a", "wanted": 2, "sessions": {}, "owners": {}}
+    assert state.sync("b") == {
+        "leader": "b",
+        "asked": {"default": "a"},
+        "wanted": {"default": 2},
+        "sessions": {},
+        "owners": {},
+    }
 
 
 def test_a_leader_that_was_away_follows_when_it_comes_back(state, here):
-    state.sync("a", wanted=2)
+    state.sync("a", wanted={"default": 2})
     here.remove("a")
     state.sync("b")
     here.add("a")
@@ -61,9 +93,15 @@ def test_a_leader_that_was_away_follows_when_it_comes_back(state, here):
         (3, {}),
         ("", {}),
         ("b", {"wanted": "many"}),
-        ("b", {"wanted": -1}),
-        ("b", {"wanted": True}),
-        ("b", {"wanted": 10**9}),
+        ("b", {"wanted": 5}),
+        ("b", {"wanted": {"default": -1}}),
+        ("b", {"wanted": {"default": True}}),
+        ("b", {"wanted": {"default": 10**9}}),
+        ("b", {"wanted": {"default": None}}),
+        ("b", {"wanted": {"": 1}}),
+        ("b", {"wanted": {"0": 1}}),
+        ("b", {"wanted": {3: 1}}),
+        ("b", {"wanted": {f"g{i}": 1 for i in range(2000)}}),
         ("b", {"launched": ["w1"]}),
         ("b", {"launched": {"w1": ""}}),
         ("b", {"owners": ["w1"]}),
@@ -77,7 +115,7 @@ def test_a_leader_that_was_away_follows_when_it_comes_back(state, here):
     ],
 )
 def test_what_no_manager_sends_changes_nothing(state, manager, message):
-    before = state.sync("a", wanted=2, launched={"w0": "sess0"})
+    before = state.sync("a", wanted={"default": 2}, launched={"w0": "sess0"})
     with pytest.raises(ValueError, match=r"invalid .*: expected"):
-        state.sync(manager, **{"wanted": 5, "gone": ["w0"], **message})
+        state.sync(manager, **{"wanted": {"default": 5}, "gone": ["w0"], **message})
     assert state.sync("a") == before

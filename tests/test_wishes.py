@@ -79,7 +79,7 @@ async def test_the_last_wish_counts(simulated, wish):
     await wish(mine, simulated.platform)
     await eventually(lambda: has(mine, 2))
     await mine._carry_out()
-    assert (mine._fleet.target, len(mine._fleet.keys)) == (2, 2)
+    assert (mine._fleet.group().target, len(mine._fleet.keys)) == (2, 2)
     await eventually(lambda: has(mine, 2))
 
 
@@ -94,7 +94,7 @@ async def test_scale_ends_adapting_that_is_under_way(simulated):
     with contextlib.suppress(AttributeError):  # as one that was stopped may still do once
         await adaptive.scale_up(3)
     await eventually(lambda: has(mine, 0))
-    assert mine._fleet.target == 0
+    assert mine._fleet.group().target == 0
 
 
 async def test_what_is_not_wanted_any_more_is_no_failure(simulated):

@@ -6,7 +6,7 @@ import signal
 
 import click
 
-from dask_cml.cli import change, create, show
+from dask_cml.cli import change, create, group, show
 
 # Dask imports this with every one of its commands, so what takes long to import is imported where it is used.
 
@@ -27,6 +27,7 @@ for _command in (
     show.info,
     change.scale,
     change.adapt,
+    group.group,
     show.logs,
     change.delete,
     change.prune,

@@ -14,6 +14,7 @@ from dask_cml.cli.console import (
     INTERVAL,
     complete_names,
     first_line_of,
+    in_group,
     in_one_line,
     n_workers,
     progress,
@@ -27,38 +28,44 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("name", shell_complete=complete_names)
 @click.argument("n", type=click.IntRange(min=0))
+@in_group
 @click.option(
     "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Seconds to wait."
 )
 @in_one_line
-def scale(name: str, n: int, timeout: float) -> None:
-    """Have N worker sessions, and wait until they are there."""
-    with _rebuilt(name) as cluster:
-        cluster.scale(n)
-        with progress(lambda: _here(cluster, n)):
-            _wait_for_scale(cluster, n, time.monotonic() + timeout)
-    click.echo(f"{name} has {n_workers(n)}")
+def scale(name: str, n: int, group: str, timeout: float) -> None:
+    """Scale to N worker sessions and wait for them."""
+    with rebuilt(name) as cluster:
+        cluster.scale(n, worker_group=group)
+        with progress(lambda: here(cluster, n, group)):
+            wait_for_scale(cluster, n, group, time.monotonic() + timeout)
+    click.echo(f"{name} has {n_workers(n, group)}")
 
 
 @click.command()
 @click.argument("name", shell_complete=complete_names)
 @click.argument("minimum", type=click.IntRange(min=0))
 @click.argument("maximum", type=click.IntRange(min=0))
+@in_group
 @in_one_line
-def adapt(name: str, minimum: int, maximum: int) -> None:
+def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
     """Scale with the work for as long as this command runs; end it with Ctrl-C."""
     from dask_cml.errors import CMLError
 
-    with _rebuilt(name) as cluster:
+    def target() -> int:
+        return cluster._fleet.group(group).target
+
+    with rebuilt(name) as cluster:
         try:
-            cluster.adapt(minimum=minimum, maximum=maximum)
+            cluster.adapt(minimum=minimum, maximum=maximum, worker_group=group)
             cluster.sync(cluster._carry_out)
-            click.echo(f"{name} adapts between {minimum} and {n_workers(maximum)} while this command runs.")
-            with progress(lambda: _here(cluster, cluster._fleet.target)):
-                while cluster.status.name == "running" and cluster._leadership.leads:
+            bounds = f"{minimum} and {n_workers(maximum, group)}"
+            click.echo(f"{name} adapts between {bounds} while this command runs.")
+            with progress(lambda: here(cluster, target(), group)):
+                while cluster.status.name == "running" and cluster._fleet.group(group).driver is not None:
                     time.sleep(INTERVAL)
         except KeyboardInterrupt:
-            click.echo(f"{name} keeps {n_workers(cluster._fleet.target)} and does not adapt any more.")
+            click.echo(f"{name} keeps {n_workers(target(), group)} and does not adapt any more.")
             return
         if cluster.status.name == "running":
             raise CMLError(f"{name} does not adapt any more: another manager scales it")
@@ -66,7 +73,7 @@ def adapt(name: str, minimum: int, maximum: int) -> None:
 
 
 @contextmanager
-def _rebuilt(name: str) -> Iterator[CMLCluster]:
+def rebuilt(name: str) -> Iterator[CMLCluster]:
     """Give the manager of a cluster for a while."""
     from dask_cml.cluster import CMLCluster
 
@@ -77,33 +84,41 @@ def _rebuilt(name: str) -> Iterator[CMLCluster]:
         cluster.leave()
 
 
-def _here(cluster: CMLCluster, n: int) -> str:
+def here(cluster: CMLCluster, n: int, group: str) -> str:
     """Return how many of n workers have come, and how many sessions wait for room."""
     from dask_cml.manager.waiting import waiting_workers
 
-    words = waiting_workers(cluster._fleet.waits.values())
-    return f"{len(cluster._arrived)} of {n_workers(n)} here" + f", {words}" * bool(words)
+    waits = [waited for key, waited in cluster._fleet.waits.items() if cluster._fleet.group_of(key) == group]
+    words = waiting_workers(waits)
+    return f"{_n_arrived(cluster, group)} of {n_workers(n, group)} here" + f", {words}" * bool(words)
 
 
-def _wait_for_scale(cluster: CMLCluster, n: int, deadline: float) -> None:
+def _n_arrived(cluster: CMLCluster, group: str) -> int:
+    return len(cluster._arrived & cluster._fleet.group(group).keys.keys())
+
+
+def wait_for_scale(cluster: CMLCluster, n: int, group: str, deadline: float) -> None:
+    """Wait until a worker group has n workers and no others, and this manager has told that it was asked."""
     from dask_cml.errors import CMLError
+
+    def is_done() -> bool:
+        sessions = [key for key in cluster.workers if cluster._fleet.group_of(key) == group]
+        return cluster._leadership.leads and _n_arrived(cluster, group) == len(sessions) == n
 
     # What is there may be as many as are wanted, but other managers must hear of it.
     cluster.sync(cluster._carry_out)
-    while not (cluster._leadership.leads and len(cluster._arrived) == len(cluster.workers) == n):
+    while not is_done():
         problem = cluster._reconciler.problem
         if cluster.status.name != "running":
             raise CMLError(f"{cluster.name} has ended: {problem or 'another process has deleted it'}")
-        if cluster._fleet.target != n:
+        if (target := cluster._fleet.group(group).target) != n:
             other = "" if cluster._leadership.leads else "another manager scales it: "
-            raise CMLError(
-                f"{cluster.name} has {problem or f'{other}{n_workers(cluster._fleet.target)} wanted'}"
-            )
-        if cluster._reconciler.backoff.gave_up:
+            raise CMLError(f"{cluster.name} has {problem or f'{other}{n_workers(target, group)} wanted'}")
+        if cluster._reconciler.backoffs.of(group).gave_up:
             raise CMLError(f"{cluster.name} launches {problem}")
         if time.monotonic() > deadline:
             why = f": {problem}" if problem else ""
-            raise CMLError(f"{cluster.name} has {_here(cluster, n)}, and the time is up{why}")
+            raise CMLError(f"{cluster.name} has {here(cluster, n, group)}, and the time is up{why}")
         time.sleep(INTERVAL)
 
 

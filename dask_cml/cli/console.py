@@ -6,14 +6,17 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
+from dask_cml.naming import DEFAULT_GROUP
+
 #: Seconds between two looks at what a command waits for.
 INTERVAL = 0.2
+_WIDEST = 10_000
 _INTERRUPTED = 130  # as shells say it
 
 
@@ -23,6 +26,29 @@ def complete_names(context: click.Context, parameter: click.Parameter, incomplet
 
     given = context.params.get(str(parameter.name)) or ()
     return [r.name for r in store.records() if r.name.startswith(incomplete) and r.name not in given]
+
+
+def complete_groups(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a worker group of the cluster that is named before."""
+    from dask_cml.errors import NoSuchCluster
+    from dask_cml.records import store
+
+    try:
+        record = store.read(context.params.get("name") or "")
+    except NoSuchCluster:
+        return []
+    return [group for group in (DEFAULT_GROUP, *record.groups) if group.startswith(incomplete)]
+
+
+#: The option by which a command applies to one worker group.
+in_group = click.option(
+    "--group",
+    default=DEFAULT_GROUP,
+    show_default=True,
+    metavar="GROUP",
+    help="Worker group.",
+    shell_complete=complete_groups,
+)
 
 
 def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,9 +86,9 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(coroutine)
 
 
-def n_workers(n: int) -> str:
-    """Return a number of workers with its noun."""
-    return f"{n} worker{'s' * (n != 1)}"
+def n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
+    """Return a number of workers with its noun, and their group unless it is the default one."""
+    return f"{n} worker{'s' * (n != 1)}" + f" in the group {group}" * (group != DEFAULT_GROUP)
 
 
 @contextmanager
@@ -88,3 +114,24 @@ def progress(state: Callable[[], str]) -> Iterator[None]:
         over.set()
         thread.join()
         click.echo("\r\x1b[2K", err=True, nl=False)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, with rich where it is installed and somebody looks."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError:
+            pass
+        else:
+            table = Table(*columns, box=None, pad_edge=False)
+            for row in rows:
+                table.add_row(*map(Text, row))
+            # A name or a link that is cut to the terminal's width is of no use.
+            Console(width=_WIDEST).print(table, soft_wrap=True)
+            return
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in [columns, *rows]:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -19,26 +19,39 @@ _NEVER = "never"
 _NO_OPTIONS = ("create-mode", "shutdown-on-close", "orphan-timeout", "forward-dashboard")
 
 
-class _CreateCommand(click.Command):
-    """A command with one option for each option of a cluster, as the schema of the configuration has them."""
+class OptionsCommand(click.Command):
+    """A command with one option for each option of a cluster, as the schema of the configuration has them.
+
+    Parameters
+    ----------
+    method : str
+        The method of CMLCluster whose arguments these are.
+    """
+
+    def __init__(self, *args: Any, method: str = "__init__", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._method = method
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        return [*super().get_params(ctx), *_cluster_options()]
+        """Return the command's own parameters and those of the method."""
+        return [*super().get_params(ctx), *_cluster_options(self._method)]
 
 
 @functools.cache
-def _cluster_options() -> list[click.Parameter]:
+def _cluster_options(method: str) -> list[click.Parameter]:
     import inspect
 
     import yaml
 
     from dask_cml.cluster import CMLCluster
 
-    arguments = inspect.signature(CMLCluster).parameters
+    arguments = inspect.signature(getattr(CMLCluster, method)).parameters
     schema = yaml.safe_load(Path(__file__).parents[1].joinpath("cml-schema.yaml").read_text())
     options: list[click.Parameter] = []
     for key, about in schema["properties"]["cml"]["properties"].items():
         if key.replace("-", "_") not in arguments or key in _NO_OPTIONS:
+            continue
+        if key == "name" and method != "__init__":  # of a cluster
             continue
         types = about.get("type", "string")
         types = [types] if isinstance(types, str) else types
@@ -87,7 +100,7 @@ def _number_or_text(value: str) -> Any:
         return value
 
 
-@click.command(cls=_CreateCommand)
+@click.command(cls=OptionsCommand)
 @click.argument("spec", required=False, type=click.Path(exists=True, dir_okay=False))
 @in_one_line
 def create(spec: str | None, **options: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_cml.cli.console import complete_names, in_one_line, run
+from dask_cml.cli.console import complete_names, in_one_line, print_table, run
 
 if TYPE_CHECKING:
     from dask_cml.records.record import Record
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 #: Every log is opened at each look, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
-_WIDEST = 10_000
 _PATIENCE = 5.0
 
 
@@ -34,7 +33,7 @@ def list_clusters(as_json: bool) -> None:
         click.echo(json.dumps(rows, indent=2))
         return
     columns = ["name", "address", "status", "workers", "threads", "memory", "age", "dashboard"]
-    _print_table(columns, [_cells(columns, row) for row in rows])
+    print_table(columns, [_cells(columns, row) for row in rows])
 
 
 def _cells(columns: Sequence[str], row: dict[str, Any]) -> list[str]:
@@ -61,26 +60,6 @@ def _shown(column: str, value: Any) -> str:
     if column == "memory":
         return format_bytes(value)
     return span(value) if column == "age" else str(value)
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-            from rich.text import Text
-        except ImportError:
-            pass
-        else:
-            table = Table(*columns, box=None, pad_edge=False)
-            for row in rows:
-                table.add_row(*map(Text, row))
-            # A name or a link that is cut to the terminal's width is of no use.
-            Console(width=_WIDEST).print(table, soft_wrap=True)
-            return
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    for row in [columns, *rows]:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 @click.command()
@@ -127,13 +106,15 @@ def info(name: str, as_json: bool) -> None:
 
 
 def _session_logs(name: str) -> tuple[SessionLogs, Record]:
+    from dask_cml.naming import DEFAULT_GROUP
     from dask_cml.options import state_directory
     from dask_cml.records import store
     from dask_cml.sessions.session_logs import SessionLogs
 
     record = store.read(name)
-    log_directory, processes = record.options.get("log_directory"), record.options.get("processes") or 1
-    return SessionLogs(name, state_directory() / name, log_directory, processes), record
+    groups = {DEFAULT_GROUP: record.options, **record.groups}
+    processes = {group: options.get("processes") or 1 for group, options in groups.items()}
+    return SessionLogs(name, state_directory() / name, record.options.get("log_directory"), processes), record
 
 
 def _sessions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:

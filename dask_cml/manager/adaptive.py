@@ -123,7 +123,7 @@ class CMLAdaptive(Adaptive):
             # Dask's Adaptive before 2024.11 stops for good at an OSError.
             logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
             return len(self.plan)
-        return self.cluster._reconciler.affordable(target)
+        return self.cluster._reconciler.backoffs.affordable(target)
 
     async def _sessions_to_finish_in(self, duration: float) -> int:
         n: int = await self.scheduler.adaptive_target(target_duration=duration)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
 from dask_cml.checks import integer, seconds
+from dask_cml.manager.fleet import Fleet
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 class Backoff:
-    """Count failures in a row and remember what the platform granted.
+    """Count failures in a row of one worker group, and remember what the platform granted to it.
 
     Parameters
     ----------
     name : str
-        The cluster's name.
+        The cluster's name, or that of the group in it.
     log : callable
         Gets each line for the user.
 
@@ -77,10 +80,6 @@ class Backoff:
             self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
             self._log(f"The cluster launches {self._failure}. scale() makes it try again.")
 
-    def ended(self, reason: str) -> None:
-        """Note why the cluster ends."""
-        self._failure = reason
-
     def refused(self, granted: int, asked: int, reason: str) -> None:
         """Note that the platform granted only some of the sessions that were asked for."""
         known = self._ceiling is not None and self._ceiling[0] == granted
@@ -115,3 +114,47 @@ class Backoff:
             return n
         granted, since = self._ceiling
         return min(n, granted + (time.monotonic() - since > self._quota_pause))
+
+
+class Backoffs:
+    """The backoff of each worker group: what fails or is refused in one is tried in the others.
+
+    Parameters
+    ----------
+    fleet : Fleet
+        The cluster's workers.
+    log : callable
+        Gets each line for the user.
+    """
+
+    def __init__(self, fleet: Fleet[Any], log: Callable[[str], None]) -> None:
+        self._fleet = fleet
+        self._log = log
+        self._backoffs: dict[str, Backoff] = {}
+        self.of()  # a setting that is not allowed is found now
+
+    def of(self, group: str = DEFAULT_GROUP) -> Backoff:
+        """Return what is known of a group."""
+        if group not in self._backoffs:
+            name = self._fleet.name if group == DEFAULT_GROUP else f"{self._fleet.name}-{group}"
+            self._backoffs[group] = Backoff(name, self._log)
+        return self._backoffs[group]
+
+    def _all(self) -> list[Backoff]:
+        return [self.of(group) for group in self._fleet.groups]
+
+    @property
+    def words(self) -> str | None:
+        """What is wrong in any group."""
+        return "; ".join(each.words for each in self._all() if each.words) or None
+
+    @property
+    def shortest_pause(self) -> float | None:
+        """Seconds until the next launch may be tried in a group that pauses; None if none does."""
+        return min((each.pause for each in self._all() if each.pause), default=None)
+
+    def affordable(self, n: int, group: str = DEFAULT_GROUP) -> int:
+        """Return how many of `n` sessions of a group may be asked for; see :meth:`Backoff.affordable`."""
+        keys = self._fleet.group(group).keys
+        waits = [waited for key, waited in self._fleet.waits.items() if key in keys]
+        return self.of(group).affordable(n, len(keys), waits)

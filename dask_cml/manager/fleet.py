@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
+from dask_cml.checks import message
 from dask_cml.errors import CMLError
-from dask_cml.naming import dask_names
+from dask_cml.manager.group import Group
+from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name
+from dask_cml.options import Options
 
 
 class Launched(Protocol):
@@ -30,20 +34,21 @@ W = TypeVar("W", bound=Launched)
 class Fleet(Generic[W]):
     """What a cluster is asked for, and what it has.
 
-    The *target* is how many worker sessions are asked for; the *keys* are the names of those that are wanted.
-    There are never fewer keys than the target. Those above it are picked later, with the scheduler's help, by
-    :meth:`trim`. The *workers* are the sessions, by key, also those that are not wanted any more.
+    For each worker group, the *target* is how many worker sessions are asked for; the *keys* are the names of
+    those that are wanted. There are never fewer keys than the target. Those above it are picked later, with
+    the scheduler's help, by :meth:`trim`. The *workers* are the sessions of all groups, by key, also those
+    that are not wanted any more.
 
     Parameters
     ----------
-    name : str
-        The cluster's name, with which the keys begin.
-    processes : int
-        Dask workers in each session.
+    options : Options
+        The cluster's.
+    groups : mapping of str to Options, optional
+        Those of worker groups beside the default one.
 
     Examples
     --------
-    >>> fleet = Fleet("mine")
+    >>> fleet = Fleet(Options.read(name="mine"))
     >>> fleet.resize(2)
     True
     >>> fleet.missing
@@ -54,32 +59,50 @@ class Fleet(Generic[W]):
     ['mine-1']
     """
 
-    def __init__(self, name: str, processes: int = 1) -> None:
-        self.name = name
-        self._processes = processes
+    def __init__(self, options: Options, groups: Mapping[str, Options] | None = None) -> None:
+        self.name = options.name
         self._lock = threading.RLock()
-        self._target = 0
-        self._keys: dict[str, None] = {}
+        named = {DEFAULT_GROUP: options, **(groups or {})}
+        self._groups = {name: Group(name, each) for name, each in named.items()}
         self._workers: dict[str, W] = {}
         self._registered: set[str] = set()
-        self._number = 0
-        self._wishes = 0
-        self._claim_pending = False
-        self._driver: object | None = None
         self._closed = False
 
     # -- snapshots
 
     @property
-    def target(self) -> int:
-        """How many worker sessions are asked for."""
-        return self._target
+    def groups(self) -> list[str]:
+        """The names of the worker groups, the default one first."""
+        with self._lock:
+            return [*self._groups]
+
+    def group_of(self, key: str) -> str:
+        """Return the worker group of a session, by the session's name."""
+        found = read_name(self.name, key)
+        return DEFAULT_GROUP if found is None else found[0]
+
+    def group(self, name: str = DEFAULT_GROUP) -> Group:
+        """Return the state of a worker group, which changes no more.
+
+        Raises
+        ------
+        ValueError
+            If there is no such group. So do all methods that take one.
+        """
+        with self._lock:
+            group = self._group(name)
+            return replace(group, keys=dict(group.keys))
+
+    def options_of(self, key: str) -> Options:
+        """Return the options of a session's group; those of the default one if its group has gone."""
+        group = self._groups.get(self.group_of(key))
+        return self._groups[DEFAULT_GROUP].options if group is None else group.options
 
     @property
     def keys(self) -> list[str]:
-        """The names of the wanted worker sessions, the oldest first."""
+        """The names of the wanted worker sessions of all groups."""
         with self._lock:
-            return [*self._keys]
+            return [key for group in self._groups.values() for key in group.keys]
 
     @property
     def workers(self) -> dict[str, W]:
@@ -91,38 +114,28 @@ class Fleet(Generic[W]):
     def wanted_workers(self) -> dict[str, W]:
         """The sessions that are wanted, by name."""
         with self._lock:
-            return {key: worker for key, worker in self._workers.items() if key in self._keys}
+            return {key: worker for key, worker in self._workers.items() if self.wants(key)}
 
     @property
     def unwanted_workers(self) -> dict[str, W]:
         """The sessions that are not wanted any more, by name."""
         with self._lock:
-            return {key: worker for key, worker in self._workers.items() if key not in self._keys}
+            return {key: worker for key, worker in self._workers.items() if not self.wants(key)}
 
     @property
     def missing(self) -> list[str]:
         """The names of wanted sessions that are not launched."""
         with self._lock:
-            return [key for key in self._keys if key not in self._workers]
-
-    @property
-    def excess(self) -> int:
-        """How many more sessions are wanted than the target says, because none was picked to go yet."""
-        with self._lock:
-            return len(self._keys) - self._target
-
-    @property
-    def wish(self) -> int:
-        """A number that changes with each wish of the user's, see :meth:`refuse`."""
-        return self._wishes
+            return [key for key in self.keys if key not in self._workers]
 
     def wants(self, key: str) -> bool:
         """Return whether a session is wanted."""
-        return key in self._keys
+        group = self._groups.get(self.group_of(key))
+        return group is not None and key in group.keys
 
     def dask_names(self, key: str) -> list[str]:
         """Return the names of the Dask workers in a session."""
-        return dask_names(key, self._processes)
+        return dask_names(key, self.options_of(key).processes)
 
     def arrived(self, observed: Collection[object]) -> set[str]:
         """Return the wanted sessions of which the scheduler knows a worker, given the names that it knows."""
@@ -142,13 +155,14 @@ class Fleet(Generic[W]):
         """Return whether all Dask workers of a session have registered once."""
         return key in self._registered
 
-    def new_key(self) -> str:
-        """Return the name that the next session will get."""
-        return f"{self.name}-{self._number}"
+    def _group(self, name: str) -> Group:
+        if name not in self._groups:
+            raise ValueError(message("worker_group", name, f"one of {', '.join(map(repr, self._groups))}"))
+        return self._groups[name]
 
     # -- wishes
 
-    def resize(self, n: int, driver: object | None = None) -> bool:
+    def resize(self, n: int, driver: object | None = None, group: str = DEFAULT_GROUP) -> bool:
         """Ask for `n` worker sessions.
 
         Parameters
@@ -157,11 +171,9 @@ class Fleet(Generic[W]):
             Worker sessions.
         driver : object, optional
             The adaptive scaling that asks, see :meth:`drive`. Default: the user, who ends adaptive scaling.
-
-        Returns
-        -------
-        bool
-            Whether it counts. A driver that was replaced meanwhile has no say any more.
+            The result is whether it counts: a driver that was replaced meanwhile has no say any more.
+        group : str
+            The worker group.
 
         Raises
         ------
@@ -169,23 +181,56 @@ class Fleet(Generic[W]):
             If the cluster is closed.
         """
         with self._lock:
-            if not self._take_wish(driver):
+            asked = self._group(group)
+            if not self._take_wish(asked, driver):
                 return False
-            self._target = n
-            self._grow()
+            asked.target, asked.ends = n, False
+            asked.grow()
             return True
 
     def remove(self, keys: Iterable[str], driver: object | None = None) -> bool:
         """Ask for the end of these sessions. Parameters, result and errors are those of :meth:`resize`."""
         with self._lock:
-            if not self._take_wish(driver):
-                return False
-            for key in keys:
-                self._keys.pop(key, None)
-            self._target = min(self._target, len(self._keys))
-            return True
+            names = {key: self.group_of(key) for key in keys}
+            asked = [self._groups[name] for name in {*names.values()} & self._groups.keys()]
+            if driver is not None:
+                asked = [group for group in asked if group.driver is driver]
+            counts = [group for group in asked if self._take_wish(group, driver)]
+            for group in counts:
+                group.discard([*names])
+                group.target = min(group.target, len(group.keys))
+            return bool(counts)
 
-    def drive(self, driver: object | None) -> None:
+    def add_group(self, name: str, options: Options) -> None:
+        """Add a worker group, which has no sessions yet.
+
+        Raises
+        ------
+        CMLError
+            If the cluster is closed.
+        ValueError
+            If there is a group of this name.
+        """
+        with self._lock:
+            self._check_open()
+            if name in self._groups:
+                raise ValueError(message("name", name, "a name that no worker group of the cluster has"))
+            self._groups[name] = Group(name, options)
+
+    def end_group(self, name: str) -> None:
+        """Ask for the end of a worker group and all its sessions."""
+        with self._lock:
+            self.resize(0, group=name)
+            group = self._group(name)
+            group.keys.clear()
+            group.ends = True
+
+    def forget_group(self, name: str) -> None:
+        """Forget a worker group that has gone. Its sessions, if any, are not wanted any more."""
+        with self._lock:
+            self._groups.pop(name, None)
+
+    def drive(self, driver: object | None, group: str = DEFAULT_GROUP) -> None:
         """Let `driver` scale from now on, until the user scales or another driver takes over; None: nobody.
 
         Raises
@@ -195,61 +240,43 @@ class Fleet(Generic[W]):
         """
         with self._lock:
             self._check_open()
-            self._driver = driver
-            self._wishes += 1
-            self._claim_pending = True
+            self._group(group).take_wish(None)
+            self._group(group).driver = driver
 
     def release(self, driver: object) -> None:
-        """Let `driver` scale no more, if it is the one that does."""
+        """Let `driver` scale no more, if it is one that does."""
         with self._lock:
-            if self._driver is driver:
-                self._driver = None
+            for group in [each for each in self._groups.values() if each.driver is driver]:
+                group.driver = None
 
-    def _take_wish(self, driver: object | None) -> bool:
+    def _take_wish(self, group: Group, driver: object | None) -> bool:
         if driver is None:
             self._check_open()
-            self._driver = None
-            self._wishes += 1
-        elif driver is not self._driver or self._closed:
-            return False
-        self._claim_pending = True
-        return True
+        return not self._closed and group.take_wish(driver)
 
     def _check_open(self) -> None:
         if self._closed:
             raise CMLError(f"cannot scale the cluster {self.name}: it is closed")
 
-    def _grow(self) -> None:
-        while len(self._keys) < self._target:
-            self._keys[self.new_key()] = None
-            self._number += 1
-
     # -- what the manager finds
 
-    def trim(self, chosen: Iterable[str]) -> list[str]:
-        """Take sessions out of the wanted ones, as far as there are too many; return those taken out.
-
-        Parameters
-        ----------
-        chosen : iterable of str
-            Their names, those first whose end costs least.
-        """
+    def trim(self, chosen: Iterable[str], group: str = DEFAULT_GROUP) -> list[str]:
+        """Take the first of the chosen out of the wanted ones, as far as they are too many; return these."""
         with self._lock:
-            gone = [key for key in chosen if key in self._keys][: max(0, self.excess)]
-            for key in gone:
-                del self._keys[key]
-            return gone
+            trimmed = self._group(group)
+            wanted = [key for key in chosen if key in trimmed.keys]
+            return trimmed.discard(wanted[: max(0, trimmed.excess)])
 
     def replace(self, keys: Iterable[str]) -> list[str]:
         """Put new sessions in the place of some; return those that were still wanted."""
         with self._lock:
-            gone = [key for key in keys if key in self._keys]
-            for key in gone:
-                del self._keys[key]
-            self._grow()
+            gone, lost = [], [*keys]
+            for group in self._groups.values():
+                gone += group.discard(lost)
+                group.grow()
             return gone
 
-    def refuse(self, keys: Iterable[str], wish: int) -> tuple[int, int] | None:
+    def refuse(self, keys: Iterable[str], wish: int, group: str = DEFAULT_GROUP) -> tuple[int, int] | None:
         """Lower the target, because the platform refuses sessions, to what it granted or less.
 
         Parameters
@@ -257,8 +284,10 @@ class Fleet(Generic[W]):
         keys : iterable of str
             The sessions that were to be launched.
         wish : int
-            :attr:`wish` when their launch began. If the user asked again since then, nothing changes here,
-            and the manager asks the platform again.
+            The group's ``wishes`` when their launch began. If the user asked again since then, nothing
+            changes here, and the manager asks the platform again.
+        group : str
+            The worker group.
 
         Returns
         -------
@@ -266,28 +295,24 @@ class Fleet(Generic[W]):
             How many are granted, of how many that were wanted; None if nothing changed.
         """
         with self._lock:
-            if wish != self._wishes:
+            refused = self._groups.get(group)
+            if refused is None or wish != refused.wishes:
                 return None
-            asked = len(self._keys)
-            for key in keys:
-                if key not in self._workers:
-                    self._keys.pop(key, None)
-            granted = len(self._keys)
-            self._target = min(self._target, granted)
-            self._claim_pending = True
-            return granted, asked
+            return refused.lower([key for key in keys if key not in self._workers])
 
     def keep(self, key: str) -> None:
-        """Want a session again that could not hand over its data."""
+        """Want a session again that could not hand over its data, and its group."""
         with self._lock:
-            self._keys[key] = None
-            self._target = max(self._target, len(self._keys))
-            self._claim_pending = True
+            group = self._groups.get(self.group_of(key))
+            if group is not None:
+                group.keys[key] = None
+                group.target = max(group.target, len(group.keys))
+                group.claim_pending, group.ends = True, False
 
-    def registered(self, keys: Collection[str]) -> bool:
-        """Note sessions all of whose Dask workers have registered; return whether some are new."""
+    def registered(self, keys: Collection[str]) -> set[str]:
+        """Note sessions all of whose Dask workers have registered; return those that are new."""
         with self._lock:
-            new = not self._registered.issuperset(keys)
+            new = {*keys} - self._registered
             self._registered = self._registered.union(keys) & self._workers.keys()
             return new
 
@@ -303,38 +328,39 @@ class Fleet(Generic[W]):
 
     # -- other managers
 
-    def take_claim(self) -> int | None:
-        """Return the target if this manager was asked to scale since the last call, and else None."""
+    def take_claims(self) -> dict[str, int]:
+        """Return the targets of the groups that this manager was asked to scale since the last call."""
         with self._lock:
-            pending, self._claim_pending = self._claim_pending, False
-            return self._target if pending else None
+            claims = {group.name: group.target for group in self._groups.values() if group.claim_pending}
+            for name in claims:
+                self._groups[name].claim_pending = False
+            return claims
 
-    def claim(self) -> None:
-        """Have the target told to the other managers, as when the user asked for it."""
+    def claim(self, groups: Iterable[str]) -> None:
+        """Have the targets of groups told to the other managers, as when the user asked for them."""
         with self._lock:
-            self._claim_pending = True
-
-    @property
-    def claim_pending(self) -> bool:
-        """Whether this manager was asked to scale and did not tell the others yet."""
-        return self._claim_pending
+            for name in groups:
+                if name in self._groups:
+                    self._groups[name].claim_pending = True
 
     def attach(self, key: str, worker: W) -> None:
         """Take over a session that another manager has launched."""
         with self._lock:
             self._workers[key] = worker
-            self._keys.setdefault(key)
-            number = key.rpartition("-")[2]
-            if number.isdecimal():  # no two sessions get the same name, whoever launches them
-                self._number = max(self._number, int(number) + 1)
+            group, found = self._groups.get(self.group_of(key)), read_name(self.name, key)
+            if group is not None:
+                group.keys.setdefault(key)
+                if found is not None:  # no two sessions get the same name, whoever launches them
+                    group.number = max(group.number, found[1] + 1)
 
     def drop(self, key: str) -> W | None:
         """Forget a session that another manager has stopped, and return it."""
         with self._lock:
-            self._keys.pop(key, None)
+            for group in self._groups.values():
+                group.discard([key])
             return self._workers.pop(key, None)
 
-    def follow(self, target: int, keys: Iterable[str] | None = None) -> bool:
+    def follow(self, target: int, keys: Iterable[str] | None = None, group: str = DEFAULT_GROUP) -> bool:
         """Take over what another manager was asked for.
 
         Parameters
@@ -343,6 +369,8 @@ class Fleet(Generic[W]):
             How many worker sessions it wants.
         keys : iterable of str, optional
             Which, if that is settled. Default: this manager picks them, for it leads.
+        group : str
+            The worker group.
 
         Returns
         -------
@@ -350,13 +378,10 @@ class Fleet(Generic[W]):
             Whether it was taken over. While this manager has a claim of its own to tell, it is not.
         """
         with self._lock:
-            if self._claim_pending or self._closed:
+            following = self._groups.get(group)
+            if following is None or following.claim_pending or self._closed:
                 return False
-            self._target = target
-            if keys is None:
-                self._grow()
-            else:
-                self._keys = dict.fromkeys(keys)
+            following.follow(target, keys)
             return True
 
     def close(self) -> None:
@@ -368,10 +393,6 @@ class Fleet(Generic[W]):
         """Forget all sessions, wanted or not."""
         with self._lock:
             self._workers.clear()
-            self._keys.clear()
-            self._target = 0
-
-
-def session_keys(keys: Iterable[str], processes: int) -> Mapping[str, str]:
-    """Return the session of each Dask worker, by the worker's name."""
-    return {name: key for key in keys for name in dask_names(key, processes)}
+            for group in self._groups.values():
+                group.keys.clear()
+                group.target = 0

@@ -38,9 +38,9 @@ class FleetCluster(SpecCluster):
     _stepping: asyncio.Task[Any] | None = None
     _watch_worker_status_task: Any
 
-    def _spec(self) -> dict[str, Any]:
+    def _spec(self, processes: int) -> dict[str, Any]:
         """Return SpecCluster's template of a worker session; it counts the Dask workers in it."""
-        group = {"group": dask_names("", self.options.processes)} if self.options.processes > 1 else {}
+        group = {"group": dask_names("", processes)} if processes > 1 else {}
         return {"cls": CMLWorker, "options": {}, **group}
 
     @property
@@ -79,7 +79,9 @@ class FleetCluster(SpecCluster):
     @property
     def worker_spec(self) -> dict[str, Any]:
         """The wanted worker sessions, by name."""
-        return dict.fromkeys(self._fleet.keys, self.new_spec)
+        fleet = self._fleet
+        specs = {each: self._spec(fleet.group(each).options.processes) for each in fleet.groups}
+        return {key: specs.get(fleet.group_of(key), self.new_spec) for key in fleet.keys}
 
     @worker_spec.setter
     def worker_spec(self, _: Any) -> None:

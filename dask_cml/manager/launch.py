@@ -119,7 +119,8 @@ class Launcher:
         for session_id, key in record.sessions.items():
             if key != SCHEDULER:
                 self.attach(key, session_id, record.owners.get(session_id))
-        self._fleet.follow(len(self._fleet.keys))
+        for group in self._fleet.groups:
+            self._fleet.follow(len(self._fleet.group(group).keys), group=group)
 
     def make_scheduler(self) -> CMLScheduler:
         """Return a scheduler, unlaunched."""
@@ -134,8 +135,9 @@ class Launcher:
             Its name.
         """
         address = None if self.scheduler is None else self.scheduler.address
+        options = self._fleet.options_of(key)
         return CMLWorker(
-            address, key, api=self.api, options=self.options, folder=self.folder, security=self.security
+            address, key, api=self.api, options=options, folder=self.folder, security=self.security
         )
 
     def attach(self, key: str, session_id: str, owner: str | None = None) -> None:
@@ -161,11 +163,12 @@ class Launcher:
             self.api.forget(worker.session_id)
 
     def plans(self) -> str:
-        """Return what the scheduler's session and the next worker's are launched with."""
+        """Return what the scheduler's session and the next one of each worker group are launched with."""
         if self.security is None:  # the paths, for what is not started; no file is written
             self.security, _ = tls.as_files(self.options.security, self.folder)
         scheduler = self.scheduler or self.make_scheduler()
-        return f"{scheduler.plan}\n{self.make_worker(self._fleet.new_key()).plan}"
+        new = [self.make_worker(self._fleet.group(each).new_key) for each in self._fleet.groups]
+        return "\n".join(str(each.plan) for each in (scheduler, *new))
 
     def _write(self, files: Mapping[Path, str]) -> None:
         tls.write(files)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
 
+from dask_cml.errors import CMLError
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launch import Launcher
 from dask_cml.manager.presence import Presence
@@ -32,7 +34,7 @@ class Leadership:
     leads : bool
         Whether this manager leads to begin with, as the creator does.
     on_overruled : callable
-        Called when another manager was asked to scale, after this one.
+        Called with the name of a worker group when another manager was asked to scale it, after this one.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Leadership:
         record_keeper: RecordKeeper,
         *,
         leads: bool,
-        on_overruled: Callable[[], None],
+        on_overruled: Callable[[str], None],
     ) -> None:
         self.leads = leads
         self._fleet = fleet
@@ -52,9 +54,11 @@ class Leadership:
         self._record_keeper = record_keeper
         self._on_overruled = on_overruled
         self._presence: Presence | None = None
-        self._asked: str | None = None
+        self._asked: Mapping[str, str] = {}
         self._known: dict[str, str] = {}
         self._passed_over: set[tuple[str, str]] = set()
+        self._gone_groups: set[str] = set()
+        self._told: set[str] = set()
 
     async def join(self, presence: Presence) -> None:
         """Have the plugin in the scheduler, and say from now on that this manager is there."""
@@ -69,35 +73,62 @@ class Leadership:
             workers = fleet.workers
         here = {key: w.session_id for key, w in workers.items() if w.session_id}
         launched = {key: each for key, each in here.items() if self._known.get(key) != each}
-        claim = fleet.take_claim()
+        claims = fleet.take_claims()
+        gone_groups, self._gone_groups = self._gone_groups, set()
         try:
             state = await self._client.sync(
                 manager=self.id,
-                wanted=claim,
+                wanted={**claims, **dict.fromkeys(gone_groups)},
                 launched=launched,
                 owners={key: owner for key in launched if (owner := workers[key].owner)},
                 gone=[key for key in self._known if key not in here],
             )
         except (OSError, asyncio.TimeoutError, ValueError):  # ValueError: it does not know this manager
-            if claim is not None:
-                fleet.claim()
+            fleet.claim(claims)
+            self._gone_groups |= gone_groups
             return False
+        await self._learn_groups(state["wanted"])
         sessions = await self._trusted(state["sessions"], here)
         leads = state["leader"] == self.id
         if leads and not self.leads:
             logger.info("This manager of the cluster %s leads from now on", fleet.name)
-        # Not when another one leads: it may have gone again since it was asked, as `dask cml scale` does.
-        if self._asked == self.id != state["asked"] and not fleet.claim_pending:
-            self._on_overruled()
-        self._asked = state["asked"]
+        before, self._asked = self._asked, state["asked"]
+        for group in fleet.groups:
+            # Not when another one leads: it may have gone again since it was asked, as `dask cml scale` does.
+            overruled = before.get(group) == self.id != self._asked.get(group)
+            if overruled and not fleet.group(group).claim_pending:
+                self._on_overruled(group)
         known_before, self._known, self.leads = self._known, sessions, leads
         for key in self._known.keys() - here.keys():
             self._launcher.attach(key, self._known[key], state["owners"].get(key))
         for key in (here.keys() & known_before.keys()) - self._known.keys():
             self._launcher.detach(key)
-        if claim is None:
-            fleet.follow(state["wanted"], None if leads else self._known)
+        for group in fleet.groups:
+            if group not in claims:
+                known = [key for key in self._known if fleet.group_of(key) == group]
+                fleet.follow(state["wanted"].get(group, 0), None if leads else known, group)
         return leads
+
+    def forget_group(self, name: str) -> None:
+        """Forget a worker group that has gone, and tell the other managers with the next sync."""
+        self._fleet.forget_group(name)
+        self._told.discard(name)
+        self._gone_groups.add(name)
+
+    async def _learn_groups(self, wanted: Collection[str]) -> None:
+        """Add worker groups that another manager has added, and forget those that it has deleted."""
+        known = self._fleet.groups
+        if new := set(wanted) - {*known}:
+            recorded = await asyncio.to_thread(self._record_keeper.groups)
+            for name in new & recorded.keys():  # others may come a moment later
+                with contextlib.suppress(ValueError, CMLError):  # this manager adds it itself, or closes
+                    self._fleet.add_group(name, self._launcher.options.of_group(recorded[name]))
+        self._told |= {*known} & {*wanted}
+        there = {self._fleet.group_of(key) for key in self._fleet.workers}
+        for name in self._told - {*wanted} - there:
+            if not self._fleet.group(name).claim_pending:
+                self._fleet.forget_group(name)
+                self._told.discard(name)
 
     async def _trusted(self, told: Mapping[str, str], here: Collection[str]) -> dict[str, str]:
         """Leave out sessions that the cluster's record does not name: anybody may tell the scheduler of some.

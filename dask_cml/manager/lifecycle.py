@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
+from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.security import Security
 from distributed.utils import silence_logging_cmgr
@@ -81,14 +82,18 @@ class ManagedCluster(FleetCluster):
         self._pid = os.getpid()
         self.options = options
         self._given = given
+        #: The adaptive scaling of each worker group, also what has stopped.
+        self._adaptives: dict[str, Adaptive] = {}
         self._api = WorkersAPI(load_platform(self.options.platform))
-        self._api.check_options(self.options.launch_options)
         self._api.check_options(self.options.scheduler_launch_options, "scheduler_launch_options")
+        for each in (self.options, *self.options.groups().values()):
+            self._api.check_options(each.launch_options)
         self._client = SchedulerClient()
         self._observes = observes
         self._assemble(record)
         if record is None:  # otherwise it takes over what another process has launched
-            self._fleet.resize(self.options.n_workers)
+            for group in self._fleet.groups:
+                self._fleet.resize(self._fleet.group(group).options.n_workers, group=group)
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._forwarder: DashboardForwarder | None = None
@@ -101,7 +106,7 @@ class ManagedCluster(FleetCluster):
         end_at_exit(self)
         try:
             super().__init__(
-                worker=self._spec(),
+                worker=self._spec(options.processes),
                 asynchronous=asynchronous,
                 loop=loop,
                 name=self.options.name,
@@ -117,7 +122,10 @@ class ManagedCluster(FleetCluster):
         """Put the parts of the manager together: for a new cluster, or for the one of this record."""
         self._adopts = record is not None
         self._folder = state_directory() / self.options.name
-        self._fleet: Fleet[CMLWorker] = Fleet(self.options.name, self.options.processes)
+        groups = self.options.groups()
+        if record is not None:
+            groups = {name: self.options.of_group(given) for name, given in record.groups.items()}
+        self._fleet: Fleet[CMLWorker] = Fleet(self.options, groups)
         self._launcher = Launcher(self._api, self.options, self._folder, self._fleet)
         self._record_keeper = RecordKeeper(
             self.options.name, self._api, self._fleet, lambda: self.scheduler, record
@@ -216,13 +224,15 @@ class ManagedCluster(FleetCluster):
         self._log(f"Connected to the running cluster {name}{kept}")
         self.options = self.options.of_running(record.options, bool(given["shutdown_on_close"]))
         self.shutdown_on_close = self.options.shutdown_on_close
-        self.new_spec = self._spec()
+        self.new_spec = self._spec(self.options.processes)
         # What was asked of a cluster that is not created is not asked of the one that runs.
         self._assemble(record)
         await self._rebuild()
 
     async def _take_name(self) -> None:
-        await self._record_keeper.take_name(self.options.arguments(), tls.paths(self._launcher.security))
+        groups = {name: each.group_arguments() for name, each in self.options.groups().items()}
+        options, keys = self.options.arguments(), tls.paths(self._launcher.security)
+        await self._record_keeper.take_name(options, keys, groups)
         self._record_keeper.start()
         if others := [repr(each.options.name) for each in unclosed() if each is not self]:
             self._log(f"This process has other clusters open, each with its sessions: {', '.join(others)}")
@@ -243,11 +253,11 @@ class ManagedCluster(FleetCluster):
 
     # -- keeping
 
-    def _stop_overruled(self) -> None:
-        """Adapt no more, because another manager scales the cluster."""
-        if self._adaptive is not None:
-            self._fleet.release(self._adaptive)
-            stop_adapting(self._adaptive, "another manager scales the cluster")
+    def _stop_overruled(self, group: str) -> None:
+        """Adapt a worker group no more, because another manager scales it."""
+        if (adaptive := self._adaptives.get(group)) is not None:
+            self._fleet.release(adaptive)
+            stop_adapting(adaptive, "another manager scales the cluster")
 
     # -- end
 
@@ -279,8 +289,8 @@ class ManagedCluster(FleetCluster):
 
     async def _close_once(self, shutdown: bool) -> None:
         # Not SpecCluster's, which retires every worker first and waits long for a scheduler that is gone.
-        if self._adaptive is not None:
-            stop_adapting(self._adaptive, "the cluster closes")
+        for adaptive in self._adaptives.values():
+            stop_adapting(adaptive, "the cluster closes")
         self.status = Status.closing
         self._fleet.close()
         await cancel(self._starting, self._keeping, self._correct_state_waiting, self._stepping)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from dask.utils import parse_timedelta
 
 from dask_cml.aio import cancel
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.manager.backoff import Backoff
+from dask_cml.manager.backoff import Backoffs
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launch import Launcher
 from dask_cml.manager.leadership import Leadership
@@ -23,6 +23,7 @@ from dask_cml.manager.record_keeper import RecordKeeper
 from dask_cml.manager.retirement import Retirements
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.manager.watch import Watch
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.process import CMLWorker
 
@@ -87,7 +88,7 @@ class Reconciler:
         log: Callable[[str], None],
         watch: bool = True,
     ) -> None:
-        self.backoff = Backoff(fleet.name, log)
+        self.backoffs = Backoffs(fleet, log)
         self._fleet = fleet
         self._client = client
         self._launcher = launcher
@@ -96,6 +97,7 @@ class Reconciler:
         self._record_keeper = record_keeper
         self._correct_state = correct_state
         self._log = log
+        self._end: str | None = None
         self._outage: str | None = None
         self._missing_since: dict[str, float] = {}
         self._stops: dict[asyncio.Task[None], set[str]] = {}
@@ -112,11 +114,7 @@ class Reconciler:
     @property
     def problem(self) -> str | None:
         """What is wrong, in words."""
-        return self.backoff.words or self._outage or self._retirements.words
-
-    def affordable(self, n: int) -> int:
-        """Return how many of `n` sessions may be asked for, given what the platform allowed lately."""
-        return self.backoff.affordable(n, len(self._fleet.keys), self._fleet.waits.values())
+        return self._end or self.backoffs.words or self._outage or self._retirements.words
 
     async def run(self) -> Outcome:
         """Keep the cluster for as long as its scheduler is there, and return why it is not kept any more."""
@@ -125,7 +123,8 @@ class Reconciler:
             while (outcome := await self._look()) is None:
                 # What is on its way is looked at as often as the platform is asked.
                 on_its_way = self._missing_since.keys() - self._fleet.waits.keys()
-                pause = min(0.1 if on_its_way else _LOOK_INTERVAL, self.backoff.pause or _LOOK_INTERVAL)
+                interval = 0.1 if on_its_way else _LOOK_INTERVAL
+                pause = min(interval, self.backoffs.shortest_pause or interval)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), pause)
             return outcome
@@ -173,8 +172,8 @@ class Reconciler:
         observed = self._client.observed
         workers = self._fleet.wanted_workers
         here = {key for key in workers if observed.issuperset(self._fleet.dask_names(key))}
-        if self._fleet.registered(here):
-            self.backoff.arrived()
+        for group in {self._fleet.group_of(key) for key in self._fleet.registered(here)}:
+            self.backoffs.of(group).arrived()
         missing = workers.keys() - here
         self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
         settled = all(worker.is_known_to_run for worker in workers.values())
@@ -188,7 +187,7 @@ class Reconciler:
             return {}, Outcome.ENDED
         if not scheduler_answers:
             if scheduler.session_id not in listing and now - self._heard > _SILENCE:
-                self.backoff.ended(
+                self._end = (
                     f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and the "
                     "platform does not tell this session what became of the scheduler's, "
                     f"{scheduler.session_id}"
@@ -206,9 +205,9 @@ class Reconciler:
         assert scheduler is not None
         unharmed = scheduler.info.get("status") in ("succeeded", "stopped")
         if unharmed and await self._record_keeper.is_removed(_DELETED_WITHIN):
-            self.backoff.ended("another process has ended it")
+            self._end = "another process has ended it"
         else:
-            self.backoff.ended(await scheduler.failure("ended"))
+            self._end = await scheduler.failure("ended")
         self._log(f"The cluster {self._fleet.name} ends: {self.problem}")
 
     def _tell_waiting(self) -> None:
@@ -241,8 +240,10 @@ class Reconciler:
         for key in gone:
             if key in closed:
                 self._log(f"The worker {key} was closed; another one takes its place")
-        if failed := [key for key in gone if key not in closed]:
-            self.backoff.failed(lost[failed[0]], len(failed))
+        for group in self._fleet.groups:
+            failed = [key for key in gone if key not in closed and self._fleet.group_of(key) == group]
+            if failed:
+                self.backoffs.of(group).failed(lost[failed[0]], len(failed))
 
     # -- the sessions
 
@@ -254,9 +255,13 @@ class Reconciler:
             await self._launch_missing()
 
     async def choose(
-        self, n: int, worker_key: Callable[[WorkerState], Hashable] | None = None, **more: Any
+        self,
+        n: int,
+        worker_key: Callable[[WorkerState], Hashable] | None = None,
+        group: str = DEFAULT_GROUP,
+        **more: Any,
     ) -> list[str]:
-        """Pick the `n` sessions whose end costs least.
+        """Pick the `n` sessions of a worker group whose end costs least.
 
         Those that wait for room come first, then those that have not arrived yet.
 
@@ -266,10 +271,12 @@ class Reconciler:
             Sessions.
         worker_key : callable, optional
             Groups workers that are closed together or not at all, so that they may be fewer.
+        group : str
+            The worker group.
         **more
             For ``Scheduler.workers_to_close``.
         """
-        wanted, waits = self._fleet.keys, self._fleet.waits
+        wanted, waits = [*self._fleet.group(group).keys], self._fleet.waits
         present = self._fleet.arrived(self._client.observed)
         arrived = [key for key in wanted if key in present]
         absent = [key for key in reversed(wanted) if key not in present]
@@ -278,14 +285,15 @@ class Reconciler:
         if not n:
             return chosen
 
-        def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
-            return str(worker.name).rpartition("-")[0]
+        # Also those of other groups and those that are being retired, which the scheduler may name first.
+        workers = {name: key for key in self._fleet.workers for name in self._fleet.dask_names(key)}
 
-        processes = self._launcher.options.processes
-        key = worker_key or (session_of if processes > 1 else None)
-        # It names those that are being retired, too.
-        retiring = 0 if worker_key else len(self._retirements)
-        names = await self._client.cheapest((n + retiring) * processes, key, **more)
+        def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
+            return workers.get(str(worker.name), str(worker.name))
+
+        shared = len(workers) > len(self._fleet.workers)
+        among = n * self._fleet.group(group).options.processes if worker_key else len(workers)
+        names = await self._client.cheapest(among, worker_key or (session_of if shared else None), **more)
         keys = {name: key for key in arrived for name in self._fleet.dask_names(key)}
         order = [keys[name] for name in names if name in keys]
         if worker_key is None:
@@ -295,8 +303,9 @@ class Reconciler:
     async def _shrink(self) -> None:
         """Take those out of the wanted workers that scale() found to be too many."""
         self._fleet.replace(self._retirements)  # another manager that led meanwhile counts these
-        while (excess := self._fleet.excess) > 0:
-            self._fleet.trim(await self.choose(excess))
+        for group in self._fleet.groups:
+            while (excess := self._fleet.group(group).excess) > 0:
+                self._fleet.trim(await self.choose(excess, group=group), group)
 
     async def _close_unwanted(self) -> None:
         """Stop the sessions of workers that are not wanted and hold nothing any more."""
@@ -331,45 +340,47 @@ class Reconciler:
 
     async def _launch_missing(self) -> None:
         fleet = self._fleet
-        wish, missing = fleet.wish, fleet.missing
-        if self.backoff.pause or not missing:
+        wishes = {group: fleet.group(group).wishes for group in fleet.groups}
+        missing: dict[str, list[str]] = {}
+        for key in fleet.missing:
+            if not self.backoffs.of(group := fleet.group_of(key)).pause:
+                missing.setdefault(group, []).append(key)
+        if not missing:
             return
-        refusals: list[LaunchRefused] = []
-        failures: list[CMLError] = []
+        refusals: dict[str, LaunchRefused] = {}
+        failures: dict[str, list[CMLError]] = {}
         outages: list[CallFailed] = []
-        queue = iter(missing)
+        queue = iter([(group, key) for group, keys in missing.items() for key in keys])
 
         async def launch() -> None:
-            for key in queue:
-                if refusals or outages:
+            for group, key in queue:
+                if outages:
                     return
-                if not fleet.wants(key):
+                if group in refusals or not fleet.wants(key):
                     continue
                 worker = self._launcher.make_worker(key)
                 try:
                     await worker
                 except LaunchRefused as error:
-                    refusals.append(error)
+                    refusals[group] = error
                 except CallFailed as error:
                     outages.append(error)
                 except CMLError as error:
-                    failures.append(error)
+                    failures.setdefault(group, []).append(error)
                 else:
                     fleet.launched(key, worker)
 
         # No more than the API takes at once, so that a quota met by a hundred launches is not asked for each.
         await asyncio.gather(*[launch() for _ in range(self._api.threads)])
-        if refusals:
-            self._accept_refusal(missing, wish, refusals[0])
-        elif outages:
+        for group, keys in missing.items():
+            if group in refusals:
+                if numbers := fleet.refuse(keys, wishes[group], group):
+                    self.backoffs.of(group).refused(*numbers, refusals[group].reason)
+            elif group in failures:
+                self.backoffs.of(group).failed(str(failures[group][0]), len(failures[group]))
+            elif not outages:
+                there = [key for key in fleet.workers if fleet.group_of(key) == group]
+                self.backoffs.of(group).granted(len(there))
+        if outages:
             raise outages[0]
-        elif failures:
-            self.backoff.failed(str(failures[0]), len(failures))
-        else:
-            self.backoff.granted(len(fleet.workers))
         self.poke()
-
-    def _accept_refusal(self, missing: Iterable[str], wish: int, refusal: LaunchRefused) -> None:
-        numbers = self._fleet.refuse(missing, wish)
-        if numbers is not None:
-            self.backoff.refused(*numbers, refusal.reason)

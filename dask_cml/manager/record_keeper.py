@@ -77,7 +77,12 @@ class RecordKeeper:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def take_name(self, options: Mapping[str, Any], security: Mapping[str, str] | None) -> None:
+    async def take_name(
+        self,
+        options: Mapping[str, Any],
+        security: Mapping[str, str] | None,
+        groups: Mapping[str, Mapping[str, Any]],
+    ) -> None:
         """Make the record of a new cluster.
 
         Parameters
@@ -86,13 +91,15 @@ class RecordKeeper:
             The cluster's, as JSON can hold them.
         security : mapping of str to str, or None
             Where its keys are.
+        groups : mapping of str to mapping
+            The options of its worker groups beside the default one, by name.
 
         Raises
         ------
         ClusterExists
             If there is a live cluster of this name.
         """
-        record = Record(self._name, options=options, security=security)
+        record = Record(self._name, options=options, security=security, groups=groups)
         await take_name(record, self._api)
         self.record = record
 
@@ -136,6 +143,29 @@ class RecordKeeper:
         """Return what each session was launched as, by its id, whoever did so; by plain calls."""
         record = self._read()
         return {} if record is None else record.sessions
+
+    def groups(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the options of each worker group by its name, whichever manager added it; by plain calls."""
+        record = self._read()
+        return {} if record is None else record.groups
+
+    async def add_group(self, name: str, options: Mapping[str, Any]) -> None:
+        """Write a new worker group.
+
+        Raises
+        ------
+        NoSuchCluster
+            If another process has ended the cluster.
+        ValueError
+            If there is a group of this name.
+        """
+        assert self.record is not None
+        await asyncio.to_thread(store.add_group, name, options, self._name, id=self.record.id)
+
+    async def remove_group(self, name: str) -> None:
+        """Take a worker group out; the errors are those of :meth:`add_group`."""
+        assert self.record is not None
+        await asyncio.to_thread(store.remove_group, name, self._name, id=self.record.id)
 
     def _read(self) -> Record | None:
         """Return the record as it is now; None if there is none, or another cluster's under this name."""

@@ -13,6 +13,7 @@ from typing import Any
 from distributed.core import rpc
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.naming import read_name
 from dask_cml.records import probe, store
 from dask_cml.records.probe import Finding, State
 from dask_cml.records.record import Record, cluster_address
@@ -143,13 +144,9 @@ def _status(record: Record, finding: Finding) -> str:
 
 def _waiting(record: Record, arrived: Collection[str]) -> dict[str, float | None]:
     """Describe which sessions wait for room, as far as their managers know."""
-    processes = record.options.get("processes") or 1
-
-    def has_arrived(key: str) -> bool:
-        return key in arrived or (processes > 1 and f"{key}-0" in arrived)
-
-    roles = record.sessions
-    since = [when for each, when in record.waiting.items() if each in roles and not has_arrived(roles[each])]
+    present = {read_name(record.name, worker) for worker in arrived} - {None}
+    keys = {each: record.sessions[each] for each in record.waiting.keys() & record.sessions.keys()}
+    since = [record.waiting[each] for each, key in keys.items() if read_name(record.name, key) not in present]
     return {"waiting": len(since), "waiting_for": max(0.0, time.time() - min(since)) if since else None}
 
 

@@ -77,9 +77,9 @@ class Maker:
 class Record:
     """What is needed to find a cluster and to rebuild its manager.
 
-    It holds no secrets of the cluster itself, only where they are. Its maker writes it, but for what is known
-    of the sessions: that each manager writes for those that it launches, see
-    :mod:`dask_cml.records.session_files`.
+    It holds no secrets of the cluster itself, only where they are. Its maker writes it, but for the sessions
+    and the worker groups: each manager writes those that it launches and adds, see
+    :mod:`dask_cml.records.session_files` and :mod:`dask_cml.records.group_files`.
 
     Parameters
     ----------
@@ -113,6 +113,8 @@ class Record:
         The ids of its sessions that have waited for room: when each got it, in seconds since 1970.
     sizes : mapping of str to SessionSize
         The ids of its sessions, as far as known: each one's size.
+    groups : mapping of str to mapping
+        The options of its worker groups beside the default one, by name.
     """
 
     name: str
@@ -133,6 +135,7 @@ class Record:
     waiting: Mapping[str, int] = field(default_factory=dict)
     began: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, SessionSize] = field(default_factory=dict)
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return what the maker writes, as text.
@@ -178,7 +181,7 @@ class Record:
 
 def _own_fields() -> list[str]:
     """Return the names of what the maker writes."""
-    others = {"more", "sessions", "owners", "launched", "waiting", "began", "sizes"}
+    others = {"more", "sessions", "owners", "launched", "waiting", "began", "sizes", "groups"}
     return [each.name for each in fields(Record) if each.name not in others]
 
 

@@ -19,16 +19,17 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import state_directory
 from dask_cml.private import MOST_BYTES, NotPrivate, check_folder, make_folder, open_folder, read_file
-from dask_cml.records import removal, session_files
+from dask_cml.records import group_files, removal, session_files
+from dask_cml.records.group_files import GROUPS_FOLDER
 from dask_cml.records.record import RECORD_FILE, Record
 from dask_cml.records.session_files import ENDED_FOLDER, SESSIONS_FOLDER, Changes, Ended, Launch
 
@@ -74,9 +75,12 @@ def claim(record: Record, directory: Path | None = None) -> Path:
     try:
         make_folder(made / SESSIONS_FOLDER)
         make_folder(made / ENDED_FOLDER)
+        make_folder(made / GROUPS_FOLDER)
         with open_folder(made) as descriptor:
             _replace(record, descriptor)
             session_files.write(_sessions_of(record), record.name, made, descriptor)
+            for name, options in record.groups.items():
+                group_files.write(name, options, made, descriptor)
         try:
             os.rename(made, folder)  # takes the place of an empty folder, and of no other
         except OSError:
@@ -142,6 +146,37 @@ def write_sessions(changes: Changes, name: str, directory: Path | None = None, *
     """
     folder = _folder(name, directory)
     _write_in(folder, id, lambda descriptor: session_files.write(changes, name, folder, descriptor))
+
+
+def add_group(
+    group: str, options: Mapping[str, Any], name: str, directory: Path | None = None, *, id: str
+) -> None:
+    """Write a new worker group into a cluster's record.
+
+    Parameters
+    ----------
+    group : str
+        The group's name.
+    options : mapping
+        Its options, as JSON can hold them.
+    name, directory, id
+        As for :func:`write_sessions`.
+
+    Raises
+    ------
+    NoSuchCluster
+        If the cluster is gone, or another one has its name.
+    ValueError
+        If the cluster has a group of this name.
+    """
+    folder = _folder(name, directory)
+    _write_in(folder, id, lambda descriptor: group_files.write(group, options, folder, descriptor))
+
+
+def remove_group(group: str, name: str, directory: Path | None = None, *, id: str) -> None:
+    """Take a worker group out of a cluster's record. Parameters and errors are those of :func:`add_group`."""
+    folder = _folder(name, directory)
+    _write_in(folder, id, lambda descriptor: group_files.remove(group, folder, descriptor))
 
 
 def _write_in(folder: Path, id: str, action: Callable[[int], None]) -> None:
@@ -306,10 +341,11 @@ def _load(folder: Path) -> Record | None:
         waiting=found.waiting,
         began=found.began,
         sizes=found.sizes,
+        groups=content[2],
     )
 
 
-def _read(folder: Path) -> tuple[bytes, list[str]] | None:
+def _read(folder: Path) -> tuple[bytes, list[str], dict[str, dict[str, Any]]] | None:
     check_folder(folder.parent)
     if folder.is_symlink():
         raise ValueError("its folder is a symbolic link")
@@ -318,10 +354,12 @@ def _read(folder: Path) -> tuple[bytes, list[str]] | None:
         names = os.listdir(descriptor)
         if RECORD_FILE not in names:
             return None
-        if SESSIONS_FOLDER not in names and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
-            raise ValueError(f"its folder has no folder {SESSIONS_FOLDER}")
+        folders = {SESSIONS_FOLDER, GROUPS_FOLDER}
+        if not folders <= {*names} and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
+            raise ValueError(f"its folder has no folder {' or '.join(sorted(folders - {*names}))}")
         content = read_file(folder / RECORD_FILE, descriptor)
-        return content, session_files.names_in(folder, descriptor)
+        sessions = session_files.names_in(folder, descriptor)
+        return content, sessions, group_files.read_all(folder, descriptor)
 
 
 def _until_settled(attempt: Callable[[], T], folder: Path) -> T | None:

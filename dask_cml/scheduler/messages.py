@@ -10,9 +10,11 @@ import re
 from collections.abc import Mapping
 
 from dask_cml.checks import is_session_id
+from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME
 
 #: Of workers, of sessions, of whatever a message counts or lists.
 _MOST = 100_000
+_MOST_GROUPS = 1_000
 _LONGEST_TEXT = 300
 _LONGEST_TIME = 10 * 365 * 24 * 3600.0
 _MOST_INFO = 20
@@ -53,9 +55,14 @@ def check_orphan_timeout(value: object) -> None:
 
 
 def check_wanted(value: object) -> None:
-    """Refuse what is not a number of worker sessions."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
-        raise _invalid("wanted", value, f"a whole number from 0 to {_MOST}")
+    """Refuse what does not give a number of worker sessions, or None, for worker groups' names."""
+    allowed = f"a mapping of worker groups to whole numbers from 0 to {_MOST}, or None"
+    if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
+        raise _invalid("wanted", value, allowed)
+    for group, n in value.items():
+        is_number = isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= _MOST
+        if not _is_group(group) or not (is_number or (n is None and group != DEFAULT_GROUP)):
+            raise _invalid("wanted", {group: n}, allowed)
 
 
 def check_launched(value: object) -> None:
@@ -88,6 +95,10 @@ def check_names(name: str, value: object) -> None:
     """Refuse what is not a list of workers' names."""
     if not isinstance(value, (list, tuple)) or len(value) > _MOST or not all(map(_is_text, value)):
         raise _invalid(name, value, "a list of workers' names")
+
+
+def _is_group(value: object) -> bool:
+    return _is_text(value) and GROUP_NAME.fullmatch(str(value)) is not None
 
 
 def _is_text(value: object) -> bool:

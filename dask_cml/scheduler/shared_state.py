@@ -1,9 +1,9 @@
 """What the managers of one cluster have in common, kept by its scheduler.
 
 Dask's scheduler tells changes of its workers to one manager only, and nobody tells a manager what another
-one wants. So one of them leads: it alone launches and stops sessions, towards the number that was asked for
-last, by whomever. The others follow and show what there is. Who scales, leads from then on; when the leader
-goes, the next that is heard of takes over where it was.
+one wants. So one of them leads: it alone launches and stops sessions. For each worker group, it goes by the
+number that was asked for last, whichever manager was asked. The others follow and show what there is. A
+manager that is asked to scale leads from then on; when the leader goes, the next that is heard of takes over.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class SharedState:
 
     is_here: Callable[[str], bool]
     leader: str | None = None
-    asked: str | None = None
-    wanted: int = 0
+    asked: dict[str, str] = field(default_factory=dict)
+    wanted: dict[str, int] = field(default_factory=dict)
     sessions: dict[str, str] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
 
     def sync(
         self,
         manager: str,
-        wanted: int | None = None,
+        wanted: Mapping[str, int | None] | None = None,
         launched: Mapping[str, str] | None = None,
         gone: Sequence[str] = (),
         owners: Mapping[str, str] | None = None,
@@ -46,8 +46,9 @@ class SharedState:
         ----------
         manager : str
             Who tells it.
-        wanted : int, optional
-            It was asked for so many worker sessions, and leads from now on.
+        wanted : mapping of str to int, optional
+            It was asked for so many sessions of these worker groups, and leads from now on. None: the group
+            has gone.
         launched : mapping of str to str, optional
             Worker sessions that it launched: session id by worker name.
         gone : sequence of str
@@ -58,8 +59,8 @@ class SharedState:
         Returns
         -------
         dict
-            ``leader``, ``wanted``, ``sessions`` and ``owners``, as they are now, and ``asked``, the manager
-            that was asked to scale last; the leader may be another one since then.
+            ``leader``, ``wanted``, ``sessions`` and ``owners``, as they are now, and ``asked``, by group the
+            manager that was asked to scale last; the leader may be another one since then.
 
         Raises
         ------
@@ -70,8 +71,7 @@ class SharedState:
         messages.check_launched(launched or {})
         messages.check_owners(owners or {})
         messages.check_names("gone", gone)
-        if wanted is not None:
-            messages.check_wanted(wanted)
+        messages.check_wanted(wanted or {})
         if not self.is_here(manager):
             raise ValueError(f"invalid manager={manager!r}: expected one that sends heartbeats")
         self.sessions.update(launched or {})
@@ -79,14 +79,20 @@ class SharedState:
         for name in gone:
             self.sessions.pop(name, None)
             self.owners.pop(name, None)
-        if wanted is not None:
-            self.leader, self.asked, self.wanted = manager, manager, wanted
+        if wanted:
+            self.leader = manager
+            for group, n in wanted.items():
+                if n is None:
+                    self.wanted.pop(group, None)
+                    self.asked.pop(group, None)
+                else:
+                    self.wanted[group], self.asked[group] = n, manager
         elif self.leader is None or not self.is_here(self.leader):
             self.leader = manager
         return {
             "leader": self.leader,
-            "asked": self.asked,
-            "wanted": self.wanted,
+            "asked": dict(self.asked),
+            "wanted": dict(self.wanted),
             "sessions": dict(self.sessions),
             "owners": dict(self.owners),
         }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
 
 #: What the scheduler's log is headed by; the others are headed by their workers' names.
 SCHEDULER = "Scheduler"
+_SUFFIX = ".log"
 #: Bytes of a log that are read at first, at its end.
 _MOST = 2**20
 
@@ -26,7 +28,7 @@ def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
     log_directory : str or None
         The cluster's option.
     """
-    return Path(log_directory or folder) / f"{session}.log"
+    return Path(log_directory or folder) / (session + _SUFFIX)
 
 
 class SessionLogs:
@@ -40,16 +42,22 @@ class SessionLogs:
         The cluster's folder.
     log_directory : str, optional
         The cluster's option.
-    processes : int
-        Dask workers in a session. They share a log.
+    processes : mapping of str to int, optional
+        Dask workers in a session, by worker group. They share a log. Default: one.
     """
 
     def __init__(
-        self, cluster: str, folder: Path, log_directory: str | None = None, processes: int = 1
+        self,
+        cluster: str,
+        folder: Path,
+        log_directory: str | None = None,
+        processes: Mapping[str, int] | None = None,
     ) -> None:
         self._scheduler = log_path(f"{cluster}-scheduler", folder, log_directory)
-        self._worker = re.compile(rf"({re.escape(cluster)}-(\d+))\.log")
-        self._processes = processes
+        self._cluster = cluster
+        self._processes = {DEFAULT_GROUP: 1, **(processes or {})}
+        #: Whether logs of other clusters may be there, too.
+        self._shared = log_directory is not None
         self._read: dict[str, tuple[int, int]] = {}
 
     def paths(self) -> dict[str, Path]:
@@ -59,9 +67,17 @@ class SessionLogs:
         except (FileNotFoundError, NotADirectoryError):
             files = []
         paths = {SCHEDULER: self._scheduler} if self._scheduler.name in files else {}
-        workers = [match for match in map(self._worker.fullmatch, files) if match]
-        for match in sorted(workers, key=lambda match: int(match[2])):
-            paths[match[1]] = self._scheduler.with_name(match[0])
+        sessions = [each.removesuffix(_SUFFIX) for each in files if each.endswith(_SUFFIX)]
+        found = {each: name for each in sessions if (name := read_name(self._cluster, each))}
+        workers = [
+            each
+            for each, (group, number) in found.items()
+            if each == session_name(self._cluster, group, number)
+            # Another cluster may be named like this one with a group that this one lacks.
+            and (group in self._processes or not self._shared)
+        ]
+        for session in sorted(workers, key=lambda each: (found[each][0] != DEFAULT_GROUP, found[each])):
+            paths[session] = self._scheduler.with_name(session + _SUFFIX)
         return paths
 
     def choose(self, workers: Iterable[str], launched: Iterable[str] = ()) -> list[str]:
@@ -80,15 +96,18 @@ class SessionLogs:
             If there is no such worker. It lists those that there are.
         """
         known = dict.fromkeys([SCHEDULER, *self.paths(), *launched])
-        sessions = {**{name: name for name in known}, SCHEDULER.lower(): SCHEDULER}
-        if self._processes > 1:
-            sessions |= {f"{name}-{i}": name for name in known for i in range(self._processes)}
+        sessions = {name: each for each in known for name in (each, *self._dask_names(each))}
+        sessions[SCHEDULER.lower()] = SCHEDULER
         chosen: dict[str, None] = {}
         for worker in workers:
             if worker not in sessions:
                 raise ValueError(f"invalid worker {worker!r}: expected one of {', '.join(known)}")
             chosen[sessions[worker]] = None
         return [*chosen]
+
+    def _dask_names(self, session: str) -> list[str]:
+        name = read_name(self._cluster, session)
+        return [] if name is None else dask_names(session, self._processes.get(name[0], 1))
 
     def read(
         self, scheduler: bool = True, workers: bool | Iterable[str] = True, launched: Iterable[str] = ()

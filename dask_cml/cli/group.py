@@ -1,0 +1,77 @@
+"""``dask cml group``: add, delete and list the worker groups of a cluster."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+
+from dask_cml.cli.change import here, rebuilt, wait_for_scale
+from dask_cml.cli.console import (
+    complete_groups,
+    complete_names,
+    in_one_line,
+    n_workers,
+    print_table,
+    progress,
+)
+from dask_cml.cli.create import OptionsCommand
+
+
+@click.group()
+def group() -> None:
+    """Add, delete and list the worker groups of a cluster."""
+
+
+@group.command(cls=OptionsCommand, method="add_worker_group")
+@click.argument("name", shell_complete=complete_names)
+@click.argument("group")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Seconds to wait."
+)
+@in_one_line
+def add(name: str, group: str, timeout: float, **options: Any) -> None:
+    """Add a worker group to a cluster and wait for its workers.
+
+    An option that is not given is the cluster's.
+    """
+    n = options["n_workers"] = options["n_workers"] or 0
+    with rebuilt(name) as cluster:
+        cluster.add_worker_group(group, **options)
+        with progress(lambda: here(cluster, n, group)):
+            wait_for_scale(cluster, n, group, time.monotonic() + timeout)
+    click.echo(f"{name} has {n_workers(n, group)}")
+
+
+@group.command()
+@click.argument("name", shell_complete=complete_names)
+@click.argument("group", shell_complete=complete_groups)
+@in_one_line
+def delete(name: str, group: str) -> None:
+    """Stop all sessions of a worker group and delete it. Its workers hand over their data first."""
+    with rebuilt(name) as cluster, progress(lambda: f"The group {group} is being deleted"):
+        cluster.delete_worker_group(group)
+    click.echo(f"{name} has no group {group}")
+
+
+@group.command(name="list")
+@click.argument("name", shell_complete=complete_names)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+@in_one_line
+def list_groups(name: str, as_json: bool) -> None:
+    """List the worker groups of a cluster."""
+    from dataclasses import asdict
+
+    with rebuilt(name) as cluster:
+        groups = cluster.worker_groups.values()
+    if as_json:
+        click.echo(json.dumps([asdict(each) for each in groups], indent=2))
+        return
+    rows = []
+    for each in groups:
+        resources = " ".join(f"{key}={amount:g}" for key, amount in each.resources.items())
+        size = [f"{each.size.cpu:g}", f"{each.size.memory:g} GiB", str(each.size.nvidia_gpu)]
+        rows.append([each.name, f"{each.n_arrived} of {each.n_workers}", *size, resources or "-"])
+    print_table(["group", "workers", "cpu", "memory", "gpus", "resources"], rows)

@@ -1,0 +1,237 @@
+"""What a cluster shows of itself: its sessions, worker groups, addresses and logs, in words and in HTML."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from distributed.core import Status
+from distributed.utils import Log, Logs
+
+from dask_cml.manager.display import first_line, sessions_html
+from dask_cml.manager.lifecycle import ManagedCluster
+from dask_cml.manager.waiting import pending, waiting
+from dask_cml.options import SessionSize
+from dask_cml.records.record import cluster_address
+from dask_cml.sessions.process import Session
+from dask_cml.sessions.session_logs import SessionLogs
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """A worker group of a cluster.
+
+    Parameters
+    ----------
+    name : str
+        The group's name.
+    n_workers : int
+        Worker sessions that are asked for.
+    n_arrived : int
+        Those of which a Dask worker has registered.
+    size : SessionSize
+        Virtual CPUs, memory in GiB, and GPUs of each session.
+    nthreads : int
+        Threads of each session.
+    processes : int
+        Dask workers in each session.
+    resources : dict of str to float
+        What the workers of a session offer to tasks, in all.
+    """
+
+    name: str
+    n_workers: int
+    n_arrived: int
+    size: SessionSize
+    nthreads: int
+    processes: int
+    resources: dict[str, float]
+
+
+class ShownCluster(ManagedCluster):
+    """A managed cluster with the methods by which users look at it."""
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The cluster's sessions, the scheduler's first, as last heard of."""
+        processes = [self.scheduler, *[*self.workers.values()]]
+        return [p.session for p in processes if p is not None and p.session is not None]
+
+    @property
+    def worker_groups(self) -> dict[str, WorkerGroup]:
+        """The worker groups by name, the default one first.
+
+        Examples
+        --------
+        >>> cluster.worker_groups["default"].n_workers
+        2
+        """
+        found = {}
+        for name in self._fleet.groups:
+            group = self._fleet.group(name)
+            options = group.options
+            found[name] = WorkerGroup(
+                name=name,
+                n_workers=group.target,
+                n_arrived=len(self._arrived & group.keys.keys()),
+                size=options.worker,
+                nthreads=options.nthreads,
+                processes=options.processes,
+                resources=dict(options.resources),
+            )
+        return found
+
+    @property
+    def scheduler_address(self) -> str:
+        """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by that."""
+        address: str = super().scheduler_address
+        has_keys = self.scheduler_comm and self._launcher.security is not None
+        return cluster_address(self.name) if has_keys else address
+
+    @property
+    def dashboard_link(self) -> str:
+        """Where the platform serves the scheduler's dashboard; empty if there is none."""
+        if self.scheduler is None or "dashboard" not in self.scheduler_info.get("services", {}):
+            return ""
+        if self._forwarder is not None:
+            return self._forwarder.link
+        session = self.scheduler.session
+        return f"{session.app_url.rstrip('/')}/status" if session and session.app_url else ""
+
+    def get_logs(
+        self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
+    ) -> Any:
+        """Return what the cluster has reported, and the logs of its sessions, ended ones too.
+
+        Parameters
+        ----------
+        cluster, scheduler : bool
+            Whether to include the cluster manager's log and the scheduler's.
+        workers : bool or iterable of str
+            Whether to include the workers' logs; or which, by the names of sessions, the names of Dask
+            workers or their addresses.
+
+        Returns
+        -------
+        dict of str to str
+            The logs of ``"Cluster"``, ``"Scheduler"`` and each worker session by its name, the oldest line
+            first. They are what the sessions print: the output of tasks, too. Of a log longer than 1 MiB this
+            is the end.
+
+        Raises
+        ------
+        ValueError
+            If there is no such worker. It lists those that there are.
+
+        Examples
+        --------
+        >>> print(cluster.get_logs()["mine-0"])
+        2... - distributed.nanny - INFO - ...Start Nanny at: ...
+        """
+        return self.sync(self._get_logs, cluster=cluster, scheduler=scheduler, workers=workers)
+
+    async def _get_logs(
+        self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
+    ) -> Logs:
+        reported = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
+        names = {address: info["name"] for address, info in self.scheduler_info["workers"].items()}
+        if not isinstance(workers, bool):
+            workers = [workers] if isinstance(workers, str) else workers
+            workers = [names.get(worker, worker) for worker in workers]
+        processes = {name: group.processes for name, group in self.worker_groups.items()}
+        logs = SessionLogs(self.name, self._folder, self.options.log_directory, processes)
+        found = await asyncio.to_thread(logs.read, scheduler, workers, [*self.workers])
+        return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
+
+    def usage(self) -> Any:
+        """Return the hours of the cluster's sessions so far, by worker group, ended sessions included.
+
+        A session counts from its launch, or if it waited for room from when it got it. It counts until a
+        manager stops it or finds that it has ended: hours without any manager are an upper bound. Sizes are
+        those of the options, even if a resource profile in `launch_options` sets others. After
+        :meth:`close` the result is that of the cluster's whole life.
+
+        Returns
+        -------
+        Usage
+            A dict of :class:`SessionHours` by the names of worker groups, and ``"scheduler"``; ``total`` is
+            their sum. It prints as a table. With ``asynchronous=True`` it is awaited.
+
+        Raises
+        ------
+        NoSuchCluster
+            If another process has deleted the cluster.
+
+        Examples
+        --------
+        >>> cluster.usage()
+        group      sessions  hours  vCPU hours  GiB hours  GPU hours
+        scheduler         1   0...
+        default           ...
+        total             ...
+        """
+        usage = self._record_keeper.usage
+        return asyncio.to_thread(usage) if self.asynchronous else usage()
+
+    @property
+    def n_pending(self) -> int:
+        """How many of the wanted worker sessions have not arrived yet."""
+        return len(self._fleet.keys) - len(self._arrived)
+
+    @property
+    def _pending(self) -> str:
+        return pending(self.n_pending, self._fleet.waits.values())
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        n = len(self.scheduler_info["workers"])
+        if self.n_pending:
+            text = text.replace(f"workers={n}", f"workers={n} ({self._pending})", 1)
+        if self.scheduler is not None and (waits := self.scheduler.waits_for) is not None:
+            text = f"{text[:-1]}, scheduler {waiting(waits)})"
+        if self.status == Status.running and not self._client.connected:
+            text = f"{text[:-1]}, not connected to the scheduler)"
+        if self._reconciler.problem:
+            text = f"{text[:-1]}, problem: {first_line(self._reconciler.problem)})"
+        return text
+
+    def _repr_html_(self, cluster_status: str | None = None) -> str:
+        problem = self._reconciler.problem
+        rows = sessions_html(self.scheduler_address, self.sessions, self._pending, problem)
+        return super()._repr_html_(cluster_status=(cluster_status or "") + rows)
+
+    def job_script(self) -> str:
+        """Return what the scheduler's session and a worker's are launched with.
+
+        The values of environment variables are hidden. It launches nothing; with ``asynchronous=True`` a
+        cluster launches nothing before it is awaited.
+
+        Examples
+        --------
+        >>> print(cluster.job_script())
+        # mine-scheduler: cpu=1 memory=2 nvidia_gpu=0
+        ...
+        """
+        return self._launcher.plans()
+
+    def get_snippet(self) -> str:
+        """Return the code by which another process of the project gets this cluster; dask-ctl shows it.
+
+        Examples
+        --------
+        >>> print(cluster.get_snippet())
+        from dask.distributed import Client
+        from dask_cml import CMLCluster
+        <BLANKLINE>
+        cluster = CMLCluster.from_name('mine')
+        client = Client(cluster)
+        """
+        return (
+            "from dask.distributed import Client\n"
+            "from dask_cml import CMLCluster\n"
+            "\n"
+            f"cluster = CMLCluster.from_name({self.options.name!r})\n"
+            "client = Client(cluster)"
+        )
