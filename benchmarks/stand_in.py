@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,24 @@ class StandIn(types.ModuleType):
 
     async def _run_worker(self, session_id: str, name: str, command: list[str]) -> None:
         from distributed import Worker
+        from distributed.security import Security
 
         address = await asyncio.to_thread(_scheduler_address, command)
-        nthreads, memory = (
-            int(command[command.index(each) + 1]) for each in ("--nthreads", "--memory-limit")
+        given = dict(pairwise(command))
+        security = None
+        if "--tls-key" in given:
+            files = {f"tls_worker_{part}": given[f"--tls-{part}"] for part in ("cert", "key")}
+            security = Security(require_encryption=True, tls_ca_file=given["--tls-ca-file"], **files)
+        offered = (each.split("=") for each in given.get("--resources", "").split())
+        worker = Worker(
+            address,
+            name=name,
+            nthreads=int(given["--nthreads"]),
+            memory_limit=int(given["--memory-limit"]),
+            resources={resource: float(n) for resource, n in offered},
+            security=security,
+            dashboard=False,
         )
-        worker = Worker(address, name=name, nthreads=nthreads, memory_limit=memory, dashboard=False)
         self._stops[session_id] = lambda: asyncio.run_coroutine_threadsafe(self._end(worker), self._loop)
         with contextlib.suppress(Exception):  # the scheduler may be gone
             await worker
@@ -203,7 +216,7 @@ def _command(code: str) -> list[str]:
 
 def _scheduler_address(command: list[str]) -> str:
     if "--scheduler-file" not in command:
-        return next(word for word in command if word.startswith("tcp://"))
+        return next(word for word in command if word.startswith(("tcp://", "tls://")))
     file = Path(command[command.index("--scheduler-file") + 1])
     while True:
         try:
