@@ -169,9 +169,8 @@ class Reconciler:
         now = time.monotonic()
         if scheduler_answers := await self._client.refresh():
             self._heard = time.monotonic()
-        observed = self._client.observed
         workers = self._fleet.wanted_workers
-        here = {key for key in workers if observed.issuperset(self._fleet.dask_names(key))}
+        here = self._retirements.here(workers.keys())
         for group in {self._fleet.group_of(key) for key in self._fleet.registered(here)}:
             self.backoffs.of(group).arrived()
         missing = workers.keys() - here

@@ -60,6 +60,7 @@ class Retirements(Collection[str]):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._since: dict[str, float] = {}
         self._over: set[str] = set()
+        self._stay: set[str] = set()
         self._closed = False
 
     def __contains__(self, key: object) -> bool:
@@ -70,6 +71,12 @@ class Retirements(Collection[str]):
 
     def __len__(self) -> int:
         return len(self._tasks)
+
+    def here(self, keys: Collection[str]) -> set[str]:
+        """Return the sessions whose Dask workers are all connected; of one that stays, one is enough."""
+        observed = self._client.observed
+        whole = {key for key in keys if observed.issuperset(self._fleet.dask_names(key))}
+        return whole | (self._stay & {*self._present(keys)})
 
     @property
     def words(self) -> str | None:
@@ -114,7 +121,8 @@ class Retirements(Collection[str]):
                 return
             # Without others, an order to close the last worker is all that is left to obey.
             stays = left if self._present(self._fleet.keys) else set()
-            for key in stays & self._fleet.workers.keys():
+            self._stay = (self._stay - keys) | (stays & self._fleet.workers.keys())
+            for key in stays & self._stay:
                 self._fleet.keep(key)
                 self._log(f"The worker {key} stays: no other worker can take its data")
             self._over |= keys - stays

@@ -1,0 +1,59 @@
+"""Workers that cannot hand over what they hold."""
+
+from __future__ import annotations
+
+import time
+
+import dask
+import pytest
+from distributed import Client
+
+from dask_cml import CMLCluster
+from dask_cml.manager.reconciler import Reconciler
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """A list that gets longer with each look at the workers."""
+    looks, look = [], Reconciler._look
+
+    async def counted(self):
+        looks.append(1)
+        return await look(self)
+
+    monkeypatch.setattr(Reconciler, "_look", counted)
+    return looks
+
+
+@pytest.mark.slow
+def test_a_session_that_keeps_one_of_its_workers_is_not_lost(platform, light, looks, until):
+    """The scheduler retires the other one, and Dask moves no actors."""
+
+    class Counter:
+        n = 0
+
+        def add(self, k):
+            self.n += k
+            return self.n
+
+    patience = dask.config.set({"distributed.deploy.lost-worker-timeout": "300ms"})
+    options = {"cpu": 2, "processes": 2, "worker_args": [], "platform": "local", "quiet": True}
+    with patience, CMLCluster(n_workers=2, name="mine", **options) as cluster, Client(cluster) as client:
+        client.wait_for_workers(4, timeout=120)
+        counters = [
+            client.submit(Counter, actor=True, workers=[name], pure=False).result(120)
+            for name in ("mine-0-0", "mine-1-0")
+        ]
+        cluster.scale(1)
+        until(lambda: "stays: no other worker can take its data" in str(cluster.get_logs()["Cluster"]))
+        until(lambda: len(cluster.scheduler_info["workers"]) == 3 and cluster._fleet.group().target == 2)
+        later = time.monotonic() + 1
+        until(lambda: time.monotonic() > later)
+        seen = len(looks)
+        until(lambda: cluster.loop.add_callback(cluster._reconciler.poke) or len(looks) > seen + 2)
+        assert "failed" not in cluster.get_logs()["Cluster"]
+        assert sorted(cluster.workers) == ["mine-0", "mine-1"]
+        assert cluster._fleet.group().target == 2
+        assert cluster._reconciler.problem is None
+        assert len(platform.sessions()) == 3
+        assert [counter.add(1).result(120) for counter in counters] == [1, 1]
