@@ -1,6 +1,7 @@
 """How Sphinx builds the documentation: python -m sphinx -W -b html docs docs/_build/html."""
 
 import importlib.metadata
+import os
 import re
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ extensions = [
     "myst_parser",
     "options",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
@@ -29,13 +31,21 @@ autodoc_member_order = "bysource"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 
+# Other projects' pages, where the network is known to be there: without it, each would be a warning.
+if os.environ.get("READTHEDOCS"):
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "dask": ("https://docs.dask.org/en/stable", None),
+        "distributed": ("https://distributed.dask.org/en/stable", None),
+    }
+
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
 copybutton_prompt_text = "$ "
 
-# Of what is referred to here, all must be found. Other projects' pages are not at hand.
+# Of what is referred to here, all must be found. Other projects' pages may not be at hand.
 nitpicky = True
 # What scheduler and worker have in common is no public name.
 nitpick_ignore_regex = [("py:.*", r"(?!dask_cml).*"), ("py:class", r"dask_cml\..*\.CMLProcess")]

@@ -33,7 +33,10 @@ from dask_cml.records import operations, store
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [pytest.param(path, id=path.name) for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]]
+PAGES = [
+    pytest.param(path, id=path.name)
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+]
 MODULES = [
     name
     for _, name, _ in pkgutil.walk_packages(dask_cml.__path__, "dask_cml.")

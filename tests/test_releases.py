@@ -7,12 +7,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / ".ci/images"
+WORKFLOW = ROOT / ".github/workflows/ci.yml"
 with (ROOT / "docs/releases.csv").open() as file:
     TABLE = [*csv.DictReader(file)]
 
@@ -37,6 +39,15 @@ def test_the_oldest_releases_in_the_table_are_the_oldest_allowed():
 def test_the_newest_release_that_dask_ctl_allows_is_in_the_table():
     [row] = [row for row in TABLE if row["Tests"] == "ctl"]
     assert required("ctl") == SpecifierSet(f"<={row['distributed']}")
+
+
+@pytest.mark.skipif(not WORKFLOW.exists(), reason="needs the repository, not a source distribution")
+def test_each_python_of_the_metadata_is_tested():
+    matrix = yaml.safe_load(WORKFLOW.read_text())["jobs"]["tests"]["strategy"]["matrix"]
+    classifiers = metadata.metadata("dask-cml").get_all("Classifier")
+    named = [each.rpartition(" ")[2] for each in classifiers if " :: Python :: 3." in each]
+    assert matrix["python"] == named
+    assert {row["Python"] for row in TABLE} <= {*named}
 
 
 def test_the_page_names_the_oldest_releases():
