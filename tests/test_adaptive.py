@@ -19,16 +19,27 @@ from dask_cml.options import Options
 
 
 class SchedulerComm:
-    """The scheduler as seen from here: it wants so many workers, and would close the last ones first."""
+    """The scheduler as seen from here: with work for so many threads, and so many GPUs, for long.
+
+    It would close the last workers first.
+    """
 
     def __init__(self):
-        self.wanted, self.workers = 0, []
+        self.wanted, self.wanted_gpus, self.workers = 0, 0, []
         self.errors = []
+        self.looks = 0
 
-    async def adaptive_target(self, target_duration):
+    async def cml_demand(self, cluster):
+        assert cluster == "mine"
+        self.looks += 1
         if self.errors:
             raise self.errors.pop()
-        return self.wanted
+        work = [
+            {"resources": resources, "unrunnable": 0, "queued": n, "processing": 0, "seconds": 1000.0 * n}
+            for resources, n in (({}, self.wanted), ({"GPU": 1}, self.wanted_gpus))
+            if n
+        ]
+        return {"work": work, "restricted": [], "groups": {}}
 
     async def workers_to_close(self, n, key, attribute, **more):
         assert attribute == "name"
@@ -40,23 +51,24 @@ class Cluster:
     """As much of a cluster as adaptive scaling sees, with the real choice of what to close."""
 
     def __init__(self, processes=1, planned=0, launched=None, arrived=None):
-        self.options = SimpleNamespace(processes=processes, nthreads=processes)
         self.scheduler = SimpleNamespace(start_time=None)  # how long sessions take to start is not known
-        self._fleet = Fleet(Options.read(name="mine", processes=processes))
+        options = Options.read(name="mine", processes=processes, nthreads=processes)
+        gpu = Options.read(name="mine", nvidia_gpu=2, nthreads=4)
+        self._fleet = Fleet(options, {"gpu": gpu})
         self._fleet.resize(planned)
         keys = self._fleet.keys
         for key in keys[:launched]:
             self._fleet.launched(key, SimpleNamespace(launched_at=None, waits_for=None))
         self._arrived = set(keys[:arrived])
         self.observed = {name for key in self._arrived for name in self._fleet.dask_names(key)}
-        client = SchedulerClient()
+        self._client = client = SchedulerClient()
         client.info = {"workers": {name: {"name": name} for name in self.observed}}
         client.comm = self.scheduler_comm = SchedulerComm()
         self.scheduler_comm.workers = sorted(self.observed)
         self._reconciler = Reconciler(
             self._fleet,
             client,
-            SimpleNamespace(api=None, options=self.options),
+            SimpleNamespace(api=None),
             None,
             None,
             correct_state=None,
@@ -77,20 +89,22 @@ class Cluster:
     def __await__(self):
         return iter(())
 
-    async def _resize(self, n, driver):
-        assert isinstance(driver, CMLAdaptive)
-        self.did.append(("resize", n))
+    async def _resize(self, n, driver, group):
+        assert self._fleet.group(group).driver is driver
+        self.did.append(("resize", n, group) if group != "default" else ("resize", n))
         if self.errors:
             raise self.errors.pop()
 
     async def scale_down(self, workers, driver):
-        assert isinstance(driver, CMLAdaptive)
+        assert all(self._fleet.group(self._fleet.group_of(key)).driver is driver for key in workers)
         self.did.append(("close", set(workers)))
 
 
 def adaptive(cluster, **options):
     defaults = {"minimum": 0, "maximum": math.inf, "wait_count": 1, "interval": 0}
-    return CMLAdaptive(cluster, **{**defaults, **options})
+    adapting = CMLAdaptive(cluster, **{**defaults, **options})
+    cluster._fleet.drive(adapting, options.get("worker_group", "default"))
+    return adapting
 
 
 async def test_plan_requested_and_observed_are_sessions():
@@ -124,7 +138,7 @@ async def test_more_arguments_are_those_of_the_schedulers_choice():
 async def test_no_more_are_wanted_than_the_quota_granted_lately():
     cluster = Cluster(processes=2)
     cluster.scheduler_comm.wanted = 20
-    cluster._reconciler.backoffs.affordable = lambda n: min(n, 3)
+    cluster._reconciler.backoffs.affordable = lambda n, group: min(n, 3)
     assert await adaptive(cluster).safe_target() == 3
     assert await adaptive(cluster, minimum=5).safe_target() == 3
 
@@ -220,6 +234,59 @@ async def test_a_failed_launch_does_not_end_adapting():
     assert cluster.did == [("resize", 3)]
     assert adapting.periodic_callback is not None
     stop_adapting(adapting, "the test is over")
+
+
+async def test_each_group_scales_by_the_tasks_that_need_it():
+    cluster = Cluster()
+    plain, gpu = adaptive(cluster), adaptive(cluster, worker_group="gpu")
+    cluster.scheduler_comm.wanted, cluster.scheduler_comm.wanted_gpus = 3, 5
+    await plain.adapt()
+    await gpu.adapt()
+    assert cluster.did == [("resize", 3), ("resize", 3, "gpu")]
+
+
+async def test_a_group_closes_its_own_sessions_only():
+    cluster = Cluster(planned=2)
+    cluster._fleet.resize(3, group="gpu")
+    plain, gpu = adaptive(cluster), adaptive(cluster, worker_group="gpu")
+    assert (gpu.plan, gpu.observed) == ({"mine-gpu-0", "mine-gpu-1", "mine-gpu-2"}, set())
+    assert plain.plan == plain.observed == {"mine-0", "mine-1"}
+    cluster.scheduler_comm.wanted = 2
+    await plain.adapt()
+    await gpu.adapt()
+    assert cluster.did == [("close", gpu.plan)]
+
+
+async def test_a_group_that_is_deleted_meanwhile_is_left():
+    cluster = Cluster()
+    gpu = adaptive(cluster, worker_group="gpu", minimum=1)
+    cluster._fleet.forget_group("gpu")
+    await gpu.adapt()
+    assert cluster.did == []
+
+
+async def test_start_times_are_those_of_the_groups_own_sessions(monkeypatch):
+    cluster = Cluster()
+    plain, gpu = adaptive(cluster), adaptive(cluster, worker_group="gpu")
+    cluster._fleet.resize(1)
+    cluster._fleet.resize(1, group="gpu")
+    for key, launched_at in ("mine-0", 0.0), ("mine-gpu-0", -100.0):
+        cluster._fleet.launched(key, SimpleNamespace(launched_at=launched_at, waits_for=None))
+        cluster._arrived.add(key)
+    monkeypatch.setattr("dask_cml.manager.adaptive.monotonic", lambda: 10.0)
+    await plain.target()
+    await gpu.target()
+    assert (plain.start_time, gpu.start_time) == (10.0, 110.0)
+
+
+async def test_several_groups_that_adapt_cost_one_look():
+    cluster = Cluster()
+    adapting = [adaptive(cluster, worker_group=group, interval="1 h") for group in ("default", "gpu")]
+    await asyncio.gather(*(each.adapt() for each in adapting))
+    for each in adapting:
+        await each.adapt()
+        stop_adapting(each, "the test is over")
+    assert cluster.scheduler_comm.looks == 1
 
 
 def test_adaptive_classes_with_and_without_a_reason_are_stopped():

@@ -46,14 +46,17 @@ class Simulation:
         **options,
     ):
         self.now, self.start, self.task, self.known = 0.0, start, task, known
-        self.options = SimpleNamespace(processes=processes, nthreads=nthreads or processes)
+        self.options = SimpleNamespace(processes=processes, nthreads=nthreads or processes, resources={})
         self.waiting, self.ends, self.comes = 0, {}, {}
         self.worker_spec, self.workers, self.here = {}, {}, []
         self.launched = self.closed = self.killed = 0
         self.session_seconds = 0.0
         self.quota = math.inf
         self.scheduler = SimpleNamespace(start_time=start)
-        self._reconciler = SimpleNamespace(affordable=lambda n: min(n, self.quota), choose=self.choose)
+        backoffs = SimpleNamespace(affordable=lambda n, group: min(n, self.quota))
+        self._reconciler = SimpleNamespace(backoffs=backoffs, choose=self.choose)
+        self._fleet = SimpleNamespace(name="mine", groups=["default"], group=self.group)
+        self._client = SimpleNamespace(demand=self.demand)
         self.loop = SimpleNamespace(add_callback=lambda *_: None)
         self.scheduler_comm = self
         self.want(there)
@@ -73,6 +76,12 @@ class Simulation:
         )
     )
 
+    def group(self, name):
+        assert name == "default"
+        return SimpleNamespace(
+            name=name, options=self.options, keys=self.worker_spec, target=len(self.worker_spec), driver=self
+        )
+
     def want(self, n):
         while len(self.worker_spec) < n:
             key = f"session{self.launched:03d}-{self.now}"
@@ -84,7 +93,7 @@ class Simulation:
     async def scale(self, n):
         self.want(n)
 
-    async def _resize(self, n, driver):
+    async def _resize(self, n, driver, group):
         self.want(n)
 
     async def choose(self, n, *_):
@@ -100,7 +109,15 @@ class Simulation:
             del self.worker_spec[key], self.workers[key], self.comes[key]
             self.here = [other for other in self.here if other != key]
 
-    # -- the scheduler, as Scheduler.adaptive_target is
+    # -- the scheduler
+
+    async def demand(self, cluster, max_age):
+        assert cluster == "mine"
+        tasks = self.waiting + len(self.ends)
+        queue = {"unrunnable": 0, "queued": self.waiting, "processing": len(self.ends)}
+        work = {"resources": {}, **queue, "seconds": tasks * (self.task if self.known else 0.5)}
+        sessions = {"sessions": len(self.here), "busy": len(self.ends), "managed": 0, "limit": 0}
+        return {"work": [work] if tasks else [], "restricted": [], "groups": {"default": sessions}}
 
     async def adaptive_target(self, target_duration):
         tasks = self.waiting + len(self.ends)
@@ -179,7 +196,9 @@ WORKLOADS = {"one burst": [BURST], "two bursts": [BURST, BURST], "trickle": [TRI
 
 @pytest.mark.parametrize("start", [0, 5, 20])
 @pytest.mark.parametrize("workload", WORKLOADS)
-async def test_few_sessions_more_than_needed_and_little_time_more_than_the_best(simulate, workload, start):
+async def test_few_sessions_more_than_needed_and_little_more_time_and_cost_than_the_best(
+    simulate, workload, start
+):
     run = simulate(start)
     seconds = best = needed = 0.0
     for times in WORKLOADS[workload]:
@@ -190,8 +209,18 @@ async def test_few_sessions_more_than_needed_and_little_time_more_than_the_best(
         needed += next(n for n in range(1, 21) if ideal(times, n, start, run.task) <= 1.1 * shortest)
     assert seconds <= 1.1 * best
     assert run.launched <= 1.2 * needed
+    assert run.session_seconds <= 1.15 * min(MAXIMUM * best, await seconds_of_dask(simulate, workload, start))
     assert not run.worker_spec
     assert run.killed == 0
+
+
+async def seconds_of_dask(simulate, workload, start):
+    """Return the session seconds of Dask's Adaptive."""
+    run = simulate(start, kind=Adaptive)
+    for times in WORKLOADS[workload]:
+        await run.work(times)
+        await run.idle(60)
+    return run.session_seconds
 
 
 async def test_the_simulation_shows_what_is_wrong_with_the_defaults_of_dask(simulate):
@@ -213,23 +242,57 @@ async def test_more_work_than_those_there_can_do_meanwhile_launches_more(simulat
     assert run.launched > 10
 
 
-async def test_no_session_on_its_way_is_closed_for_a_lull(simulate):
+async def test_no_session_on_its_way_is_closed_while_work_is_left(simulate):
     run = simulate(20)
     await run.work([0.0] * 10)
     launched = run.launched
-    await run.idle(15)
-    await run.work([0.0] * 10)
-    assert run.launched == launched
-    assert run.closed == 0
+    await run.work([i / 2 for i in range(60)])
+    assert (run.launched, run.killed) == (launched, 0)
 
 
 @pytest.mark.parametrize("start", [0, 5, 20])
-async def test_idle_sessions_are_kept_as_long_as_others_take_to_start_and_no_longer(simulate, start):
+async def test_sessions_too_many_for_the_work_are_kept_as_long_as_others_take_to_start(simulate, start):
     run = simulate(start)
     await run.work(BURST)
+    run.task = 1000
+    run.waiting = 1
     await run.idle(start)
     assert run.closed == 0
     await run.idle(6)
+    assert len(run.worker_spec) == 1
+
+
+@pytest.mark.parametrize("start", [0, 5, 20])
+async def test_when_all_work_is_done_idle_sessions_are_closed_at_once(simulate, start):
+    run = simulate(start)
+    await run.work(BURST)
+    await run.idle(1.5)
+    assert run.closed == 0
+    await run.idle(2)
+    assert not run.worker_spec
+
+
+async def test_sessions_are_kept_for_work_that_comes_back_sooner_than_they_start(simulate):
+    run = simulate(20)
+    await run.idle(5)
+    await run.work(BURST)
+    await run.idle(8)
+    assert run.closed == 20
+    for _ in range(5):
+        await run.work(BURST)
+        await run.idle(8)
+    assert run.closed == 20
+    await run.idle(20)
+    assert not run.worker_spec
+
+
+async def test_sessions_are_not_kept_for_work_that_came_back_later(simulate):
+    run = simulate(20)
+    for pause in 8, 60:
+        await run.work(BURST)
+        await run.idle(pause)
+    await run.work(BURST)
+    await run.idle(4)
     assert not run.worker_spec
 
 

@@ -1,4 +1,4 @@
-"""Adaptive scaling in units of sessions, for sessions that take long to start."""
+"""Adaptive scaling of a worker group by the tasks that need it, for sessions that take long to start."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 from distributed.deploy.adaptive import Adaptive
 
+from dask_cml.manager.policy import Snapshot, sessions_wanted
+from dask_cml.naming import DEFAULT_GROUP
+
 logger = logging.getLogger(__name__)
 
-#: In start times, the least work that makes a session worth its launch: of the first ones, and on top of
-#: ``target_duration`` of those that come to others, which get on with the work meanwhile.
-_FIRST, _MORE = 0.25, 0.5
 _LAST_STARTS = 20
 
 
@@ -36,12 +36,42 @@ def stop_adapting(adaptive: Adaptive, reason: str) -> None:
     adaptive.stop(**({"reason": reason} if takes_reason else {}))
 
 
-class CMLAdaptive(Adaptive):
-    """Dask's Adaptive, made for sessions that take from seconds to minutes to start.
+class _Lull:
+    """The times without any work.
 
-    It counts worker sessions, not the Dask workers in them; ``minimum`` and ``maximum`` are sessions, too. It
-    goes by the *start time*, from the launch of a session until its Dask worker registers, which it learns
-    from the scheduler's session first, and then from those that come.
+    Attributes
+    ----------
+    looks : int
+        How many looks in a row have found no work.
+    last : float
+        How many seconds the last time without work took that has ended; infinite if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.looks, self.last = 0, math.inf
+        # The time before the first work says nothing on when work comes again.
+        self._since = -math.inf
+        self._worked = False
+
+    def look(self, has_work: bool, now: float) -> None:
+        """Note whether there is work now."""
+        if has_work:
+            if self.looks:
+                self.last = now - self._since
+            self.looks, self._worked = 0, True
+        else:
+            if not self.looks and self._worked:
+                self._since = now
+            self.looks += 1
+
+
+class CMLAdaptive(Adaptive):
+    """Dask's Adaptive, made for sessions that take from seconds to minutes to start, and for resources.
+
+    It scales one worker group by the tasks that need it: those that ask for resources which it offers, or
+    those that ask for none. It counts worker sessions, not the Dask workers in them; ``minimum`` and
+    ``maximum`` are sessions, too. It goes by the *start time*, from the launch of a session until its Dask
+    worker registers, which it learns from the scheduler's session first, and then from the group's own.
 
     - It launches as many sessions as are needed to finish the work that is known within a while after they
       have come. What is there, or on its way, works until then: nothing is launched for work that will be
@@ -49,13 +79,17 @@ class CMLAdaptive(Adaptive):
     - That while is ``target_duration``, or a quarter of the start time if that is longer. Once there are more
       than ``minimum`` sessions the work gets on without others. Another one must be worth its start, so the
       while is ``target_duration`` and half of the start time, and twice the ``target_duration`` at least.
-    - No session on its way is closed while work waits. When none does, a session that is not needed is kept
-      for ``wait_count`` times ``interval`` and as long as another one would take to start.
+    - No session on its way is closed while work waits. While there is less work, a session that is not needed
+      is kept for ``wait_count`` times ``interval`` and as long as another one would take to start.
+    - If there is no work at all, it is kept for ``wait_count`` times ``interval`` only, unless the last such
+      pause was shorter than a start.
 
     Parameters
     ----------
     cluster : dask_cml.CMLCluster
         The cluster to scale.
+    worker_group : str
+        The worker group.
     **kwargs
         As for :class:`distributed.deploy.Adaptive`, whose defaults these are.
 
@@ -66,8 +100,10 @@ class CMLAdaptive(Adaptive):
 
     cluster: Any
 
-    def __init__(self, cluster: Any, **kwargs: Any) -> None:
+    def __init__(self, cluster: Any, *, worker_group: str = DEFAULT_GROUP, **kwargs: Any) -> None:
+        self._group = worker_group
         super().__init__(cluster, **kwargs)
+        self._lull = _Lull()
         self._least_wait_count = self.wait_count
         self._starts: deque[float] = deque(maxlen=_LAST_STARTS)
         self._seen = self.observed
@@ -75,7 +111,8 @@ class CMLAdaptive(Adaptive):
     @property
     def plan(self) -> set[Any]:
         """The sessions that should exist."""
-        return set(self.cluster.worker_spec)
+        fleet = self.cluster._fleet
+        return set(fleet.group(self._group).keys) if self._group in fleet.groups else set()
 
     @property
     def requested(self) -> set[Any]:
@@ -85,7 +122,7 @@ class CMLAdaptive(Adaptive):
     @property
     def observed(self) -> set[Any]:
         """The sessions of which a Dask worker has registered."""
-        return self.cluster._arrived
+        return self.cluster._arrived & self.plan
 
     @property
     def start_time(self) -> float:
@@ -96,24 +133,28 @@ class CMLAdaptive(Adaptive):
 
     async def target(self) -> int:
         """Return how many sessions there should be for the work that is known."""
-        arrived = self.observed
-        self._learn(arrived)
+        fleet = self.cluster._fleet
+        # Several groups that adapt share one look.
+        answer = await self.cluster._client.demand(fleet.name, max_age=(self.interval or 0.0) / 2)
+        snapshot = Snapshot.of(answer, [fleet.group(name) for name in fleet.groups])
+        arrived, workers, now = self.observed, self.cluster.workers, monotonic()
+        self._learn(arrived, now)
         start = self.start_time
-        if len(self.plan) <= self.minimum:
-            duration = max(self.target_duration, _FIRST * start)
-        else:
-            duration = self.target_duration + max(self.target_duration, _MORE * start)
+        self._lull.look(snapshot.has_work(self._group), now)
         if self.interval:
-            self.wait_count = self._least_wait_count + math.ceil(start / self.interval)
-        useful = await self._sessions_to_finish_in(duration)
-        target = useful
-        if useful > len(arrived):
-            # What is there, or will come before a session that is launched now, does some of the work.
-            needed = useful - math.ceil(self._done_meanwhile(arrived) / duration)
-            # The scheduler never says more than there are tasks. So this is for few long ones.
-            needed = max(needed, await self._sessions_to_finish_in(start + duration))
-            target = max(len(self.plan), min(useful, needed))
-        return target
+            soon = self._lull.looks < self._least_wait_count or self._lull.last <= start
+            self.wait_count = self._least_wait_count + (math.ceil(start / self.interval) if soon else 0)
+        launched = [workers[key].launched_at for key in self.plan - arrived if key in workers]
+        return sessions_wanted(
+            snapshot,
+            self._group,
+            arrived=len(arrived),
+            planned=len(self.plan),
+            underway=[now - at for at in launched if at is not None],
+            start_time=start,
+            target_duration=self.target_duration,
+            minimum=self.minimum,
+        )
 
     async def safe_target(self) -> int:
         """Return the same within ``minimum`` and ``maximum``, and what the quota allowed lately."""
@@ -123,44 +164,28 @@ class CMLAdaptive(Adaptive):
             # Dask's Adaptive before 2024.11 stops for good at an OSError.
             logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
             return len(self.plan)
-        return self.cluster._reconciler.backoffs.affordable(target)
+        if self._group not in self.cluster._fleet.groups:
+            return 0  # it was deleted meanwhile
+        return self.cluster._reconciler.backoffs.affordable(target, self._group)
 
-    async def _sessions_to_finish_in(self, duration: float) -> int:
-        n: int = await self.scheduler.adaptive_target(target_duration=duration)
-        # Without any worker the scheduler takes one to have one thread.
-        options = self.cluster.options
-        return math.ceil(n / (options.processes if self.cluster.observed else options.nthreads))
-
-    def _learn(self, arrived: set[Any]) -> None:
-        now = monotonic()
+    def _learn(self, arrived: set[Any], now: float) -> None:
         for key in arrived - self._seen:
             worker = self.cluster.workers.get(key)
             if worker is not None and worker.launched_at is not None:
                 self._starts.append(now - worker.launched_at)
         self._seen = arrived
 
-    def _done_meanwhile(self, arrived: set[Any]) -> float:
-        """Return the session seconds of work done before a session that is launched now would come."""
-        now, start = monotonic(), self.start_time
-        done = 0.0
-        for key in self.plan:
-            worker = self.cluster.workers.get(key)
-            if key in arrived:
-                done += start
-            elif worker is not None and worker.launched_at is not None:
-                done += min(now - worker.launched_at, start)
-        return done
-
     async def workers_to_close(self, target: int) -> list[str]:
         """Return the sessions to close to have `target` of them."""
         n = len(self.plan) - target
-        return await self.cluster._reconciler.choose(n, self.worker_key, **self._workers_to_close_kwargs)
+        more = self._workers_to_close_kwargs
+        return await self.cluster._reconciler.choose(n, self.worker_key, self._group, **more)
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Have `n` sessions."""
         # The reconciler tries again and logs the error; Adaptive before 2024.11 would stop.
         with contextlib.suppress(OSError):
-            await self.cluster._resize(n, self)
+            await self.cluster._resize(n, self, self._group)
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions; their data moves to others first."""

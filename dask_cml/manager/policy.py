@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from dask_cml.options import Options
+from dask_cml.manager.group import Group
 
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
 #: The workers that stay must have a limit of so many times the managed bytes.
@@ -21,15 +21,6 @@ _FULL, _MEMORY_RATIO = 0.6, 2
 _FIRST, _MORE = 0.25, 0.5
 #: Against the errors of sums and quotients of fractions.
 _ROUNDING = 1e-6
-
-
-class WorkerGroup(Protocol):
-    """What a fleet says of a worker group."""
-
-    name: str
-    options: Options
-    target: int
-    driver: object | None
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,7 @@ class Snapshot:
     restricted: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any], groups: Iterable[WorkerGroup]) -> Snapshot:
+    def of(cls, answer: Mapping[str, Any], groups: Iterable[Group]) -> Snapshot:
         """Return the snapshot of a scheduler's answer, see ``known_demand``, and a fleet's groups."""
         return cls(
             work=[

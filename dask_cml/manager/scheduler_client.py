@@ -125,7 +125,7 @@ class SchedulerClient:
     async def demand(self, cluster: str, max_age: float = 0.0) -> dict[str, Any]:
         """Return the work that the scheduler knows, and the sessions of the cluster; see ``known_demand``.
 
-        All who ask share one answer, or its error: the first asks the scheduler, and the others wait for it.
+        All who ask at once share one answer, or its error: the first asks, and the others wait for it.
 
         Parameters
         ----------
@@ -139,9 +139,10 @@ class SchedulerClient:
         OSError, asyncio.TimeoutError
             If the scheduler does not answer.
         """
-        since = time.monotonic() - max_age
+        now = time.monotonic()
         async with self._asking:
-            if self._demand is None or self._demand.time < since:
+            oldest = now if self._demand is None or self._demand.error else now - max_age
+            if self._demand is None or self._demand.time < oldest:
                 try:
                     content = await self.ask(self.comm.cml_demand(cluster=cluster))
                     self._demand = _Answer(time.monotonic(), content)
