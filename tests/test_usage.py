@@ -154,6 +154,24 @@ def test_a_lost_session_counts_until_the_platforms_word(platform, until):
         until(lambda: cluster.usage()["default"].sessions == 2)
 
 
+def test_each_worker_group_has_hours_of_its_own_also_when_it_is_deleted(platform, until):
+    with make(n_workers=1) as cluster:
+        cluster.add_worker_group("gpu", 1, cpu=4, memory=16, nvidia_gpu=2)
+        until(lambda: len(cluster._arrived) == 2)
+        begin = time.time()
+        until(lambda: time.time() > begin + 2)
+        cluster.delete_worker_group("gpu")
+        until(lambda: ended_keys() == ["mine-gpu-0"])
+        usage = cluster.usage()
+        assert [*usage] == ["scheduler", "default", "gpu"]
+        gpu = usage.pop("gpu")
+        assert gpu.hours > 0
+        assert (gpu.sessions, gpu.vcpu_hours, gpu.gib_hours, gpu.gpu_hours) == pytest.approx(
+            (1, 4 * gpu.hours, 16 * gpu.hours, 2 * gpu.hours)
+        )
+        check(usage)
+
+
 def test_sessions_that_wait_for_room_cost_nothing(platform, until, monkeypatch):
     monkeypatch.setattr("dask_cml.sessions.process._MOMENT", 0.2)
     with make() as cluster:
