@@ -188,6 +188,22 @@ def test_sessions_that_wait_for_room_cost_nothing(platform, until, monkeypatch):
         assert not store.read("mine").waiting
 
 
+def test_a_session_still_waits_for_a_manager_that_has_just_taken_it_over(platform, until, monkeypatch):
+    monkeypatch.setattr("dask_cml.sessions.process._MOMENT", 0.2)
+    with make() as maker:
+        platform.configure(start_delay=0, quota={"cpu": 1, "memory": 100}, over_quota="wait")
+        maker.scale(1)
+        until(lambda: store.read("mine").waiting)
+        maker.leave()
+    monkeypatch.setattr("dask_cml.sessions.process._MOMENT", 1000)
+    with CMLCluster.from_name("mine", quiet=True) as other:
+        until(lambda: [worker.is_listed for worker in other.workers.values()] == [True])
+        other.sync(other._record_keeper.write)
+        assert store.read("mine").waiting
+        assert other.usage()["default"] == SessionHours(1)
+        other.close()
+
+
 def test_another_manager_sees_the_same_and_its_end_ends_the_count(platform, until):
     maker = make(n_workers=1)
     try:

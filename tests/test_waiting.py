@@ -114,10 +114,10 @@ async def test_adapting_asks_for_no_more_than_what_waits_already(platform, room,
     async with make() as cluster:
         cluster.scale(2)
         await holds(lambda: cluster._fleet.waits and max(cluster._fleet.waits.values()) > 0.5)
-        assert cluster._reconciler.affordable(10) == 2
+        assert cluster._reconciler.backoffs.affordable(10) == 2
         room(9)
         await holds(lambda: len(cluster._arrived) == 2)
-        assert cluster._reconciler.affordable(10) == 10
+        assert cluster._reconciler.backoffs.affordable(10) == 10
 
 
 @pytest.mark.parametrize("fault", ["unknown_status", "stopping"])

@@ -268,6 +268,7 @@ class RecordKeeper:
             # A name says the same at each try.
             self._launches.setdefault(each, self._launch(each, sessions[each], processes.get(each)))
         waiting = {each for each, process in processes.items() if process.waits_for is not None}
+        scheduling = {each for each, process in processes.items() if process.is_scheduling}
         # What another session has launched, and the platform does not list here, that one knows.
         known = {
             each
@@ -280,7 +281,7 @@ class RecordKeeper:
             launched=[self._launches[each] for each in new],
             ended={each: _end_of(self._seen.get(each), now) for each in ended},
             waiting=(waiting & sessions.keys()) - self._waiting,
-            began=dict.fromkeys((self._waiting & known) - waiting, now),
+            began=dict.fromkeys((self._waiting & known) - scheduling, now),
         )
         # A process is forgotten when its session is stopped, and may know when that had ended by itself.
         self._seen = {**self._seen, **processes}

@@ -174,10 +174,15 @@ class CMLProcess(ProcessInterface):
     @property
     def waits_for(self) -> float | None:
         """For how many seconds the session has waited for room. None: it does not, or for a moment only."""
-        if self.launched_at is None or self._has_run or self.status == Status.closed:
+        if self.launched_at is None or not self.is_scheduling or self.status == Status.closed:
             return None
         waited = time.monotonic() - self.launched_at
-        return waited if status_of(self._info) == "scheduling" and waited > _MOMENT else None
+        return waited if waited > _MOMENT else None
+
+    @property
+    def is_scheduling(self) -> bool:
+        """Whether the session has no room yet, be it for a moment only."""
+        return not self._has_run and status_of(self._info) == "scheduling"
 
     @property
     def runs_for(self) -> float:
