@@ -8,7 +8,7 @@ import time
 
 import dask
 
-from benchmarks.report import Report, figure, save_figure, spread
+from benchmarks.report import MARK, Report, figure, save_figure, spread
 from benchmarks.stand_in import StandIn
 
 SESSIONS = 30
@@ -70,6 +70,6 @@ def plot(report: Report) -> None:
     for i, what in enumerate(("one stop_workers(*ids)", "close()")):
         values = [run[what] for run in report.figures["runs"]]
         axes.barh(what, spread(values)["median"], color=("tab:grey", "tab:blue")[i])
-        axes.plot(values, [what] * len(values), "k|")
+        axes.plot(values, [what] * len(values), "|", color=MARK)
     axes.set_xlabel(f"seconds for {SESSIONS + 1} sessions")
     save_figure(fig, report.name)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.local_platform import local_platform
-from benchmarks.report import Report, figure, save_figure, spread
+from benchmarks.report import MARK, Report, figure, save_figure, spread
 
 TASKS = 1000
 #: How often arrays go from one worker to the other, how many at once, and of how many megabytes each is. Of
@@ -130,7 +130,7 @@ def plot(report: Report) -> None:
     for what, figures in report.figures.items():
         ratios = figures["ratios"]
         axes.barh(what, statistics.median(ratios), color="tab:blue")
-        axes.plot(ratios, [what] * len(ratios), "k|")
+        axes.plot(ratios, [what] * len(ratios), "|", color=MARK)
     axes.axvline(1, color="tab:grey")
-    axes.set_xlabel("speed with TLS, in times of that without")
+    axes.set_xlabel("speed with TLS relative to TCP")
     save_figure(drawn, report.name)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distributed import LocalCluster
 
-from benchmarks.report import Report, figure, save_figure, spread
+from benchmarks.report import MARK, Report, figure, save_figure, spread
 from dask_cml.records.record import Record
 from dask_cml.records.store import claim
 
@@ -71,6 +71,6 @@ def plot(report: Report) -> None:
     for (n, values), colour in zip(report.figures["seconds"].items(), ("tab:grey", "tab:blue"), strict=True):
         label = f"{n} records"
         axes.barh(label, spread(values)["median"], color=colour)
-        axes.plot(values, [label] * len(values), "k|")
+        axes.plot(values, [label] * len(values), "|", color=MARK)
     axes.set_xlabel("seconds of `dask cml list`, the start of Python included")
     save_figure(fig, report.name)

@@ -19,6 +19,8 @@ from rich.table import Table
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 IMAGES = HERE.parent / "docs" / "images"
+#: Colours of text and lines, and of marks on bars, that are readable on light pages and on dark ones.
+INK, MARK = "#7a7a7a", "tab:red"
 
 
 @dataclass
@@ -88,10 +90,15 @@ def figure(width: float = 8, height: float = 4, rows: int = 1) -> tuple[Any, Any
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    pyplot.rcParams.update(dict.fromkeys(inked, INK))
     return pyplot.subplots(rows, figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: Any, name: str, images: Path = IMAGES) -> None:
     """Write a plot into the documentation."""
     images.mkdir(parents=True, exist_ok=True)
-    figure.savefig(images / f"benchmark-{name}.png", dpi=110)
+    for axes in figure.axes:
+        if legend := axes.get_legend():
+            legend.get_frame().set_alpha(0)
+    figure.savefig(images / f"benchmark-{name}.png", dpi=110, transparent=True)

@@ -14,7 +14,7 @@ from typing import Any
 from distributed import Client
 
 from benchmarks.local_platform import end_all, local_platform
-from benchmarks.report import Report, figure, save_figure, spread
+from benchmarks.report import MARK, Report, figure, save_figure, spread
 
 COUNTS = (1, 4, 8)
 START_DELAYS = (1, 8)
@@ -162,7 +162,7 @@ def plot(report: Report) -> None:
             [m["median"] for m in medians],
             [[m["median"] - m["min"] for m in medians], [m["max"] - m["median"] for m in medians]],
             fmt="none",
-            ecolor="black",
+            ecolor=MARK,
             capsize=2,
         )
     axes.set_xticks(range(len(cases)), [f"N = {c['n']}\n{c['start delay']} s" for c in cases])
