@@ -16,10 +16,11 @@ import pytest
 from click.testing import CliRunner
 from distributed import Client
 
-from dask_cml import CMLCluster, cli
+from dask_cml import CMLCluster, cli, pulse
 from dask_cml.doctor import clusters, examine, jupyterlab, packages, session
 from dask_cml.doctor.finding import Finding
-from dask_cml.records import store
+from dask_cml.options import state_directory
+from dask_cml.records import probe, store
 from dask_cml.records.record import Maker, Record
 
 UNAUTHORIZED = {"message": "Unauthorized"}
@@ -453,3 +454,17 @@ def test_a_cluster_of_another_name_and_one_that_is_gone(platform):
     assert (stale.name, stale.state) == ("cluster gone", "warning")
     assert stale.command.endswith("cml prune")
     assert clusters.versions([], 5) == [stale]
+
+
+def test_no_scheduler_has_more_time_than_the_check_gives_it(platform, monkeypatch):
+    asked = []
+
+    async def look_at(record, security, timeout):
+        asked.append(timeout)
+        return probe.Finding(probe.State.UNKNOWN)
+
+    store.claim(Record("busy", options={"platform": "local"}, scheduler_address="tcp://10.0.0.1:8786"))
+    pulse.beat(state_directory() / "busy")
+    monkeypatch.setattr(probe, "_look_at", look_at)
+    assert [finding.state for finding in clusters.versions(["busy"], 2)] == ["warning"]
+    assert asked == [2]

@@ -46,7 +46,7 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
 async def _compare_all(records: Sequence[Record], timeout: float) -> list[Finding]:
     from dask_cml.records import operations
 
-    rows = await operations.describe(records, timeout)
+    rows = await operations.describe(records, timeout, patience=timeout)
     comparisons = [_compare(record, row, timeout) for record, row in zip(records, rows, strict=True)]
     return await asyncio.gather(*comparisons)
 
