@@ -104,7 +104,7 @@ def run(repeats: int = 3) -> Report:
     report = Report(
         "start",
         f"Seconds from nothing to N connected workers, median of {repeats}",
-        ["session start s", "N", *WAYS, "of floor", "of two phases"],
+        ["session start s", "N", *WAYS, "CMLCluster / floor", "CMLCluster / two phases"],
     )
     figures = []
     for delay in START_DELAYS:
