@@ -41,6 +41,7 @@ if os.environ.get("READTHEDOCS"):
 
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_logo = html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["style.css"]
 copybutton_prompt_text = "$ "
