@@ -207,6 +207,16 @@ def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, u
     shown("Workers that stop")
 
 
+def test_what_is_said_of_tasks_that_wait(platform, seen, shown, until):
+    with make(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster, Client(cluster) as client:
+        waiting = client.map(abs, range(3), resources={"FPGA": 1})
+        waiting += client.map(abs, range(3, 5), resources={"GPU": 1})
+        waiting.append(client.submit(abs, 5, workers=["night-7"]))
+        until(lambda: all(words in told(cluster) for words in ("FPGA", "GPU", "night-7")))
+        seen.append(told(cluster))
+    shown("Tasks that wait")
+
+
 def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, until, caplog):
     with dask.config.set({"cml.api.retries": 0}):
         cluster = make()

@@ -22,6 +22,7 @@ from dask_cml.manager.leadership import Leadership
 from dask_cml.manager.record_keeper import RecordKeeper
 from dask_cml.manager.retirement import Retirements
 from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.manager.unmet import UnmetWork
 from dask_cml.manager.watch import Watch
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.answers import CallFailed
@@ -106,6 +107,7 @@ class Reconciler:
         self._changed = asyncio.Event()
         self._retirements = Retirements(fleet, client, lambda: leadership.leads, log, self.poke)
         self._watch = Watch(fleet, self._api, client, self.poke) if watch else None
+        self._unmet = UnmetWork(fleet, client, lambda: leadership.leads, log)
 
     def poke(self, *_: object) -> None:
         """Look again now. To be called in the event loop."""
@@ -114,11 +116,13 @@ class Reconciler:
     @property
     def problem(self) -> str | None:
         """What is wrong, in words."""
-        return self._end or self.backoffs.words or self._outage or self._retirements.words
+        return (
+            self._end or self.backoffs.words or self._outage or self._retirements.words or self._unmet.words
+        )
 
     async def run(self) -> Outcome:
         """Keep the cluster for as long as its scheduler is there, and return why it is not kept any more."""
-        watching = asyncio.create_task(self._watch.run()) if self._watch else None
+        watching = [asyncio.create_task(each.run()) for each in (self._unmet, self._watch) if each]
         try:
             while (outcome := await self._look()) is None:
                 # What is on its way is looked at as often as the platform is asked.
@@ -129,7 +133,7 @@ class Reconciler:
                     await asyncio.wait_for(self._changed.wait(), pause)
             return outcome
         finally:
-            await cancel(watching)
+            await cancel(*watching)
 
     async def close(self) -> None:
         """Wait for nothing any more that :meth:`step` has begun."""

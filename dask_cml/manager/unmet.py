@@ -1,0 +1,93 @@
+"""Tasks that no worker of the cluster runs, now or later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.policy import Snapshot, unmet
+from dask_cml.manager.scheduler_client import SchedulerClient
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL = 3.0
+
+
+class UnmetWork:
+    """Look now and then for tasks that need what no worker offers, and log why they wait.
+
+    Parameters
+    ----------
+    fleet : Fleet
+        The worker groups, and what they offer.
+    client : SchedulerClient
+        Asks the scheduler for its tasks.
+    leads : callable
+        Says whether this manager leads. Others stay silent.
+    log : callable
+        Gets each line for the user.
+
+    Attributes
+    ----------
+    words : str or None
+        Which tasks wait, and for what.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet[Any],
+        client: SchedulerClient,
+        leads: Callable[[], bool],
+        log: Callable[[str], None],
+    ) -> None:
+        self.words: str | None = None
+        self._fleet = fleet
+        self._client = client
+        self._leads = leads
+        self._log = log
+        self._told: set[str] = set()
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(_INTERVAL)
+            try:
+                await self.look()
+            except (OSError, asyncio.TimeoutError) as error:
+                logger.info("The tasks of %s are not known: %r", self._fleet.name, error)
+            except Exception:
+                logger.exception("The tasks of %s are not known", self._fleet.name)
+
+    async def look(self) -> None:
+        """Look once.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer.
+        """
+        found: dict[str, str] = {}
+        if self._leads():
+            answer = await self._client.demand(self._fleet.name, max_age=_INTERVAL / 2)
+            groups = [self._fleet.group(name) for name in self._fleet.groups]
+            found = unmet(Snapshot.of(answer, groups), self._expected)
+        self.words = "; ".join(found.values()) or None
+        # Their number changes often, and is no news.
+        for reason in found.keys() - self._told:
+            self._log(f"The cluster {self._fleet.name} cannot run all tasks: {found[reason]}")
+        self._told = {*found}
+
+    @property
+    def _expected(self) -> set[str]:
+        """The names, addresses and hosts of Dask workers that are there or are wanted."""
+        keys = self._fleet.keys
+        known = self._client.info["workers"]
+        return {
+            *keys,
+            *(name for key in keys for name in self._fleet.dask_names(key)),
+            *known,
+            *(str(worker.get(each)) for worker in known.values() for each in ("name", "host")),
+        }

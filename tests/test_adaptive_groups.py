@@ -1,0 +1,84 @@
+"""Several worker groups that adapt at once, on real sessions."""
+
+from __future__ import annotations
+
+import pytest
+from distributed import Client, Event, get_worker
+
+from dask_cml import CMLCluster
+
+pytestmark = pytest.mark.usefixtures("platform", "light")
+
+FAST = {"interval": "100 ms", "wait_count": 2}
+
+
+@pytest.fixture
+def where():
+    """A task that says on which Dask worker it runs. Workers do not have this module."""
+
+    def where(_):
+        return get_worker().name
+
+    return where
+
+
+@pytest.fixture
+def cluster():
+    groups = {"gpu": {"nvidia_gpu": 1, "cpu": 2}}
+    with CMLCluster(name="mine", worker_groups=groups, platform="local", quiet=True) as made:
+        yield made
+
+
+@pytest.fixture
+def client(cluster):
+    with Client(cluster) as connected:
+        yield connected
+
+
+def launched(cluster, group):
+    """How many sessions a group has ever had."""
+    return cluster._fleet.group(group).number
+
+
+def test_from_nothing_tasks_bring_sessions_of_the_group_that_they_need(cluster, client, where, until):
+    cluster.adapt(0, 1, **FAST)
+    cluster.adapt(0, 2, worker_group="gpu", **FAST)
+    futures = client.map(where, range(12), resources={"GPU": 1})
+    assert {name.rpartition("-")[0] for name in client.gather(futures)} == {"mine-gpu"}
+    assert launched(cluster, "default") == 0
+    del futures
+    until(lambda: not cluster.worker_spec)
+    gpus = launched(cluster, "gpu")
+    futures = client.map(where, range(12, 24))
+    assert {*client.gather(futures)} == {"mine-0"}
+    assert launched(cluster, "gpu") == gpus
+    del futures
+    until(lambda: not cluster.worker_spec and not cluster.workers)
+
+
+def test_groups_adapt_at_once_and_a_fixed_one_stays(cluster, client, where, until):
+    cluster.add_worker_group("big", n_workers=1, resources={"DISK": 2})
+    cluster.adapt(0, 1, **FAST)
+    cluster.adapt(0, 1, worker_group="gpu", **FAST)
+    until(lambda: cluster._arrived == {"mine-big-0"})
+    go = Event("go")
+    plain = client.map(lambda _: Event("go").wait(), range(4))
+    gpu = client.map(where, range(4), resources={"GPU": 1})
+    disk = client.map(where, range(4, 8), resources={"DISK": 1})
+    assert {*client.gather(gpu)} == {"mine-gpu-0"}
+    until(lambda: "mine-0" in cluster._arrived)
+    go.set()
+    assert {*client.gather(disk)} == {"mine-big-0"}
+    assert client.gather(plain) == [True] * 4
+    del gpu, disk, plain
+    until(lambda: {*cluster.workers} == {"mine-big-0"})
+
+
+def test_tasks_that_no_group_can_run_are_told_in_the_log_and_the_repr(cluster, client, where, until):
+    futures = client.map(where, range(3), resources={"FPGA": 1})
+    words = "3 tasks need FPGA=1, which no worker group offers"
+    until(lambda: f"problem: {words}" in repr(cluster))
+    assert words in cluster.get_logs(scheduler=False, workers=False)["Cluster"]
+    cluster.add_worker_group("fpga", n_workers=1, resources={"FPGA": 3})
+    assert {*client.gather(futures)} == {"mine-fpga-0"}
+    until(lambda: "problem" not in repr(cluster))
