@@ -47,6 +47,7 @@ _HOMES = {
     "Session": "sessions.process",
     "SessionHours": "records.usage",
     "Usage": "records.usage",
+    "WorkerGroup": "manager.group",
 }
 
 

@@ -241,6 +241,28 @@ async def test_discovery_yields_what_answers(platform):
     assert [item async for item in discover()] == []
 
 
+async def test_what_another_manager_stops_is_no_failure(platform, holds):
+    async with make(n_workers=1, name="shared") as maker:
+        await holds(lambda: len(maker._arrived) == 1)
+        async with rebuild("shared") as other:
+            await holds(lambda: other._leadership.id and len(other._arrived) == 1)
+            find_lost = maker._reconciler._find_lost
+
+            async def late():  # the maker believes that it leads
+                maker._reconciler._find_lost = find_lost
+                other.scale(0)
+                await holds(lambda: not other.workers)
+                return await find_lost()
+
+            maker._reconciler._find_lost = late
+            maker._reconciler.poke()
+            await holds(
+                lambda: not maker.workers and maker._leadership._asked["default"] == other._leadership.id
+            )
+            assert maker._reconciler.problem is None
+            assert "A worker failed" not in str(maker._cluster_manager_logs)
+
+
 async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(platform, holds):
     def settled(n):
         return all(

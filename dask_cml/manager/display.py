@@ -11,6 +11,7 @@ from typing import TextIO
 
 from dask.widgets.widgets import TEMPLATE_PATHS, get_template
 
+from dask_cml.manager.group import WorkerGroup
 from dask_cml.manager.waiting import waiting
 from dask_cml.sessions.process import CMLScheduler, Session
 
@@ -21,7 +22,13 @@ _INTERVAL = 0.25
 _WIDTH = 100
 
 
-def sessions_html(address: str, sessions: Collection[Session], pending: str, problem: str | None) -> str:
+def sessions_html(
+    address: str,
+    sessions: Collection[Session],
+    groups: Collection[WorkerGroup],
+    pending: str,
+    problem: str | None,
+) -> str:
     """Return rows for the table of a cluster's HTML representation.
 
     Parameters
@@ -30,6 +37,8 @@ def sessions_html(address: str, sessions: Collection[Session], pending: str, pro
         The cluster's, for clients.
     sessions : collection of Session
         The cluster's.
+    groups : collection of WorkerGroup
+        The cluster's.
     pending : str
         How many worker sessions are on their way; may be empty.
     problem : str or None
@@ -37,7 +46,12 @@ def sessions_html(address: str, sessions: Collection[Session], pending: str, pro
     """
     template = get_template("cml_sessions.html.j2")
     return template.render(
-        address=address, sessions=sessions, status=_status, pending=pending, problem=problem
+        address=address,
+        sessions=sessions,
+        groups=groups,
+        status=_status,
+        pending=pending,
+        problem=problem,
     )
 
 

@@ -6,7 +6,38 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from dask_cml.naming import session_name
-from dask_cml.options import Options
+from dask_cml.options import Options, SessionSize
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """A worker group of a cluster.
+
+    Parameters
+    ----------
+    name : str
+        The group's name.
+    n_workers : int
+        Worker sessions that are asked for.
+    n_arrived : int
+        Those of which a Dask worker has registered.
+    size : SessionSize
+        Virtual CPUs, memory in GiB, and GPUs of each session.
+    nthreads : int
+        Threads of each session.
+    processes : int
+        Dask workers in each session.
+    resources : dict of str to float
+        What the workers of a session offer to tasks, in all.
+    """
+
+    name: str
+    n_workers: int
+    n_arrived: int
+    size: SessionSize
+    nthreads: int
+    processes: int
+    resources: dict[str, float]
 
 
 @dataclass

@@ -101,6 +101,7 @@ class Reconciler:
         self._end: str | None = None
         self._outage: str | None = None
         self._missing_since: dict[str, float] = {}
+        self._lost: dict[str, str] = {}
         self._stops: dict[asyncio.Task[None], set[str]] = {}
         self._told_waiting = False
         self._heard = time.monotonic()
@@ -144,11 +145,9 @@ class Reconciler:
         """Find what is lost, replace it, and make the sessions agree."""
         self._changed.clear()
         try:
-            lost, outcome = await self._find_lost()
+            self._lost, outcome = await self._find_lost()
             if outcome is not None:
                 return outcome
-            if self._leadership.leads:
-                self._replace(lost)
             await self._correct_state()
         except CallFailed:
             pass  # the outage is told once, however long it lasts
@@ -156,6 +155,8 @@ class Reconciler:
             logger.warning("The cluster %s cannot be looked after: %s", self._fleet.name, error)
         except Exception:
             logger.exception("The cluster %s cannot be looked after", self._fleet.name)
+        finally:
+            self._lost = {}
         self._tell_outage()
         return None
 
@@ -231,6 +232,7 @@ class Reconciler:
         return None
 
     def _replace(self, lost: dict[str, str]) -> None:
+        """Put others in the place of lost workers, which are then not lost any more."""
         workers = self._fleet.workers
         # A session that ended well after it had come was closed on purpose, as when a client retires it.
         closed = {
@@ -253,6 +255,8 @@ class Reconciler:
     async def step(self) -> None:
         """Make the sessions agree with the wanted workers, once, as far as the platform does its part."""
         with contextlib.suppress(CallFailed):
+            # Only now that this manager has heard that it leads: another one may have stopped them.
+            self._replace(self._lost)
             await self._shrink()
             await self._close_unwanted()
             await self._launch_missing()

@@ -4,50 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from distributed.core import Status
 from distributed.utils import Log, Logs
 
 from dask_cml.manager.display import first_line, sessions_html
+from dask_cml.manager.group import WorkerGroup
 from dask_cml.manager.lifecycle import ManagedCluster
 from dask_cml.manager.waiting import pending, waiting
-from dask_cml.options import SessionSize
 from dask_cml.records.record import cluster_address
 from dask_cml.sessions.process import Session
 from dask_cml.sessions.session_logs import SessionLogs
-
-
-@dataclass(frozen=True)
-class WorkerGroup:
-    """A worker group of a cluster.
-
-    Parameters
-    ----------
-    name : str
-        The group's name.
-    n_workers : int
-        Worker sessions that are asked for.
-    n_arrived : int
-        Those of which a Dask worker has registered.
-    size : SessionSize
-        Virtual CPUs, memory in GiB, and GPUs of each session.
-    nthreads : int
-        Threads of each session.
-    processes : int
-        Dask workers in each session.
-    resources : dict of str to float
-        What the workers of a session offer to tasks, in all.
-    """
-
-    name: str
-    n_workers: int
-    n_arrived: int
-    size: SessionSize
-    nthreads: int
-    processes: int
-    resources: dict[str, float]
 
 
 class ShownCluster(ManagedCluster):
@@ -199,7 +167,8 @@ class ShownCluster(ManagedCluster):
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         problem = self._reconciler.problem
-        rows = sessions_html(self.scheduler_address, self.sessions, self._pending, problem)
+        groups = self.worker_groups.values()
+        rows = sessions_html(self.scheduler_address, self.sessions, groups, self._pending, problem)
         return super()._repr_html_(cluster_status=(cluster_status or "") + rows)
 
     def job_script(self) -> str:

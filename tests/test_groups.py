@@ -1,0 +1,268 @@
+"""Groups of workers of several sizes in one cluster, on real sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+
+import dask
+import pytest
+from click.testing import CliRunner
+from distributed import Client, get_worker
+
+from dask_cml import CMLCluster, CMLError, cli
+from dask_cml.options import Options
+from dask_cml.records import store
+from dask_cml.records.record import Record
+
+
+@pytest.fixture(autouse=True)
+def locally(platform, light, monkeypatch):
+    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
+    with dask.config.set({"cml.platform": "local"}):
+        yield platform
+
+
+def make(**options):
+    return CMLCluster(
+        **{"name": "mine", "cpu": 1, "memory": 1, "asynchronous": True, "quiet": True, **options}
+    )
+
+
+def rebuild(name="mine"):
+    return CMLCluster.from_name(name, asynchronous=True, quiet=True)
+
+
+def names(cluster):
+    return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
+
+
+def told(cluster):
+    return "\n".join(line for _, line in cluster._cluster_manager_logs)
+
+
+async def test_each_group_has_its_own_size_and_number(platform, holds):
+    gpu = {"n_workers": 1, "cpu": 2, "memory": 2, "processes": 2, "nvidia_gpu": 2, "worker_args": []}
+    async with (
+        make(n_workers=1, worker_groups={"gpu": gpu}) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await holds(lambda: names(cluster) == {"mine-0", "mine-gpu-0-0", "mine-gpu-0-1"})
+        sizes = {
+            each["name"]: (each["cpu"], each["memory"], each["nvidia_gpu"]) for each in platform.sessions()
+        }
+        assert (sizes["mine-0"], sizes["mine-gpu-0"]) == ((1, 1, 0), (2, 2, 2))
+
+        on_gpu = client.map(lambda _: get_worker().name, range(4), resources={"GPU": 1})
+        assert {*await client.gather(on_gpu)} <= {"mine-gpu-0-0", "mine-gpu-0-1"}
+
+        cluster.scale(2)
+        await holds(lambda: "mine-1" in names(cluster))
+        cluster.scale(0, worker_group="gpu")
+        await holds(lambda: names(cluster) == {"mine-0", "mine-1"})
+
+        groups = cluster.worker_groups
+        assert {name: (each.n_workers, each.n_arrived) for name, each in groups.items()} == {
+            "default": (2, 2),
+            "gpu": (0, 0),
+        }
+        assert groups["gpu"].resources == {"GPU": 2}
+        html = cluster._repr_html_()
+        assert "Worker group" in html
+        assert "GPU=2" in html
+        assert "# mine-2: cpu=1" in cluster.job_script()
+        assert "# mine-gpu-1: cpu=2" in cluster.job_script()
+        assert {"mine-0", "mine-gpu-0"} <= {*await cluster.get_logs()}
+
+
+async def test_another_manager_adds_scales_and_deletes_groups(holds):
+    async with make(n_workers=1) as maker:
+        async with rebuild() as other:
+            await other.add_worker_group("big", 1, memory=2)
+            await holds(lambda: "mine-big-0" in names(maker))
+            await holds(lambda: maker.worker_groups.keys() == {"default", "big"})
+            maker.scale(2, worker_group="big")
+            await holds(lambda: other.worker_groups["big"].n_arrived == 2)
+            assert other.worker_groups["default"].n_workers == 1
+        async with rebuild() as third:
+            assert third.worker_groups["big"].size.memory == 2
+            assert third.worker_groups["big"].n_workers == 2
+            await third.delete_worker_group("big")
+            assert third.worker_groups.keys() == {"default"}
+            await holds(lambda: maker.worker_groups.keys() == {"default"})
+            assert store.read("mine").groups == {}
+        await maker.add_worker_group("big", 1)
+        await holds(lambda: maker.worker_groups["big"].n_arrived == 1)
+
+
+async def test_a_lost_worker_of_a_group_is_replaced_in_it(platform, holds):
+    async with make(n_workers=1, worker_groups={"big": {"n_workers": 1}}) as cluster:
+        await holds(lambda: names(cluster) == {"mine-0", "mine-big-0"})
+        platform.evict(cluster.workers["mine-big-0"].session_id)
+        await holds(lambda: names(cluster) == {"mine-0", "mine-big-1"})
+        assert {*cluster.workers} == {"mine-0", "mine-big-1"}
+
+
+async def test_a_deleted_group_hands_over_its_data(holds):
+    groups = {"big": {"n_workers": 1, "resources": {"BIG": 1}}}
+    async with (
+        make(n_workers=1, worker_groups=groups) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await holds(lambda: cluster.worker_groups["big"].n_arrived == 1)
+        held = client.submit(lambda: get_worker().name, resources={"BIG": 1})
+        assert await held == "mine-big-0"
+        await holds(lambda: cluster.worker_groups["default"].n_arrived == 1)
+        await cluster.delete_worker_group("big")
+        assert await held == "mine-big-0"
+        assert names(cluster) == {"mine-0"}
+
+
+async def test_a_group_that_is_scaled_while_it_is_deleted_stays(holds, monkeypatch):
+    async with make(worker_groups={"big": {"n_workers": 1}}) as cluster:
+        await holds(lambda: cluster.worker_groups["big"].n_arrived == 1)
+        carry_out = cluster._carry_out
+
+        async def late():
+            await carry_out()
+            cluster._carry_out = carry_out
+            cluster.scale(1, worker_group="big")
+
+        cluster._carry_out = late
+        with pytest.raises(CMLError, match="'big' of the cluster mine stays"):
+            await cluster.delete_worker_group("big")
+        await holds(lambda: cluster.worker_groups["big"].n_arrived == 1)
+        assert "big" in store.read("mine").groups
+
+
+async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):
+    platform.configure(quota={"nvidia_gpu": 1})
+    async with make(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster:
+        cluster.scale(3, worker_group="gpu")
+        await holds(lambda: "1 of 3 workers granted" in (cluster._reconciler.problem or ""))
+        cluster.scale(2)
+        await holds(
+            lambda: (
+                {name: each.n_arrived for name, each in cluster.worker_groups.items()}
+                == {
+                    "default": 2,
+                    "gpu": 1,
+                }
+            )
+        )
+        assert cluster._reconciler.backoffs.affordable(5) == 5
+        assert cluster._reconciler.backoffs.affordable(5, "gpu") == 1
+        assert "The cluster mine-gpu has 1 of 3 workers granted" in told(cluster)
+    platform.configure(quota={})
+
+
+async def test_two_managers_that_add_one_name_at_once_agree(holds):
+    async with make() as maker, rebuild() as other:
+        added = await asyncio.gather(
+            maker.add_worker_group("big", 1, memory=2),
+            other.add_worker_group("big", 1, memory=1.5),
+            return_exceptions=True,
+        )
+        [error] = [each for each in added if each is not None]
+        assert "invalid name='big': expected a name that no worker group" in str(error)
+        memory = 2 if added[0] is None else 1.5
+        await holds(lambda: all("big" in each.worker_groups for each in (maker, other)))
+        assert {each.worker_groups["big"].size.memory for each in (maker, other)} == {memory}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda c: c.add_worker_group("0gpu"), ValueError, "invalid name='0gpu': expected"),
+        (lambda c: c.add_worker_group("default"), ValueError, "invalid name='default': expected"),
+        (lambda c: c.add_worker_group(3), TypeError, "invalid name=3: expected"),
+        (lambda c: c.add_worker_group("big"), ValueError, "invalid name='big': expected a name that no"),
+        (lambda c: c.add_worker_group("a", n_workers=-1), ValueError, "invalid n_workers=-1: expected"),
+        (lambda c: c.add_worker_group("a", cpu=0), ValueError, "invalid cpu=0: expected"),
+        (lambda c: c.add_worker_group("a", launch_options={"no": 1}), ValueError, "no parameter no"),
+        (lambda c: c.delete_worker_group("default"), ValueError, "invalid name='default': expected"),
+        (lambda c: c.delete_worker_group("no"), ValueError, "invalid name='no': expected"),
+        (lambda c: c.scale(1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),
+        (lambda c: c.adapt(0, 1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),
+    ],
+)
+async def test_bad_groups_are_refused_and_nothing_is_lost(platform, call, error, words):
+    async with make(worker_groups={"big": {}}) as cluster:
+        with pytest.raises(error, match=words):
+            await call(cluster)
+        assert cluster.worker_groups.keys() == {"default", "big"}
+        assert store.read("mine").groups.keys() == {"big"}
+        assert [each["name"] for each in platform.sessions()] == ["mine-scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "words"),
+    [
+        ([1], TypeError, "invalid worker_groups=[1]: expected a mapping"),
+        ({"0": {}}, ValueError, "invalid worker_groups='0': expected words"),
+        ({"gpu": 3}, TypeError, "worker_groups['gpu'] of type int: expected a mapping of options"),
+        ({"gpu": {"cpus": 3}}, ValueError, "in worker_groups['gpu']: invalid option cpus"),
+        ({"gpu": {"env": {"A": 3}}}, TypeError, "in worker_groups['gpu']: invalid env['A']=3"),
+    ],
+)
+def test_bad_groups_of_a_new_cluster_are_refused_before_any_launch(platform, groups, error, words):
+    with pytest.raises(error) as caught:
+        CMLCluster(worker_groups=groups)
+    assert words in str(caught.value)
+    assert platform.sessions() == []
+
+
+def test_groups_in_the_configuration_take_what_they_lack_from_the_cluster():
+    with dask.config.set({"cml.worker-groups": {"gpu": {"nvidia-gpu": 2, "cpu": 8, "env": {"B": "2"}}}}):
+        options = Options.read(env={"A": "1"}, memory=3).groups()["gpu"]
+    assert (options.nvidia_gpu, options.cpu, options.memory, options.nthreads) == (2, 8, 3, 8)
+    assert options.resources == {"GPU": 2}
+    assert options.env.items() >= {"A": "1", "B": "2"}.items()
+
+
+def test_one_of_many_that_add_a_group_at_once_wins(tmp_path):
+    state = tmp_path / "state"
+    record = Record("mine")
+    store.claim(record, state)
+    start, won = threading.Barrier(8), []
+
+    def add(i):
+        start.wait()
+        with contextlib.suppress(ValueError):
+            store.add_group("gpu", {"cpu": i}, "mine", state, id=record.id)
+            won.append(i)
+
+    threads = [threading.Thread(target=add, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [{"gpu": {"cpu": i}} for i in won] == [store.read("mine", state).groups]
+    store.remove_group("gpu", "mine", state, id=record.id)
+    assert store.read("mine", state).groups == {}
+    assert [*(state / "mine" / "groups").iterdir()] == []
+
+
+def test_the_shell_adds_scales_lists_and_deletes_groups(until):
+    def run(*arguments, code=0):
+        result = CliRunner().invoke(cli.cml, [*map(str, arguments)])
+        assert result.exit_code == code, result.output
+        return result.output
+
+    with CMLCluster(name="mine", quiet=True) as cluster:
+        add = ["group", "add", "mine", "big", "--n-workers", 1, "--memory", "2 GiB", "--resources", "BIG=1"]
+        assert run(*add) == "mine has 1 worker in the group big\n"
+        assert "invalid name='big'" in run(*add, code=1)
+        assert run("scale", "mine", 2, "--group", "big") == "mine has 2 workers in the group big\n"
+        groups = {each["name"]: each for each in json.loads(run("group", "list", "mine", "--json"))}
+        assert (groups["big"]["n_workers"], groups["big"]["resources"]) == (2, {"BIG": 1})
+        assert groups["default"]["n_workers"] == 0
+        [head, _, big] = run("group", "list", "mine").splitlines()
+        assert head.split() == ["group", "workers", "cpu", "memory", "gpus", "resources"]
+        assert big.split() == ["big", "2", "of", "2", "1", "2", "GiB", "0", "BIG=1"]
+        assert run("group", "delete", "mine", "big") == "mine has no group big\n"
+        until(lambda: cluster.worker_groups.keys() == {"default"})
+        assert "invalid name='big': expected" in run("group", "delete", "mine", "big", code=1)
+        assert "invalid worker_group='big': expected" in run("scale", "mine", 1, "--group", "big", code=1)
