@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         SessionFailed,
     )
     from dask_cml.manager.adaptive import CMLAdaptive
+    from dask_cml.manager.group import WorkerGroup
     from dask_cml.records.usage import SessionHours, Usage
     from dask_cml.sessions.process import CMLScheduler, CMLWorker, Session
 
@@ -37,6 +38,7 @@ __all__ = [
     "SessionFailed",
     "SessionHours",
     "Usage",
+    "WorkerGroup",
 ]
 
 _HOMES = {

@@ -461,19 +461,18 @@ class CMLCluster(ShownCluster):
         if (adaptive := self._adaptives.pop(name, None)) is not None:
             stop_adapting(adaptive, "the worker group is deleted")
         self._fleet.end_group(name)
-        while name in self._fleet.groups and self.status == Status.running:
+        while not self._leadership.forget_ended_group(name):
+            if self.status != Status.running:
+                raise CMLError(f"the worker group {name!r} stays: the cluster {self.name} closes")
             if not self._fleet.group(name).ends:
                 raise CMLError(
                     f"the worker group {name!r} of the cluster {self.name} stays: no other worker can take "
-                    "its data, or another manager scales it"
+                    "its data, or it was scaled meanwhile"
                 )
             await self._carry_out()
-            if not any(self._fleet.group_of(key) == name for key in self._fleet.workers):
-                await self._record_keeper.remove_group(name)
-                self._leadership.forget_group(name)
-                await self._carry_out()
-                return
             await asyncio.sleep(_GROUP_INTERVAL)
+        await self._record_keeper.remove_group(name)
+        await self._carry_out()
 
     # -- end
 

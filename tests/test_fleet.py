@@ -185,3 +185,67 @@ def test_a_closed_cluster_takes_no_wishes(wish):
     assert not fleet.follow(3)
     fleet.clear()
     assert fleet.keys == []
+
+
+def test_each_group_is_scaled_by_itself():
+    fleet = of(2)
+    fleet.add_group("gpu", Options.read(name="mine", processes=2))
+    fleet.resize(1, group="gpu")
+    assert fleet.take_claims() == {"gpu": 1}
+    assert fleet.keys == ["mine-0", "mine-1", "mine-gpu-0"]
+    assert fleet.dask_names("mine-gpu-0") == ["mine-gpu-0-0", "mine-gpu-0-1"]
+    fleet.replace(["mine-gpu-0"])
+    fleet.resize(1)
+    fleet.trim(fleet.keys)
+    assert fleet.keys == ["mine-1", "mine-gpu-1"]
+
+
+def test_adaptive_scaling_of_one_group_has_no_say_in_another():
+    fleet = of(1)
+    fleet.add_group("gpu", Options.read(name="mine"))
+    adaptive = object()
+    fleet.drive(adaptive, "gpu")
+    assert fleet.resize(2, adaptive, "gpu")
+    assert not fleet.resize(2, adaptive)
+    assert not fleet.remove(["mine-0"], adaptive)
+    assert fleet.remove(["mine-gpu-0"], adaptive)
+    assert (fleet.group().target, fleet.group("gpu").target) == (1, 1)
+    fleet.resize(3)
+    assert fleet.resize(1, adaptive, "gpu")
+
+
+def test_a_group_ends_when_its_last_session_has_gone():
+    fleet = of(0)
+    fleet.add_group("gpu", Options.read(name="mine"))
+    fleet.resize(1, group="gpu")
+    launched(fleet, 1)
+    assert not fleet.forget_ended_group("gpu")
+    fleet.end_group("gpu")
+    assert fleet.unwanted_workers.keys() == {"mine-gpu-0"}
+    assert not fleet.forget_ended_group("gpu")
+    fleet.stopped("mine-gpu-0")
+    assert fleet.forget_ended_group("gpu")
+    assert fleet.groups == ["default"]
+
+
+def test_a_group_that_is_scaled_again_does_not_end():
+    fleet = of(0)
+    fleet.add_group("gpu", Options.read(name="mine"))
+    fleet.end_group("gpu")
+    fleet.resize(1, group="gpu")
+    assert not fleet.forget_ended_group("gpu")
+    fleet.end_group("gpu")
+    fleet.take_claims()
+    fleet.follow(2, group="gpu")
+    assert not fleet.forget_ended_group("gpu")
+
+
+def test_a_session_that_keeps_its_data_keeps_its_group():
+    fleet = of(0)
+    fleet.add_group("gpu", Options.read(name="mine"))
+    fleet.resize(1, group="gpu")
+    launched(fleet, 1)
+    fleet.end_group("gpu")
+    fleet.keep("mine-gpu-0")
+    assert fleet.group("gpu").target == 1
+    assert not fleet.forget_ended_group("gpu")

@@ -53,10 +53,6 @@ class Fleet(Generic[W]):
     True
     >>> fleet.missing
     ['mine-0', 'mine-1']
-    >>> fleet.resize(1)
-    True
-    >>> fleet.trim(["mine-1"])
-    ['mine-1']
     """
 
     def __init__(self, options: Options, groups: Mapping[str, Options] | None = None) -> None:
@@ -193,8 +189,6 @@ class Fleet(Generic[W]):
         with self._lock:
             names = {key: self.group_of(key) for key in keys}
             asked = [self._groups[name] for name in {*names.values()} & self._groups.keys()]
-            if driver is not None:
-                asked = [group for group in asked if group.driver is driver]
             counts = [group for group in asked if self._take_wish(group, driver)]
             for group in counts:
                 group.discard([*names])
@@ -221,14 +215,22 @@ class Fleet(Generic[W]):
         """Ask for the end of a worker group and all its sessions."""
         with self._lock:
             self.resize(0, group=name)
-            group = self._group(name)
-            group.keys.clear()
-            group.ends = True
+            self._groups[name].keys.clear()
+            self._groups[name].ends = True
 
     def forget_group(self, name: str) -> None:
         """Forget a worker group that has gone. Its sessions, if any, are not wanted any more."""
         with self._lock:
             self._groups.pop(name, None)
+
+    def forget_ended_group(self, name: str) -> bool:
+        """Forget a worker group that ends, unless it has sessions yet; return whether it is gone."""
+        with self._lock:
+            there = {self.group_of(key) for key in self._workers}
+            if name in self._groups and (name in there or not self._groups[name].ends):
+                return False
+            self.forget_group(name)
+            return True
 
     def drive(self, driver: object | None, group: str = DEFAULT_GROUP) -> None:
         """Let `driver` scale from now on, until the user scales or another driver takes over; None: nobody.
@@ -303,8 +305,7 @@ class Fleet(Generic[W]):
     def keep(self, key: str) -> None:
         """Want a session again that could not hand over its data, and its group."""
         with self._lock:
-            group = self._groups.get(self.group_of(key))
-            if group is not None:
+            if group := self._groups.get(self.group_of(key)):
                 group.keys[key] = None
                 group.target = max(group.target, len(group.keys))
                 group.claim_pending, group.ends = True, False
@@ -347,8 +348,8 @@ class Fleet(Generic[W]):
         """Take over a session that another manager has launched."""
         with self._lock:
             self._workers[key] = worker
-            group, found = self._groups.get(self.group_of(key)), read_name(self.name, key)
-            if group is not None:
+            found = read_name(self.name, key)
+            if group := self._groups.get(self.group_of(key)):
                 group.keys.setdefault(key)
                 if found is not None:  # no two sessions get the same name, whoever launches them
                     group.number = max(group.number, found[1] + 1)

@@ -109,21 +109,25 @@ class Leadership:
                 fleet.follow(state["wanted"].get(group, 0), None if leads else known, group)
         return leads
 
-    def forget_group(self, name: str) -> None:
-        """Forget a worker group that has gone, and tell the other managers with the next sync."""
-        self._fleet.forget_group(name)
+    def forget_ended_group(self, name: str) -> bool:
+        """Forget a worker group that has ended, and let the next sync tell the other managers.
+
+        It returns whether the group has: not while it has sessions, or if it is wanted again.
+        """
+        if not self._fleet.forget_ended_group(name):
+            return False
         self._told.discard(name)
         self._gone_groups.add(name)
+        return True
 
     async def _learn_groups(self, wanted: Collection[str]) -> None:
         """Add worker groups that another manager has added, and forget those that it has deleted."""
-        known = self._fleet.groups
-        if new := set(wanted) - {*known}:
+        if new := set(wanted) - {*self._fleet.groups} - self._gone_groups:
             recorded = await asyncio.to_thread(self._record_keeper.groups)
             for name in new & recorded.keys():  # others may come a moment later
                 with contextlib.suppress(ValueError, CMLError):  # this manager adds it itself, or closes
                     self._fleet.add_group(name, self._launcher.options.of_group(recorded[name]))
-        self._told |= {*known} & {*wanted}
+        self._told |= {*self._fleet.groups} & {*wanted}
         there = {self._fleet.group_of(key) for key in self._fleet.workers}
         for name in self._told - {*wanted} - there:
             if not self._fleet.group(name).claim_pending:
