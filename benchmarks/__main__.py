@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import adapt, close, encryption, forwarding, listing, scale, start
+from benchmarks import adapt, close, encryption, forwarding, listing, mixed, scale, start
 
 BENCHMARKS = {
     "start": start,
     "scale": scale,
     "close": close,
     "adapt": adapt,
+    "mixed": mixed,
     "listing": listing,
     "forwarding": forwarding,
     "encryption": encryption,

@@ -53,6 +53,7 @@ class StandIn(types.ModuleType):
         super().__init__("cml.workers_v1")
         self.latency, self.start_delay, self.runs_workers = latency, start_delay, workers
         self.requests: Counter[str] = Counter()
+        self.names: dict[str, str] = {}
         self.launched_at: dict[str, float] = {}
         self.stopped_at: dict[str, float] = {}
         self._texts: dict[str, str] = {}
@@ -132,6 +133,7 @@ class StandIn(types.ModuleType):
     def _launch(self, name: str, code: str, env: dict[str, str]) -> dict[str, Any]:
         with self._lock:
             session_id = f"session{len(self._texts):09d}"
+            self.names[session_id] = name
             self.launched_at[session_id] = time.monotonic()
             self._texts[session_id] = _described(session_id, "scheduling")
         if self.start_delay or self.runs_workers or name.endswith("-scheduler"):

@@ -26,6 +26,7 @@ class SchedulerComm:
 
     def __init__(self):
         self.wanted, self.wanted_gpus, self.workers = 0, 0, []
+        self.groups = {}
         self.errors = []
         self.looks = 0
 
@@ -39,7 +40,7 @@ class SchedulerComm:
             for resources, n in (({}, self.wanted), ({"GPU": 1}, self.wanted_gpus))
             if n
         ]
-        return {"work": work, "restricted": [], "groups": {}}
+        return {"work": work, "restricted": [], "groups": self.groups}
 
     async def workers_to_close(self, n, key, attribute, **more):
         assert attribute == "name"
@@ -255,6 +256,26 @@ async def test_a_group_closes_its_own_sessions_only():
     await plain.adapt()
     await gpu.adapt()
     assert cluster.did == [("close", gpu.plan)]
+
+
+async def test_idle_sessions_are_closed_first_then_those_that_do_what_another_group_should():
+    cluster = Cluster(planned=1)
+    cluster._fleet.resize(4, group="gpu")
+    cluster._arrived |= set(cluster._fleet.group("gpu").keys)
+    cluster._client.info = {"workers": {key: {"name": key} for key in cluster._arrived}}
+    held = {"managed": 0, "limit": 0}
+    cluster.scheduler_comm.groups = {
+        "default": {"sessions": 1, "busy": 1, "lent": [0], **held},
+        "gpu": {"sessions": 4, "busy": 3, "lent": [1, 3], **held},
+    }
+    # The scheduler knows nothing of groups: it names the idle one, then those that hold least.
+    cluster.scheduler_comm.workers = ["mine-0", "mine-gpu-3", "mine-gpu-1", "mine-gpu-2", "mine-gpu-0"]
+    adaptive(cluster)
+    gpu = adaptive(cluster, worker_group="gpu")
+    cluster.scheduler_comm.wanted = 1
+    assert await gpu.target() == 1
+    assert await gpu.workers_to_close(3) == ["mine-gpu-0"]
+    assert {*await gpu.workers_to_close(1)} == {"mine-gpu-0", "mine-gpu-1", "mine-gpu-3"}
 
 
 async def test_a_group_that_is_deleted_meanwhile_is_left():

@@ -10,6 +10,7 @@ import dask
 import pytest
 from distributed import Client, Event, Scheduler, Worker, secede
 from distributed.core import rpc
+from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.scheduler import demand
@@ -129,6 +130,40 @@ async def test_processing_and_queued_tasks_and_sessions_by_group(scheduler, clie
     del plain, gpu
 
 
+async def test_sessions_that_only_do_what_others_could_are_lent(scheduler, client, holds):
+    async with workers(scheduler, mine_gpu_0={"GPU": 1}, mine_gpu_1={"GPU": 1}), held(scheduler) as event:
+        by_name = {worker.name: worker for worker in scheduler.workers.values()}
+        one, other = by_name["mine-gpu-0"], by_name["mine-gpu-1"]
+        plain = client.map(wait_for, [event] * 2, range(2))
+        await holds(lambda: one.processing and other.processing)
+
+        def lent():
+            return known_demand(scheduler, "mine")["groups"]["gpu"]["lent"]
+
+        assert lent() == [0, 1]
+        [task] = one.processing
+        one.executing[task] = demand._LENT_SECONDS + 1
+        assert lent() == [1]
+        one.executing.clear()
+        gpu = client.submit(wait_for, event, resources={"GPU": 1}, workers=[other.address])
+        await holds(lambda: len(other.processing) == 2)
+        assert lent() == [0]
+    del plain, gpu
+
+
+async def test_a_session_that_a_plugin_keeps_is_busy(scheduler, client):
+    class Keeps(SchedulerPlugin):
+        name = "keeps"
+
+        def valid_workers_downscaling(self, scheduler, workers):
+            return [worker for worker in workers if worker.name != "mine-1"]
+
+    async with workers(scheduler, mine_0={}, mine_1={}):
+        scheduler.add_plugin(Keeps())
+        group = known_demand(scheduler, "mine")["groups"]["default"]
+        assert (group["busy"], group["lent"]) == (1, [])
+
+
 async def test_a_session_of_several_processes_counts_once(scheduler, client, holds):
     async with (
         workers(scheduler, mine_0_0={}, mine_0_1={}, mine_1_0={}, mine_1_1={}),
@@ -187,13 +222,16 @@ def known(unrunnable=(), queued=(), processing=()):
     """What is known of tasks that no client has sent."""
     worker = SimpleNamespace(
         name="mine-0",
+        address="address",
         processing=processing,
         long_running=(),
+        actors=(),
+        executing={},
         occupancy=sum(each.prefix.duration_average for each in processing),
         nbytes=0,
         memory_limit=2**30,
     )
-    scheduler = SimpleNamespace(queued=queued, unrunnable=unrunnable, workers={"address": worker})
+    scheduler = SimpleNamespace(queued=queued, unrunnable=unrunnable, workers={"address": worker}, plugins={})
     return known_demand(scheduler, "mine")
 
 

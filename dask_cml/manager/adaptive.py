@@ -15,7 +15,7 @@ from typing import Any
 from distributed.deploy.adaptive import Adaptive
 
 from dask_cml.manager.policy import Snapshot, sessions_wanted
-from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.naming import DEFAULT_GROUP, session_name
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class CMLAdaptive(Adaptive):
         self._least_wait_count = self.wait_count
         self._starts: deque[float] = deque(maxlen=_LAST_STARTS)
         self._seen = self.observed
+        self._busy, self._lent = 0, list[str]()
 
     @property
     def plan(self) -> set[Any]:
@@ -144,6 +145,8 @@ class CMLAdaptive(Adaptive):
         if self.interval:
             soon = self._lull.looks < self._least_wait_count or self._lull.last <= start
             self.wait_count = self._least_wait_count + (math.ceil(start / self.interval) if soon else 0)
+        self._busy = snapshot.supply(self._group).busy
+        self._lent = [session_name(fleet.name, self._group, n) for n in snapshot.lent(self._group)]
         launched = [workers[key].launched_at for key in self.plan - arrived if key in workers]
         return sessions_wanted(
             snapshot,
@@ -177,9 +180,12 @@ class CMLAdaptive(Adaptive):
 
     async def workers_to_close(self, target: int) -> list[str]:
         """Return the sessions to close to have `target` of them."""
-        n = len(self.plan) - target
-        more = self._workers_to_close_kwargs
-        return await self.cluster._reconciler.choose(n, self.worker_key, self._group, **more)
+        plan, more = self.plan, self._workers_to_close_kwargs
+        n = len(plan) - target
+        # The scheduler does not know which busy ones do what another group should. Idle ones come first.
+        lent = [key for key in self._lent if key in plan][: max(0, n - max(0, len(plan) - self._busy))]
+        chosen = await self.cluster._reconciler.choose(n - len(lent), self.worker_key, self._group, **more)
+        return [*dict.fromkeys([*lent, *chosen])]
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Have `n` sessions."""

@@ -62,7 +62,9 @@ class Supply:
     target : int
         How many sessions are asked for.
     sessions, busy : int
-        How many sessions the scheduler knows, and how many of them must stay because they process tasks.
+        How many sessions the scheduler knows, and how many of them process tasks.
+    lent : sequence of int
+        The numbers of busy sessions that only process tasks which need no resources and would lose little.
     managed, limit : int
         The bytes that these sessions hold, and those that they may hold.
     """
@@ -75,6 +77,7 @@ class Supply:
     target: int = 0
     sessions: int = 0
     busy: int = 0
+    lent: Sequence[int] = ()
     managed: int = 0
     limit: int = 0
 
@@ -142,9 +145,18 @@ class Snapshot:
         """Return the work that grows a group."""
         return [work for work in self.work if self._group_for(work.resources) == group]
 
+    def lent(self, group: str) -> Sequence[int]:
+        """Return the numbers of the sessions that only do what another group's sessions should."""
+        home = self._group_for({})
+        return self.supply(group).lent if home not in (group, None) and self.supply(home).sessions else ()
+
+    def engaged(self, group: str) -> int:
+        """Return how many sessions must stay because they are busy."""
+        return self.supply(group).busy - len(self.lent(group))
+
     def has_work(self, group: str) -> bool:
         """Return whether any work is known for a group, or done by it."""
-        return bool(self.work_of(group) or self.supply(group).busy)
+        return bool(self.work_of(group) or self.engaged(group))
 
     def _group_for(self, needs: Mapping[str, float]) -> str | None:
         """Return the group that tasks with these needs grow; None if no group with workers can run them."""
@@ -246,7 +258,7 @@ def _useful_sessions(snapshot: Snapshot, group: str, duration: float, arrived: i
 
 
 def _sessions_to_keep(snapshot: Snapshot, group: str) -> int:
-    """Return how many sessions of a group must stay: those that are busy, or are needed for what is held."""
+    """Return how many sessions of a group must stay, for what they do or for what is held."""
     held: float = _MEMORY_RATIO * sum(each.managed for each in snapshot.supplies)
     # Each group that looks at this snapshot must find the same: no two count on the same memory.
     for each in sorted(snapshot.supplies, key=lambda each: each.adapts):
@@ -256,7 +268,7 @@ def _sessions_to_keep(snapshot: Snapshot, group: str) -> int:
         elif each.adapts and each.limit:
             stay = min(stay, math.ceil(held * each.sessions / each.limit))
         if each.name == group:
-            return max(stay, each.busy)
+            return max(stay, snapshot.engaged(group))
         held -= each.limit * stay / (each.sessions or 1)
     return 0
 

@@ -5,7 +5,7 @@ Dask's ``Scheduler.adaptive_target`` ignores resources, so it cannot say which s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from heapq import nsmallest
 from itertools import islice
 from typing import Any
@@ -21,6 +21,8 @@ _MOST_QUEUED, _MOST_OTHERS = 100, 2000
 _MOST_NEEDS, _MOST_RESTRICTIONS = 100, 20
 #: Of a restriction's workers and hosts.
 _MOST_NAMES = 3
+#: A session is lent if it only processes tasks that others could, few and not for long: they run again there.
+_MOST_LENT, _LENT_SECONDS = 100, 10.0
 
 _STATES = ("unrunnable", "queued", "processing")
 
@@ -72,7 +74,9 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
         ``restricted`` lists unrunnable tasks that only certain workers may run, which are not in ``work``:
         ``names`` of some of these workers or hosts, and the number of ``tasks``.
         ``groups`` has, for each worker group that has sessions: the number of ``sessions``; that of the
-        ``busy`` ones, which process tasks; the ``managed`` bytes and the memory ``limit`` in bytes.
+        ``busy`` ones, which process tasks or are part of a shuffle; the numbers of ``lent`` ones in their
+        names, which are busy with nothing but a few tasks that need no resources and have not run for long;
+        the ``managed`` bytes and the memory ``limit`` in bytes.
     """
     work = _Work()
     restricted: dict[tuple[str, ...], float] = {}
@@ -92,10 +96,14 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
             group, number = name
             sessions.setdefault(group, {}).setdefault(number, []).append(worker)
             _add_processing(work, scheduler, worker)
+    closable = [*scheduler.workers.values()]
+    for plugin in [*scheduler.plugins.values()]:
+        closable = plugin.valid_workers_downscaling(scheduler, closable)
+    addresses = {worker.address for worker in closable}
     return {
         "work": work.described(),
         "restricted": [{"names": [*names], "tasks": round(n)} for names, n in restricted.items()],
-        "groups": {group: _describe(each.values()) for group, each in sessions.items()},
+        "groups": {group: _describe(each, addresses) for group, each in sessions.items()},
     }
 
 
@@ -113,15 +121,31 @@ def _add_processing(work: _Work, scheduler: Scheduler, worker: WorkerState) -> N
             work.add(_needs(task), "processing", running / len(durations), seconds)
 
 
-def _describe(sessions: Iterable[list[WorkerState]]) -> dict[str, int]:
-    sessions = [*sessions]
-    workers = [worker for session in sessions for worker in session]
+def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dict[str, Any]:
+    busy = [
+        number
+        for number, workers in sessions.items()
+        if any(worker.processing or worker.address not in closable for worker in workers)
+    ]
+    everyone = [worker for workers in sessions.values() for worker in workers]
     return {
         "sessions": len(sessions),
-        "busy": sum(any(worker.processing for worker in session) for session in sessions),
-        "managed": sum(worker.nbytes for worker in workers),
-        "limit": sum(worker.memory_limit for worker in workers),
+        "busy": len(busy),
+        "lent": [number for number in busy if all(_is_lent(each, closable) for each in sessions[number])],
+        "managed": sum(worker.nbytes for worker in everyone),
+        "limit": sum(worker.memory_limit for worker in everyone),
     }
+
+
+def _is_lent(worker: WorkerState, closable: set[str]) -> bool:
+    return (
+        worker.address in closable
+        and not worker.long_running
+        and not worker.actors
+        and len(worker.processing) <= _MOST_LENT
+        and not any(task.resource_restrictions or _restriction(task) for task in worker.processing)
+        and all(seconds <= _LENT_SECONDS for seconds in worker.executing.values())
+    )
 
 
 def _sample(tasks: Collection[TaskState], most: int) -> tuple[list[TaskState], float]:
