@@ -19,8 +19,9 @@ import dask
 from benchmarks.report import Report, figure, save_figure
 from benchmarks.stand_in import StandIn
 
-#: By worker group, sessions of one thread each.
+#: By worker group, sessions of one thread, and sessions of two threads and a GPU.
 MAXIMUM = {"default": 20, "gpu": 4}
+_SIZES: dict[str, dict[str, int]] = {"default": {}, "gpu": {"cpu": 2, "nvidia_gpu": 1}}
 TASK = 1.0  # seconds
 START_DELAYS = (5, 20)
 LATENCY = 0.05
@@ -54,11 +55,11 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
         clusters: dict[str, CMLCluster]
         if policy == "Dask":
             clusters = {
-                group: stack.enter_context(CMLCluster(name=group, nvidia_gpu=int(group == "gpu"), quiet=True))
-                for group in MAXIMUM
+                group: stack.enter_context(CMLCluster(name=group, quiet=True, **size))
+                for group, size in _SIZES.items()
             }
         else:
-            groups = {"gpu": {"nvidia_gpu": 1}}
+            groups = {"gpu": _SIZES["gpu"]}
             one = stack.enter_context(CMLCluster(name="default", worker_groups=groups, quiet=True))
             clusters = dict.fromkeys(MAXIMUM, one)
         clients = {group: stack.enter_context(Client(cluster)) for group, cluster in clusters.items()}

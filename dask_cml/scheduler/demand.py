@@ -124,7 +124,7 @@ def _add_processing(work: _Work, scheduler: Scheduler, worker: WorkerState) -> N
 def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dict[str, Any]:
     busy = [
         number
-        for number, workers in sessions.items()
+        for number, workers in sorted(sessions.items())
         if any(worker.processing or worker.address not in closable for worker in workers)
     ]
     everyone = [worker for workers in sessions.values() for worker in workers]
