@@ -283,7 +283,7 @@ def given(monkeypatch):
         calls.append((args, kwargs))
         raise ValueError("it is not made")
 
-    cli.create._cluster_options()  # while the real one is there
+    cli.create._cluster_options("__init__")  # while the real one is there
     monkeypatch.setattr("dask_cml.cluster.CMLCluster", call)
 
     def given(*arguments):
