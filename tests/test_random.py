@@ -220,10 +220,12 @@ class Episode:
         self.others = others["id"]
         monkeypatch.setattr(lifecycle, "load_platform", lambda platform: self.platform)
         processes = self.chance.choice([1, 1, 2])
+        groups = {"other": self.group(3 - processes)} if self.chance.random() < 0.5 else {}
         self.cluster = CMLCluster(
             n_workers=self.chance.randrange(4),
             cpu=processes,
             processes=processes,
+            worker_groups=groups,
             worker_timeout="4s",
             scheduler_timeout="20s",
             pending_timeout="4s",
@@ -231,6 +233,9 @@ class Episode:
             asynchronous=True,
             quiet=True,
         )
+
+    def group(self, processes: int) -> dict[str, int]:
+        return {"n_workers": self.chance.randrange(3), "cpu": processes, "processes": processes}
 
     async def play(self) -> None:
         self.platform.fates = self.chance.choice([FATES, FATES, {"runs": 1}])
@@ -270,8 +275,9 @@ class Episode:
                 return  # is closed in the middle of it
             self.platform.fates, self.platform.errors = {"runs": 1}, 0.0
             # What hung has its few seconds; what comes in its place has them on no loaded machine.
-            patience = {"worker_timeout": PATIENCE, "pending_timeout": PATIENCE}
-            self.cluster._launcher.options = dataclasses.replace(self.cluster.options, **patience)
+            for group in self.cluster._fleet._groups.values():
+                patience = {"worker_timeout": PATIENCE, "pending_timeout": PATIENCE}
+                group.options = dataclasses.replace(group.options, **patience)
             self.platform.configure(quota=None)
             await self.settle()
 
@@ -284,8 +290,11 @@ class Episode:
         except CMLError:
             assert self.cluster.status in (Status.closing, Status.closed)
 
+    def any_group(self) -> str:
+        return self.chance.choice([*self.cluster.worker_groups])
+
     async def scale(self) -> None:
-        self.ask(self.cluster.scale, self.chance.randrange(5))
+        self.ask(self.cluster.scale, self.chance.randrange(5), worker_group=self.any_group())
 
     async def scale_in_threads(self) -> None:
         numbers = [self.chance.randrange(5) for _ in range(4)]
@@ -295,7 +304,7 @@ class Episode:
         with suppress(CMLError, OSError):  # the cluster may end meanwhile
             name = self.cluster.name
             async with CMLCluster.from_name(name, asynchronous=True, quiet=True) as other:
-                other.scale(self.chance.randrange(5))
+                other.scale(self.chance.randrange(5), worker_group=self.chance.choice([*other.worker_groups]))
                 await asyncio.sleep(self.chance.choice([0, 0.1, 0.3]))
 
     async def scale_twice(self) -> None:
@@ -305,13 +314,24 @@ class Episode:
     async def adapt(self) -> None:
         minimum = self.chance.randrange(3)
         maximum = minimum + self.chance.randrange(3)
-        self.ask(self.cluster.adapt, minimum=minimum, maximum=maximum, interval="50ms", wait_count=2)
+        group = self.any_group()
+        options = {"worker_group": group, "interval": "50ms", "wait_count": 2}
+        self.ask(self.cluster.adapt, minimum=minimum, maximum=maximum, **options)
 
     async def scale_down(self) -> None:
         keys = [*self.cluster.worker_spec]
         names = self.chance.sample(keys, self.chance.randint(0, len(keys)))
         with suppress(CMLError):
             await self.cluster.scale_down(names)
+
+    async def add_group(self) -> None:
+        with suppress(CMLError, ValueError):  # there may be one
+            await self.cluster.add_worker_group("late", **self.group(self.chance.choice([1, 2])))
+
+    async def delete_group(self) -> None:
+        # The first may wait for long while nothing can be launched or stopped.
+        with suppress(CMLError, ValueError, asyncio.TimeoutError):
+            await asyncio.wait_for(self.cluster.delete_worker_group(self.any_group()), 1.0)
 
     async def submit(self) -> None:
         self.futures += self.client.map(lambda i: i**2, range(5), pure=False)
@@ -354,13 +374,15 @@ class Episode:
 
     async def settle(self) -> None:
         """When nothing goes wrong any more, the next wish comes true, as far as no data is lost by that."""
-        n = self.chance.randrange(4)
-        if self.chance.random() < 0.3:
-            self.note(f"wants {n} by adapt")
-            self.ask(self.cluster.adapt, minimum=n, maximum=n, interval="50ms", wait_count=2)
-        else:
-            self.note(f"wants {n}")
-            self.ask(self.cluster.scale, n)
+        wanted = {group: self.chance.randrange(4) for group in self.cluster.worker_groups}
+        for group, n in wanted.items():
+            if self.chance.random() < 0.3:
+                self.note(f"wants {n} of {group} by adapt")
+                options = {"worker_group": group, "interval": "50ms", "wait_count": 2}
+                self.ask(self.cluster.adapt, minimum=n, maximum=n, **options)
+            else:
+                self.note(f"wants {n} of {group}")
+                self.ask(self.cluster.scale, n, worker_group=group)
         told = len(self.cluster._cluster_manager_logs)
 
         def settled() -> bool:
@@ -369,17 +391,22 @@ class Episode:
             # A worker whose data no other could take stays, and the cluster wants one more from then on.
             logs = self.cluster._cluster_manager_logs[told:]
             stays = any("stays: no other worker" in line for _, line in logs)
-            return self.has(n) or (stays and self.has(self.cluster._fleet.group().target))
+            targets = {name: each.n_workers for name, each in self.cluster.worker_groups.items()}
+            return self.has(wanted) or (stays and self.has(targets))
 
         await eventually(lambda: self.cluster.status == Status.closed or settled(), PATIENCE)
         if self.cluster.status == Status.closed:
             assert [*self.lost_schedulers()], "the cluster ended by itself, but its scheduler is there"
-        elif n:
+        elif any(wanted.values()):
             results = await asyncio.wait_for(self.client.gather(self.futures), PATIENCE)
             assert results == [i**2 for i in range(5)] * (len(results) // 5)
 
-    def has(self, n: int) -> bool:
+    def has(self, wanted: dict[str, int]) -> bool:
         cluster = self.cluster
+        n = sum(wanted.values())
+        processes = {name: each.processes for name, each in cluster.worker_groups.items()}
+        if wanted != {name: each.n_arrived for name, each in cluster.worker_groups.items()}:
+            return False
         running = {
             each
             for each in self.platform.live
@@ -388,7 +415,8 @@ class Episode:
         return (
             len(cluster.workers) == len(cluster.worker_spec) == len(cluster._arrived) == n
             and running - {cluster.scheduler.session_id} == {w.session_id for w in cluster.workers.values()}
-            and len(cluster.scheduler_info["workers"]) == n * cluster.options.processes
+            and len(cluster.scheduler_info["workers"])
+            == sum(wanted[name] * processes[name] for name in wanted)
         )
 
     def lost_schedulers(self):
@@ -414,6 +442,8 @@ ACTIONS = [
     Episode.scale_by_another_manager,
     *[Episode.adapt] * 2,
     Episode.scale_down,
+    Episode.add_group,
+    Episode.delete_group,
     *[Episode.submit] * 2,
     Episode.forget,
     Episode.retire,
