@@ -30,7 +30,7 @@ def told():
 
 @pytest.fixture
 def backoff(clock, told):
-    return Backoff("mine", told.append)
+    return Backoff("the cluster mine", told.append)
 
 
 def test_the_first_failure_costs_no_time_and_each_further_one_twice_as_much(backoff, clock):
@@ -59,7 +59,7 @@ def test_after_too_many_failures_in_a_row_nothing_is_launched_until_the_next_wis
     n = len(told) - 1
     assert backoff.pause == math.inf
     assert backoff.words == f"no new workers after {n} failures in a row: it ended"
-    assert told[-1] == f"The cluster launches {backoff.words}. scale() makes it try again."
+    assert told[-1] == f"The cluster mine launches {backoff.words}. scale() makes it try again."
     backoff.reset()
     assert (backoff.pause, backoff.words, backoff.gave_up) == (0, None, False)
 

@@ -141,7 +141,7 @@ async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):
     platform.configure(quota={"nvidia_gpu": 1})
     async with make(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster:
         cluster.scale(3, worker_group="gpu")
-        await holds(lambda: "1 of 3 workers granted" in (cluster._reconciler.problem or ""))
+        await holds(lambda: "gpu: 1 of 3 workers granted" in (cluster._reconciler.problem or ""))
         cluster.scale(2)
         await holds(
             lambda: (
@@ -154,7 +154,7 @@ async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):
         )
         assert cluster._reconciler.backoffs.affordable(5) == 5
         assert cluster._reconciler.backoffs.affordable(5, "gpu") == 1
-        assert "The cluster mine-gpu has 1 of 3 workers granted" in told(cluster)
+        assert "The group gpu of the cluster mine has 1 of 3 workers granted" in told(cluster)
     platform.configure(quota={})
 
 
@@ -262,6 +262,8 @@ def test_the_shell_adds_scales_lists_and_deletes_groups(until):
         [head, _, big] = run("group", "list", "mine").splitlines()
         assert head.split() == ["group", "workers", "cpu", "memory", "gpus", "resources"]
         assert big.split() == ["big", "2", "of", "2", "1", "2", "GiB", "0", "BIG=1"]
+        assert json.loads(run("info", "mine", "--json"))["groups"] == {"default": 0, "big": 2}
+        assert "big  2 Dask workers cpu=1 memory=2 nvidia_gpu=0" in run("info", "mine")
         assert run("group", "delete", "mine", "big") == "mine has no group big\n"
         until(lambda: cluster.worker_groups.keys() == {"default"})
         assert "invalid name='big': expected" in run("group", "delete", "mine", "big", code=1)

@@ -71,6 +71,7 @@ def info(name: str, as_json: bool) -> None:
     from dataclasses import asdict
 
     from dask_cml.manager.waiting import waiting
+    from dask_cml.naming import DEFAULT_GROUP
     from dask_cml.options import state_directory
     from dask_cml.records import operations, store
 
@@ -92,12 +93,16 @@ def info(name: str, as_json: bool) -> None:
         return
     row["maker"] = f"process {record.maker.pid} on {record.maker.host}"
     row["security"] = "keys of its own" if row["security"] else "none"
-    sessions, owners = row.pop("sessions"), row.pop("owners")
+    sessions, owners, present = row.pop("sessions"), row.pop("owners"), row.pop("groups") or {}
     n, seconds = row.pop("waiting"), row.pop("waiting_for")
     if n:
         row["waiting"] = f"{n} {waiting(seconds)}"
     for key, value in row.items():
         click.echo(f"{key:<10} {_shown(key, value)}")
+    for group, options in {DEFAULT_GROUP: record.options, **record.groups}.items():
+        words = [f"{present[group]} Dask workers"] if group in present else []
+        words += [f"{each}={options[each]:g}" for each in ("cpu", "memory", "nvidia_gpu") if each in options]
+        click.echo(f"{'group':<10} {group}  {' '.join(words)}")
     for session, role in sessions.items():
         owner = f"  ends with the session {owners[session]}" if session in owners else ""
         click.echo(f"{'session':<10} {session}  {role}{owner}")

@@ -20,13 +20,13 @@ class Backoff:
     Parameters
     ----------
     name : str
-        The cluster's name, or that of the group in it.
+        What the log calls the group, such as ``the cluster mine``.
     log : callable
         Gets each line for the user.
 
     Examples
     --------
-    >>> backoff = Backoff("mine", print)
+    >>> backoff = Backoff("the cluster mine", print)
     >>> backoff.failed("the worker's session 1 ended", 1)
     A worker failed: the worker's session 1 ended
     >>> backoff.words
@@ -36,7 +36,7 @@ class Backoff:
     """
 
     def __init__(self, name: str, log: Callable[[str], None]) -> None:
-        self._name = name
+        self._name = name[0].upper() + name[1:]
         self._log = log
         self._limit: int = setting("failure-limit", integer, 1)
         self._quota_pause: float = setting("quota-retry", seconds)
@@ -78,7 +78,7 @@ class Backoff:
         self._log(f"A worker failed: {self._failure}")
         if self.gave_up:
             self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
-            self._log(f"The cluster launches {self._failure}. scale() makes it try again.")
+            self._log(f"{self._name} launches {self._failure}. scale() makes it try again.")
 
     def refused(self, granted: int, asked: int, reason: str) -> None:
         """Note that the platform granted only some of the sessions that were asked for."""
@@ -86,7 +86,7 @@ class Backoff:
         self._ceiling = (granted, time.monotonic())
         self._shortage = f"{granted} of {asked} workers granted: {reason}"
         if not known:
-            self._log(f"The cluster {self._name} has {self._shortage}")
+            self._log(f"{self._name} has {self._shortage}")
 
     def granted(self, n: int) -> None:
         """Note that the platform granted `n` sessions in all."""
@@ -136,22 +136,25 @@ class Backoffs:
     def of(self, group: str = DEFAULT_GROUP) -> Backoff:
         """Return what is known of a group."""
         if group not in self._backoffs:
-            name = self._fleet.name if group == DEFAULT_GROUP else f"{self._fleet.name}-{group}"
+            of_group = f"the group {group} of " if group != DEFAULT_GROUP else ""
+            name = f"{of_group}the cluster {self._fleet.name}"
             self._backoffs[group] = Backoff(name, self._log)
         return self._backoffs[group]
 
-    def _all(self) -> list[Backoff]:
-        return [self.of(group) for group in self._fleet.groups]
-
     @property
     def words(self) -> str | None:
-        """What is wrong in any group."""
-        return "; ".join(each.words for each in self._all() if each.words) or None
+        """What is wrong, by group."""
+        words = {group: self.of(group).words for group in self._fleet.groups}
+        told = [
+            each if group == DEFAULT_GROUP else f"{group}: {each}" for group, each in words.items() if each
+        ]
+        return "; ".join(told) or None
 
     @property
     def shortest_pause(self) -> float | None:
         """Seconds until the next launch may be tried in a group that pauses; None if none does."""
-        return min((each.pause for each in self._all() if each.pause), default=None)
+        pauses = [self.of(group).pause for group in self._fleet.groups]
+        return min(filter(None, pauses), default=None)
 
     def affordable(self, n: int, group: str = DEFAULT_GROUP) -> int:
         """Return how many of `n` sessions of a group may be asked for; see :meth:`Backoff.affordable`."""

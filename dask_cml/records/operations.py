@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import shlex
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
 from distributed.core import rpc
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
-from dask_cml.naming import read_name
+from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.records import probe, store
 from dask_cml.records.probe import Finding, State
 from dask_cml.records.record import Record, cluster_address
@@ -106,10 +106,10 @@ async def describe(
     Returns
     -------
     list of dict
-        Name, address for clients, status, workers, threads, memory in bytes, age in seconds, dashboard and
-        the scheduler's own address; how many sessions wait for room, and for how many seconds the first one
-        has, or None. The status is "running", "starting", "not answering" or "stale"; see
-        :func:`probe.judge`.
+        Name, address for clients, status, workers, Dask workers by worker group, threads, memory in bytes,
+        age in seconds, dashboard and the scheduler's own address; how many sessions wait for room, and for
+        how many seconds the first one has, or None. The status is "running", "starting",
+        "not answering" or "stale"; see :func:`probe.judge`.
     """
     records = [*records]
     findings = await probe.judge(records, timeout, patience)
@@ -125,6 +125,7 @@ async def describe(
                 "address": cluster_address(record.name),
                 "status": _status(record, finding),
                 "workers": len(workers) if workers is not None else None,
+                "groups": _groups(record, workers),
                 "threads": sum(w["nthreads"] for w in workers) if workers is not None else None,
                 "memory": sum(w["memory_limit"] or 0 for w in workers) if workers is not None else None,
                 "age": (now - datetime.fromisoformat(record.created)).total_seconds(),
@@ -134,6 +135,15 @@ async def describe(
             }
         )
     return rows
+
+
+def _groups(record: Record, workers: Collection[Mapping[str, Any]] | None) -> dict[str, int] | None:
+    """Count the Dask workers in each group."""
+    if workers is None:
+        return None
+    found = [read_name(record.name, str(worker["name"])) for worker in workers]
+    groups = [DEFAULT_GROUP if name is None else name[0] for name in found]
+    return {group: groups.count(group) for group in (DEFAULT_GROUP, *record.groups)}
 
 
 def _status(record: Record, finding: Finding) -> str:
