@@ -237,7 +237,7 @@ def known(unrunnable=(), queued=(), processing=()):
 
 def test_of_very_many_tasks_few_are_looked_at_and_all_are_counted(monkeypatch):
     looked = []
-    monkeypatch.setattr(demand, "_duration", lambda _, task: looked.append(task) or 1.0)
+    monkeypatch.setattr(demand, "duration_of", lambda _, task: looked.append(task) or 1.0)
     tasks = [Task(resources={"GPU": 1} if i % 3 else None) for i in range(50_000)]
     answer = known(unrunnable=tasks * 4, queued=[Task()] * 50_000, processing=tasks * 6)
     assert len(looked) <= 2 * demand._MOST_OTHERS + demand._MOST_QUEUED

@@ -26,16 +26,17 @@ _MOST_LENT, _LENT_SECONDS = 100, 10.0
 
 _STATES = ("unrunnable", "queued", "processing")
 
-_Needs = tuple[tuple[str, float], ...]
+#: Resources and amounts.
+Needs = tuple[tuple[str, float], ...]
 
 
 class _Work:
     """Tasks by what they need."""
 
     def __init__(self) -> None:
-        self._known: dict[_Needs, dict[str, float]] = {}
+        self._known: dict[Needs, dict[str, float]] = {}
 
-    def add(self, needs: _Needs, state: str, tasks: float, seconds: float) -> None:
+    def add(self, needs: Needs, state: str, tasks: float, seconds: float) -> None:
         if needs not in self._known and len(self._known) >= _MOST_NEEDS:
             names = [name for name, _ in needs]
             alike = (other for other in self._known if [name for name, _ in other] == names)
@@ -82,14 +83,14 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     restricted: dict[tuple[str, ...], float] = {}
     tasks, weight = _sample(scheduler.queued, _MOST_QUEUED)
     for task in tasks:
-        work.add(_needs(task), "queued", weight, weight * _duration(scheduler, task))
+        work.add(needs_of(task), "queued", weight, weight * duration_of(scheduler, task))
     tasks, weight = _sample(scheduler.unrunnable, _MOST_OTHERS)
     for task in tasks:
-        if names := _restriction(task):
+        if names := restriction_of(task):
             if names in restricted or len(restricted) < _MOST_RESTRICTIONS:
                 restricted[names] = restricted.get(names, 0) + weight
         else:
-            work.add(_needs(task), "unrunnable", weight, weight * _duration(scheduler, task))
+            work.add(needs_of(task), "unrunnable", weight, weight * duration_of(scheduler, task))
     sessions: dict[str, dict[int, list[WorkerState]]] = {}
     for worker in scheduler.workers.values():
         if (name := read_name(cluster, str(worker.name))) is not None:
@@ -112,13 +113,13 @@ def _add_processing(work: _Work, scheduler: Scheduler, worker: WorkerState) -> N
     most = max(10, _MOST_OTHERS // len(scheduler.workers))
     tasks, _ = _sample(worker.processing, most)
     # As in Dask's occupancy, tasks that have left their thread by secede() need none.
-    durations = {task: _duration(scheduler, task) for task in tasks if task not in worker.long_running}
+    durations = {task: duration_of(scheduler, task) for task in tasks if task not in worker.long_running}
     total = sum(durations.values())
     for task, duration in durations.items():
         # The occupancy also has the time of transfers.
         seconds = worker.occupancy * duration / total if total else 0.0
-        if not _restriction(task):
-            work.add(_needs(task), "processing", running / len(durations), seconds)
+        if not restriction_of(task):
+            work.add(needs_of(task), "processing", running / len(durations), seconds)
 
 
 def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _is_lent(worker: WorkerState, closable: set[str]) -> bool:
         and not worker.long_running
         and not worker.actors
         and len(worker.processing) <= _MOST_LENT
-        and not any(task.resource_restrictions or _restriction(task) for task in worker.processing)
+        and not any(task.resource_restrictions or restriction_of(task) for task in worker.processing)
         and all(seconds <= _LENT_SECONDS for seconds in worker.executing.values())
     )
 
@@ -155,11 +156,12 @@ def _sample(tasks: Collection[TaskState], most: int) -> tuple[list[TaskState], f
     return sample, len(tasks) / len(sample) if sample else 0.0
 
 
-def _needs(task: TaskState) -> _Needs:
+def needs_of(task: TaskState) -> Needs:
+    """Return what resources a task needs, and how much of each."""
     return tuple(sorted(task.resource_restrictions.items())) if task.resource_restrictions else ()
 
 
-def _restriction(task: TaskState) -> tuple[str, ...]:
+def restriction_of(task: TaskState) -> tuple[str, ...]:
     """Return some of the workers and hosts that alone may run a task; none if all may."""
     if task.loose_restrictions:
         return ()
@@ -167,7 +169,7 @@ def _restriction(task: TaskState) -> tuple[str, ...]:
     return (*nsmallest(_MOST_NAMES, map(str, names)),)
 
 
-def _duration(scheduler: Scheduler, task: TaskState) -> float:
+def duration_of(scheduler: Scheduler, task: TaskState) -> float:
     """Return how long a task takes, as the scheduler's occupancy has it."""
     prefix = task.prefix
     if prefix.duration_average >= 0:

@@ -27,6 +27,7 @@ from dask_cml.aio import cancel
 from dask_cml.checks import seconds
 from dask_cml.options import setting
 from dask_cml.scheduler import messages
+from dask_cml.scheduler.balance import spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.orphans import OrphanWatch
 from dask_cml.scheduler.shared_state import SharedState
@@ -67,11 +68,14 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         scheduler.handlers[FORWARD] = self.forward
         self._looking = PeriodicCallback(self._look, _LOOK_INTERVAL * 1000)
         self._looking.start()
+        self._spreading = PeriodicCallback(lambda: spread(scheduler), _LOOK_INTERVAL * 1000)
+        self._spreading.start()
         self._beating = asyncio.create_task(self._keep_beating())
 
     async def close(self) -> None:
         """End with the scheduler."""
         self._looking.stop()
+        self._spreading.stop()
         await cancel(self._beating)
         for comm in [*self._forwards]:
             comm.abort()

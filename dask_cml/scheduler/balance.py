@@ -1,0 +1,71 @@
+"""Spread tasks that need resources among the workers that offer these.
+
+Dask gives all tasks that wait for a resource to the first worker that comes with it. Its work stealing moves
+tasks to idle workers only, and no worker is idle while other tasks are queued.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+
+import dask.config
+from distributed.scheduler import Scheduler, TaskState, WorkerState
+
+from dask_cml.scheduler.demand import Needs, duration_of, needs_of, restriction_of
+
+#: So many tasks of a worker are looked at.
+_MOST = 1000
+_ROUNDING = 1e-6
+
+
+def spread(scheduler: Scheduler) -> None:
+    """Move waiting tasks that need resources to workers where these resources are free.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+        The scheduler. Its work stealing moves the tasks: one that has begun stays where it is.
+    """
+    stealing = scheduler.extensions.get("stealing")
+    offering = [worker for worker in scheduler.running if worker.resources]
+    if len(offering) < 2 or stealing is None or not dask.config.get("distributed.scheduler.work-stealing"):
+        return
+    known: dict[Needs, dict[WorkerState, list[TaskState]]] = {}
+    for worker in offering:
+        for task in islice(worker.processing, _MOST):
+            if task.resource_restrictions and not restriction_of(task) and not task.actor:
+                known.setdefault(needs_of(task), {}).setdefault(worker, []).append(task)
+    for needs, tasks in known.items():
+        slots = {worker: n for worker in offering if (n := _slots(worker, needs))}
+        share = sum(map(len, tasks.values())) / (sum(slots.values()) or 1)
+        spare = [
+            (len(each) / slots[worker], task, worker)
+            for worker, each in tasks.items()
+            if worker in slots
+            for task in _last(worker, each, math.ceil(share * slots[worker]))
+            if task not in stealing.in_flight
+        ]
+        spare.sort(key=lambda each: each[0])
+        for thief, n in slots.items():
+            there = len(tasks.get(thief, ()))
+            for _ in range(math.ceil(share * n) - there if there < n else 0):
+                if not spare:
+                    break
+                backlog, task, victim = spare.pop()
+                if scheduler.get_comm_cost(task, thief) < backlog * duration_of(scheduler, task):
+                    stealing.move_task_request(task, victim, thief)
+
+
+def _slots(worker: WorkerState, needs: Needs) -> int:
+    """Return how many tasks with these needs a worker runs at a time."""
+    offers = [worker.resources.get(name, 0.0) / need for name, need in needs if need > 0]
+    return math.floor(min([worker.nthreads, *offers]) + _ROUNDING)
+
+
+def _last(worker: WorkerState, tasks: list[TaskState], n: int) -> list[TaskState]:
+    """Return the tasks that a worker runs last, all but `n` of them; none that is running."""
+    running = {task.key for task in worker.executing}
+    return [
+        task for task in sorted(tasks, key=lambda task: task.priority or ())[n:] if task.key not in running
+    ]

@@ -1,0 +1,139 @@
+"""Tasks that need resources are spread among the workers that offer these."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import dask
+import pytest
+from distributed import Client, Event, Scheduler, Worker
+
+from dask_cml.scheduler.balance import spread
+from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
+
+
+class Task:
+    """As much of a TaskState as is looked at."""
+
+    worker_restrictions = host_restrictions = None
+    loose_restrictions = actor = False
+
+    def __init__(self, key, duration=1.0, **resources):
+        self.key, self.priority, self.resource_restrictions = key, (key,), resources
+        self.prefix = SimpleNamespace(duration_average=duration)
+
+
+class Scheduling:
+    """A scheduler with workers that offer resources; it moves tasks at once."""
+
+    def __init__(self, *workers, cost=0.0):
+        self.running = [Offering(**each) for each in workers]
+        self.extensions = {"stealing": self}
+        self.in_flight = {}
+        self.moved = []
+        self.cost = cost
+
+    def get_comm_cost(self, task, worker):
+        return self.cost
+
+    def move_task_request(self, task, victim, thief):
+        victim.processing.remove(task)
+        thief.processing.append(task)
+        self.moved.append(task.key)
+
+    def spread(self):
+        """Return how many tasks each worker has then."""
+        spread(self)
+        return [len(worker.processing) for worker in self.running]
+
+
+class Offering:
+    def __init__(self, n=0, nthreads=4, needs=None, **resources):
+        self.resources, self.nthreads = resources, nthreads
+        self.processing = [Task(i, **(needs or {"GPU": 1})) for i in range(n)]
+        self.executing = {}
+
+
+@pytest.mark.parametrize(
+    ("workers", "after"),
+    [
+        ([{"n": 12, "GPU": 1}, {"GPU": 1}, {"GPU": 1}], [4, 4, 4]),
+        ([{"n": 12, "GPU": 1}, {"GPU": 2}, {"GPU": 3}], [2, 4, 6]),
+        ([{"n": 12, "GPU": 1}, {"GPU": 8, "nthreads": 2}], [4, 8]),
+        ([{"n": 2, "GPU": 1}, {"GPU": 1}, {"GPU": 1}], [1, 1, 0]),
+        ([{"n": 1, "GPU": 1}, {"GPU": 1}], [1, 0]),
+        ([{"n": 5, "GPU": 4}, {"n": 1, "GPU": 4}], [3, 3]),
+        ([{"n": 9, "GPU": 1}, {"n": 1, "GPU": 1}], [9, 1]),  # work stealing evens out what is busy
+        ([{"n": 9, "GPU": 1}, {"FPGA": 1}, {"GPU": 0.5}], [9, 0, 0]),
+        ([{"n": 9, "GPU": 1}, {}], [9, 0]),
+        ([{"n": 4, "GPU": 2, "needs": {"GPU": 2}}, {"GPU": 1}, {"GPU": 4}], [2, 0, 2]),
+    ],
+)
+def test_tasks_go_where_their_resources_are_free(workers, after):
+    assert Scheduling(*workers).spread() == after
+
+
+def test_those_that_would_run_last_go_and_none_that_runs():
+    scheduling = Scheduling({"n": 6, "GPU": 1}, {"GPU": 1})
+    victim = scheduling.running[0]
+    victim.executing = {victim.processing[5]: 1.0}
+    scheduling.in_flight = {victim.processing[4]: "to another"}
+    scheduling.spread()
+    assert scheduling.moved == [3]
+
+
+def test_tasks_for_certain_workers_and_plain_ones_stay():
+    scheduling = Scheduling({"n": 6, "GPU": 1}, {"GPU": 1})
+    victim = scheduling.running[0]
+    for task in victim.processing[:3]:
+        task.worker_restrictions = {"tcp://10.0.0.7:1"}
+    for task in victim.processing[3:]:
+        task.resource_restrictions = None
+    assert scheduling.spread() == [6, 0]
+
+
+def test_what_costs_more_to_move_than_it_waits_stays():
+    assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}, cost=7.0).spread() == [6, 0]
+    assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}, cost=5.0).spread() == [3, 3]
+
+
+def test_who_wants_no_work_stealing_gets_none():
+    with dask.config.set({"distributed.scheduler.work-stealing": False}):
+        assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}).spread() == [6, 0]
+    scheduling = Scheduling({"n": 6, "GPU": 1}, {"GPU": 1})
+    scheduling.extensions = {}
+    assert scheduling.spread() == [6, 0]
+
+
+async def test_workers_that_come_later_get_their_share_while_other_tasks_are_queued(holds):
+    def wait_for_event(_):
+        Event("go").wait()
+
+    async with (
+        Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0") as running,
+        Client(running.address, asynchronous=True) as client,
+    ):
+        await running.extensions["stealing"].stop()
+        await running.register_scheduler_plugin(CMLSchedulerPlugin(None), name=NAME, idempotent=True)
+        gpu = client.map(wait_for_event, range(12), resources={"GPU": 1}, key="gpu")
+        plain = client.map(wait_for_event, range(100), key="plain")
+        options = {"nthreads": 1, "resources": {"GPU": 1}, "dashboard": False}
+        async with (
+            Worker(running.address, name="first", **options),
+            Worker(running.address, name="second", **options),
+            Worker(running.address, name="third", **options),
+        ):
+
+            def gpu_tasks():
+                return [
+                    sum(bool(task.resource_restrictions) for task in worker.processing)
+                    for worker in running.workers.values()
+                ]
+
+            try:
+                await holds(lambda: gpu_tasks() == [4, 4, 4])
+                assert running.queued
+            finally:
+                await Event("go", client=client).set()
+            await client.gather(gpu)
+    del plain
