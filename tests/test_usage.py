@@ -119,6 +119,7 @@ def check(usage, cpu=1, memory=2):
 
 
 def test_sessions_that_were_scaled_away_count_until_they_were_stopped(platform, until):
+    start = time.time()
     with make(n_workers=2, cpu=0.5, memory=1.5) as cluster:
         until(lambda: len(store.read("mine").sessions) == 3)
         until(lambda: len(cluster._arrived) == 2)
@@ -137,7 +138,7 @@ def test_sessions_that_were_scaled_away_count_until_they_were_stopped(platform, 
     last = cluster.usage()  # of its whole life
     assert last.total.sessions == 4
     assert last["scheduler"].hours >= first["scheduler"].hours > 0
-    assert last.total.hours < 300 / HOUR
+    assert last.total.hours * HOUR <= 4 * (time.time() - start + 1)
     assert cluster.usage() == last
 
 
