@@ -179,6 +179,21 @@ def test_cluster_of_a_shell_is_listed_by_its_name_steered_and_shut_down(
     assert server.clusters == {}
 
 
+def test_sidebar_counts_all_groups_and_scales_the_default_one(server, environment, leaves_no_session):
+    run("create", "--name", "groups", "--n-workers", "1", "--worker-groups", 'big={"n_workers": 1, "cpu": 2}')
+    until(lambda: server.clusters.get("groups", {}).get("workers") == 2)
+    model = server.clusters["groups"]
+    assert model["cores"] == 3
+
+    path = f"dask/clusters/{model['id']}"
+    assert server.ask("PATCH", path, {"workers": 2})[0] == 200
+    until(lambda: server.clusters["groups"]["workers"] == 3)
+    assert server.ask("PATCH", path, {"adapt": {"minimum": 0, "maximum": 1}})[0] == 200
+    until(lambda: server.clusters["groups"]["workers"] == 1)
+    assert server.clusters["groups"]["cores"] == 2
+    assert server.ask("DELETE", path)[0] == 204
+
+
 def test_cluster_of_another_program_goes_with_it(server, leaves_no_session):
     with CMLCluster(name="of a program", n_workers=1, platform="local", quiet=True) as cluster:
         until(lambda: server.clusters.get("of a program", {}).get("workers") == 1)
