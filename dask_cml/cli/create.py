@@ -129,7 +129,7 @@ def create(spec: str | None, **options: Any) -> None:
     with progress(_starting):
         cluster = CMLCluster(*positional, **arguments)
     click.echo(cluster.name)
-    n = cluster.options.n_workers
+    n = sum(group.n_workers for group in cluster.worker_groups.values())
     click.echo(f"The scheduler answers at {cluster.scheduler_address}; {n_workers(n)} granted.", err=True)
     if cluster.dashboard_link:
         click.echo(f"The dashboard is at {cluster.dashboard_link}", err=True)
