@@ -225,6 +225,7 @@ def known(unrunnable=(), queued=(), processing=()):
         address="address",
         processing=processing,
         long_running=(),
+        resources={},
         actors=(),
         executing={},
         occupancy=sum(each.prefix.duration_average for each in processing),
@@ -246,6 +247,11 @@ def test_of_very_many_tasks_few_are_looked_at_and_all_are_counted(monkeypatch):
     assert sum(n[0] for n in counted.values()) == pytest.approx(200_000, rel=0.01)
     assert sum(n[2] for n in counted.values()) == pytest.approx(300_000, rel=0.01)
     assert sum(seconds(answer).values()) == pytest.approx(550_000, rel=0.01)
+
+
+def test_a_sample_sees_tasks_that_come_at_regular_intervals():
+    answer = known(unrunnable=[Task(resources={"GPU": 1} if i % 10 == 5 else None) for i in range(200_000)])
+    assert states(answer)[GPU][0] == pytest.approx(20_000, rel=0.1)
 
 
 def test_an_answer_has_a_limit_however_different_the_tasks_are():

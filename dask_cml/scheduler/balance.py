@@ -14,8 +14,8 @@ from distributed.scheduler import Scheduler, TaskState, WorkerState
 
 from dask_cml.scheduler.demand import Needs, duration_of, needs_of, restriction_of
 
-#: So many tasks of a worker are looked at.
-_MOST = 1000
+#: So many tasks of all workers are looked at, and so many of each at least.
+_MOST, _LEAST = 5000, 10
 _ROUNDING = 1e-6
 
 
@@ -31,9 +31,12 @@ def spread(scheduler: Scheduler) -> None:
     offering = [worker for worker in scheduler.running if worker.resources]
     if len(offering) < 2 or stealing is None or not dask.config.get("distributed.scheduler.work-stealing"):
         return
+    if all(len(worker.processing) < 2 for worker in offering):
+        return  # none waits
+    most = max(_LEAST, _MOST // len(offering))
     known: dict[Needs, dict[WorkerState, list[TaskState]]] = {}
     for worker in offering:
-        for task in islice(worker.processing, _MOST):
+        for task in islice(worker.processing, most):
             if task.resource_restrictions and not restriction_of(task) and not task.actor:
                 known.setdefault(needs_of(task), {}).setdefault(worker, []).append(task)
     for needs, tasks in known.items():

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from heapq import nsmallest
-from itertools import islice
+from itertools import count, islice
+from math import isqrt
 from typing import Any
 
 from distributed.scheduler import Scheduler, TaskState, WorkerState
@@ -17,11 +18,13 @@ from dask_cml.naming import read_name
 #: More tasks than these are judged by an even sample of them. Queued ones need no more, as they differ in
 #: their durations only: the scheduler does not queue a task that needs resources.
 _MOST_QUEUED, _MOST_OTHERS = 100, 2000
+#: Of those that a worker processes, however many workers there are.
+_LEAST = 3
 #: Different needs, and different restrictions to workers, in one answer.
 _MOST_NEEDS, _MOST_RESTRICTIONS = 100, 20
 #: Of a restriction's workers and hosts.
 _MOST_NAMES = 3
-#: A session is lent if it only processes tasks that others could, few and not for long: they run again there.
+#: A session is lent if it only processes few tasks that need none of its resources, and not for long.
 _MOST_LENT, _LENT_SECONDS = 100, 10.0
 
 _STATES = ("unrunnable", "queued", "processing")
@@ -110,7 +113,7 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
 
 def _add_processing(work: _Work, scheduler: Scheduler, worker: WorkerState) -> None:
     running = len(worker.processing) - len(worker.long_running)
-    most = max(10, _MOST_OTHERS // len(scheduler.workers))
+    most = max(_LEAST, _MOST_OTHERS // len(scheduler.workers))
     tasks, _ = _sample(worker.processing, most)
     # As in Dask's occupancy, tasks that have left their thread by secede() need none.
     durations = {task: duration_of(scheduler, task) for task in tasks if task not in worker.long_running}
@@ -139,8 +142,9 @@ def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dic
 
 
 def _is_lent(worker: WorkerState, closable: set[str]) -> bool:
-    return (
-        worker.address in closable
+    return bool(
+        worker.resources
+        and worker.address in closable
         and not worker.long_running
         and not worker.actors
         and len(worker.processing) <= _MOST_LENT
@@ -151,7 +155,8 @@ def _is_lent(worker: WorkerState, closable: set[str]) -> bool:
 
 def _sample(tasks: Collection[TaskState], most: int) -> tuple[list[TaskState], float]:
     """Return about as many tasks as asked for, or all, and how many each stands for."""
-    step = -(-len(tasks) // most) or 1
+    # A prime number finds all of those that come in turns.
+    step = next(n for n in count(-(-len(tasks) // most) or 1) if all(n % d for d in range(2, isqrt(n) + 1)))
     sample = [*islice(tasks, 0, None, step)]
     return sample, len(tasks) / len(sample) if sample else 0.0
 
@@ -163,7 +168,7 @@ def needs_of(task: TaskState) -> Needs:
 
 def restriction_of(task: TaskState) -> tuple[str, ...]:
     """Return some of the workers and hosts that alone may run a task; none if all may."""
-    if task.loose_restrictions:
+    if task.loose_restrictions or not (task.worker_restrictions or task.host_restrictions):
         return ()
     names = {*(task.worker_restrictions or ()), *(task.host_restrictions or ())}
     return (*nsmallest(_MOST_NAMES, map(str, names)),)
