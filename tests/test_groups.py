@@ -120,6 +120,20 @@ async def test_a_deleted_group_hands_over_its_data(holds):
         assert names(cluster) == {"mine-0"}
 
 
+async def test_a_group_whose_data_no_connected_worker_can_take_stays(platform, holds):
+    groups = {"big": {"n_workers": 1}}
+    async with make(worker_groups=groups) as cluster, Client(cluster, asynchronous=True) as client:
+        [held] = await client.scatter(["data"])
+        platform.configure(start_delay=600)
+        cluster.scale(1)
+        await holds(lambda: "mine-0" in cluster.workers)
+        with pytest.raises(CMLError, match="'big' of the cluster mine stays"):
+            await cluster.delete_worker_group("big")
+        assert await held == "data"
+        assert cluster.worker_groups["big"].n_workers == 1
+    platform.configure(start_delay=0)
+
+
 async def test_a_group_that_is_scaled_while_it_is_deleted_stays(holds, monkeypatch):
     async with make(worker_groups={"big": {"n_workers": 1}}) as cluster:
         await holds(lambda: cluster.worker_groups["big"].n_arrived == 1)

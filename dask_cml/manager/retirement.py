@@ -119,8 +119,9 @@ class Retirements(Collection[str]):
             left = await self._hand_over(names)
             if not self._leads():
                 return
-            # Without others, an order to close the last worker is all that is left to obey.
-            stays = left if self._present(self._fleet.keys) else set()
+            # If no other is wanted, an order to close the last worker is all that is left to obey. Another
+            # one that is wanted may connect later.
+            stays = left if self._fleet.keys else set()
             self._stay = (self._stay - keys) | (stays & self._fleet.workers.keys())
             for key in stays & self._stay:
                 self._fleet.keep(key)
