@@ -190,7 +190,7 @@ def plot(report: Report) -> None:
     labels = [f"{case['workload']}\n{case['start delay']} s" for case in chosen]
     drawn[-1].set_xticks(range(len(labels)), labels, fontsize=8)
     drawn[-1].set_xlabel("workload; time that a session takes to start")
-    drawn[0].legend()
+    drawn[0].legend(loc="upper left")
     save_figure(fig, report.name)
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 _THREADS = 10
+_START_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,16 @@ class StandIn(types.ModuleType):
             security=security,
             dashboard=False,
         )
-        self._stops[session_id] = lambda: asyncio.run_coroutine_threadsafe(self._end(worker), self._loop)
+        starting = asyncio.ensure_future(worker)
+        self._stops[session_id] = lambda: asyncio.run_coroutine_threadsafe(
+            self._end(worker, starting), self._loop
+        )
         with contextlib.suppress(Exception):  # the scheduler may be gone
-            await worker
+            await starting
 
-    async def _end(self, worker: Any) -> None:
+    async def _end(self, worker: Any, starting: asyncio.Future[Any]) -> None:
+        # A worker that closes while it starts keeps its connection, and the scheduler sends it tasks.
+        await asyncio.wait([starting], timeout=_START_TIMEOUT)
         with contextlib.suppress(Exception):
             await worker.close(timeout=1, executor_wait=False, nanny=False)
 
