@@ -90,7 +90,7 @@ async def a_refused_launch_is_tried_again_by_the_same_scale(make, platform, hold
 
 
 async def a_worker_that_never_registers_is_replaced(make, platform, holds):
-    platform.inject("hangs", match="-0")
+    platform.inject("hangs", match="-0'")
     cluster = await make(n_workers=1)
     [hung] = cluster.workers.values()
     hung.options = dataclasses.replace(hung.options, worker_timeout=1.0)
@@ -105,7 +105,7 @@ async def a_failed_start_keeps_the_class_of_its_cause(make, platform, holds):
 
 
 async def a_failed_start_of_a_worker_leaves_no_session(make, platform, holds):
-    platform.inject("refused", match="-0")
+    platform.inject("refused", match="-0'")
     with pytest.raises(LaunchRefused):
         await make(n_workers=1)
     assert all(each["stop_requested"] for each in platform.sessions())
