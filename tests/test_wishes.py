@@ -191,3 +191,19 @@ async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform
     for _ in range(2):  # what a cluster has stopped that was closed fills the quota, too
         async with CMLCluster(n_workers=2, **options) as smaller:
             assert len(smaller.workers) == 2
+
+
+async def test_a_cluster_that_is_closed_before_its_first_step_says_so(simulated):
+    mine = simulated()
+    begun = asyncio.Event()
+
+    async def sync():
+        begun.set()
+        await asyncio.Event().wait()
+
+    mine._leadership.sync = sync
+    ready = asyncio.ensure_future(mine._ready())
+    await asyncio.wait_for(begun.wait(), 120)
+    await mine.close()
+    with pytest.raises(CMLError, match="was closed meanwhile"):
+        await ready

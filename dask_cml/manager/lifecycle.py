@@ -248,7 +248,9 @@ class ManagedCluster(FleetCluster):
     async def _ready(self) -> Self:
         if self.status != Status.running:
             await self._start()
-        await self._correct_state()
+        await self._carry_out()
+        if self.status != Status.running:
+            raise CMLError(f"the cluster {self.name} was closed meanwhile")
         return self
 
     # -- keeping
