@@ -8,6 +8,7 @@ so on behind it. No word of a group's name begins with a digit, so a name has on
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 #: The group of the workers that are asked for without the name of a group.
 DEFAULT_GROUP = "default"
@@ -42,6 +43,8 @@ def dask_names(session: str, processes: int) -> list[str]:
     return [f"{session}-{i}" for i in range(processes)] if processes > 1 else [session]
 
 
+# Managers of thousands of sessions ask for each of them at every look.
+@lru_cache(maxsize=2**16)
 def read_name(cluster: str, name: str) -> tuple[str, int] | None:
     """Return the group and the number of a session, by its own name or that of a Dask worker in it.
 

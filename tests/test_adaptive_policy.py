@@ -55,7 +55,7 @@ class Simulation:
         self.scheduler = SimpleNamespace(start_time=start)
         backoffs = SimpleNamespace(affordable=lambda n, group: min(n, self.quota))
         self._reconciler = SimpleNamespace(backoffs=backoffs, choose=self.choose)
-        self._fleet = SimpleNamespace(name="mine", groups=["default"], group=self.group)
+        self._fleet = self
         self._client = SimpleNamespace(demand=self.demand)
         self.loop = SimpleNamespace(add_callback=lambda *_: None)
         self.scheduler_comm = self
@@ -75,6 +75,9 @@ class Simulation:
             else set(self.here)
         )
     )
+
+    name, groups = "mine", ("default",)
+    states = property(lambda self: [self.group("default")])
 
     def group(self, name):
         assert name == "default"

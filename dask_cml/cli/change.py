@@ -90,11 +90,8 @@ def here(cluster: CMLCluster, n: int, group: str) -> str:
 
     waits = [waited for key, waited in cluster._fleet.waits.items() if cluster._fleet.group_of(key) == group]
     words = waiting_workers(waits)
-    return f"{_n_arrived(cluster, group)} of {n_workers(n, group)} here" + f", {words}" * bool(words)
-
-
-def _n_arrived(cluster: CMLCluster, group: str) -> int:
-    return len(cluster._arrived & cluster._fleet.group(group).keys.keys())
+    n_arrived = cluster._n_arrived(cluster._fleet.group(group))
+    return f"{n_arrived} of {n_workers(n, group)} here" + f", {words}" * bool(words)
 
 
 def wait_for_scale(cluster: CMLCluster, n: int, group: str, deadline: float) -> None:
@@ -103,7 +100,8 @@ def wait_for_scale(cluster: CMLCluster, n: int, group: str, deadline: float) -> 
 
     def is_done() -> bool:
         sessions = [key for key in cluster.workers if cluster._fleet.group_of(key) == group]
-        return cluster._leadership.leads and _n_arrived(cluster, group) == len(sessions) == n
+        n_arrived = cluster._n_arrived(cluster._fleet.group(group))
+        return cluster._leadership.leads and n_arrived == len(sessions) == n
 
     # What is there may be as many as are wanted, but other managers must hear of it.
     cluster.sync(cluster._carry_out)

@@ -137,7 +137,7 @@ class CMLAdaptive(Adaptive):
         fleet = self.cluster._fleet
         # Several groups that adapt share one look.
         answer = await self.cluster._client.demand(fleet.name, max_age=(self.interval or 0.0) / 2)
-        snapshot = Snapshot.of(answer, [fleet.group(name) for name in fleet.groups])
+        snapshot = Snapshot.of(answer, fleet.states)
         arrived, workers, now = self.observed, self.cluster.workers, monotonic()
         self._learn(arrived, now)
         start = self.start_time

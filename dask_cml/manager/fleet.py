@@ -83,11 +83,17 @@ class Fleet(Generic[W]):
         Raises
         ------
         ValueError
-            If there is no such group. So do all methods that take one.
+            If there is none. So do all methods that take a group.
         """
         with self._lock:
             group = self._group(name)
             return replace(group, keys=dict(group.keys))
+
+    @property
+    def states(self) -> list[Group]:
+        """The states of all worker groups at one moment."""
+        with self._lock:
+            return [self.group(name) for name in self._groups]
 
     def options_of(self, key: str) -> Options:
         """Return the options of a session's group; those of the default one if its group has gone."""
@@ -110,13 +116,15 @@ class Fleet(Generic[W]):
     def wanted_workers(self) -> dict[str, W]:
         """The sessions that are wanted, by name."""
         with self._lock:
-            return {key: worker for key, worker in self._workers.items() if self.wants(key)}
+            wanted = {*self.keys}
+            return {key: worker for key, worker in self._workers.items() if key in wanted}
 
     @property
     def unwanted_workers(self) -> dict[str, W]:
         """The sessions that are not wanted any more, by name."""
         with self._lock:
-            return {key: worker for key, worker in self._workers.items() if not self.wants(key)}
+            wanted = {*self.keys}
+            return {key: worker for key, worker in self._workers.items() if key not in wanted}
 
     @property
     def missing(self) -> list[str]:
@@ -126,8 +134,8 @@ class Fleet(Generic[W]):
 
     def wants(self, key: str) -> bool:
         """Return whether a session is wanted."""
-        group = self._groups.get(self.group_of(key))
-        return group is not None and key in group.keys
+        with self._lock:
+            return any(key in group.keys for group in self._groups.values())
 
     def dask_names(self, key: str) -> list[str]:
         """Return the names of the Dask workers in a session."""
@@ -140,11 +148,8 @@ class Fleet(Generic[W]):
     @property
     def waits(self) -> dict[str, float]:
         """For how many seconds wanted sessions have waited for room, of those that wait."""
-        waits = {
-            key: worker.waits_for
-            for key, worker in self.wanted_workers.items()
-            if key not in self._registered
-        }
+        absent = {key: each for key, each in self.wanted_workers.items() if key not in self._registered}
+        waits = {key: worker.waits_for for key, worker in absent.items()}
         return {key: waited for key, waited in waits.items() if waited is not None}
 
     def has_registered(self, key: str) -> bool:
@@ -281,6 +286,8 @@ class Fleet(Generic[W]):
     def refuse(self, keys: Iterable[str], wish: int, group: str = DEFAULT_GROUP) -> tuple[int, int] | None:
         """Lower the target, because the platform refuses sessions, to what it granted or less.
 
+        The result is how many are granted, of how many that were wanted; None if nothing changed.
+
         Parameters
         ----------
         keys : iterable of str
@@ -290,11 +297,6 @@ class Fleet(Generic[W]):
             changes here, and the manager asks the platform again.
         group : str
             The worker group.
-
-        Returns
-        -------
-        tuple of int, or None
-            How many are granted, of how many that were wanted; None if nothing changed.
         """
         with self._lock:
             refused = self._groups.get(group)
@@ -362,7 +364,9 @@ class Fleet(Generic[W]):
             return self._workers.pop(key, None)
 
     def follow(self, target: int, keys: Iterable[str] | None = None, group: str = DEFAULT_GROUP) -> bool:
-        """Take over what another manager was asked for.
+        """Take over what another manager was asked for, and return whether that was done.
+
+        It is not while this manager has a claim of its own to tell.
 
         Parameters
         ----------
@@ -372,11 +376,6 @@ class Fleet(Generic[W]):
             Which, if that is settled. Default: this manager picks them, for it leads.
         group : str
             The worker group.
-
-        Returns
-        -------
-        bool
-            Whether it was taken over. While this manager has a claim of its own to tell, it is not.
         """
         with self._lock:
             following = self._groups.get(group)

@@ -10,6 +10,7 @@ from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
 
 from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.group import Group
 from dask_cml.manager.launch import Launcher
 from dask_cml.manager.leadership import Leadership
 from dask_cml.manager.reconciler import Reconciler
@@ -48,6 +49,10 @@ class FleetCluster(SpecCluster):
         """The worker sessions of which a Dask worker has registered."""
         return self._fleet.arrived(self.observed)
 
+    def _n_arrived(self, group: Group) -> int:
+        """Return how many sessions of a worker group have arrived, given its state."""
+        return len(self._arrived & group.keys.keys())
+
     @property
     def _cluster_class_name(self) -> str:
         return type(self).__name__
@@ -79,9 +84,8 @@ class FleetCluster(SpecCluster):
     @property
     def worker_spec(self) -> dict[str, Any]:
         """The wanted worker sessions, by name."""
-        fleet = self._fleet
-        specs = {each: self._spec(fleet.group(each).options.processes) for each in fleet.groups}
-        return {key: specs.get(fleet.group_of(key), self.new_spec) for key in fleet.keys}
+        states = [(each.keys, self._spec(each.options.processes)) for each in self._fleet.states]
+        return {key: spec for keys, spec in states for key in keys}
 
     @worker_spec.setter
     def worker_spec(self, _: Any) -> None:

@@ -119,8 +119,8 @@ class Launcher:
         for session_id, key in record.sessions.items():
             if key != SCHEDULER:
                 self.attach(key, session_id, record.owners.get(session_id))
-        for group in self._fleet.groups:
-            self._fleet.follow(len(self._fleet.group(group).keys), group=group)
+        for group in self._fleet.states:
+            self._fleet.follow(len(group.keys), group=group.name)
 
     def make_scheduler(self) -> CMLScheduler:
         """Return a scheduler, unlaunched."""
@@ -167,7 +167,7 @@ class Launcher:
         if self.security is None:  # the paths, for what is not started; no file is written
             self.security, _ = tls.as_files(self.options.security, self.folder)
         scheduler = self.scheduler or self.make_scheduler()
-        new = [self.make_worker(self._fleet.group(each).new_key) for each in self._fleet.groups]
+        new = [self.make_worker(group.new_key) for group in self._fleet.states]
         return "\n".join(str(each.plan) for each in (scheduler, *new))
 
     def _write(self, files: Mapping[Path, str]) -> None:

@@ -105,8 +105,8 @@ class Leadership:
             self._launcher.detach(key)
         for group in fleet.groups:
             if group not in claims:
-                known = [key for key in self._known if fleet.group_of(key) == group]
-                fleet.follow(state["wanted"].get(group, 0), None if leads else known, group)
+                settled = None if leads else [key for key in self._known if fleet.group_of(key) == group]
+                fleet.follow(state["wanted"].get(group, 0), settled, group)
         return leads
 
     def forget_ended_group(self, name: str) -> bool:

@@ -92,8 +92,8 @@ class ManagedCluster(FleetCluster):
         self._observes = observes
         self._assemble(record)
         if record is None:  # otherwise it takes over what another process has launched
-            for group in self._fleet.groups:
-                self._fleet.resize(self._fleet.group(group).options.n_workers, group=group)
+            for group in self._fleet.states:
+                self._fleet.resize(group.options.n_workers, group=group.name)
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._forwarder: DashboardForwarder | None = None

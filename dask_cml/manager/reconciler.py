@@ -347,7 +347,7 @@ class Reconciler:
 
     async def _launch_missing(self) -> None:
         fleet = self._fleet
-        wishes = {group: fleet.group(group).wishes for group in fleet.groups}
+        wishes = {group.name: group.wishes for group in fleet.states}
         missing: dict[str, list[str]] = {}
         for key in fleet.missing:
             if not self.backoffs.of(group := fleet.group_of(key)).pause:

@@ -37,13 +37,12 @@ class ShownCluster(ManagedCluster):
         2
         """
         found = {}
-        for name in self._fleet.groups:
-            group = self._fleet.group(name)
+        for group in self._fleet.states:
             options = group.options
-            found[name] = WorkerGroup(
-                name=name,
+            found[group.name] = WorkerGroup(
+                name=group.name,
                 n_workers=group.target,
-                n_arrived=len(self._arrived & group.keys.keys()),
+                n_arrived=self._n_arrived(group),
                 size=options.worker,
                 nthreads=options.nthreads,
                 processes=options.processes,

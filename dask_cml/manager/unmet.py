@@ -72,8 +72,7 @@ class UnmetWork:
         found: dict[str, str] = {}
         if self._leads():
             answer = await self._client.demand(self._fleet.name, max_age=_INTERVAL / 2)
-            groups = [self._fleet.group(name) for name in self._fleet.groups]
-            found = unmet(Snapshot.of(answer, groups), self._expected)
+            found = unmet(Snapshot.of(answer, self._fleet.states), self._expected)
         self.words = "; ".join(found.values()) or None
         # Their number changes often, and is no news.
         for reason in found.keys() - self._told:
