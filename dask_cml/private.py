@@ -131,6 +131,37 @@ def read_file(path: Path, parent: int | None = None) -> bytes:
     return content
 
 
+@contextlib.contextmanager
+def written(name: str, content: bytes, folder: int) -> Iterator[str]:
+    """Write a file under a temporary name, and remove what has that name at the end.
+
+    Parameters
+    ----------
+    name : str
+        The name that the file is to get.
+    content : bytes
+        The file's.
+    folder : int
+        The descriptor of the folder that it is in.
+
+    Yields
+    ------
+    str
+        The temporary name, ``.<name>-…``. The content is on the disk.
+    """
+    temporary = f".{name}-{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+
+
 def owner_only(path: str, flags: int) -> int:
     """Open a file for :func:`open`, so that only its owner can read it if this creates it."""
     return os.open(path, flags, mode=0o600)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dask_cml.checks import group_name
-from dask_cml.private import MOST_BYTES, open_folder, read_file
+from dask_cml.checks import group_name, message
+from dask_cml.private import MOST_BYTES, open_folder, read_file, written
 
 #: In a cluster's folder.
 GROUPS_FOLDER = "groups"
@@ -45,22 +44,15 @@ def write(name: str, options: Mapping[str, Any], folder: Path, descriptor: int) 
     if len(content) > MOST_BYTES:
         group = f"the options of the worker group {name!r}"
         raise ValueError(f"{group} have {len(content)} bytes: expected at most {MOST_BYTES}")
-    temporary = f".{secrets.token_hex(8)}"
-    with open_folder(folder / GROUPS_FOLDER, descriptor) as own:
+    file = name + _SUFFIX
+    with open_folder(folder / GROUPS_FOLDER, descriptor) as own, written(file, content, own) as temporary:
         try:
-            made = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=own)
-            with open(made, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
             # Unlike a rename, this takes the place of no other group.
-            os.link(temporary, name + _SUFFIX, src_dir_fd=own, dst_dir_fd=own)
+            os.link(temporary, file, src_dir_fd=own, dst_dir_fd=own)
         except FileExistsError:
-            expected = "a name that no worker group of the cluster has"
-            raise ValueError(f"invalid name={name!r}: expected {expected}") from None
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=own)
+            raise ValueError(
+                message("name", name, "a name that no worker group of the cluster has")
+            ) from None
 
 
 def remove(name: str, folder: Path, descriptor: int) -> None:

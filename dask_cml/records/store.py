@@ -27,7 +27,15 @@ from typing import Any, TypeVar
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import state_directory
-from dask_cml.private import MOST_BYTES, NotPrivate, check_folder, make_folder, open_folder, read_file
+from dask_cml.private import (
+    MOST_BYTES,
+    NotPrivate,
+    check_folder,
+    make_folder,
+    open_folder,
+    read_file,
+    written,
+)
 from dask_cml.records import group_files, removal, session_files
 from dask_cml.records.group_files import GROUPS_FOLDER
 from dask_cml.records.record import RECORD_FILE, Record
@@ -207,18 +215,8 @@ def _replace(record: Record, folder: int) -> None:
             f"the record of the cluster {record.name!r} has {len(content)} bytes: "
             f"expected at most {MOST_BYTES}; use shorter options"
         )
-    temporary = f".{RECORD_FILE}-{secrets.token_hex(8)}"
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+    with written(RECORD_FILE, content, folder) as temporary:
         os.replace(temporary, RECORD_FILE, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
 
 
 def read(name: str, directory: Path | None = None) -> Record:
