@@ -5,16 +5,15 @@ from __future__ import annotations
 import heapq
 import json
 import logging
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dask
 
+from benchmarks.cases import run_cases
 from benchmarks.report import Report, figure, save_figure
 from benchmarks.stand_in import StandIn
 
@@ -31,8 +30,6 @@ WORKLOADS: dict[str, list[list[float]]] = {
     "trickle": [[i / 7.5 for i in range(2250)]],
 }
 POLICIES = ("best", "Dask", "dask-cml")
-#: Seconds within which the sessions must be gone once there is nothing to do.
-_AFTERGLOW = 60.0
 
 
 def sessions_needed(workload: str, start_delay: float) -> int:
@@ -93,9 +90,7 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
             del futures
             if policy == "best":
                 cluster.scale(0)
-        deadline = time.monotonic() + _AFTERGLOW
-        while len(platform.live) > 1 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        platform.wait_until_only(1)
         now = time.monotonic()
         _, *sessions = platform.launched_at  # the scheduler's is the first
         used = sum(platform.stopped_at.get(each, now) - platform.launched_at[each] for each in sessions)
@@ -125,32 +120,15 @@ def run(repeats: int = 1, at_once: int = 6) -> Report:
             "of least",
         ],
     )
-    cases = [
-        (workload, delay, policy)
-        for workload in reversed(WORKLOADS)  # the longest first
-        for delay in START_DELAYS
-        for policy in POLICIES
-    ]
-
-    def measure(case: tuple[str, float, str]) -> dict[str, Any]:
-        command = [sys.executable, "-m", "benchmarks.adapt", case[0], str(case[1]), case[2]]
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        return json.loads(out.splitlines()[-1])
-
-    with ThreadPoolExecutor(at_once) as threads:
-        results = [*threads.map(measure, cases * repeats)]
+    # The last workload takes longest, so it runs first.
+    results = run_cases(
+        "benchmarks.adapt", WORKLOADS, START_DELAYS, POLICIES, repeats=repeats, at_once=at_once
+    )
     figures = []
     for workload in WORKLOADS:
         for delay in START_DELAYS:
             needed = sessions_needed(workload, delay)
-            runs = {
-                policy: [
-                    result
-                    for case, result in zip(cases * repeats, results, strict=True)
-                    if case == (workload, delay, policy)
-                ]
-                for policy in POLICIES
-            }
+            runs = {policy: results[workload, delay, policy] for policy in POLICIES}
             best = _middle(runs["best"], "seconds")
             least = min(_middle(runs[policy], "session seconds") for policy in POLICIES)
             for policy in POLICIES:

@@ -6,16 +6,15 @@ import contextlib
 import json
 import logging
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dask
 
+from benchmarks.cases import run_cases
 from benchmarks.report import Report, figure, save_figure
 from benchmarks.stand_in import StandIn
 
@@ -29,8 +28,6 @@ LATENCY = 0.05
 WORKLOADS = {"burst": [0.0] * 600, "stream": [i / 5 for i in range(600)]}
 POLICIES = ("best", "Dask", "dask-cml")
 _GPU = {"GPU": 1}
-#: Seconds within which the sessions must be gone once there is nothing to do.
-_AFTERGLOW = 60.0
 
 
 def group_of(i: int) -> str:
@@ -87,9 +84,7 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
             for group in MAXIMUM:
                 clusters[group].scale(0, worker_group=group)
         schedulers = len({*clusters.values()})
-        deadline = time.monotonic() + _AFTERGLOW
-        while len(platform.live) > schedulers and time.monotonic() < deadline:
-            time.sleep(0.1)
+        platform.wait_until_only(schedulers)
         now = time.monotonic()
         used: Counter[str] = Counter()
         launched: Counter[str] = Counter()
@@ -125,25 +120,15 @@ def run(repeats: int = 1, at_once: int = 4) -> Report:
             "GPU session seconds",
         ],
     )
-    cases = [
-        (workload, delay, policy)
-        for workload in reversed(WORKLOADS)  # the longest first
-        for delay in START_DELAYS
-        for policy in POLICIES
-    ]
-
-    def measure(case: tuple[str, float, str]) -> dict[str, Any]:
-        command = [sys.executable, "-m", "benchmarks.mixed", case[0], str(case[1]), case[2]]
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        return json.loads(out.splitlines()[-1])
-
-    with ThreadPoolExecutor(at_once) as threads:
-        results = [*zip(cases * repeats, threads.map(measure, cases * repeats), strict=True)]
+    # The last workload takes longest, so it runs first.
+    results = run_cases(
+        "benchmarks.mixed", WORKLOADS, START_DELAYS, POLICIES, repeats=repeats, at_once=at_once
+    )
     figures = []
     for workload in WORKLOADS:
         for delay in START_DELAYS:
             for policy in POLICIES:
-                runs = [result for case, result in results if case == (workload, delay, policy)]
+                runs = results[workload, delay, policy]
                 middle = {
                     key: statistics.median(each[key] for each in runs)
                     for key in ("seconds", "seconds of GPU tasks")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import tempfile
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 import dask
 import psutil
 
+from benchmarks.cases import measure
 from benchmarks.report import Report, figure, save_figure
 from benchmarks.stand_in import StandIn
 
@@ -138,9 +138,7 @@ def run(repeats: int = 3) -> Report:
     for _ in range(repeats):
         for n in COUNTS:
             for kind in ("plain", "cluster"):
-                command = [sys.executable, "-m", "benchmarks.scale", kind, str(n)]
-                out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-                runs.setdefault(f"{kind} {n}", []).append(json.loads(out.splitlines()[-1]))
+                runs.setdefault(f"{kind} {n}", []).append(measure("benchmarks.scale", kind, n))
     # The median run of each, by the time it took to launch.
     middle = {
         key: sorted(each, key=lambda r: r["launch"]["seconds"])[len(each) // 2] for key, each in runs.items()

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 _THREADS = 10
+#: Seconds within which the sessions must be gone once there is nothing to do.
+_AFTERGLOW = 60.0
 _START_TIMEOUT = 10.0
 
 
@@ -80,6 +82,12 @@ class StandIn(types.ModuleType):
         """The sessions that are not stopped."""
         with self._lock:
             return [each for each in self._texts if each not in self.stopped_at]
+
+    def wait_until_only(self, schedulers: int) -> None:
+        """Wait until no session is left but those of so many schedulers, a minute at most."""
+        deadline = time.monotonic() + _AFTERGLOW
+        while len(self.live) > schedulers and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     # -- the API
 
