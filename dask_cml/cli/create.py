@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,9 @@ from typing import Any
 import click
 
 from dask_cml.cli.console import in_one_line, n_workers, progress
+from dask_cml.described import NEVER, described_options, pairs, words
 
 _IDLE_TIMEOUT = "1 hour"
-_NEVER = "never"
-#: What concerns this process, or makers that stay, is not an option of a cluster that is left to itself.
-_NO_OPTIONS = ("create-mode", "shutdown-on-close", "orphan-timeout", "forward-dashboard")
 
 
 class OptionsCommand(click.Command):
@@ -41,63 +37,45 @@ class OptionsCommand(click.Command):
 def _cluster_options(method: str) -> list[click.Parameter]:
     import inspect
 
-    import yaml
-
     from dask_cml.cluster import CMLCluster
 
-    arguments = inspect.signature(getattr(CMLCluster, method)).parameters
-    schema = yaml.safe_load(Path(__file__).parents[1].joinpath("cml-schema.yaml").read_text())
     options: list[click.Parameter] = []
-    for key, about in schema["properties"]["cml"]["properties"].items():
-        if key.replace("-", "_") not in arguments or key in _NO_OPTIONS:
-            continue
+    for each in described_options(inspect.signature(getattr(CMLCluster, method)).parameters):
+        key, text = each.key, each.text.replace("`", "")
         if key == "name" and method != "__init__":  # of a cluster
             continue
-        types = about.get("type", "string")
-        types = [types] if isinstance(types, str) else types
         declaration = f"--{key}"
-        text = " ".join(about["description"].split()).replace("`", "")
         more: dict[str, Any] = {}
         if key == "idle-timeout":
-            text = text.replace("By default never.", f'By default {_IDLE_TIMEOUT}; "{_NEVER}" is allowed.')
-        if "boolean" in types:
+            text = text.replace("By default never.", f'By default {_IDLE_TIMEOUT}; "{NEVER}" is allowed.')
+        if each.kind == "flag":
             declaration, more = f"--{key}/--no-{key}", {"default": None}
-        elif "array" in types:
+        elif each.kind == "words":
             more = {"callback": _words, "metavar": "ARGUMENTS"}
             text = f'{text} In one word for the shell: --{key} "--option 1".'
-        elif "object" in types:
+        elif each.kind == "pairs":
             more = {"multiple": True, "callback": _pairs, "metavar": "NAME=VALUE"}
             text = f"{text} May be given more than once."
-        elif "enum" in about:
-            more = {"type": click.Choice(about["enum"])}
-        elif "string" not in types:
-            more = {"type": int if "integer" in types else float}
+        elif each.kind == "choice":
+            more = {"type": click.Choice(each.choices)}
+        elif each.kind != "text":
+            more = {"type": int if each.kind == "integer" else float}
         options.append(click.Option([declaration], help=text, **more))
     return options
 
 
 def _words(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str] | None:
     try:
-        return None if value is None else shlex.split(value)
+        return None if value is None else words(value)
     except ValueError as error:
-        raise click.BadParameter(f"expected words for a shell: {error}", context, parameter) from None
+        raise click.BadParameter(str(error), context, parameter) from None
 
 
 def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict | None:
-    wrong = [value for value in values if "=" not in value]
-    if wrong:
-        raise click.BadParameter("expected NAME=VALUE, got text without '='", context, parameter)
-    pairs = dict(value.split("=", 1) for value in values)
-    if parameter.name != "env":
-        return {name: _number_or_text(value) for name, value in pairs.items()} or None
-    return pairs or None
-
-
-def _number_or_text(value: str) -> Any:
     try:
-        return json.loads(value)
-    except ValueError:
-        return value
+        return pairs(str(parameter.name), values) or None
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
 
 
 @click.command(cls=OptionsCommand)
@@ -119,7 +97,7 @@ def create(spec: str | None, **options: Any) -> None:
     arguments.update({name: value for name, value in options.items() if value is not None})
     if dask.config.get("cml.idle-timeout") is None:
         arguments.setdefault("idle_timeout", _IDLE_TIMEOUT)
-    if arguments.get("idle_timeout") == _NEVER:
+    if arguments.get("idle_timeout") == NEVER:
         del arguments["idle_timeout"]
         dask.config.set({"cml.idle-timeout": None})
     # Whatever ends this command before its end, ends the cluster, too.
