@@ -17,6 +17,7 @@ from distributed.utils import NoOpAwaitable
 from dask_cml.checks import group_name, message
 from dask_cml.errors import CMLError
 from dask_cml.manager.adaptive import CMLAdaptive, stop_adapting
+from dask_cml.manager.role import ManagerRole
 from dask_cml.manager.shown_cluster import ShownCluster
 from dask_cml.manager.sizing import bounds, sessions_for
 from dask_cml.naming import DEFAULT_GROUP
@@ -175,7 +176,7 @@ class CMLCluster(ShownCluster):
         silence_logs: int | str | bool | None = logging.WARNING,
         quiet: bool = False,
         _record: Record | None = None,
-        _observes: bool = False,
+        _role: ManagerRole = ManagerRole(),  # noqa: B008 - it does not change
     ) -> None:
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}
@@ -184,7 +185,7 @@ class CMLCluster(ShownCluster):
             options.inheriting() if _record is None else options,
             given,
             record=_record,
-            observes=_observes,
+            role=_role,
             asynchronous=asynchronous,
             loop=loop,
             silence_logs=silence_logs,

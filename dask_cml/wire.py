@@ -15,6 +15,8 @@ SYNC = "cml_sync"
 DEMAND = "cml_demand"
 #: In what a manager tells of itself: it is there for whomever may look, and does not keep an orphan alive.
 WATCHES = "watches"
+#: In what a manager sends of itself: it stays when others leave, and goes on to adapt.
+SERVES = "serves"
 #: Asks the scheduler for a connection with its dashboard; it answers ``{"status": "OK"}``.
 FORWARD = "cml_forward"
 

@@ -19,7 +19,7 @@ from distributed import Client
 from distributed.core import Status
 from lab import JupyterServer, until
 
-from dask_cml import CMLCluster, jupyter
+from dask_cml import CMLCluster, jupyter, observers
 from dask_cml.jupyter import Sidebar, find_manager
 from dask_cml.records import probe, store
 from dask_cml.records.record import Record
@@ -407,14 +407,13 @@ async def test_adaptive_scaling_that_another_manager_has_ended_is_not_listed_any
 
 async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar, holds, monkeypatch):
     asked = []
-    is_alive = probe.is_alive
 
-    async def counted(record, **_):
+    async def counted(record):
         asked.append(record.name)
-        return await is_alive(record, timeout=120)
+        return (await probe.look([record], timeout=120))[record.name]
 
-    monkeypatch.setattr(probe, "is_alive", counted)
-    monkeypatch.setattr(jupyter, "_RETRY", 3600.0)
+    monkeypatch.setattr(sidebar, "examine", counted)
+    monkeypatch.setattr(observers, "_RETRY", 3600.0)
     store.claim(Record("stale", scheduler_address="tcp://127.0.0.1:9", scheduler_id="Scheduler-1"))
     await made_elsewhere("alive")
     await holds(lambda: len(sidebar._manager._clusters) == 1)
@@ -429,7 +428,7 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar
 async def test_cluster_whose_end_nobody_can_see_is_listed_until_its_scheduler_is_gone_for_long(
     sidebar, platform, holds, monkeypatch
 ):
-    monkeypatch.setattr(jupyter, "_LOST", 0.5)
+    monkeypatch.setattr(observers, "_LOST", 0.5)
     await made_elsewhere("c")
     await holds(lambda: sidebar._manager._clusters)
     record = store.read("c")

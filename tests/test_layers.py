@@ -12,7 +12,8 @@ import dask_cml
 PACKAGE = Path(dask_cml.__file__).parent
 #: A module imports from its own layer or from a lower one, which stands further down.
 LAYERS = (
-    ("cli", "discovery", "doctor", "jupyter", "dask_utils", "address"),
+    ("cli", "serve", "discovery", "doctor", "jupyter", "dask_utils", "address"),
+    ("observers",),
     ("cluster",),
     ("manager",),
     ("records", "scheduler"),

@@ -22,6 +22,8 @@ def test_the_first_manager_leads(state):
         "wanted": {"default": 2},
         "sessions": {"w0": "sess0"},
         "owners": {},
+        "adapts": {},
+        "tasks_done": 0,
     }
     assert state.sync("a", wanted={"default": 2}, launched={"w0": "sess0"}) == expected
     assert state.sync("b")["leader"] == "a"
@@ -36,6 +38,8 @@ def test_who_scales_leads(state):
         "wanted": {"default": 5},
         "sessions": {},
         "owners": {},
+        "adapts": {},
+        "tasks_done": 0,
     }
 
 
@@ -45,6 +49,21 @@ def test_each_group_has_the_number_that_was_asked_for_last(state):
     assert told["wanted"] == {"default": 2, "gpu": 4}
     assert told["asked"] == {"default": "a", "gpu": "b"}
     assert told["leader"] == "b"
+
+
+def test_limits_of_adaptive_scaling_are_known_beyond_the_manager_that_scales(state, here):
+    limits = {"minimum": 1, "maximum": float("inf")}
+    state.sync("a", wanted={"default": 2, "gpu": 1}, adapts={"gpu": limits})
+    assert state.sync("b")["adapts"] == {"gpu": {**limits, "attended": True}}
+    here.remove("a")
+    assert state.sync("b")["adapts"] == {"gpu": {**limits, "attended": False}}
+
+
+@pytest.mark.parametrize("n", [3, None])
+def test_limits_of_adaptive_scaling_hold_until_somebody_scales(state, n):
+    state.sync("a", wanted={"default": 2, "gpu": 1}, adapts={"gpu": {"minimum": 1, "maximum": 4}})
+    assert state.sync("b", wanted={"default": 1})["adapts"].keys() == {"gpu"}
+    assert state.sync("b", wanted={"gpu": n})["adapts"] == {}
 
 
 def test_a_group_that_is_gone_is_forgotten(state):
@@ -75,6 +94,8 @@ def test_a_follower_takes_over_from_a_leader_that_is_gone(state, here):
         "wanted": {"default": 2},
         "sessions": {},
         "owners": {},
+        "adapts": {},
+        "tasks_done": 0,
     }
 
 
@@ -112,6 +133,13 @@ def test_a_leader_that_was_away_follows_when_it_comes_back(state, here):
         ("b", {"launched": {"x" * 1000: "sess1"}}),
         ("b", {"gone": "w0"}),
         ("b", {"gone": [0]}),
+        ("b", {"adapts": [1, 4]}),
+        ("b", {"adapts": {"0": {"minimum": 1, "maximum": 4}}}),
+        ("b", {"adapts": {"default": {"minimum": 1}}}),
+        ("b", {"adapts": {"default": {"minimum": 4, "maximum": 1}}}),
+        ("b", {"adapts": {"default": {"minimum": -1, "maximum": 1}}}),
+        ("b", {"adapts": {"default": {"minimum": 0, "maximum": float("nan")}}}),
+        ("b", {"adapts": {"default": {"minimum": "0", "maximum": 1}}}),
     ],
 )
 def test_what_no_manager_sends_changes_nothing(state, manager, message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 
 from dask_cml.errors import CMLError
@@ -16,6 +17,9 @@ from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.sessions.process import CMLWorker
 
 logger = logging.getLogger(__name__)
+
+#: Seconds after which a manager that adapted has left; its connection may only have broken.
+_ALONE = 5.0
 
 
 class Leadership:
@@ -35,6 +39,17 @@ class Leadership:
         Whether this manager leads to begin with, as the creator does.
     on_overruled : callable
         Called with the name of a worker group when another manager was asked to scale it, after this one.
+    on_unattended : callable, optional
+        Called with the name of a worker group, a minimum and a maximum when the manager has left that scaled
+        the group adaptively between these. Default: the group keeps its sessions.
+
+    Attributes
+    ----------
+    adapts : mapping of str to mapping
+        The ``minimum`` and ``maximum`` of each worker group that a manager scales adaptively, or did so until
+        it left.
+    tasks_done : int
+        How many tasks the scheduler has seen done, as last heard of.
     """
 
     def __init__(
@@ -46,19 +61,24 @@ class Leadership:
         *,
         leads: bool,
         on_overruled: Callable[[str], None],
+        on_unattended: Callable[[str, float, float], None] | None = None,
     ) -> None:
         self.leads = leads
+        self.adapts: Mapping[str, Mapping[str, float]] = {}
+        self.tasks_done = 0
         self._fleet = fleet
         self._client = client
         self._launcher = launcher
         self._record_keeper = record_keeper
         self._on_overruled = on_overruled
+        self._on_unattended = on_unattended
         self._presence: Presence | None = None
         self._asked: Mapping[str, str] = {}
         self._known: dict[str, str] = {}
         self._passed_over: set[tuple[str, str]] = set()
         self._gone_groups: set[str] = set()
         self._told: set[str] = set()
+        self._alone_since: dict[str, float] = {}
 
     async def join(self, presence: Presence) -> None:
         """Have the plugin in the scheduler, and say from now on that this manager is there."""
@@ -79,6 +99,7 @@ class Leadership:
             state = await self._client.sync(
                 manager=self.id,
                 wanted={**claims, **dict.fromkeys(gone_groups)},
+                adapts={group: limits for group in claims if (limits := self._limits(group))},
                 launched=launched,
                 owners={key: owner for key in launched if (owner := workers[key].owner)},
                 gone=[key for key in self._known if key not in here],
@@ -107,7 +128,30 @@ class Leadership:
             if group not in claims:
                 settled = None if leads else [key for key in self._known if fleet.group_of(key) == group]
                 fleet.follow(state["wanted"].get(group, 0), settled, group)
+        self.adapts, self.tasks_done = state["adapts"], state["tasks_done"]
+        self._go_on_adapting()
         return leads
+
+    def _limits(self, group: str) -> dict[str, float] | None:
+        """Return between which numbers of sessions this manager scales a group adaptively, if it does."""
+        with contextlib.suppress(ValueError):  # the group is deleted meanwhile
+            driver = self._fleet.group(group).driver
+            if driver is not None:
+                return {limit: getattr(driver, limit) for limit in ("minimum", "maximum")}
+        return None
+
+    def _go_on_adapting(self) -> None:
+        if self._on_unattended is None:
+            return
+        now = time.monotonic()
+        alone = {group for group, limits in self.adapts.items() if not limits["attended"]}
+        self._alone_since = {group: self._alone_since.get(group, now) for group in alone}
+        for group in [group for group, since in self._alone_since.items() if now - since >= _ALONE]:
+            limits = self.adapts[group]
+            with contextlib.suppress(ValueError, CMLError):  # the group is deleted, or this manager closes
+                known = self._fleet.group(group)
+                if known.driver is None and not known.claim_pending:
+                    self._on_unattended(group, limits["minimum"], limits["maximum"])
 
     def forget_ended_group(self, name: str) -> bool:
         """Forget a worker group that has ended, and let the next sync tell the other managers.

@@ -28,6 +28,7 @@ from dask_cml.manager.leadership import Leadership
 from dask_cml.manager.presence import Presence
 from dask_cml.manager.reconciler import Outcome, Reconciler
 from dask_cml.manager.record_keeper import RecordKeeper
+from dask_cml.manager.role import ManagerRole
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.options import Options, state_directory
 from dask_cml.records.operations import wait_until_running
@@ -36,7 +37,7 @@ from dask_cml.sessions import tls
 from dask_cml.sessions.owner import lifetime
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
-from dask_cml.wire import WATCHES
+from dask_cml.wire import SERVES, WATCHES
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,8 +60,8 @@ class ManagedCluster(FleetCluster):
         Those of them that are arguments of the constructor, as given.
     record : Record, optional
         The record of a running cluster to take over. Default: a new cluster.
-    observes : bool
-        Whether this manager only looks: it does not keep an orphan alive.
+    role : ManagerRole
+        Why this process manages it.
     asynchronous, loop, silence_logs, quiet
         As for :class:`dask_cml.CMLCluster`.
     """
@@ -71,7 +72,7 @@ class ManagedCluster(FleetCluster):
         given: Mapping[str, Any],
         *,
         record: Record | None,
-        observes: bool,
+        role: ManagerRole,
         asynchronous: bool,
         loop: Any,
         silence_logs: int | str | bool | None,
@@ -89,7 +90,7 @@ class ManagedCluster(FleetCluster):
         for each in (self.options, *self.options.groups().values()):
             self._api.check_options(each.launch_options)
         self._client = SchedulerClient()
-        self._observes = observes
+        self._role = role
         self._assemble(record)
         if record is None:  # otherwise it takes over what another process has launched
             for group in self._fleet.states:
@@ -128,7 +129,7 @@ class ManagedCluster(FleetCluster):
         self._fleet: Fleet[CMLWorker] = Fleet(self.options, groups)
         self._launcher = Launcher(self._api, self.options, self._folder, self._fleet)
         self._record_keeper = RecordKeeper(
-            self.options.name, self._api, self._fleet, lambda: self.scheduler, record
+            self.options.name, self._api, self._fleet, lambda: self.scheduler, record, self._role
         )
         self._leadership = Leadership(
             self._fleet,
@@ -137,6 +138,7 @@ class ManagedCluster(FleetCluster):
             self._record_keeper,
             leads=record is None,
             on_overruled=self._stop_overruled,
+            on_unattended=self._go_on_adapting if self._role.serves else None,
         )
         self._reconciler = Reconciler(
             self._fleet,
@@ -146,7 +148,7 @@ class ManagedCluster(FleetCluster):
             self._record_keeper,
             correct_state=self._correct_state,
             log=self._log,
-            watch=not self._observes,
+            watch=not self._role.observes,
         )
 
     async def _start(self) -> None:
@@ -204,7 +206,7 @@ class ManagedCluster(FleetCluster):
         if not self._adopts:
             patience = self.options.orphan_timeout if self.shutdown_on_close else None
         # One that only looks does not keep an orphan alive.
-        info = {WATCHES: True} if self._observes else None
+        info = {WATCHES: self._role.observes, SERVES: self._role.serves}
         return Presence(self.scheduler_comm.address, arguments, orphan_timeout=patience, info=info)
 
     async def _create_or_connect(self) -> None:
@@ -260,6 +262,11 @@ class ManagedCluster(FleetCluster):
         if (adaptive := self._adaptives.get(group)) is not None:
             self._fleet.release(adaptive)
             stop_adapting(adaptive, "another manager scales the cluster")
+
+    def _go_on_adapting(self, group: str, minimum: float, maximum: float) -> None:
+        """Adapt a worker group, because the manager has left that did."""
+        logger.info("The cluster %s: adaptive scaling of the group %s taken over", self.name, group)
+        self.adapt(minimum=minimum, maximum=maximum, worker_group=group)
 
     # -- end
 

@@ -15,9 +15,10 @@ from dask_cml.aio import cancel
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.role import ManagerRole
 from dask_cml.records import store
 from dask_cml.records.operations import stop_and_remove, stop_and_remove_now, take_name, usage
-from dask_cml.records.record import Record
+from dask_cml.records.record import Maker, Record
 from dask_cml.records.session_files import SCHEDULER, Changes, Launch
 from dask_cml.records.usage import Usage
 from dask_cml.sessions.answers import moment
@@ -52,6 +53,8 @@ class RecordKeeper:
         Returns the scheduler's process; None if there is none yet.
     record : Record, optional
         The record of a cluster that another process has made.
+    role : ManagerRole, optional
+        Why this process manages the cluster.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class RecordKeeper:
         fleet: Fleet[CMLWorker],
         scheduler: Callable[[], CMLScheduler | None],
         record: Record | None = None,
+        role: ManagerRole | None = None,
     ) -> None:
         self.record = record
+        self._role = role or ManagerRole()
         #: Whether another process had ended the cluster when this one wrote last.
         self.gone = False
         self._makes = record is None
@@ -99,7 +104,8 @@ class RecordKeeper:
         ClusterExists
             If there is a live cluster of this name.
         """
-        record = Record(self._name, options=options, security=security, groups=groups)
+        maker = Maker.this_process(self._role.user, self._role.serves)
+        record = Record(self._name, maker=maker, options=options, security=security, groups=groups)
         await take_name(record, self._api)
         self.record = record
 

@@ -16,7 +16,7 @@ from distributed.security import Security
 
 from dask_cml.checks import is_session_id
 from dask_cml.options import SessionSize
-from dask_cml.sessions.owner import this_session
+from dask_cml.sessions.owner import this_session, this_user
 
 VERSION = 1
 RECORD_FILE = "record.json"
@@ -46,18 +46,33 @@ class Maker:
         When the process started, in seconds since 1970: process ids are used again.
     session : str or None
         The id of the CML session in which it runs (``CDSW_ENGINE_ID``).
+    user : str or None
+        The user's name.
+    serves : bool or None
+        Whether it is the page of ``dask cml serve``, which takes up what an earlier one has made.
     """
 
     host: str
     pid: int
     started: float
     session: str | None
+    user: str | None = None
+    serves: bool | None = False
 
     @classmethod
-    def this_process(cls) -> Maker:
-        """Return what describes the calling process."""
+    def this_process(cls, user: str | None = None, serves: bool = False) -> Maker:
+        """Return what describes the calling process.
+
+        Parameters
+        ----------
+        user : str, optional
+            For whom it acts. Default: whoever runs it.
+        serves : bool
+            Whether it is the page of ``dask cml serve``.
+        """
         process = psutil.Process()
-        return cls(socket.gethostname(), process.pid, process.create_time(), this_session())
+        started, session = process.create_time(), this_session()
+        return cls(socket.gethostname(), process.pid, started, session, user or this_user(), serves)
 
     def lives(self) -> bool | None:
         """Return whether the process is there; None if that cannot be seen from here."""
@@ -199,6 +214,8 @@ def _is_texts(value: object) -> bool:
 
 def _is_maker(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("started"), (int, float)):
+        return False
+    if not isinstance(value.get("user"), (str, type(None))) or value.get("serves") not in (None, True, False):
         return False
     return isinstance(value.get("host"), str) and isinstance(value.get("pid"), int) and value["pid"] > 0
 

@@ -65,6 +65,20 @@ def check_wanted(value: object) -> None:
             raise _invalid("wanted", {group: n}, allowed)
 
 
+def check_adapts(value: object) -> None:
+    """Refuse what does not give the limits of adaptive scaling for worker groups' names."""
+    allowed = "a mapping of worker groups to a minimum from 0 and a maximum that is not less"
+    if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
+        raise _invalid("adapts", value, allowed)
+    for group, limits in value.items():
+        if not _is_group(group) or not isinstance(limits, Mapping) or limits.keys() != {"minimum", "maximum"}:
+            raise _invalid("adapts", {group: limits}, allowed)
+        least, most = limits["minimum"], limits["maximum"]
+        numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in (least, most))
+        if not numbers or not 0 <= least <= most:
+            raise _invalid("adapts", {group: limits}, allowed)
+
+
 def check_launched(value: object) -> None:
     """Refuse what does not give a session's id for each worker's name."""
     allowed = "a mapping of workers' names to sessions' ids"

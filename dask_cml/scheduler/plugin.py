@@ -63,7 +63,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._watch = OrphanWatch(scheduler.clients, self._orphan_timeout)
         self._forwards: set[Comm] = set()
         scheduler.handlers[HEARTBEAT] = self.heartbeat
-        scheduler.handlers[SYNC] = SharedState(self._watch.has).sync
+        scheduler.handlers[SYNC] = SharedState(self._watch.has, self._tasks_done).sync
         scheduler.handlers[DEMAND] = self.demand
         scheduler.handlers[FORWARD] = self.forward
         self._looking = PeriodicCallback(self._look, _LOOK_INTERVAL * 1000)
@@ -129,6 +129,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """
         messages.check_cluster(cluster)
         return known_demand(self._scheduler, cluster)
+
+    def _tasks_done(self) -> int:
+        prefixes = self._scheduler.task_prefixes.values()
+        return sum(prefix.state_counts["memory"] + prefix.state_counts["erred"] for prefix in prefixes)
 
     async def _look(self) -> None:
         if self._watch.look(time.monotonic()):

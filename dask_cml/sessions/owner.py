@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 
 
 def this_session() -> str | None:
     """Return the id of the session in which this process runs; None outside of all."""
     return os.environ.get("CDSW_ENGINE_ID") or None
+
+
+def this_user() -> str | None:
+    """Return the name of the user who runs this process; None if it has none."""
+    try:
+        return os.environ.get("CDSW_CREATOR") or getpass.getuser()
+    except (KeyError, OSError):  # as where the uid has no name
+        return None
 
 
 def this_owner() -> str | None:

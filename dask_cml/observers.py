@@ -1,0 +1,173 @@
+"""A manager for each cluster of the project's records, for a process that shows them all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from distributed.core import Status
+
+from dask_cml.aio import cancel
+from dask_cml.cluster import CMLCluster
+from dask_cml.errors import CMLError
+from dask_cml.manager.at_exit import unclosed
+from dask_cml.manager.role import ManagerRole
+from dask_cml.records import probe, store
+from dask_cml.records.probe import Finding, State
+from dask_cml.records.record import Record
+
+logger = logging.getLogger(__name__)
+
+#: A scheduler that did not answer is asked again after so long, or when its record changes.
+_RETRY = 15.0
+#: A cluster whose scheduler is gone is ended by its managers, if they can see it; after so long it is left.
+_LOST = 30.0
+#: What becomes of clusters that end meanwhile, or of records that are wrong, is no error of the process.
+EXPECTED = (CMLError, OSError, asyncio.TimeoutError, ValueError, TypeError)
+
+
+@dataclass
+class Observed:
+    """A cluster of the records that nothing else in this process manages.
+
+    Parameters
+    ----------
+    record : Record
+        The cluster's, as read last.
+    cluster : CMLCluster or None
+        Its manager; None while its scheduler does not answer.
+    finding : Finding or None
+        What the last look at a cluster without a manager has found.
+    """
+
+    record: Record
+    cluster: CMLCluster | None = None
+    finding: Finding | None = None
+    task: asyncio.Task[None] | None = None
+    not_before: float = 0.0
+    lost_since: float | None = None
+
+
+class Observers:
+    """Observe each cluster of the project's records. A subclass shows them.
+
+    Each cluster is looked after by a task of its own, so that none waits for another's scheduler.
+
+    Parameters
+    ----------
+    interval : float
+        Seconds between two looks at the records.
+
+    Attributes
+    ----------
+    observed : dict of str to Observed
+        The clusters, by the ids of their records.
+    """
+
+    def __init__(self, interval: float = 2.0) -> None:
+        self.observed: dict[str, Observed] = {}
+        self._interval = interval
+        self._looking: asyncio.Task[None] | None = None
+
+    # -- for subclasses
+
+    async def examine(self, record: Record) -> Finding:
+        """Return whether a cluster's scheduler answers."""
+        return (await probe.look([record]))[record.name]
+
+    def manager(self, record: Record, **arguments: Any) -> CMLCluster:
+        """Return a manager for a running cluster, not started yet."""
+        arguments = {"shutdown_on_close": False, "_role": ManagerRole(observes=True), **arguments}
+        return CMLCluster._from_record(record, asynchronous=True, quiet=True, **arguments)
+
+    def joined(self, observed: Observed) -> None:
+        """Show a cluster that has a manager from now on."""
+
+    async def left(self, observed: Observed, at_end: bool) -> None:
+        """Show no more of a cluster's manager, which is closed; `at_end`: with all others."""
+
+    def looked(self) -> None:
+        """Go on after a look at the records."""
+
+    # -- the looks
+
+    def start(self) -> None:
+        """Begin. To be called in the event loop."""
+        self._looking = asyncio.create_task(self._look_for_ever())
+
+    async def close(self) -> None:
+        """Leave all clusters as they are."""
+        await cancel(self._looking)
+        observed = self.observed.values()
+        await cancel(*[each.task for each in observed])
+        await asyncio.gather(*[self._leave(each, at_end=True) for each in observed], return_exceptions=True)
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except EXPECTED as error:
+                logger.warning("The records of the clusters cannot be read: %s", error)
+            except Exception:
+                logger.exception("The list of clusters is not kept")
+            await asyncio.sleep(self._interval)
+
+    async def _look(self) -> None:
+        records = {record.id: record for record in await asyncio.to_thread(store.records)}
+        managed = {cluster.options.name for cluster in unclosed()}
+        for key, record in records.items():
+            if key not in self.observed and record.name not in managed:
+                self.observed[key] = Observed(record)
+        for key, each in [*self.observed.items()]:
+            if each.task is not None and not each.task.done():
+                continue
+            if key not in records and each.cluster is None:
+                del self.observed[key]
+                continue
+            if key in records and each.record != records[key]:
+                each.record, each.not_before = records[key], 0.0
+            each.task = asyncio.create_task(self._tend(each, there=key in records))
+        self.looked()
+
+    async def _tend(self, observed: Observed, there: bool) -> None:
+        """Have a manager for a cluster that runs, and none for one that is gone."""
+        try:
+            cluster = observed.cluster
+            if cluster is None:
+                if there and time.monotonic() >= observed.not_before:
+                    await self._join(observed)
+            elif not there or cluster.status == Status.closed or await self._is_lost(observed):
+                await self._leave(observed)
+        except EXPECTED as error:
+            logger.info("The cluster %s is not shown: %s", observed.record.name, error)
+        except Exception:
+            logger.exception("The cluster %s is not shown", observed.record.name)
+
+    async def _join(self, observed: Observed) -> None:
+        observed.not_before = time.monotonic() + _RETRY
+        observed.finding = await self.examine(observed.record)
+        if observed.finding.state is State.ALIVE:
+            observed.cluster = self.manager(observed.record)
+            await observed.cluster
+            self.joined(observed)
+
+    async def _leave(self, observed: Observed, at_end: bool = False) -> None:
+        if observed.cluster is None:
+            return
+        leaving = observed.cluster.leave()
+        if leaving is not None:
+            await leaving
+        await self.left(observed, at_end)
+        observed.cluster, observed.not_before = None, time.monotonic() + _RETRY
+
+    async def _is_lost(self, observed: Observed) -> bool:
+        """Whether a cluster's scheduler has been gone for long, though the cluster's record is there."""
+        assert observed.cluster is not None
+        if observed.cluster._client.connected or await probe.is_alive(observed.record):
+            observed.lost_since = None
+            return False
+        observed.lost_since = observed.lost_since or time.monotonic()
+        return time.monotonic() - observed.lost_since > _LOST
