@@ -1,0 +1,278 @@
+"""The project as an AMP: its description is what CML reads, and its scripts do what that says."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+METADATA = ROOT / ".project-metadata.yaml"
+IMAGES = ROOT / ".ci/images"
+SCRIPTS = ROOT / "cml"
+
+pytestmark = pytest.mark.skipif(
+    not METADATA.exists(), reason="needs the repository, not a source distribution"
+)
+
+PYTHON = f"py{sys.version_info.major}{sys.version_info.minor}"
+
+# The fields of Cloudera's AMP project specification 1.0 that are used here: a type, or the length of a text.
+REQUIRED = {
+    "name": 200,
+    "description": 2048,
+    "author": 64,
+    "specification_version": 16,
+    "prototype_version": 16,
+}
+OPTIONAL = {"date": 10, "environment_variables": dict, "runtimes": list, "tasks": list}
+RUNTIME = {"editor", "kernel", "edition"}
+TASK = {
+    "type": 64,
+    "name": 200,
+    "entity_label": 200,
+    "script": 4096,
+    "short_summary": 200,
+    "long_summary": 2048,
+    "kernel": 64,
+    "cpu": float,
+    "memory": float,
+}
+APPLICATION = {**TASK, "subdomain": 200, "bypass_authentication": bool}
+
+
+@pytest.fixture(scope="module")
+def amp():
+    return yaml.safe_load(METADATA.read_text())
+
+
+def tasks(amp, kind):
+    return [task for task in amp["tasks"] if task["type"] == kind]
+
+
+def has_type(value, expected):
+    """Whether a value has a type of the specification. A whole number is a number, too, but no bool is."""
+    if isinstance(expected, int):
+        return isinstance(value, str) and 0 < len(value) <= expected
+    if expected is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return isinstance(value, expected)
+
+
+def test_each_field_is_one_of_the_specification_and_has_its_type(amp):
+    assert REQUIRED.keys() <= amp.keys() <= {**REQUIRED, **OPTIONAL}.keys()
+    assert [key for key, value in amp.items() if not has_type(value, {**REQUIRED, **OPTIONAL}[key])] == []
+    assert amp["specification_version"] == "1.0"
+    assert datetime.date.fromisoformat(amp["date"])
+    assert amp["runtimes"] == [{"editor": "JupyterLab", "kernel": "Python 3.11", "edition": "Standard"}]
+
+
+def test_each_field_of_a_task_is_one_of_the_specification_and_has_its_type(amp):
+    assert [task["type"] for task in amp["tasks"]] == ["run_session", "run_session", "start_application"]
+    for task in amp["tasks"]:
+        fields = APPLICATION if task["type"] == "start_application" else TASK
+        wrong = [key for key, value in task.items() if not (key in fields and has_type(value, fields[key]))]
+        assert wrong == [], task["name"]
+        assert {"name", "script", "kernel", "cpu", "memory"} <= task.keys()
+        assert task["kernel"] == "python3"
+
+
+def test_the_application_is_for_users_that_are_logged_in(amp):
+    [application] = tasks(amp, "start_application")
+    assert application["bypass_authentication"] is False
+    assert re.fullmatch(r"[a-z][a-z0-9-]*[a-z0-9]", application["subdomain"])
+
+
+def test_the_variables_have_a_default_and_a_description_and_the_documentation_names_them(amp):
+    page = (ROOT / "docs/jupyterlab.md").read_text()
+    for name, variable in amp["environment_variables"].items():
+        assert variable.keys() == {"default", "description"}
+        assert int(variable["default"]) > 0
+        assert f"`{name}`" in page
+
+
+def test_the_scripts_are_those_that_the_tasks_run(amp):
+    assert {task["script"] for task in amp["tasks"]} == {f"cml/{path.name}" for path in SCRIPTS.glob("*.py")}
+
+
+def test_the_folder_of_the_scripts_does_not_hide_the_module_of_the_platform(tmp_path):
+    """It has the name of CML's package, and is in the working directory of the sessions."""
+    assert not (SCRIPTS / "__init__.py").exists()
+    (tmp_path / "cml").mkdir()
+    (tmp_path / "cml" / "__init__.py").touch()
+    (tmp_path / "cml" / "workers_v1.py").touch()
+    program = f"import sys; sys.path.append({str(tmp_path)!r}); from cml import workers_v1"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+# --- the installation
+
+
+def write_packages(folder, packages):
+    """Have a folder look as if these packages were installed there."""
+    for name, version in packages.items():
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "RECORD").touch()
+        (info / "INSTALLER").write_text("pip\n")
+
+
+def pins(path):
+    return dict(line.strip().split("==") for line in path.read_text().splitlines() if "==" in line)
+
+
+_PIP = """
+import json, os, sys
+arguments = sys.argv[1:]
+with open(arguments[arguments.index("-c") + 1]) as file:
+    constraints = file.read().splitlines()
+with open(os.environ["CALL"], "w") as file:
+    json.dump([arguments, constraints], file)
+sys.exit(int(os.environ.get("STATUS", 0)))
+"""
+
+
+@pytest.fixture
+def image(tmp_path, monkeypatch):
+    """A folder with the packages of a runtime image, whose pip only notes how it is called."""
+    folder = tmp_path / "image"
+    (folder / "pip").mkdir(parents=True)
+    (folder / "pip" / "__init__.py").touch()
+    (folder / "pip" / "__main__.py").write_text(_PIP)
+    home = tmp_path / "home"
+    monkeypatch.setenv("PYTHONUSERBASE", str(home))
+    monkeypatch.setenv("CALL", str(tmp_path / "call"))
+    user_site = user_site_of(home)
+    write_packages(user_site, {"tornado": "7.0", "bokeh": "3.9"})
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(user_site), str(folder)]))
+    (tmp_path / "project" / ".ci" / "images").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project")
+    return folder
+
+
+def user_site_of(base):
+    program = "import site; print(site.getusersitepackages())"
+    env = {**os.environ, "PYTHONUSERBASE": str(base)}
+    command = [sys.executable, "-c", program]
+    return Path(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip())
+
+
+def install(tmp_path):
+    """Run the script without the packages of this environment; return its result and pip's arguments."""
+    command = [sys.executable, "-S", str(SCRIPTS / "install_dependencies.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr == ""
+    return done, *json.loads((tmp_path / "call").read_text())
+
+
+def test_it_installs_with_the_constraints_of_the_running_image(image, tmp_path):
+    write_packages(image, {"JupyterLab": "4.5", "tornado": "6.5", "jupyter_client": "7.4"})
+    Path(f".ci/images/{PYTHON}-jupyterlab.txt").write_text(
+        "# about\ntornado==6.5\njupyter-client==7.4\nother==1\n"
+    )
+    done, arguments, _ = install(tmp_path)
+    assert arguments == ["install", "-c", f".ci/images/{PYTHON}-jupyterlab.txt", "-e", ".[dashboard,jupyter]"]
+    assert done.stdout == f"The constraints are those of .ci/images/{PYTHON}-jupyterlab.txt.\n"
+
+
+def test_it_installs_no_jupyterlab_where_the_image_has_none(image, tmp_path):
+    write_packages(image, {"tornado": "6.5"})
+    Path(f".ci/images/{PYTHON}-workbench.txt").write_text("tornado==6.5\n")
+    _, arguments, _ = install(tmp_path)
+    assert arguments == ["install", "-c", f".ci/images/{PYTHON}-workbench.txt", "-e", ".[dashboard]"]
+
+
+@pytest.mark.parametrize("constraints", [None, "tornado==6.4\n"], ids=["unknown image", "other release"])
+def test_it_keeps_the_packages_of_an_image_that_no_file_of_constraints_describes(
+    image, tmp_path, constraints
+):
+    write_packages(image, {"jupyterlab": "4.5", "tornado": "6.5"})
+    if constraints:
+        Path(f".ci/images/{PYTHON}-jupyterlab.txt").write_text(constraints)
+    done, arguments, kept = install(tmp_path)
+    assert kept == ["jupyterlab==4.5", "tornado==6.5"]  # not those of the home folder
+    assert arguments[-1] == ".[dashboard,jupyter]"
+    assert f".ci/images/{PYTHON}-jupyterlab.txt" in done.stdout
+    assert ("tornado 6.5 instead of 6.4" in done.stdout) is bool(constraints)
+
+
+def test_its_exit_status_is_that_of_pip(image, tmp_path, monkeypatch):
+    monkeypatch.setenv("STATUS", "3")
+    done, _, _ = install(tmp_path)
+    assert done.returncode == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_pip_installs_into_the_home_folder_and_changes_no_package_of_the_image(tmp_path):
+    """Only the names and versions of the image's packages are there, which is what pip goes by."""
+    path = IMAGES / f"{PYTHON}-jupyterlab.txt"
+    image = {"jupyterlab": "4.5.10", **pins(path if path.exists() else IMAGES / "py311-jupyterlab.txt")}
+    venv.create(tmp_path / "image", with_pip=True, system_site_packages=True, symlinks=True)
+    python = tmp_path / "image/bin/python"
+    [packages] = (tmp_path / "image/lib").glob("python*/site-packages")
+    write_packages(packages, {name: version for name, version in image.items() if name != "pip"})
+    project = tmp_path / "project"
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in names.stdout.split("\0"):
+        if name and (ROOT / name).exists():
+            (project / name).parent.mkdir(parents=True, exist_ok=True)
+            (project / name).write_bytes((ROOT / name).read_bytes())
+    home = tmp_path / "home"
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    env |= {"PIP_USER": "1", "PYTHONUSERBASE": str(home), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    script = project / "cml/install_dependencies.py"
+    done = subprocess.run([python, script], cwd=project, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    installed = metadata.distributions(path=[str(user_site_of(home))])
+    new = {each.name.lower().replace("_", "-") for each in installed}
+    assert {"dask-cml", "bokeh", "dask-labextension"} <= new
+    assert new & image.keys() == set()
+
+
+# --- the check and the application, as sessions run them
+
+
+def in_ipython(script):
+    """The code of a session that runs a script in IPython, as CML does."""
+    return f"!true\n{(SCRIPTS / script).read_text()}"
+
+
+@pytest.fixture
+def quota(platform):
+    """The quota that CML has on premises by default."""
+    variables = {**platform.settings().variables, "DASK_CML__PLATFORM": "local"}
+    platform.configure(quota={"cpu": 2, "memory": 8}, variables=variables, stop_grace=60.0)
+    return platform
+
+
+def launch(platform, task, **what):
+    return platform.launch_workers(1, cpu=task["cpu"], memory=task["memory"], **what)[0]["id"]
+
+
+def status(platform, session):
+    return next(each["status"] for each in platform.sessions() if each["id"] == session)
+
+
+@pytest.mark.parametrize("how", ["IPython", pytest.param("Python", marks=pytest.mark.slow)])
+def test_the_check_computes_on_a_cluster_within_the_default_quota(quota, amp, until, monkeypatch, how):
+    monkeypatch.chdir(ROOT)
+    task = tasks(amp, "run_session")[1]
+    what = {"code": in_ipython("check.py")} if how == "IPython" else {"script": task["script"]}
+    session = launch(quota, task, **what)
+    until(lambda: status(quota, session) not in ("scheduling", "starting", "running"))
+    log = quota.log(session)
+    assert status(quota, session) == "succeeded", log
+    assert "dask-cml works: a cluster of one worker started, computed and shut down in" in log
+    assert log.index("ok       platform") < log.index("dask-cml works")
+    assert all(each["status"] != "running" for each in quota.sessions() if not each["stop_requested"])
