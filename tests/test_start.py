@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 import dask_cml
@@ -21,6 +23,45 @@ def start(platform):
         return caught.value
 
     return start
+
+
+def shown(error):
+    """The lines of a traceback, and what IPython shows in its place."""
+    return "".join(traceback.format_exception(error)).splitlines(), error._render_traceback_()
+
+
+def test_a_refusal_is_shown_with_the_callers_frames_only(platform, start):
+    platform.configure(quota={"sessions": 0})
+    error = start(LaunchRefused)
+    lines, in_notebook = shown(error)
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    assert modules[1:] == ["dask_cml.cluster", "dask_cml.manager.lifecycle"]
+    assert lines[-1].endswith(str(error))
+    assert sum(line.startswith("Traceback") for line in lines) == 1  # of no error behind it
+    assert in_notebook[0] == f"LaunchRefused: {error}"
+    assert any("CMLCluster(n_workers=3" in line for line in in_notebook[1:])
+    assert not any("dask_cml/" in line for line in in_notebook[1:])
+
+
+async def test_a_refusal_is_shown_with_the_callers_frames_only_where_it_is_awaited(platform):
+    platform.inject("error", function="launch_workers", status=403)
+    with pytest.raises(CMLError) as caught:
+        await CMLCluster(platform="local", quiet=True, asynchronous=True)
+    lines, in_notebook = shown(caught.value)
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    assert modules[1:] == ["dask_cml.manager.lifecycle"] * 2
+    assert not any("HTTPError" in line for line in lines[:-1])
+    assert in_notebook[0] == f"CallFailed: {caught.value}"
+
+
+def test_an_error_of_a_running_cluster_is_shown_without_the_event_loop(platform):
+    with CMLCluster(platform="local", quiet=True) as cluster:
+        cluster.status = cluster.status.closing
+        with pytest.raises(CMLError, match="it is closing") as caught:
+            cluster.add_worker_group("new")
+        cluster.status = cluster.status.running
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    assert modules[1:] == ["dask_cml.cluster", "dask_cml.manager.fleet_cluster"]
 
 
 @pytest.mark.parametrize("granted", [0, 3])

@@ -9,6 +9,7 @@ from distributed.core import Status
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
 
+from dask_cml.errors import CMLError, without_frames
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.group import Group
 from dask_cml.manager.launch import Launcher
@@ -70,6 +71,13 @@ class FleetCluster(SpecCluster):
         await asyncio.wait([step])
         if not step.cancelled():
             step.result()
+
+    def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a coroutine function; an error of the platform comes without the frames of the event loop."""
+        try:
+            return super().sync(func, *args, **kwargs)
+        except CMLError as error:
+            raise without_frames(error) from None
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # SpecCluster closes a lost worker after a while and leaves it at that; the reconciler replaces it.

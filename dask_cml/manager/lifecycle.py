@@ -17,7 +17,7 @@ from distributed.security import Security
 from distributed.utils import silence_logging_cmgr
 
 from dask_cml.aio import cancel
-from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
+from dask_cml.errors import ClusterExists, CMLError, LaunchRefused, without_frames
 from dask_cml.manager.adaptive import stop_adapting
 from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
 from dask_cml.manager.dashboard import DashboardForwarder
@@ -113,8 +113,10 @@ class ManagedCluster(FleetCluster):
                 name=self.options.name,
                 shutdown_on_close=self.options.shutdown_on_close,
             )
-        except BaseException:  # Ctrl-C, too, must leave no session
+        except BaseException as error:  # Ctrl-C, too, must leave no session
             self._end(None, shutdown=not self._adopts)
+            if isinstance(error, CMLError):
+                raise without_frames(error) from None
             raise
 
     # -- start
@@ -165,15 +167,15 @@ class ManagedCluster(FleetCluster):
             if closed_meanwhile:
                 raise CMLError(f"the cluster {self.name} was closed while it started") from None
             raise
-        except LaunchRefused:
-            await self._close(shutdown=not self._adopts)
-            # A smaller cluster, asked for at once, must not be refused for what is being stopped.
-            await self._api.wait_until_ended(self._api.names)
-            raise
-        except BaseException:
+        except BaseException as error:
             # SpecCluster's `__await__` does not close a cluster whose start fails, and its `_start` makes a
             # bare RuntimeError of every error.
             await self._close(shutdown=not self._adopts)
+            if isinstance(error, LaunchRefused):
+                # A smaller cluster, asked for at once, must not be refused for what is being stopped.
+                await self._api.wait_until_ended(self._api.names)
+            if isinstance(error, CMLError):
+                raise without_frames(error) from None
             raise
 
     async def _start_once(self) -> None:
