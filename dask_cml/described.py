@@ -19,6 +19,8 @@ Kind = Literal["flag", "words", "pairs", "choice", "integer", "number", "text"]
 OF_STAYING_MAKERS = ("create-mode", "shutdown-on-close", "orphan-timeout", "forward-dashboard")
 #: How the shell and the form say None where the configuration may hold another default.
 NEVER = "never"
+#: After which a cluster shuts down that nobody may look after, unless that is given.
+UNATTENDED_IDLE_TIMEOUT = "1 hour"
 _GROUP_OR_KEY = re.compile(r"^  (?:# (.+)|([\w-]+):.*)$", re.MULTILINE)
 
 

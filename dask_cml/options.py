@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import dask.config
 from distributed.security import Security
 
 from dask_cml import checks, configuration
+from dask_cml.described import NEVER, UNATTENDED_IDLE_TIMEOUT
 
 #: What the cluster itself says to the programs, so that worker_args and scheduler_args must not.
 _OWN_WORKER_ARGS = {
@@ -314,3 +316,28 @@ def state_directory() -> Path:
         If it cannot be the path of a folder.
     """
     return Path(setting("state-directory", checks.folder))
+
+
+@contextmanager
+def unattended(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give the arguments of a cluster that is created for others to use: it shuts down when it was idle long.
+
+    Parameters
+    ----------
+    arguments : mapping
+        Of the cluster. An ``idle_timeout`` of ``"never"`` is what no argument and no configuration would be.
+
+    Yields
+    ------
+    dict
+        The arguments for ``CMLCluster``, to be called within the context.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    config: dict[str, Any] = {}
+    if given.get("idle_timeout") == NEVER:
+        del given["idle_timeout"]
+        config["cml.idle-timeout"] = None
+    elif dask.config.get("cml.idle-timeout") is None:
+        given.setdefault("idle_timeout", UNATTENDED_IDLE_TIMEOUT)
+    with dask.config.set(config):
+        yield given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Any, Protocol
 
 from distributed.comm.core import Comm
 
@@ -32,6 +32,25 @@ class Reads(Protocol):
         """Return some bytes, about `n` at most; none at the end."""
 
 
+class Writes(Protocol):
+    """Where bytes go."""
+
+    def write(self, data: bytes) -> Any:
+        """Write bytes, perhaps later."""
+
+    async def drain(self) -> None:
+        """Wait until all bytes are given to the system."""
+
+    def write_eof(self) -> None:
+        """Say that no more bytes come."""
+
+
+def unbuffered(writer: asyncio.StreamWriter) -> asyncio.StreamWriter:
+    """Let a writer's ``drain`` wait until all bytes are given to the system, as a tunnel needs it."""
+    writer.transport.set_write_buffer_limits(high=0)
+    return writer
+
+
 class Tunnel:
     """Carries the bytes of a TCP connection through a comm, both ways, until both directions have ended.
 
@@ -42,18 +61,16 @@ class Tunnel:
     ----------
     comm : Comm
         Belongs to the tunnel from now on.
-    reader, writer : StreamReader, StreamWriter
-        The TCP connection; instead of its reader something that reads from it.
+    reader, writer : Reads, Writes
+        The TCP connection; see :func:`unbuffered`.
     """
 
-    def __init__(self, comm: Comm, reader: Reads, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, comm: Comm, reader: Reads, writer: Writes) -> None:
         #: Bytes that came through the comm and were passed on.
         self.delivered = 0
         self._comm = comm
         self._reader = reader
         self._writer = writer
-        # With nothing left in the transport, passed on means: given to the system.
-        writer.transport.set_write_buffer_limits(high=0)
         self._arrived: asyncio.Queue[bytes] = asyncio.Queue()
         self._waiting = 0
         self._outstanding = 0

@@ -6,7 +6,7 @@ import signal
 
 import click
 
-from dask_cml.cli import change, create, group, show
+from dask_cml.cli import change, create, group, serve, show
 
 # Dask imports this with every one of its commands, so what takes long to import is imported where it is used.
 
@@ -29,6 +29,7 @@ for _command in (
     change.adapt,
     group.group,
     show.logs,
+    serve.serve,
     change.delete,
     change.prune,
     show.doctor,

@@ -10,9 +10,7 @@ from typing import Any
 import click
 
 from dask_cml.cli.console import in_one_line, n_workers, progress
-from dask_cml.described import NEVER, described_options, pairs, words
-
-_IDLE_TIMEOUT = "1 hour"
+from dask_cml.described import NEVER, UNATTENDED_IDLE_TIMEOUT, described_options, pairs, words
 
 
 class OptionsCommand(click.Command):
@@ -47,7 +45,9 @@ def _cluster_options(method: str) -> list[click.Parameter]:
         declaration = f"--{key}"
         more: dict[str, Any] = {}
         if key == "idle-timeout":
-            text = text.replace("By default never.", f'By default {_IDLE_TIMEOUT}; "{NEVER}" is allowed.')
+            text = text.replace(
+                "By default never.", f'By default {UNATTENDED_IDLE_TIMEOUT}; "{NEVER}" is allowed.'
+            )
         if each.kind == "flag":
             declaration, more = f"--{key}/--no-{key}", {"default": None}
         elif each.kind == "words":
@@ -88,23 +88,17 @@ def create(spec: str | None, **options: Any) -> None:
     scheduler answers and the workers are granted, and prints the cluster's name. SPEC is a file as dask-ctl
     takes it, whose arguments the options override.
     """
-    import dask.config
-
     from dask_cml.cluster import CMLCluster
+    from dask_cml.options import unattended
     from dask_cml.sessions.owner import lifetime
 
     positional, arguments = _read_spec(spec) if spec else ([], {})
     arguments.update({name: value for name, value in options.items() if value is not None})
-    if dask.config.get("cml.idle-timeout") is None:
-        arguments.setdefault("idle_timeout", _IDLE_TIMEOUT)
-    if arguments.get("idle_timeout") == NEVER:
-        del arguments["idle_timeout"]
-        dask.config.set({"cml.idle-timeout": None})
     # Whatever ends this command before its end, ends the cluster, too.
     arguments.update(
         create_mode="create", shutdown_on_close=True, asynchronous=False, quiet=True, silence_logs="WARNING"
     )
-    with progress(_starting):
+    with unattended(arguments) as arguments, progress(_starting):
         cluster = CMLCluster(*positional, **arguments)
     click.echo(cluster.name)
     n = sum(group.n_workers for group in cluster.worker_groups.values())

@@ -14,7 +14,6 @@ from dask_cml.cli.console import complete_names, in_one_line, print_table, run
 
 if TYPE_CHECKING:
     from dask_cml.records.record import Record
-    from dask_cml.sessions.session_logs import SessionLogs
 
 #: Every log is opened at each look, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
@@ -110,24 +109,13 @@ def info(name: str, as_json: bool) -> None:
         click.echo(f"{'usage':<10} {line}")
 
 
-def _session_logs(name: str) -> tuple[SessionLogs, Record]:
-    from dask_cml.naming import DEFAULT_GROUP
-    from dask_cml.options import state_directory
-    from dask_cml.records import store
-    from dask_cml.sessions.session_logs import SessionLogs
-
-    record = store.read(name)
-    groups = {DEFAULT_GROUP: record.options, **record.groups}
-    processes = {group: options.get("processes") or 1 for group, options in groups.items()}
-    return SessionLogs(name, state_directory() / name, record.options.get("log_directory"), processes), record
-
-
 def _sessions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete the name of a session that has a log."""
     from dask_cml.errors import CMLError
+    from dask_cml.records import operations, store
 
     try:
-        sessions = _session_logs(context.params["name"])[0].paths()
+        sessions = operations.session_logs(store.read(context.params["name"])).paths()
     except (CMLError, OSError):
         return []
     given = context.params.get(str(parameter.name)) or ()
@@ -144,7 +132,10 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
 
     WORKER is the name of a worker, or "Scheduler". The default is all of them.
     """
-    session_logs, record = _session_logs(name)
+    from dask_cml.records import operations, store
+
+    record = store.read(name)
+    session_logs = operations.session_logs(record)
     launched = [each for each in record.sessions.values() if each != "scheduler"]
     chosen = session_logs.choose(workers, launched) if workers else None
     shown = None

@@ -20,7 +20,7 @@ from dask_cml import checks
 from dask_cml.aio import cancel
 from dask_cml.manager.http_guard import CheckedRequests, HostGuard, Refused
 from dask_cml.options import setting
-from dask_cml.wire import CHUNK, FORWARD, Tunnel
+from dask_cml.wire import CHUNK, FORWARD, Tunnel, unbuffered
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +125,8 @@ class DashboardForwarder:
         try:
             if not await self._asks(requests):
                 return
-            comm = await wait_for(self._connect(), self._timeout)
-            tunnel = Tunnel(comm, requests, writer)
+            comm = await connect_dashboard(self.address, self._connection_args, self._timeout)
+            tunnel = Tunnel(comm, requests, unbuffered(writer))
             await tunnel.run()
         except Refused as refused:
             logger.info("A request to the dashboard of %s is refused: %s", self.address, refused)
@@ -147,8 +147,27 @@ class DashboardForwarder:
             return await wait_for(requests.begin(), _FIRST_REQUEST_TIMEOUT)
         return False
 
-    async def _connect(self) -> Comm:
-        comm = await connect(self.address, timeout=self._timeout, **self._connection_args)
+
+async def connect_dashboard(address: str, connection_args: Mapping[str, Any], timeout: float) -> Comm:
+    """Connect to a scheduler such that the bytes of the connection are those of one with its dashboard.
+
+    Parameters
+    ----------
+    address : str
+        The scheduler's.
+    connection_args : mapping
+        As ``Security.get_connection_args("client")`` returns them.
+    timeout : float
+        Seconds within which the scheduler must accept the connection.
+
+    Raises
+    ------
+    OSError, asyncio.TimeoutError
+        If it does not, or has no dashboard.
+    """
+
+    async def ask() -> Comm:
+        comm = await connect(address, timeout=timeout, **connection_args)
         try:
             comm.name = "dashboard"
             await comm.write({"op": FORWARD})
@@ -161,6 +180,8 @@ class DashboardForwarder:
             comm.abort()
             raise
         return comm
+
+    return await wait_for(ask(), timeout)
 
 
 async def _answer(

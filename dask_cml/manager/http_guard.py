@@ -49,9 +49,12 @@ class HostGuard:
     ----------
     hosts : collection of str
         More names, such as that of a JupyterHub.
+    server : str
+        What answers, in words.
     """
 
-    def __init__(self, hosts: Collection[str] = ()) -> None:
+    def __init__(self, hosts: Collection[str] = (), server: str = "The dashboard") -> None:
+        self._server = server
         self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
         engine, domain = os.environ.get("CDSW_ENGINE_ID"), os.environ.get("CDSW_DOMAIN", "").lower()
         self._domain = f".{domain}" if domain else None
@@ -77,14 +80,14 @@ class HostGuard:
         host = headers.get(b"host", b"").decode("latin-1")
         if not self._is_known(_split(f"//{host}")[0]):
             raise Refused(
-                f"The dashboard does not answer requests for the host {host!r}. If it is your proxy, name it "
-                "in Dask's configuration before you create the cluster: cml.forward-hosts"
+                f"{self._server} does not answer requests for the host {host!r}. If it is your proxy, name "
+                "it in Dask's configuration before you create the cluster: cml.forward-hosts"
             )
         if method in _SAFE and b"upgrade" not in headers:
             return
         origin = headers.get(b"origin", b"").decode("latin-1")
         if b"origin" in headers and not self._is_same(origin, host):
-            raise Refused(f"The dashboard does not take orders from pages of {origin!r}")
+            raise Refused(f"{self._server} does not take orders from pages of {origin!r}")
 
     def _is_known(self, name: str | None) -> bool:
         if not name:

@@ -45,9 +45,6 @@ class Leadership:
 
     Attributes
     ----------
-    adapts : mapping of str to mapping
-        The ``minimum`` and ``maximum`` of each worker group that a manager scales adaptively, or did so until
-        it left.
     tasks_done : int
         How many tasks the scheduler has seen done, as last heard of.
     """
@@ -64,7 +61,7 @@ class Leadership:
         on_unattended: Callable[[str, float, float], None] | None = None,
     ) -> None:
         self.leads = leads
-        self.adapts: Mapping[str, Mapping[str, float]] = {}
+        self._adapts: Mapping[str, Mapping[str, float]] = {}
         self.tasks_done = 0
         self._fleet = fleet
         self._client = client
@@ -99,7 +96,7 @@ class Leadership:
             state = await self._client.sync(
                 manager=self.id,
                 wanted={**claims, **dict.fromkeys(gone_groups)},
-                adapts={group: limits for group in claims if (limits := self._limits(group))},
+                adapts={group: limits for group in claims if (limits := self._own_limits(group))},
                 launched=launched,
                 owners={key: owner for key in launched if (owner := workers[key].owner)},
                 gone=[key for key in self._known if key not in here],
@@ -128,11 +125,19 @@ class Leadership:
             if group not in claims:
                 settled = None if leads else [key for key in self._known if fleet.group_of(key) == group]
                 fleet.follow(state["wanted"].get(group, 0), settled, group)
-        self.adapts, self.tasks_done = state["adapts"], state["tasks_done"]
+        self._adapts, self.tasks_done = state["adapts"], state["tasks_done"]
         self._go_on_adapting()
         return leads
 
-    def _limits(self, group: str) -> dict[str, float] | None:
+    def limits(self, group: str) -> Mapping[str, float] | None:
+        """Return between which numbers of sessions a manager scales a worker group adaptively, if one does.
+
+        The keys are ``minimum`` and ``maximum``. It may have left, and nobody scales the group since then.
+        """
+        asked_here = self._fleet.group(group).claim_pending
+        return self._own_limits(group) or (None if asked_here else self._adapts.get(group))
+
+    def _own_limits(self, group: str) -> dict[str, float] | None:
         """Return between which numbers of sessions this manager scales a group adaptively, if it does."""
         with contextlib.suppress(ValueError):  # the group is deleted meanwhile
             driver = self._fleet.group(group).driver
@@ -144,10 +149,10 @@ class Leadership:
         if self._on_unattended is None:
             return
         now = time.monotonic()
-        alone = {group for group, limits in self.adapts.items() if not limits["attended"]}
+        alone = {group for group, limits in self._adapts.items() if not limits["attended"]}
         self._alone_since = {group: self._alone_since.get(group, now) for group in alone}
         for group in [group for group, since in self._alone_since.items() if now - since >= _ALONE]:
-            limits = self.adapts[group]
+            limits = self._adapts[group]
             with contextlib.suppress(ValueError, CMLError):  # the group is deleted, or this manager closes
                 known = self._fleet.group(group)
                 if known.driver is None and not known.claim_pending:

@@ -40,18 +40,22 @@ class SchedulerClient:
         What the scheduler said of itself and its workers, as ``Scheduler.identity`` does.
     comm : distributed.core.rpc or None
         The connection; None before :meth:`connect`.
+    connection_args : dict
+        What connections to the scheduler need, e.g. its keys.
     """
 
     def __init__(self) -> None:
         self.info: dict[str, Any] = {"workers": {}}
         self.comm: Any = None
+        self.connection_args: dict[str, Any] = {}
         self._changes: asyncio.Future[None] | None = None
         self._asking = asyncio.Lock()
         self._demand: _Answer | None = None
 
     def connect(self, address: str, connection_args: Mapping[str, Any]) -> None:
         """Use the scheduler at this address from now on."""
-        self.comm = rpc(address, connection_args=dict(connection_args))
+        self.connection_args = dict(connection_args)
+        self.comm = rpc(address, connection_args=self.connection_args)
 
     def listen(self, changes: asyncio.Future[None]) -> None:
         """Learn of the scheduler's end by the task that hears of its workers: it ends with its connection.

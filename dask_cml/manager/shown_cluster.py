@@ -151,13 +151,18 @@ class ShownCluster(ManagedCluster):
     def _pending(self) -> str:
         return pending(self.n_pending, self._fleet.waits.values())
 
+    @property
+    def _scheduler_wait(self) -> str:
+        waits = None if self.scheduler is None else self.scheduler.waits_for
+        return "" if waits is None else f"scheduler {waiting(waits)}"
+
     def __repr__(self) -> str:
         text = super().__repr__()
         n = len(self.scheduler_info["workers"])
         if self.n_pending:
             text = text.replace(f"workers={n}", f"workers={n} ({self._pending})", 1)
-        if self.scheduler is not None and (waits := self.scheduler.waits_for) is not None:
-            text = f"{text[:-1]}, scheduler {waiting(waits)})"
+        if self._scheduler_wait:
+            text = f"{text[:-1]}, {self._scheduler_wait})"
         if self.status == Status.running and not self._client.connected:
             text = f"{text[:-1]}, not connected to the scheduler)"
         if self._reconciler.problem:

@@ -14,10 +14,12 @@ from distributed.core import rpc
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.naming import DEFAULT_GROUP, read_name
+from dask_cml.options import state_directory
 from dask_cml.records import probe, store
 from dask_cml.records.probe import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
+from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.tls import connection_args
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
@@ -123,7 +125,7 @@ async def describe(
             {
                 "name": record.name,
                 "address": cluster_address(record.name),
-                "status": _status(record, finding),
+                "status": status_of(record, finding),
                 "workers": len(workers) if workers is not None else None,
                 "groups": _groups(record, workers),
                 "threads": sum(w["nthreads"] for w in workers) if workers is not None else None,
@@ -146,7 +148,8 @@ def _groups(record: Record, workers: Collection[Mapping[str, Any]] | None) -> di
     return {group: groups.count(group) for group in (DEFAULT_GROUP, *record.groups)}
 
 
-def _status(record: Record, finding: Finding) -> str:
+def status_of(record: Record, finding: Finding) -> str:
+    """Return a cluster's status in a word or two."""
     if finding.state is State.UNKNOWN:
         return "starting" if record.scheduler_address is None else "not answering"
     return "running" if finding.state is State.ALIVE else "stale"
@@ -179,6 +182,14 @@ def usage(name: str, id: str | None = None) -> Usage:
     if id not in (None, record.id):
         raise NoSuchCluster(name, tuple(each.name for each in store.records()))
     return usage_of(record, store.read_ended(record), time.time())
+
+
+def session_logs(record: Record) -> SessionLogs:
+    """Return the logs of a cluster's sessions."""
+    groups = {DEFAULT_GROUP: record.options, **record.groups}
+    processes = {group: options.get("processes") or 1 for group, options in groups.items()}
+    folder = state_directory() / record.name
+    return SessionLogs(record.name, folder, record.options.get("log_directory"), processes)
 
 
 async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) -> dict[str, CMLError | None]:

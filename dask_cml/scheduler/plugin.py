@@ -31,7 +31,7 @@ from dask_cml.scheduler.balance import spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.orphans import OrphanWatch
 from dask_cml.scheduler.shared_state import SharedState
-from dask_cml.wire import DEMAND, FORWARD, HEARTBEAT, SYNC, Tunnel
+from dask_cml.wire import DEMAND, FORWARD, HEARTBEAT, SYNC, Tunnel, unbuffered
 
 # The scheduler's own logs, as cluster.get_logs() returns them, are those below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -164,7 +164,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._forwards.add(comm)
         try:
             await comm.write({"status": "OK"})
-            await Tunnel(comm, reader, writer).run()
+            await Tunnel(comm, reader, unbuffered(writer)).run()
         except OSError as error:
             logger.debug("A connection to the dashboard ends: %r", error)
         finally:

@@ -53,7 +53,7 @@ class Access:
     token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24))
 
     def __post_init__(self) -> None:
-        self.guard = HostGuard(setting("forward-hosts", checks.names))
+        self.guard = HostGuard(setting("forward-hosts", checks.names), "The page")
         ports = {os.environ.get(name) for name in ("CDSW_APP_PORT", "CDSW_READONLY_PORT")}
         #: Elsewhere every program of this machine could send the headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports
@@ -114,19 +114,25 @@ class Handler(RequestHandler):
         try:
             self.access.guard.check(method, headers)
         except Refused as refused:
-            raise HTTPError(403, reason=None, log_message=str(refused)) from None
+            raise HTTPError(403, str(refused).replace("%", "%%")) from None
         if method == b"GET" and self.access.fits(self.get_query_argument("token", None)):
             self._remember()
             return
         if self.current_user is None:
-            raise HTTPError(401)
+            raise HTTPError(401, "open the link that `dask cml serve` has printed, or send its token")
         if method not in (b"GET", b"HEAD") and not self.current_user.may_change:
-            raise HTTPError(403)
+            raise HTTPError(403, "you may look at this project, and change nothing")
 
     def _remember(self) -> None:
         """Keep the token in a cookie, and out of the address, which others may see."""
         self.set_cookie(self.access.cookie, self.access.token, httponly=True, samesite="Lax")
-        self.redirect(self.request.path)
+        self.go_to("?")
+
+    def go_to(self, location: str) -> None:
+        """Send the browser elsewhere, relative to this page: a proxy may serve it below another path."""
+        self.set_status(302)
+        self.set_header("Location", location)
+        self.finish()
 
     def check_xsrf_cookie(self) -> None:
         """Ask for the proof that the page sent a change, unless a program did."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,8 @@ SCHEDULER = "Scheduler"
 _SUFFIX = ".log"
 #: Bytes of a log that are read at first, at its end.
 _MOST = 2**20
+#: Bytes of a part of a log.
+_PART = 2**16
 
 
 def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
@@ -170,3 +173,34 @@ class SessionLogs:
         except OSError as error:  # the end of the cluster removes it
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
+
+    def part(self, session: str, begin: int | None = None) -> tuple[str, int]:
+        """Return a part of a log, and where the next one begins.
+
+        Parameters
+        ----------
+        session : str
+            As :meth:`paths` has it.
+        begin : int, optional
+            The byte where the part begins; of a log that is shorter it is the first one. Default: such that
+            the part is the end of the log.
+
+        Raises
+        ------
+        ValueError
+            If there is no such log. It lists those that there are.
+        """
+        paths = self.paths()
+        if session not in paths:
+            raise ValueError(f"invalid session {session!r}: expected one of {', '.join(paths)}")
+        with paths[session].open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if begin is None:
+                begin = max(0, size - _PART)
+            elif begin > size:
+                begin = 0
+            file.seek(begin)
+            decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+            text = decoder.decode(file.read(_PART))
+            rest, _ = decoder.getstate()  # a letter's first bytes, whose others come later
+            return text, file.tell() - len(rest)

@@ -1,0 +1,226 @@
+"""What the page and its API say of clusters, as JSON can hold it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Any
+
+from distributed.core import Status
+
+from dask_cml.cluster import CMLCluster
+from dask_cml.manager.group import WorkerGroup
+from dask_cml.manager.waiting import waiting
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.records.operations import status_of
+from dask_cml.records.probe import Finding, State
+from dask_cml.records.record import Record, cluster_address
+from dask_cml.records.session_files import SCHEDULER
+from dask_cml.records.usage import Usage
+
+#: Seconds over which tasks are counted.
+_RATE_SECONDS = 15.0
+
+
+class TaskRate:
+    """How many tasks a second a scheduler has seen done lately.
+
+    Examples
+    --------
+    >>> rate = TaskRate()
+    >>> rate.count(100, now=0.0)
+    >>> rate.count(120, now=10.0)
+    >>> rate.per_second
+    2.0
+    """
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, int]] = deque()
+
+    def count(self, done: int, now: float) -> None:
+        """Note how many tasks are done."""
+        if self._counts and done < self._counts[-1][1]:  # the scheduler has forgotten some
+            self._counts.clear()
+        self._counts.append((now, done))
+        while now - self._counts[0][0] > _RATE_SECONDS:
+            self._counts.popleft()
+
+    @property
+    def per_second(self) -> float | None:
+        """Tasks a second; None if that is not known yet."""
+        if len(self._counts) < 2:
+            return None
+        (began, before), (now, done) = self._counts[0], self._counts[-1]
+        return (done - before) / (now - began)
+
+
+def age_of(created: str) -> float:
+    """Return for how many seconds a cluster has existed, given the time in ISO 8601."""
+    return (datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds()
+
+
+def managed(
+    cluster: CMLCluster, created: str, user: str | None, kept: bool, rate: TaskRate, usage: Usage | None
+) -> dict[str, Any]:
+    """Describe a cluster by its manager.
+
+    Parameters
+    ----------
+    cluster : CMLCluster
+        The manager.
+    created : str
+        When the cluster was created, in ISO 8601.
+    user : str or None
+        The user who created it.
+    kept : bool
+        Whether the cluster ends with this process.
+    rate : TaskRate
+        The cluster's.
+    usage : Usage or None
+        The cluster's, if known.
+    """
+    status = cluster.status.name
+    if cluster.status == Status.running and not cluster._client.connected:
+        status = "not answering"
+    elif cluster.status not in (Status.running, Status.closing, Status.closed):
+        status = "starting"
+    groups = [*cluster.worker_groups.values()]
+    workers = [*cluster.scheduler_info["workers"].values()]
+    return {
+        **_common(cluster.options.name, created, user, usage),
+        "status": status,
+        "words": ", ".join(filter(None, [status, cluster._scheduler_wait, cluster._pending])),
+        "problem": cluster._reconciler.problem,
+        "groups": [_group(each, cluster._leadership.limits(each.name)) for each in groups],
+        "n_workers": sum(each.n_workers for each in groups),
+        "n_arrived": sum(each.n_arrived for each in groups),
+        "threads": sum(each["nthreads"] for each in workers),
+        "memory": sum(each["memory_limit"] or 0 for each in workers),
+        "kept": kept,
+        "tasks_per_second": rate.per_second,
+    }
+
+
+def recorded(record: Record, finding: Finding | None, usage: Usage | None) -> dict[str, Any]:
+    """Describe a cluster by its record, because its scheduler does not answer."""
+    finding = finding or Finding(State.UNKNOWN, "its scheduler was not asked yet")
+    status = status_of(record, finding)
+    options = {DEFAULT_GROUP: {}, **record.groups}
+    groups = {group: {**record.options, **own} for group, own in options.items()}
+    return {
+        **_common(record.name, record.created, record.maker.user, usage),
+        "status": status,
+        "words": status,
+        "problem": None if status in ("running", "starting") else finding.why,
+        "groups": [_recorded_group(name, each) for name, each in groups.items()],
+        "n_workers": sum(each != SCHEDULER for each in record.sessions.values()),
+        "n_arrived": 0,
+        "threads": None,
+        "memory": None,
+        "kept": False,
+        "tasks_per_second": None,
+    }
+
+
+def failed(name: str, created: str, user: str | None, problem: str) -> dict[str, Any]:
+    """Describe a cluster that this process tried to create, or kept until it ended."""
+    return {
+        **_common(name, created, user, None),
+        "status": "failed",
+        "words": "failed",
+        "problem": problem,
+        "groups": [],
+        "n_workers": 0,
+        "n_arrived": 0,
+        "threads": None,
+        "memory": None,
+        "kept": False,
+        "tasks_per_second": None,
+    }
+
+
+def _common(name: str, created: str, user: str | None, usage: Usage | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "address": cluster_address(name),
+        "created": created,
+        "age": age_of(created),
+        "owner": user,
+        "session_hours": None if usage is None else usage.total.hours,
+    }
+
+
+def _group(group: WorkerGroup, limits: Mapping[str, float] | None) -> dict[str, Any]:
+    return {
+        "name": group.name,
+        "n_workers": group.n_workers,
+        "n_arrived": group.n_arrived,
+        **asdict(group.size),
+        "nthreads": group.nthreads,
+        "processes": group.processes,
+        "resources": group.resources,
+        "adapts": limits and {each: _finite(limits[each]) for each in ("minimum", "maximum")},
+    }
+
+
+def _finite(n: float) -> int | None:
+    return None if math.isinf(n) else int(n)
+
+
+def _recorded_group(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "n_workers": None,
+        "n_arrived": 0,
+        **{each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu", "nthreads", "processes")},
+        "resources": options.get("resources") or {},
+        "adapts": None,
+    }
+
+
+def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
+    """Describe a cluster's sessions by its manager."""
+    now = datetime.now(timezone.utc)
+    return [
+        {
+            "role": each.role,
+            "name": each.name,
+            "id": each.id,
+            "status": each.status if each.waits_for is None else waiting(each.waits_for),
+            "age": (now - each.since).total_seconds(),
+            **asdict(each.size),
+            "link": each.app_url,
+        }
+        for each in cluster.sessions
+    ]
+
+
+def recorded_sessions(record: Record) -> list[dict[str, Any]]:
+    """Describe a cluster's sessions by its record."""
+    sessions = sorted(record.sessions.items(), key=lambda each: (each[1] != SCHEDULER, each[1]))
+    now, described = time.time(), []
+    for session, key in sessions:
+        size, is_scheduler = record.sizes.get(session), key == SCHEDULER
+        described.append(
+            {
+                "role": "scheduler" if is_scheduler else "worker",
+                "name": f"{record.name}-scheduler" if is_scheduler else key,
+                "id": session,
+                "status": "unknown",
+                "age": now - record.launched.get(session, now),
+                "cpu": size and size.cpu,
+                "memory": size and size.memory,
+                "nvidia_gpu": size and size.nvidia_gpu,
+                "link": record.app_url if is_scheduler else None,
+            }
+        )
+    return described
+
+
+def usage_as_json(usage: Usage) -> dict[str, Any]:
+    """Return what a cluster has used, by worker group and in total."""
+    return {"groups": {group: asdict(hours) for group, hours in usage.items()}, "total": asdict(usage.total)}
