@@ -5,7 +5,6 @@ own, so the page runs in another process. This process forwards its signals: at 
 the clusters that it created.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ main()
 
 
 def main():
-    command = [sys.executable, "-c", SERVE, "cml", "serve", "--port", os.environ["CDSW_APP_PORT"]]
+    command = [sys.executable, "-c", SERVE, "cml", "serve"]
     # In a session of its own, it gets a signal to IPython's process group once, by this process.
     page = subprocess.Popen(command, start_new_session=True)
 
