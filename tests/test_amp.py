@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import urllib.request
 import venv
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
+
+from dask_cml.records import store
 
 ROOT = Path(__file__).parents[1]
 METADATA = ROOT / ".project-metadata.yaml"
@@ -276,3 +282,50 @@ def test_the_check_computes_on_a_cluster_within_the_default_quota(quota, amp, un
     assert "dask-cml works: a cluster of one worker started, computed and shut down in" in log
     assert log.index("ok       platform") < log.index("dask-cml works")
     assert all(each["status"] != "running" for each in quota.sessions() if not each["stop_requested"])
+
+
+def ask(port, path, body=None, method=None):
+    """Ask the page, as a program with its token does."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Authorization": "Bearer token"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers, method=method)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def listens(port):
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        return True
+    return False
+
+
+@pytest.mark.parametrize("how", ["IPython", pytest.param("Python", marks=pytest.mark.slow)])
+def test_the_application_serves_the_page_and_its_end_shuts_down_what_it_has_created(
+    quota, amp, light, until, monkeypatch, how
+):
+    monkeypatch.chdir(ROOT)
+    [task] = tasks(amp, "start_application")
+    what = {"code": in_ipython("app.py")} if how == "IPython" else {"script": task["script"]}
+    env = {"DASK_CML_SERVE_TOKEN": "token", "DASK_CML__SCHEDULER_ARGS": "['--no-dashboard']"}
+    session = launch(quota, task, env=env, **what)
+    [described] = [each for each in quota.sessions() if each["id"] == session]
+    port = int(described["app_url"].rstrip("/").rpartition(":")[2])
+    until(lambda: listens(port))
+    size = {"cpu": 1, "memory": 2, "scheduler_cpu": 0.5, "scheduler_memory": 2}
+    ask(port, "/api/clusters", {"name": "night", "n_workers": 1, **size})
+    until(lambda: ask(port, "/api/clusters/night")["n_arrived"] == 1)
+    quota.stop_workers(session)
+    until(lambda: status(quota, session) == "stopped")
+    assert "The page is closed; the clusters created there are stopped." in quota.log(session)
+    assert store.records() == []
+
+
+def test_the_page_ends_where_the_process_of_the_script_is_killed(platform, until, monkeypatch):
+    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
+    command = [sys.executable, str(SCRIPTS / "app.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as script:
+        assert script.stdout.readline().startswith("Open the page: ")
+        [page] = psutil.Process(script.pid).children()
+        script.kill()
+        page.wait(timeout=120)
