@@ -106,6 +106,14 @@ def described_options(arguments: Collection[str]) -> list[DescribedOption]:
     return [each for each in _all() if each.argument in arguments and each.key not in OF_STAYING_MAKERS]
 
 
+def unattended_text(option: DescribedOption) -> str:
+    """Return the words about an option of a cluster that nobody may look after, see `options.unattended`."""
+    if option.key != "idle-timeout":
+        return option.text
+    ours = f'By default {UNATTENDED_IDLE_TIMEOUT}; "{NEVER}" is allowed.'
+    return option.text.replace("By default never.", ours)
+
+
 def words(text: str) -> list[str]:
     """Return the words of a command line, as a shell splits them.
 

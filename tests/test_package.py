@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import importlib.metadata
 import inspect
@@ -9,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -141,3 +143,13 @@ def test_the_package_tells_type_checkers_that_it_is_typed():
     [path] = dask_cml.__path__
     assert importlib.util.find_spec("dask_cml").origin.startswith(path)
     assert pkgutil.get_data("dask_cml", "py.typed") == b""
+
+
+def test_the_wheel_has_every_file_of_the_package():
+    root = Path(__file__).parents[1]
+    setup = configparser.ConfigParser()
+    setup.read(root / "setup.cfg")
+    patterns = setup["options.package_data"]["dask_cml"].split()
+    packed = {path for pattern in patterns for path in (root / "dask_cml").glob(pattern)}
+    files = {path for path in (root / "dask_cml").rglob("*") if path.is_file()}
+    assert {path for path in files - packed if path.suffix not in (".py", ".pyc")} == set()

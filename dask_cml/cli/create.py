@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from dask_cml.cli.console import in_one_line, n_workers, progress
-from dask_cml.described import NEVER, UNATTENDED_IDLE_TIMEOUT, described_options, pairs, words
+from dask_cml.described import described_options, pairs, unattended_text, words
 
 
 class OptionsCommand(click.Command):
@@ -39,15 +39,11 @@ def _cluster_options(method: str) -> list[click.Parameter]:
 
     options: list[click.Parameter] = []
     for each in described_options(inspect.signature(getattr(CMLCluster, method)).parameters):
-        key, text = each.key, each.text.replace("`", "")
+        key, text = each.key, unattended_text(each).replace("`", "")
         if key == "name" and method != "__init__":  # of a cluster
             continue
         declaration = f"--{key}"
         more: dict[str, Any] = {}
-        if key == "idle-timeout":
-            text = text.replace(
-                "By default never.", f'By default {UNATTENDED_IDLE_TIMEOUT}; "{NEVER}" is allowed.'
-            )
         if each.kind == "flag":
             declaration, more = f"--{key}/--no-{key}", {"default": None}
         elif each.kind == "words":

@@ -1,21 +1,198 @@
-"""Placeholder."""
+"""The pages: HTML drawn from what the board says, and the files that they load."""
 
 from __future__ import annotations
 
+import functools
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import jinja2
+from markupsafe import Markup, escape
 from tornado.web import HTTPError
 
+from dask_cml.errors import NoSuchCluster
+from dask_cml.manager.waiting import span
+from dask_cml.serve import form
 from dask_cml.serve.access import Handler
+from dask_cml.serve.api import ApiHandler
+
+_FOLDER = Path(__file__).parent
+_GIB = 2**30
+#: A browser draws no more sessions well every two seconds.
+_MOST_SESSIONS = 200
+_UNKNOWN = "\N{EN DASH}"
+#: The panes of the dashboard that most people look at, by their routes. All of them are at ``status``.
+_PANES = {
+    "individual-task-stream": "Task stream",
+    "individual-progress": "Progress",
+    "individual-workers-memory": "Memory of each worker",
+    "individual-cpu": "CPU of each worker",
+    "individual-nprocessing": "Tasks of each worker",
+    "individual-workers": "Table of workers",
+    "individual-graph": "Task graph",
+    "individual-profile": "Profile",
+}
+_TITLES = {
+    401: "You are not signed in",
+    403: "The page refuses this request",
+    404: "The page has no such address",
+}
 
 
-class NotFound(Handler):
+class Page(Handler):
+    """A page of HTML."""
+
+    #: The way to the list, relative, so that the pages work below any path.
+    root = ""
+
+    def show(self, template: str, **values: Any) -> None:
+        """Answer with a page.
+
+        Parameters
+        ----------
+        template : str
+            Its name, without the endings.
+        **values
+            What the template shows.
+        """
+        user = self.current_user
+        common = {
+            "root": self.root,
+            "user": user,
+            "token": self.xsrf_token.decode() if user and user.may_change else None,
+            "problem": self.board.problem,
+        }
+        self.finish(_templates().get_template(f"{template}.html.j2").render({**common, **values}))
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Answer with a page that says what is wrong."""
+        error = kwargs.get("exc_info", (None, None, None))[1]
+        words = error.log_message if isinstance(error, HTTPError) else None
+        title = _TITLES.get(status_code, HTTPStatus(status_code).phrase)
+        self.show("error", title=title, words=words, problem=None)  # not for those who may not look
+
+
+class ClustersPage(Page):
+    """The list of all clusters."""
+
+    def get(self) -> None:
+        """Show the list."""
+        self.show("clusters", clusters=self.board.clusters())
+
+
+class NewClusterPage(Page, ApiHandler):
+    """The form of a new cluster."""
+
+    def get(self) -> None:
+        """Show the form."""
+        self.show("new", sections=form.sections())
+
+    async def post(self) -> None:
+        """Create the cluster that the form asks for, and answer as the API does."""
+        options = form.arguments({name: str(text) for name, text in self.body().items()})
+        self.answer(await self.board.create(options, self.current_user.name))
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Answer a browser with a page, and the form with JSON."""
+        kind = ApiHandler if self.request.method == "POST" else Page
+        kind.write_error(self, status_code, **kwargs)
+
+
+class ClusterPage(Page):
+    """One cluster."""
+
+    root = "../"
+
+    async def get(self, name: str) -> None:
+        """Show the cluster."""
+        try:
+            cluster = await self.board.details(name)
+        except NoSuchCluster as error:
+            self.set_status(404)
+            self.show("error", title="No such cluster", words=str(error))
+            return
+        sessions = cluster["sessions"]
+        if len(sessions) > _MOST_SESSIONS:
+            sessions = sorted(sessions, key=_order)[:_MOST_SESSIONS]
+        live = {"Scheduler" if each["role"] == "scheduler" else each["name"] for each in cluster["sessions"]}
+        self.show("cluster", cluster=cluster, shown_sessions=sessions, live=live, panes=_PANES)
+
+
+class NotFound(Page):
     """Answer requests for addresses that do not exist."""
 
     def prepare(self) -> None:
         """Answer."""
         super().prepare()
-        raise HTTPError(404)
+        if not self._finished:
+            raise HTTPError(404)
 
 
-ROUTES: list[Any] = []
+ROUTES: list[Any] = [
+    (r"/", ClustersPage),
+    (r"/new", NewClusterPage),
+    (r"/clusters/([^/]+)", ClusterPage),
+]
+
+
+def _order(session: dict[str, Any]) -> tuple[bool, bool]:
+    """Put the scheduler first, and those that are on their way before those that run."""
+    return session["role"] != "scheduler", session["status"] == "running"
+
+
+# -- the words of the templates
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        amounts=lambda values: " ".join(f"{name}={amount:g}" for name, amount in values.items()) or None,
+        bytes=_bytes,
+        hours=lambda value: _rounded(value, 2),
+        known=_known,
+        marked=_marked,
+        number=lambda value: _UNKNOWN if value is None else f"{value:g}",
+        quoted=lambda name: quote(name, safe=""),
+        rate=lambda value: _rounded(value, 1 if value and value < 10 else 0),
+        span=lambda value: _UNKNOWN if value is None else span(max(value, 0)),
+        total=_total,
+    )
+    return environment
+
+
+def _known(value: Any) -> Any:
+    return _UNKNOWN if value is None else value
+
+
+def _rounded(value: float | None, digits: int) -> str:
+    return _UNKNOWN if value is None else f"{value:,.{digits}f}"
+
+
+def _bytes(value: float | None) -> str:
+    """Return an amount of memory in GiB, with as many digits as say something."""
+    if not value:
+        return _UNKNOWN if value is None else "0 GiB"
+    gib = value / _GIB
+    return f"{gib:,.0f} GiB" if gib >= 100 else f"{float(f'{gib:.3g}'):g} GiB"
+
+
+def _total(clusters: list[dict[str, Any]], key: str) -> float:
+    """Return the sum of what is known."""
+    return sum(each[key] or 0 for each in clusters)
+
+
+def _marked(text: str) -> Markup:
+    """Return a text with code where it has backquotes."""
+    parts = text.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts)
+    )

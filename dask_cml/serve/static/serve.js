@@ -1,0 +1,213 @@
+"use strict";
+
+// ---- The page moves: what the server draws anew replaces what differs, and nothing else.
+
+const INTERVAL = 2000;
+// What people and this script change, not the server.
+const KEPT = new Set(["open", "aria-busy", "aria-invalid"]);
+
+function morph(old, fresh) {
+    if (old.hasAttribute("data-keep")) return;
+    for (const {name} of [...old.attributes])
+        if (!fresh.hasAttribute(name) && !KEPT.has(name)) old.removeAttribute(name);
+    for (const {name, value} of fresh.attributes)
+        if (old.getAttribute(name) !== value && !KEPT.has(name)) old.setAttribute(name, value);
+    const ids = new Set([...fresh.children].map((each) => each.id));
+    for (const child of [...old.children]) if (child.id && !ids.has(child.id)) child.remove();
+    let place = old.firstChild;
+    for (const child of [...fresh.childNodes]) {
+        const known = child.id ? [...old.children].find((each) => each.id === child.id) : null;
+        const here = known ?? (place && !place.id && !child.id ? place : null);
+        if (!here || here.nodeName !== child.nodeName) {
+            old.insertBefore(child, place);
+            continue;
+        }
+        if (here !== place) old.insertBefore(here, place);
+        place = here.nextSibling;
+        if (here.nodeType === Node.ELEMENT_NODE) morph(here, child);
+        else if (here.nodeValue !== child.nodeValue) here.nodeValue = child.nodeValue;
+    }
+    while (place) {
+        const next = place.nextSibling;
+        place.remove();
+        place = next;
+    }
+}
+
+const banner = document.getElementById("connection");
+let seen = new Date();
+
+async function look() {
+    try {
+        const answer = await fetch(location.href, {headers: {"X-Live": "1"}});
+        if (!answer.ok && answer.status !== 404) throw new Error(answer.status);
+        const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+        for (const region of document.querySelectorAll("[data-live]")) {
+            const drawn = fresh.querySelector(`[data-live="${region.dataset.live}"]`);
+            if (drawn) morph(region, drawn);
+        }
+        document.title = fresh.title;
+        seen = new Date();
+        banner.hidden = true;
+    } catch {
+        const words = `The page has lost its connection and tries again. It shows the state of ${seen.toLocaleTimeString()}.`;
+        if (banner.textContent !== words) banner.textContent = words;
+        banner.hidden = false;
+    }
+}
+
+async function live() {
+    if (document.visibilityState === "visible") {
+        await look();
+        await readLog();
+    }
+    setTimeout(live, INTERVAL);
+}
+
+// ---- What people ask for
+
+document.addEventListener("click", (event) => {
+    const button = event.target.closest("button");
+    if (!button) return;
+    const {opens, copies, log} = button.dataset;
+    if (opens) document.getElementById(opens).showModal();
+    if ("closes" in button.dataset) button.closest("dialog").close();
+    if (copies) copy(button, document.getElementById(copies));
+    if (log) showLog(log);
+});
+
+// A dialog that is opened again begins with what holds then.
+document.addEventListener("close", (event) => {
+    for (const form of event.target.querySelectorAll("form")) {
+        form.reset();
+        refuse(form, "");
+    }
+}, true);
+
+function copy(button, element) {
+    getSelection().selectAllChildren(element);
+    document.execCommand("copy"); // the newer interface is missing where a page came without TLS
+    getSelection().removeAllRanges();
+    const words = button.firstChild.nodeValue;
+    button.firstChild.nodeValue = "Copied";
+    setTimeout(() => { button.firstChild.nodeValue = words; }, 1500);
+}
+
+document.addEventListener("submit", async (event) => {
+    const form = event.target;
+    const {method, action, then} = form.dataset;
+    if (!action) return;
+    event.preventDefault();
+    if (form.ariaBusy === "true") return;
+    form.ariaBusy = "true";
+    refuse(form, "");
+    try {
+        const answer = await fetch(action, {
+            method,
+            headers: {
+                "Content-Type": "application/json",
+                "X-XSRFToken": document.querySelector('meta[name="xsrf-token"]').content,
+            },
+            body: method === "DELETE" ? null : JSON.stringify(values(form)),
+        });
+        const found = await answer.json().catch(() => ({}));
+        if (!answer.ok) {
+            refuse(form, found.error ?? `The server answered ${answer.status} ${answer.statusText}.`);
+        } else if (then) {
+            location.href = then + (method === "POST" ? encodeURIComponent(found.name) : "");
+        } else {
+            form.closest("dialog")?.close();
+            await look();
+        }
+    } catch {
+        refuse(form, "The server does not answer. Try again.");
+    } finally {
+        form.ariaBusy = null;
+    }
+});
+
+function values(form) {
+    const found = {};
+    for (const each of form.elements) {
+        if (!each.name || (each.type === "checkbox" && !each.checked)) continue;
+        found[each.name] = each.type === "number" ? each.valueAsNumber : each.value; // JSON has null for no number
+    }
+    return found;
+}
+
+// Words about a field stand below it, others at the form's end.
+function refuse(form, words) {
+    for (const each of form.querySelectorAll("[aria-invalid]")) each.removeAttribute("aria-invalid");
+    const place = form.querySelector(".answer");
+    if (!place) return;
+    const field = form.elements[words.match(/^invalid (\w+)/)?.[1]];
+    const own = field?.closest(".field");
+    if (own) own.append(place);
+    else if (place.closest(".field")) form.append(place);
+    place.textContent = words;
+    if (!field) return;
+    field.setAttribute("aria-invalid", "true");
+    const folded = field.closest("details");
+    if (folded) folded.open = true;
+    field.focus();
+}
+
+// ---- The dashboard is loaded when it is looked at.
+
+const dashboard = document.getElementById("dashboard");
+const pane = document.getElementById("pane");
+
+function showPane() {
+    const frame = document.createElement("iframe");
+    frame.src = pane.value;
+    frame.title = pane.selectedOptions[0].text;
+    document.getElementById("view").replaceChildren(...(dashboard.open ? [frame] : []));
+}
+
+dashboard?.addEventListener("toggle", showPane);
+pane?.addEventListener("change", showPane);
+
+// ---- Logs
+
+const MOST_CHARACTERS = 1_000_000;
+const logs = document.getElementById("logs");
+const log = document.getElementById("log");
+let read = {};
+
+function showLog(name) {
+    logs.open = true;
+    log.value = name;
+    logs.scrollIntoView();
+    readLog();
+    document.getElementById("log-text").focus({preventScroll: true});
+}
+
+async function readLog() {
+    if (!logs?.open || !logs.isConnected) return;
+    const session = log.value;
+    const place = document.getElementById("log-text");
+    const follow = document.getElementById("follow").checked;
+    const begins = session !== read.session;
+    if (!begins && !follow) return;
+    const query = new URLSearchParams({session});
+    if (!begins) query.set("offset", read.offset);
+    const answer = await fetch(`${logs.dataset.url}?${query}`).catch(() => null);
+    if (session !== log.value) return; // another one was chosen meanwhile
+    const state = document.getElementById("log-state");
+    if (!answer?.ok) {
+        state.textContent = "The log cannot be read.";
+        return;
+    }
+    const found = await answer.json();
+    if (session !== log.value || (!begins && read.offset !== Number(query.get("offset")))) return;
+    const text = (begins ? "" : place.textContent) + found.text;
+    if (begins || found.text) place.textContent = text.slice(-MOST_CHARACTERS);
+    if (follow && (begins || found.text)) place.scrollTop = place.scrollHeight;
+    read = {session, offset: found.offset};
+    state.textContent = text ? "" : "The log is empty.";
+}
+
+logs?.addEventListener("toggle", readLog);
+log?.addEventListener("change", readLog);
+
+if (document.querySelector("[data-live]")) setTimeout(live, INTERVAL);

@@ -1,0 +1,208 @@
+"""A stand-in for the board of ``dask cml serve``, with clusters in every state that the pages draw."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from typing import Any
+
+from dask_cml.errors import ClusterExists, LaunchRefused, NoSuchCluster
+
+GIB = 2**30
+QUOTA = "2 of 4 workers launched: exceeded quota: cpu=4, used: 14, limited: 16"
+REFUSED = (
+    "the platform refused the scheduler's session: exceeded quota: memory=64Gi, used: 112Gi, limited: 128Gi\n"
+    "Ask for less memory, or delete another cluster."
+)
+
+
+def group(name: str = "default", wanted: int | None = 2, arrived: int = 2, **more: Any) -> dict[str, Any]:
+    described = {
+        "name": name,
+        "n_workers": wanted,
+        "n_arrived": arrived,
+        "cpu": 4.0,
+        "memory": 16.0,
+        "nvidia_gpu": 0,
+        "nthreads": 4,
+        "processes": 1,
+        "resources": {},
+        "adapts": None,
+    }
+    return {**described, **more}
+
+
+def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more: Any) -> dict[str, Any]:
+    arrived = sum(each["n_arrived"] for each in groups)
+    described = {
+        "name": name,
+        "address": f"cml://{name}",
+        "status": status,
+        "words": status,
+        "problem": None,
+        "groups": [*groups],
+        "n_workers": sum(each["n_workers"] or 0 for each in groups),
+        "n_arrived": arrived,
+        "threads": 4 * arrived,
+        "memory": 16 * arrived * GIB,
+        "created": "2030-01-01T10:00:00+00:00",
+        "age": 3 * 3600.0,
+        "owner": "alice",
+        "kept": True,
+        "session_hours": 8.25,
+        "tasks_per_second": 0.0,
+    }
+    return {**described, **more}
+
+
+def several() -> list[dict[str, Any]]:
+    """Clusters in all states."""
+    gpus = group("gpu", 2, 1, cpu=8.0, memory=64.0, nvidia_gpu=1, nthreads=8, resources={"GPU": 1.0})
+    adapting = group("default", 3, 3, adapts={"minimum": 0, "maximum": 10})
+    return [
+        cluster(
+            "churn-model",
+            adapting,
+            gpus,
+            words="running, 1 waiting for room, 3 min",
+            tasks_per_second=128.4,
+            age=90061.0,
+            session_hours=61.75,
+        ),
+        cluster(
+            "etl", group(wanted=24, arrived=24), owner="bob", tasks_per_second=2311.0, session_hours=102.5
+        ),
+        cluster(
+            "forecast",
+            group(wanted=4, arrived=2),
+            words="running, 1 pending, 1 waiting for room, 3 min",
+            problem=QUOTA,
+            tasks_per_second=7.25,
+            kept=False,
+        ),
+        cluster(
+            "morning",
+            group(wanted=2, arrived=0),
+            status="starting",
+            words="starting, scheduler waiting for room, 3 min",
+            threads=0,
+            memory=0,
+            age=190.0,
+            session_hours=0.0,
+            tasks_per_second=None,
+        ),
+        cluster(
+            "night",
+            status="failed",
+            problem=REFUSED,
+            threads=None,
+            memory=None,
+            age=40.0,
+            session_hours=None,
+            tasks_per_second=None,
+        ),
+        cluster(
+            "old",
+            group(wanted=None, arrived=0, processes=None),
+            status="not answering",
+            words="not answering",
+            problem="its scheduler did not answer within 5 s",
+            threads=None,
+            memory=None,
+            age=500000.0,
+            owner=None,
+            kept=False,
+            tasks_per_second=None,
+        ),
+    ]
+
+
+def many(n: int = 50) -> list[dict[str, Any]]:
+    return [
+        cluster(
+            f"sweep-{i:02}", group(wanted=4 + i % 5, arrived=4), owner=("alice", "bob")[i % 2], age=600.0 * i
+        )
+        for i in range(n)
+    ]
+
+
+def session(name: str, status: str = "running", **more: Any) -> dict[str, Any]:
+    described = {
+        "role": "worker",
+        "name": name,
+        "id": f"k3j9x2{zlib.crc32(name.encode()):010}",
+        "status": status,
+        "age": 10800.0,
+        "cpu": 4.0,
+        "memory": 16.0,
+        "nvidia_gpu": 0,
+        "link": f"https://ml.example.com/alice/project/engines/{name}",
+    }
+    return {**described, **more}
+
+
+def sessions_of(described: dict[str, Any]) -> list[dict[str, Any]]:
+    name = described["name"]
+    if described["status"] == "failed":
+        return []
+    found = [session(f"{name}-scheduler", role="scheduler", cpu=1.0, memory=2.0)]
+    for each in described["groups"]:
+        for i in range(each["n_workers"] or 0):
+            key = f"{name}-{i}" if each["name"] == "default" else f"{name}-{each['name']}-{i}"
+            size = {"cpu": each["cpu"], "memory": each["memory"], "nvidia_gpu": each["nvidia_gpu"]}
+            here = i < each["n_arrived"]
+            found.append(session(key, "running" if here else "waiting for room, 3 min", **size))
+            if not here:
+                found[-1].update(link=None, age=190.0)
+    return found
+
+
+def usage() -> dict[str, Any]:
+    hours = {"sessions": 4, "hours": 12.5, "vcpu_hours": 50.0, "gib_hours": 200.0, "gpu_hours": 0.0}
+    gpu = {"sessions": 2, "hours": 4.0, "vcpu_hours": 32.0, "gib_hours": 256.0, "gpu_hours": 4.0}
+    scheduler = {"sessions": 1, "hours": 25.0, "vcpu_hours": 25.0, "gib_hours": 50.0, "gpu_hours": 0.0}
+    total = {key: hours[key] + gpu[key] + scheduler[key] for key in hours}
+    return {"groups": {"scheduler": scheduler, "default": hours, "gpu": gpu}, "total": total}
+
+
+class StandInBoard:
+    """Answer as the board does."""
+
+    def __init__(self, clusters: list[dict[str, Any]]) -> None:
+        self.found = clusters
+        self.problem: str | None = None
+        self.platform = "local"
+        self.created: list[tuple[dict[str, Any], str | None]] = []
+
+    def clusters(self) -> list[dict[str, Any]]:
+        return copy.deepcopy(self.found)
+
+    async def details(self, name: str) -> dict[str, Any]:
+        for each in self.clusters():
+            if each["name"] == name:
+                sessions = sessions_of(each)
+                logs = ["Scheduler", *(one["name"] for one in sessions if one["link"])][: len(sessions)]
+                return {
+                    **each,
+                    "sessions": sessions,
+                    "logs": [*logs, f"{name}-90"] if sessions else [],
+                    "usage": usage() if sessions else {"groups": {}, "total": {}},
+                    "client": f'Client("cml://{name}")',
+                    "security": each["kept"],
+                    "has_dashboard": each["status"] == "running",
+                }
+        raise NoSuchCluster(name, tuple(each["name"] for each in self.found))
+
+    async def create(self, options: dict[str, Any], user: str | None = None) -> dict[str, Any]:
+        name = options.get("name", "cml-1234")
+        if name in [each["name"] for each in self.found]:
+            raise ClusterExists(name)
+        if options.get("nvidia_gpu"):
+            raise LaunchRefused("scheduler", "exceeded quota: nvidia.com/gpu=1, used: 0, limited: 0")
+        if isinstance(options.get("n_workers"), str):
+            raise TypeError(
+                f"invalid n_workers={options['n_workers']!r}: expected a whole number of at least 0"
+            )
+        self.created.append((options, user))
+        self.found.append(cluster(name, group(), status="starting"))
+        return self.found[-1]
