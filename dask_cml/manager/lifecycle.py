@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
+#: Dask keeps writing a cluster's name and class into the scheduler. A manager that only looks need not do so.
+_SYNC_SECONDS, _OBSERVERS_SYNC_SECONDS = 1.0, 3600.0
 
 
 class ManagedCluster(FleetCluster):
@@ -112,6 +114,7 @@ class ManagedCluster(FleetCluster):
                 loop=loop,
                 name=self.options.name,
                 shutdown_on_close=self.options.shutdown_on_close,
+                scheduler_sync_interval=_OBSERVERS_SYNC_SECONDS if role.observes else _SYNC_SECONDS,
             )
         except BaseException as error:  # Ctrl-C, too, must leave no session
             self._end(None, shutdown=not self._adopts)
