@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import adapt, close, encryption, forwarding, listing, mixed, scale, start
+from benchmarks import adapt, close, encryption, forwarding, listing, mixed, scale, serve, start
 
 BENCHMARKS = {
     "start": start,
@@ -14,6 +14,7 @@ BENCHMARKS = {
     "mixed": mixed,
     "listing": listing,
     "forwarding": forwarding,
+    "serve": serve,
     "encryption": encryption,
 }
 

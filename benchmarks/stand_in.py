@@ -167,14 +167,9 @@ class StandIn(types.ModuleType):
 
     async def _run_worker(self, session_id: str, name: str, command: list[str]) -> None:
         from distributed import Worker
-        from distributed.security import Security
 
-        address = await asyncio.to_thread(_scheduler_address, command)
+        address = await asyncio.to_thread(scheduler_address, command)
         given = dict(pairwise(command))
-        security = None
-        if "--tls-key" in given:
-            files = {f"tls_worker_{part}": given[f"--tls-{part}"] for part in ("cert", "key")}
-            security = Security(require_encryption=True, tls_ca_file=given["--tls-ca-file"], **files)
         offered = (each.split("=") for each in given.get("--resources", "").split())
         worker = Worker(
             address,
@@ -182,7 +177,7 @@ class StandIn(types.ModuleType):
             nthreads=int(given["--nthreads"]),
             memory_limit=int(given["--memory-limit"]),
             resources={resource: float(n) for resource, n in offered},
-            security=security,
+            security=security_of(command),
             dashboard=False,
         )
         starting = asyncio.ensure_future(worker)
@@ -230,7 +225,19 @@ def _command(code: str) -> list[str]:
     return ast.literal_eval(line.removeprefix("command = "))
 
 
-def _scheduler_address(command: list[str]) -> str:
+def security_of(command: list[str]) -> Any:
+    """Return the keys on a worker's command line; None if there are none."""
+    from distributed.security import Security
+
+    given = dict(pairwise(command))
+    if "--tls-key" not in given:
+        return None
+    files = {f"tls_worker_{part}": given[f"--tls-{part}"] for part in ("cert", "key")}
+    return Security(require_encryption=True, tls_ca_file=given["--tls-ca-file"], **files)
+
+
+def scheduler_address(command: list[str]) -> str:
+    """Return the address on a worker's command line, or that in its scheduler file, when it is there."""
     if "--scheduler-file" not in command:
         return next(word for word in command if word.startswith(("tcp://", "tls://")))
     file = Path(command[command.index("--scheduler-file") + 1])
