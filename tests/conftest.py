@@ -35,7 +35,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 #: Modules whose tests share a server or a cluster. One process of pytest-xdist runs each: it starts once.
-TOGETHER = ("test_address.py", "test_browser.py", "test_jupyter.py", "test_running.py")
+TOGETHER = (
+    "test_address.py",
+    "test_browser.py",
+    "test_jupyter.py",
+    "test_running.py",
+    "test_serve_browser.py",
+)
 
 
 @pytest.hookimpl(optionalhook=True)

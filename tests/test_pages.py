@@ -95,10 +95,10 @@ async def test_a_cluster_s_page_has_its_sessions_groups_logs_and_usage(ask):
     assert "This page's server created the cluster" in text.replace("&#39;", "'")
 
 
-async def test_a_failed_cluster_s_page_says_why_and_offers_to_dismiss_it(ask):
+async def test_a_failed_cluster_s_page_says_why_and_offers_to_delete_it(ask):
     text = await text_of(ask("clusters/night"))
     assert "exceeded quota: memory=64Gi" in text
-    assert "Dismiss…" in text
+    assert "Delete…" in text
     assert "Client(" not in text
 
 

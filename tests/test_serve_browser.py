@@ -1,0 +1,366 @@
+"""The page of ``dask cml serve`` in Chromium: a real server with real clusters."""
+
+from __future__ import annotations
+
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from conftest import ENDED
+from distributed import Client
+from lab import PATIENCE, Pane, browser, chromium, until
+from served import PageServer
+
+from dask_cml.records import store
+
+pytestmark = pytest.mark.slow
+
+#: What every test's cluster runs with: a worker without a nanny starts in half of the time.
+VARIABLES = {"DASK_CML__WORKER_ARGS": "['--no-nanny']", "DASK_CML__CPU": "1", "DASK_CML__MEMORY": "1"}
+
+
+@pytest.fixture(scope="module")
+def chrome(shared_platform):
+    if chromium() is None:
+        pytest.skip("Chromium is not installed")
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(shared_platform, tmp_path_factory):
+    with PageServer(tmp_path_factory.mktemp("serve"), variables=VARIABLES) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def night(server):
+    """A cluster that the tests share; each leaves it with one worker."""
+    server.create("night", n_workers=1)
+    return "night"
+
+
+@pytest.fixture
+def opened(chrome, server, request, tmp_path):
+    """Open a page; when the test fails, there are pictures of what it was like."""
+    contexts = []
+
+    def opened(path="", server=server, **more):
+        context = chrome.new_context(viewport={"width": 1280, "height": 900}, **more)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE * 1000)
+        page.errors = []
+        page.on("pageerror", lambda error: page.errors.append(str(error)))
+        page.goto(server.link)
+        if path:
+            page.goto(server.url + path)
+        return page
+
+    failed_before = request.session.testsfailed
+    yield opened
+    errors = [error for context in contexts for page in context.pages for error in page.errors]
+    for n, context in enumerate(contexts):
+        if request.session.testsfailed > failed_before:
+            for page in context.pages:
+                path = tmp_path / f"{n}.png"
+                page.screenshot(path=path)
+                print(f"{path} shows:\n{page.inner_text('body')}")
+        context.close()
+    if request.session.testsfailed > failed_before:
+        print(server.log)
+    assert errors == []
+
+
+def row(page, name):
+    return page.locator("table.clusters tbody").filter(has=page.get_by_role("link", name=name, exact=True))
+
+
+def has_workers(page, n):
+    """Wait until all of n workers of the default group are there, and no others."""
+    cell = page.locator('#group-default [data-label="Workers"]')
+    cell.filter(has_text=re.compile(rf"^\s*{n}\s*$")).wait_for()
+
+
+def is_drawn_anew(page):
+    """Wait until the page has looked twice, so that what the first look found is drawn."""
+    for _ in range(2):
+        with page.expect_response(page.url):
+            pass
+
+
+# -- what is seen
+
+
+def test_the_list_moves_by_itself(opened, server):
+    page = opened()
+    page.evaluate("window.opened = 'once'")
+    assert "token" not in page.url
+    server.create("day", n_workers=1)
+    shown = row(page, "day")
+    shown.filter(has_text="running").wait_for()
+    shown.filter(has=page.locator('[data-label="Threads"]', has_text=re.compile("^1$"))).wait_for()
+    page.get_by_role("link", name="New cluster").focus()
+    assert server.ask("DELETE", "api/clusters/day")[0] == 200
+    shown.wait_for(state="detached")
+    assert page.evaluate("window.opened") == "once"
+
+
+def test_a_cluster_s_page_has_its_sessions_and_connects_a_client(opened, night, server):
+    page = opened()
+    row(page, night).get_by_role("link", name=night).click()
+    ids = {*store.read(night).sessions}
+    page.locator("#sessions + table tbody tr").nth(1).wait_for()
+    assert {text.split(",")[0].strip() for text in page.locator(".id").all_inner_texts()} == ids
+    page.context.grant_permissions(["clipboard-read"])
+    page.get_by_role("button", name="Copy").click()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    with eval(copied, {"Client": Client}) as client:
+        assert client.submit(sum, [1, 2]).result() == 3
+
+
+def test_a_pane_of_the_dashboard_draws_what_runs(opened, night):
+    page = opened(f"clusters/{night}")
+    page.get_by_text("Dashboard", exact=True).last.click()
+    pane = Pane(page.frame_locator("#view iframe"))
+    until(lambda: pane.drawn)
+    with Client(f"cml://{night}") as client:
+        client.gather(client.map(lambda n: sum(range(10**6)), range(50), pure=False))
+        until(lambda: pane.coloured)
+    page.evaluate("document.querySelector('#view iframe').dataset.here = 'yes'")
+    is_drawn_anew(page)  # the pane stays
+    assert page.locator("#view iframe[data-here]").count() == 1
+    page.locator("#dashboard summary").click()
+    page.locator("#view iframe").wait_for(state="detached")
+
+
+def test_logs_are_followed_and_those_of_ended_sessions_stay(opened, night, server):
+    page = opened(f"clusters/{night}")
+    page.get_by_role("button", name=f"Log of {night}-0").click()
+    log = page.locator("#log-text")
+    log.filter(has_text="distributed.worker").wait_for()
+    with Client(f"cml://{night}") as client:
+        client.run(print, "a line that was not there before", flush=True)
+    log.filter(has_text="a line that was not there before").wait_for()
+    first = page.locator("#log").input_value()
+    assert server.ask("POST", f"api/clusters/{night}/scale", {"n": 0})[0] == 200
+    page.locator("#log option", has_text=f"{first} (ended)").wait_for(state="attached")
+    assert "a line that was not there before" in log.inner_text()
+    assert server.ask("POST", f"api/clusters/{night}/scale", {"n": 1})[0] == 200
+    server.until_runs(night, 1)
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_page_scrolls_sideways(opened, night, width, mode):
+    page = opened(color_scheme=mode)
+    page.set_viewport_size({"width": width, "height": 800})
+    for path in ("", f"clusters/{night}", "new"):
+        page.goto(page.url.split("clusters/")[0] + path if path else page.url)
+        page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+        root = "document.documentElement"
+        assert page.evaluate(f"{root}.scrollWidth - {root}.clientWidth") == 0
+
+
+def test_a_page_that_lost_its_server_says_so_and_goes_on(opened, shared_platform, tmp_path):
+    with PageServer(tmp_path, "application") as lonely:
+        page = opened(server=lonely, extra_http_headers={"REMOTE-USER": "ann", "REMOTE-USER-PERM": "RW"})
+        page.get_by_role("heading", name="Clusters").wait_for()
+        port = int(lonely.url.rstrip("/").rpartition(":")[2])
+    page.locator("#connection", has_text="The page has lost its connection").wait_for()
+    again = PageServer(tmp_path, "application2", {"CDSW_APP_PORT": str(port)})
+    with again:
+        page.locator("#connection").wait_for(state="hidden")
+
+
+# -- what is done
+
+
+def test_workers_are_scaled(opened, night, server):
+    page = opened(f"clusters/{night}")
+    page.get_by_role("button", name="Scale… the group default").click()
+    page.get_by_label("Workers", exact=True).fill("2")
+    page.get_by_role("button", name="Scale", exact=True).click()
+    page.get_by_role("dialog").wait_for(state="detached")
+    has_workers(page, 2)
+    server.until_runs(night, 2)
+    assert server.ask("POST", f"api/clusters/{night}/scale", {"n": 1})[0] == 200
+    has_workers(page, 1)
+    server.until_runs(night, 1)
+
+
+def test_a_group_adapts_until_it_is_stopped(opened, night, server):
+    page = opened(f"clusters/{night}")
+    page.get_by_role("button", name="Scale… the group default").click()
+    page.get_by_label("From").fill("1")
+    page.get_by_label("to", exact=True).fill("0")
+    page.get_by_role("button", name="Adapt", exact=True).click()
+    refusal = page.get_by_role("alert").filter(has_text="invalid")
+    refusal.wait_for()
+    is_drawn_anew(page)
+    assert refusal.is_visible()
+    page.get_by_label("to", exact=True).fill("2")
+    page.get_by_role("button", name="Adapt", exact=True).click()
+    adapts = page.locator("#group-default", has_text="adapts, 1 to 2")
+    adapts.wait_for()
+    page.get_by_role("button", name="Scale… the group default").click()
+    page.get_by_role("button", name="Stop adapting").click()
+    adapts.wait_for(state="detached")
+    assert server.clusters[night]["groups"][0]["adapts"] is None
+    server.until_runs(night, 1)
+
+
+def test_a_form_that_is_refused_says_why_and_then_creates_the_cluster(opened, server, shared_platform):
+    page = opened("new")
+    before = len(shared_platform.sessions())
+    page.get_by_label("Name name").fill("created")
+    page.locator("summary", has_text="The scheduler's session").click()
+    page.get_by_label("Scheduler CPUs").fill("-1")
+    page.locator("summary", has_text="The scheduler's session").click()
+    page.get_by_role("button", name="Create").click()
+    page.get_by_role("alert").filter(has_text="invalid scheduler_cpu=-1.0: expected a number").wait_for()
+    assert page.evaluate("document.activeElement.name") == "scheduler_cpu"
+    assert page.get_by_label("Name name").input_value() == "created"
+    assert len(shared_platform.sessions()) == before
+    page.get_by_label("Scheduler CPUs").fill("")
+    shared_platform.configure(quota={"sessions": 0})
+    page.get_by_role("button", name="Create").click()
+    page.get_by_role("alert").filter(has_text="quota").wait_for()
+    shared_platform.configure(quota=None)
+    page.get_by_label("Worker sessions").fill("1")
+    page.locator("summary", has_text="Every session").click()
+    page.get_by_label("Environment variables").fill("GREETING=hello there\nEMPTY=")
+    page.get_by_role("button", name="Create").click()
+    page.wait_for_url("**/clusters/created")
+    page.get_by_role("heading", name="created").wait_for()
+    has_workers(page, 1)
+    server.until_runs("created", 1)
+    with Client("cml://created") as client:
+        greeting = client.submit(lambda: __import__("os").environ["GREETING"]).result()
+    assert greeting == "hello there"
+    assert "hello" not in page.content()
+    assert server.ask("DELETE", "api/clusters/created")[0] == 200
+
+
+def test_a_cluster_is_deleted_after_a_question(opened, server, shared_platform):
+    server.create("short")
+    ids = {*store.read("short").sessions}
+    page = opened("clusters/short")
+    page.get_by_role("button", name="Delete…").click()
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="detached")
+    assert "short" in server.clusters
+    page.get_by_role("button", name="Delete…").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.wait_for_url(server.url)
+    row(page, "short").wait_for(state="detached")
+    until(lambda: all(each["status"] in ENDED for each in shared_platform.sessions() if each["id"] in ids))
+
+
+def test_the_keyboard_suffices(opened, server):
+    page = opened()
+
+    def press_tab_until(locator):
+        """Move the focus as people do, to what must be seen to have it."""
+        element = locator.element_handle()
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if element.evaluate("each => each === document.activeElement"):
+                assert element.evaluate("each => getComputedStyle(each).outlineStyle") != "none"
+                return
+        raise AssertionError("the focus does not come to it")
+
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    press_tab_until(page.get_by_role("link", name="New cluster"))
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/new")
+    press_tab_until(page.get_by_label("Name name"))
+    page.keyboard.type("typed")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/clusters/typed")
+    server.until_runs("typed", 0)
+    scale = page.get_by_role("button", name="Scale… the group default")
+    scale.wait_for()
+    press_tab_until(scale)
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.name") == "n"
+    page.keyboard.press("Control+A")
+    page.keyboard.type("1")
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for(state="detached")
+    assert scale.evaluate("each => each === document.activeElement")
+    has_workers(page, 1)
+    press_tab_until(page.locator("#logs summary"))
+    page.keyboard.press("Enter")
+    press_tab_until(page.locator("#log-text"))
+    page.locator("#log-text", has_text="distributed").wait_for()
+    page.reload()
+    press_tab_until(page.get_by_role("button", name="Delete…"))
+    page.keyboard.press("Space")
+    assert page.evaluate("document.activeElement.innerText") == "Cancel"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_url(server.url)
+    until(lambda: "typed" not in server.clusters)
+
+
+# -- who may
+
+
+def test_who_may_only_read_changes_nothing(opened, shared_platform, tmp_path, night):
+    with PageServer(tmp_path, "readers") as application:
+        headers = {"REMOTE-USER": "eve", "REMOTE-USER-PERM": "RO"}
+        page = opened(server=application, extra_http_headers=headers)
+        row(page, night).filter(has_text="running").wait_for()
+        assert page.locator(".user").inner_text() == "eve"
+        assert page.get_by_text("your role in the project allows reading only").is_visible()
+        page.goto(f"{application.url}clusters/{night}")
+        page.locator("#dashboard summary").wait_for()
+        assert page.locator("form, [data-opens]").count() == 0
+        status = page.evaluate("fetch('../api/clusters/night', {method: 'DELETE'}).then(each => each.status)")
+        assert status == 403
+        nobody = opened(server=application)
+        nobody.get_by_role("heading", name="You are not signed in").wait_for()
+        assert night not in nobody.content()
+    assert night in [record.name for record in store.records()]
+
+
+def test_foreign_hosts_and_origins_are_refused(server, night):
+    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        status, words = server.ask("POST", f"api/clusters/{night}/scale", {"n": 0}, **headers)
+        assert (status, "evil.example" in str(words)) == (403, True)
+    status, page = server.ask("GET", f"clusters/{night}", Host="evil.example")
+    assert status == 403
+    assert "The page refuses this request" in page
+    assert "cml://" not in page
+
+
+def test_a_page_of_another_origin_changes_nothing_and_does_not_show_the_page(opened, server, night):
+    class Foreign(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(f"<iframe src='{server.url}'></iframe>".encode())
+
+        def log_message(self, *_):
+            pass
+
+    foreign = ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
+    threading.Thread(target=foreign.serve_forever, daemon=True).start()
+    try:
+        page = opened()  # with the cookie, which browsers send to all ports of a host
+        page.goto(f"http://127.0.0.1:{foreign.server_port}/")
+        page.evaluate(
+            """url => Promise.all(["POST", "DELETE"].map(method => fetch(url, {
+                method, mode: method == "POST" ? "no-cors" : "cors", credentials: "include", body: "{}",
+            }).catch(() => null)))""",
+            f"{server.url}api/clusters/{night}",
+        )
+        assert page.frames[1].get_by_role("heading", name="Clusters").count() == 0
+    finally:
+        foreign.shutdown()
+        foreign.server_close()
+    assert server.clusters[night]["status"] == "running"
