@@ -14,6 +14,7 @@ from typing import Any
 
 import dask
 import pytest
+from conftest import configured
 from distributed import Client
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httpserver import HTTPServer
@@ -91,8 +92,13 @@ class Server:
 
 
 @pytest.fixture
-async def server(platform, light, monkeypatch):
-    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
+def local_clusters(platform, light, monkeypatch):
+    with configured(monkeypatch, "platform", "local"):
+        yield
+
+
+@pytest.fixture
+async def server(local_clusters):
     sockets = bind_sockets(0, "127.0.0.1")
     access, board = Access(sockets[0].getsockname()[1]), Board(interval=0.1)
     http = HTTPServer(make_application(board, access))
@@ -442,9 +448,8 @@ def test_token_is_not_that_of_another_start(monkeypatch):
 
 
 @pytest.fixture
-def process(platform, light, monkeypatch):
-    """Start `dask cml serve` as a process; return it and a function that asks its API."""
-    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
+def process(local_clusters):
+    """Start `dask cml serve` as a process; return it and a program that asks its API."""
     started = []
 
     def start():

@@ -23,7 +23,6 @@ def test_the_first_manager_leads(state):
         "sessions": {"w0": "sess0"},
         "owners": {},
         "adapts": {},
-        "tasks_done": 0,
     }
     assert state.sync("a", wanted={"default": 2}, launched={"w0": "sess0"}) == expected
     assert state.sync("b")["leader"] == "a"
@@ -39,7 +38,6 @@ def test_who_scales_leads(state):
         "sessions": {},
         "owners": {},
         "adapts": {},
-        "tasks_done": 0,
     }
 
 
@@ -95,7 +93,6 @@ def test_a_follower_takes_over_from_a_leader_that_is_gone(state, here):
         "sessions": {},
         "owners": {},
         "adapts": {},
-        "tasks_done": 0,
     }
 
 

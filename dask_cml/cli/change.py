@@ -49,7 +49,10 @@ def scale(name: str, n: int, group: str, timeout: float) -> None:
 @in_group
 @in_one_line
 def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
-    """Scale with the work for as long as this command runs; end it with Ctrl-C."""
+    """Scale with the work for as long as this command runs; end it with Ctrl-C.
+
+    If `dask cml serve` runs in the project, it goes on to adapt the cluster then.
+    """
     from dask_cml.errors import CMLError
 
     def target() -> int:
@@ -65,7 +68,10 @@ def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
                 while cluster.status.name == "running" and cluster._fleet.group(group).driver is not None:
                     time.sleep(INTERVAL)
         except KeyboardInterrupt:
-            click.echo(f"{name} keeps {n_workers(target(), group)} and does not adapt any more.")
+            if cluster._leadership.served:
+                click.echo(f"The page of `dask cml serve` goes on to adapt {name}.")
+            else:
+                click.echo(f"{name} keeps {n_workers(target(), group)} and does not adapt any more.")
             return
         if cluster.status.name == "running":
             raise CMLError(f"{name} does not adapt any more: another manager scales it")

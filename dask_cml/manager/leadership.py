@@ -45,6 +45,8 @@ class Leadership:
 
     Attributes
     ----------
+    served : bool
+        Whether a manager is there that goes on to adapt when others leave.
     tasks_done : int
         How many tasks the scheduler has seen done, as last heard of.
     """
@@ -63,6 +65,7 @@ class Leadership:
         self.leads = leads
         self._adapts: Mapping[str, Mapping[str, float]] = {}
         self.tasks_done = 0
+        self.served = False
         self._fleet = fleet
         self._client = client
         self._launcher = launcher
@@ -125,7 +128,7 @@ class Leadership:
             if group not in claims:
                 settled = None if leads else [key for key in self._known if fleet.group_of(key) == group]
                 fleet.follow(state["wanted"].get(group, 0), settled, group)
-        self._adapts, self.tasks_done = state["adapts"], state["tasks_done"]
+        self._adapts, self.served, self.tasks_done = state["adapts"], state["served"], state["tasks_done"]
         self._go_on_adapting()
         return leads
 

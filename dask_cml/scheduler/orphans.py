@@ -11,7 +11,7 @@ from typing import Any
 from distributed.comm.core import Comm
 from distributed.scheduler import ClientState
 
-from dask_cml.wire import WATCHES
+from dask_cml.wire import SERVES, WATCHES
 
 # The scheduler's own logs, as cluster.get_logs() returns them, are those below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -79,6 +79,11 @@ class OrphanWatch:
     def has(self, manager: str) -> bool:
         """Return whether a manager is there, by its id."""
         return manager in self._managers and not self._managers[manager].comm.closed()
+
+    @property
+    def served(self) -> bool:
+        """Whether a manager is there that stays when others leave, and goes on to adapt."""
+        return any(each.info.get(SERVES) and not each.comm.closed() for each in self._managers.values())
 
     def look(self, now: float) -> bool:
         """Look who is there, and return whether the cluster is an orphan.

@@ -61,9 +61,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         # Here nothing may wait: another registration would come in between.
         self._scheduler = scheduler
         self._watch = OrphanWatch(scheduler.clients, self._orphan_timeout)
+        self._state = SharedState(self._watch.has)
         self._forwards: set[Comm] = set()
         scheduler.handlers[HEARTBEAT] = self.heartbeat
-        scheduler.handlers[SYNC] = SharedState(self._watch.has, self._tasks_done).sync
+        scheduler.handlers[SYNC] = self.sync
         scheduler.handlers[DEMAND] = self.demand
         scheduler.handlers[FORWARD] = self.forward
         self._looking = PeriodicCallback(self._look, _LOOK_INTERVAL * 1000)
@@ -130,9 +131,29 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         messages.check_cluster(cluster)
         return known_demand(self._scheduler, cluster)
 
-    def _tasks_done(self) -> int:
+    def sync(self, **message: Any) -> dict[str, Any]:
+        """Take in what a manager tells, and return what it should know.
+
+        Parameters
+        ----------
+        **message
+            As for ``SharedState.sync``.
+
+        Returns
+        -------
+        dict
+            What that returns; ``served``, whether a manager is there that goes on to adapt when others leave;
+            and ``tasks_done``, a number that only grows while the scheduler runs.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If this is not what a manager sends.
+        """
+        state = self._state.sync(**message)
         prefixes = self._scheduler.task_prefixes.values()
-        return sum(prefix.state_counts["memory"] + prefix.state_counts["erred"] for prefix in prefixes)
+        done = sum(prefix.state_counts["memory"] + prefix.state_counts["erred"] for prefix in prefixes)
+        return {**state, "served": self._watch.served, "tasks_done": done}
 
     async def _look(self) -> None:
         if self._watch.look(time.monotonic()):

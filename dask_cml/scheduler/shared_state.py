@@ -24,12 +24,9 @@ class SharedState:
     ----------
     is_here : callable
         Says of a manager, by its id, whether it is there.
-    tasks_done : callable
-        Returns how many tasks the scheduler has seen done.
     """
 
     is_here: Callable[[str], bool]
-    tasks_done: Callable[[], int] = int
     leader: str | None = None
     asked: dict[str, str] = field(default_factory=dict)
     wanted: dict[str, int] = field(default_factory=dict)
@@ -70,7 +67,7 @@ class SharedState:
             ``leader``, ``wanted``, ``sessions`` and ``owners``, as they are now. ``asked`` has the manager
             that was asked to scale each group last; the leader may be another one since then. ``adapts`` has
             the limits of each group that adapts, with ``attended``: whether the manager is there that scales
-            it. ``tasks_done`` is a number that only grows.
+            it.
 
         Raises
         ------
@@ -113,5 +110,4 @@ class SharedState:
                 group: {**limits, "attended": self.is_here(self.asked[group])}
                 for group, limits in self.adapts.items()
             },
-            "tasks_done": self.tasks_done(),
         }

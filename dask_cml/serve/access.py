@@ -122,6 +122,8 @@ class Handler(RequestHandler):
             raise HTTPError(401, "open the link that `dask cml serve` has printed, or send its token")
         if method not in (b"GET", b"HEAD") and not self.current_user.may_change:
             raise HTTPError(403, "you may look at this project, and change nothing")
+        if bearer(self.request) is None and method not in (b"GET", b"HEAD"):
+            super().check_xsrf_cookie()
 
     def _remember(self) -> None:
         """Keep the token in a cookie, and out of the address, which others may see."""
@@ -135,6 +137,4 @@ class Handler(RequestHandler):
         self.finish()
 
     def check_xsrf_cookie(self) -> None:
-        """Ask for the proof that the page sent a change, unless a program did."""
-        if bearer(self.request) is None:
-            super().check_xsrf_cookie()
+        """Leave the proof that the page sent a change to `prepare`, where it is known who asks."""
