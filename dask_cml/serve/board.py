@@ -146,8 +146,7 @@ class Board(Observers):
             for each in self.observed.values()
             if each.cluster is not None and each.cluster.shutdown_on_close
         }
-        created = {name: each.cluster for name, each in self._kept.items() if each.failure is None}
-        return {**taken_up, **created}
+        return {**taken_up, **self._created()}
 
     # -- observers
 
@@ -176,7 +175,10 @@ class Board(Observers):
 
     def _managers(self) -> dict[str, CMLCluster]:
         observed = {each.record.name: each.cluster for each in self.observed.values() if each.cluster}
-        return {**observed, **{name: each.cluster for name, each in self._kept.items()}}
+        return {**observed, **self._created()}
+
+    def _created(self) -> dict[str, CMLCluster]:
+        return {name: each.cluster for name, each in self._kept.items() if each.failure is None}
 
     async def _read_usages(self) -> None:
         """Read what the clusters have used, while somebody looks."""
@@ -250,8 +252,8 @@ class Board(Observers):
         raise NoSuchCluster(name, (*self._names(),))
 
     def _record(self, name: str) -> Record | None:
-        if name in self._kept:
-            return self._kept[name].cluster._record_keeper.record
+        if (kept := self._kept.get(name)) is not None:
+            return kept.cluster._record_keeper.record if kept.failure is None else None
         return next((each.record for each in self.observed.values() if each.record.name == name), None)
 
     def _names(self) -> set[str]:
