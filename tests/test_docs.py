@@ -6,17 +6,23 @@ compiled only. The examples of docstrings run, too.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import doctest
 import importlib
 import importlib.metadata
 import inspect
+import json
+import os
 import pkgutil
 import re
 import shlex
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +36,7 @@ from distributed import Client
 import dask_cml
 from dask_cml import CMLCluster, cli
 from dask_cml.records import operations, store
+from dask_cml.serve.access import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -42,6 +49,8 @@ MODULES = [
     for _, name, _ in pkgutil.walk_packages(dask_cml.__path__, "dask_cml.")
     if not name.endswith("__main__")
 ]
+#: Seconds for what takes a few on a quiet machine.
+PATIENCE = 120.0
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?"
     r"^(?P<fence>```+)(?P<language>[\w-]*|\{[\w-]+\}[^\n]*)\n(?P<text>.*?)^(?P=fence)$",
@@ -138,6 +147,49 @@ def commands(line):
         else:
             words.append(word)
     yield words
+
+
+def test_the_calls_of_the_api_answer_as_the_page_says(project):
+    command = [sys.executable, "-m", "dask", "cml", "serve", "--port", "0"]
+    env = {**os.environ, "DASK_CML__PLATFORM": "local", TOKEN_VARIABLE: "token"}
+    calls = [
+        words
+        for block in blocks(DOCS / "serve.md", "sh")
+        for line in block.text.splitlines()
+        for words in commands(line)
+        if words[:1] == ["curl"]
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as page:
+        try:
+            root = page.stdout.readline().split()[-1].partition("?")[0].rstrip("/")
+            statuses = [call(words, root) for words in calls]
+        finally:
+            page.terminate()
+    assert {*statuses} <= {200, 201, 202}
+    assert len(statuses) == len(calls) > 8
+
+
+def call(words, root):
+    """Send what a command line of curl sends, until the cluster and its session have come so far."""
+    arguments = argparse.ArgumentParser()
+    for option, default in (("-H", None), ("-X", None), ("-d", None)):
+        arguments.add_argument(option, default=default)
+    arguments.add_argument("url")
+    given = arguments.parse_args(words[1:])
+    assert given.H == "$AUTH"
+    data = None if given.d is None else given.d.encode()
+    url = given.url.replace("$PAGE", root)
+    request = urllib.request.Request(url, data, {"Authorization": "Bearer token"}, method=given.X)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+                json.load(answer)
+                return answer.status
+        except urllib.error.HTTPError as error:
+            if (error.code < 500 and error.code != 404) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 def check_command(words, place):
