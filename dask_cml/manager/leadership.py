@@ -94,6 +94,7 @@ class Leadership:
         here = {key: w.session_id for key, w in workers.items() if w.session_id}
         launched = {key: each for key, each in here.items() if self._known.get(key) != each}
         claims = fleet.take_claims()
+        self._adapts = {group: each for group, each in self._adapts.items() if group not in claims}
         gone_groups, self._gone_groups = self._gone_groups, set()
         try:
             state = await self._client.sync(
