@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
-import traceback
-from pathlib import Path
-from typing import TypeVar
 
-logger = logging.getLogger(__name__)
-
-#: Packages whose frames explain nothing to the reader of an error of the platform.
-_OURS = frozenset({"IPython", "asyncio", "concurrent", "dask_cml", "distributed", "tornado"})
+from dask_cml.frames import render
 
 
 class CMLError(RuntimeError):
@@ -19,28 +12,7 @@ class CMLError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows: the error first, then the frames of the user's code."""
-        shown = [f"{type(self).__name__}: {self}"]
-        for frame, line in traceback.walk_tb(self.__traceback__):
-            if str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
-                continue
-            [summary] = traceback.StackSummary.extract([(frame, line)])
-            # The file of a notebook's cell is a name that IPython made up.
-            where = f'File "{summary.filename}"' if Path(summary.filename).exists() else "Cell"
-            shown.append(f"  {where}, line {line}, in {summary.name}\n    {summary.line}")
-        return shown
-
-
-_Error = TypeVar("_Error", bound=CMLError)
-
-
-def without_frames(error: _Error) -> _Error:
-    """Return an error without the frames that it has passed so far, for ``raise … from None``.
-
-    An error of the platform says all in its words, which its reader shall not search under the calls by which
-    the cluster got them. Those are logged at the level ``DEBUG``.
-    """
-    logger.debug("%s", error, exc_info=error)
-    return error.with_traceback(None)
+        return render(self)
 
 
 class NotOnCML(CMLError):

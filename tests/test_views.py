@@ -1,71 +1,310 @@
-"""What a terminal and a notebook show while a cluster starts."""
+"""What a terminal, a notebook and a file show while a cluster starts."""
 
 from __future__ import annotations
 
 import asyncio
+import builtins
 import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
 from types import SimpleNamespace
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
+from dask_cml import CMLCluster
 from dask_cml.aio import cancel
-from dask_cml.manager.display import show_start
+from dask_cml.manager import screens
+from dask_cml.manager.start_display import StartDisplay
+
+TITLE = "Starting cluster c, 0 s"
+
+
+class Screen:
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.tables, self.lines = [], []
+
+    def show(self, title, rows):
+        self.tables.append((title, rows))
+
+    def end(self, line):
+        self.lines.append(line)
 
 
 class Terminal(io.StringIO):
+    """A terminal with a cursor, which knows what the plain table needs."""
+
     def isatty(self):
         return True
 
+    def seen(self):
+        lines = []
+        for up, text in re.findall(r"(?:\x1b\[(\d+)A)?\r\x1b\[J([^\x1b]*)", self.getvalue()):
+            lines = lines[: len(lines) - int(up or 0)] + text.splitlines()
+        return lines
 
-class Notebook(io.StringIO):
-    pass
+
+def process(n=0, status="starting", role="worker", waits_for=None, launched_at=0.0):
+    session = None if status is None else SimpleNamespace(id=f"id{n}", name=f"c-{n}", status=status)
+    if session:
+        session.waits_for = waits_for
+    return SimpleNamespace(
+        name=f"c-{n}", role=role, session=session, waits_for=waits_for, launched_at=launched_at
+    )
 
 
-Notebook.__module__ = "ipykernel.iostream"
+@pytest.fixture(autouse=True)
+def free_terminal(monkeypatch):
+    monkeypatch.setattr(screens, "_terminal", threading.Lock())
 
 
 @pytest.fixture
-def scheduler():
-    session = SimpleNamespace(id="abc", status="starting", waits_for=None)
-    return SimpleNamespace(session=session, start_time=None)
+def clock(monkeypatch):
+    """A clock that is set by hand."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("dask_cml.manager.start_display.time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
 
 
-def shown(text):
-    """What is to be seen of text with carriage returns."""
-    line = ""
-    for part in text.split("\r"):
-        line = part + line[len(part) :]
-    return line.rstrip()
+# -- the sessions
+
+
+def test_each_session_has_a_row_with_its_status_and_time(clock):
+    display = StartDisplay(
+        "c", [process(0, "running"), process(1, "scheduling", waits_for=200), process(2, None)]
+    )
+    clock.now = 200.0
+    assert display.rows() == [
+        ("c-0", "id0", "running", "3 min"),
+        ("c-1", "id1", "waiting for room, 3 min", "3 min"),
+        ("c-2", "", "not launched yet", ""),
+    ]
+
+
+def test_the_time_of_a_session_stops_when_it_runs(clock):
+    starting = process(0)
+    display = StartDisplay("c", [starting])
+    clock.now = 5.0
+    assert display.rows()[0][2:] == ("starting", "5 s")
+    starting.session.status = "running"
+    clock.now = 7.0
+    assert display.rows()[0][2:] == ("running", "7 s")
+    clock.now = 60.0
+    assert display.rows()[0][2:] == ("running", "7 s")
+
+
+def test_many_sessions_are_counted_in_one_row(clock):
+    waiting = [process(i, "scheduling", waits_for=60 + i) for i in range(900, 930)]
+    display = StartDisplay("c", [process(n, "running") for n in range(900)] + waiting)
+    *rows, last = display.rows()
+    assert [row[0] for row in rows] == [f"c-{n}" for n in range(11)]
+    assert last == ("919 more", "", "889 running, 30 waiting for room", "")
+
+
+# -- the display
 
 
 @pytest.mark.parametrize(
-    ("out", "took", "left"),
-    [
-        (Terminal, 3.2, ""),
-        (Terminal, None, ""),
-        (Notebook, 3.2, "c: the scheduler answered after 3 s"),
-        (Notebook, None, "c: the scheduler's session abc is starting, 0 s"),
-    ],
-    ids=["terminal", "terminal, failed", "notebook", "notebook, failed"],
+    ("has_started", "line"), [(True, "Cluster c started in 0 s; 1 of 2 worker sessions running"), (False, "")]
 )
-async def test_line_on_the_start(scheduler, holds, out, took, left):
-    out = out()
-    showing = asyncio.create_task(show_start("c", scheduler, out))
-    await holds(lambda: shown(out.getvalue()) == "c: the scheduler's session abc is starting, 0 s")
-    scheduler.start_time = took
+async def test_the_end_of_a_start_takes_the_place_of_the_sessions(holds, clock, has_started, line):
+    screen = Screen()
+    processes = [process(0, role="scheduler"), process(1), process(2, "running")]
+    display = StartDisplay("c", processes, lambda: screen)
+    showing = asyncio.create_task(display.run())
+    await holds(lambda: len(screen.tables) > 1)
+    assert screen.tables[0][0] == TITLE
     await cancel(showing)
-    assert shown(out.getvalue()) == left
+    await display.end(has_started)
+    assert screen.lines == [line]
+    display._show("late", [])
+    assert "late" not in dict(screen.tables)
 
 
-async def test_line_on_a_scheduler_that_waits_for_room(scheduler, holds):
+async def test_a_terminal_that_takes_nothing_holds_up_neither_the_loop_nor_the_start(holds, monkeypatch):
+    stopped, continued = threading.Event(), threading.Event()
+
+    class Stopped(Screen):
+        def show(self, title, rows):
+            stopped.set()
+            continued.wait()
+
+    screen = Stopped()
+    monkeypatch.setattr("dask_cml.manager.start_display._PATIENCE", 0.01)
+    display = StartDisplay("c", [process()], lambda: screen)
+    showing = asyncio.create_task(display.run())
+    await holds(stopped.is_set)
+    await cancel(showing)
+    await display.end(True)
+    assert screen.lines == []
+    continued.set()
+    await holds(lambda: len(screen.lines) == 1)
+
+
+# -- the screens
+
+
+@pytest.fixture
+def without_rich(monkeypatch):
+    importing = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.partition(".")[0] == "rich":
+            raise ImportError(name)
+        return importing(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+ROWS = [("c-scheduler", "abc", "running", "3 s"), ("c-0", "defghi", "starting", "2 s")]
+
+
+def test_a_terminal_without_rich_shows_one_table_and_then_one_line(without_rich, monkeypatch):
     out = Terminal()
-    scheduler.session = SimpleNamespace(id="abc", status="scheduling", waits_for=200)
-    showing = asyncio.create_task(show_start("c", scheduler, out))
-    await holds(lambda: "c: the scheduler's session abc is waiting for room, 3 min" in shown(out.getvalue()))
-    await cancel(showing)
+    monkeypatch.setattr(sys, "stderr", out)
+    screen = screens.open_screen()
+    screen.show("first", ROWS[:1])
+    screen.show("second", ROWS)
+    assert out.seen() == [
+        "second",
+        "  c-scheduler  abc     running   3 s",
+        "  c-0          defghi  starting  2 s",
+    ]
+    written = len(out.getvalue())
+    screen.show("second", ROWS)
+    assert len(out.getvalue()) == written  # nothing has changed
+    screen.show("third", [("c-0", "abc", "x" * 500, "1 s")])
+    assert max(map(len, out.seen())) < 80  # a line that wraps could not be taken back
+    screen.end("over")
+    screen.end("interrupted")
+    assert out.seen() == ["over", "interrupted"]
 
 
-async def test_nothing_is_shown_to_nobody(scheduler):
-    out = io.StringIO()
-    await asyncio.wait_for(show_start("c", scheduler, out), 120)
+def test_two_clusters_that_start_at_once_show_one_table(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    first, second = screens.open_screen(), screens.open_screen()
+    assert isinstance(first, screens.Terminal)
+    assert type(second) is screens.Line
+    first.end("")
+    first.end("")
+    third = screens.open_screen()
+    assert isinstance(third, screens.Terminal)
+    third.end("")
+
+
+@pytest.mark.parametrize("terminal", ["xterm", "dumb"])
+def test_where_nobody_watches_the_last_line_alone_is_written(monkeypatch, terminal):
+    monkeypatch.setenv("TERM", terminal)
+    out = io.StringIO() if terminal == "xterm" else Terminal()
+    monkeypatch.setattr(sys, "stderr", out)
+    screen = screens.open_screen()
+    screen.show(TITLE, ROWS)
+    screen.end("")
     assert out.getvalue() == ""
+    screen.end("over")
+    assert out.getvalue() == "over\n"
+
+
+def test_a_process_without_streams_shows_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    screens.open_screen().end("over")
+
+
+# -- whole starts
+
+PROGRAM = (
+    "from dask_cml import CMLCluster; CMLCluster(n_workers=1, name='c', platform='local', quiet={quiet})"
+)
+
+
+@pytest.mark.usefixtures("light", "platform")
+@pytest.mark.parametrize(("quiet", "n"), [(False, 1), (True, 0)])
+def test_a_script_writes_one_line_or_none(quiet, n):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(quiet=quiet)], capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == n
+    assert all(
+        re.fullmatch(r"Cluster c started in .+; [01] of 1 worker session running", line) for line in lines
+    )
+
+
+@pytest.mark.usefixtures("light", "platform")
+def test_a_terminal_shows_the_sessions_and_then_one_line():
+    """With rich, where it is installed."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(quiet=False)],
+        stdout=theirs,
+        stderr=theirs,
+        stdin=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(theirs)
+    output = ""
+    try:
+        while True:
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # how the end of a pty is told
+                break
+            if not data:
+                break
+            output += data.decode()
+        assert process.wait(240) == 0
+    finally:
+        process.kill()
+        os.close(ours)
+    assert "Starting cluster c, " in output
+    assert "c-scheduler" in output
+    assert re.search(r"c-0 .*(starting|running)", output)
+    assert re.search(r"Cluster c started in .+; [01] of 1 worker session running\r\n$", output)
+
+
+@pytest.mark.usefixtures("light")
+def test_a_notebook_keeps_one_output(platform, monkeypatch, tmp_path):
+    for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    options = "n_workers=1, name='c', platform='local'"
+    cells = [
+        "from dask_cml import CMLCluster",
+        f"cluster = CMLCluster({options})",
+        "cluster.close()",
+        f"cluster = await CMLCluster({options}, asynchronous=True)",
+        "await cluster.close()",
+        f"with CMLCluster({options}, quiet=True): pass",
+        f"with CMLCluster({options}, scheduler_args=['--no-such-option']): pass",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=240, allow_errors=True).execute()
+    _, sync, _, awaited, _, quiet, failed = [cell.outputs for cell in notebook.cells]
+    for outputs in (sync, awaited):
+        [output] = outputs
+        [text] = output.data.values()
+        assert re.fullmatch(r"Cluster c started in .+; [01] of 1 worker session running", text)
+    assert quiet == []
+    display, error = failed
+    assert display.data == {"text/plain": ""}
+    assert error.traceback[0].startswith("SessionFailed: ")
+
+
+# -- Ctrl-C
+
+
+async def test_a_start_that_is_cancelled_says_what_was_stopped(platform, holds, capsys):
+    platform.configure(start_delay=60)
+    starting = asyncio.ensure_future(CMLCluster(n_workers=2, platform="local", asynchronous=True))
+    await holds(lambda: len(platform.sessions()) == 3)
+    await cancel(starting)
+    platform.configure(start_delay=0)
+    assert re.fullmatch(r"Interrupted: \d sessions? stopped\n", capsys.readouterr().err)
+    assert all(each["stop_requested"] for each in platform.sessions())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dask_cml.cli.console import in_one_line, n_workers, progress
+from dask_cml.cli.console import in_one_line
 from dask_cml.described import described_options, pairs, unattended_text, words
 
 
@@ -92,29 +94,19 @@ def create(spec: str | None, **options: Any) -> None:
     arguments.update({name: value for name, value in options.items() if value is not None})
     # Whatever ends this command before its end, ends the cluster, too.
     arguments.update(
-        create_mode="create", shutdown_on_close=True, asynchronous=False, quiet=True, silence_logs="WARNING"
+        create_mode="create", shutdown_on_close=True, asynchronous=False, quiet=False, silence_logs="WARNING"
     )
-    with unattended(arguments) as arguments, progress(_starting):
+    # The name alone goes to standard output, for scripts.
+    with unattended(arguments) as arguments, contextlib.redirect_stdout(sys.stderr):
         cluster = CMLCluster(*positional, **arguments)
+    cluster.quiet = True
     click.echo(cluster.name)
-    n = sum(group.n_workers for group in cluster.worker_groups.values())
-    click.echo(f"The scheduler answers at {cluster.scheduler_address}; {n_workers(n)} granted.", err=True)
+    click.echo(f"Address: {cluster.scheduler_address}", err=True)
     if cluster.dashboard_link:
-        click.echo(f"The dashboard is at {cluster.dashboard_link}", err=True)
+        click.echo(f"Dashboard: {cluster.dashboard_link}", err=True)
     click.echo(f"{lifetime(cluster.name)}.", err=True)
     cluster.shutdown_on_close = False
     cluster.leave()
-
-
-def _starting() -> str:
-    """Return what the start of this process's cluster waits for."""
-    from dask_cml.manager.at_exit import unclosed
-    from dask_cml.manager.waiting import waiting
-
-    for cluster in unclosed():
-        if cluster.scheduler is not None and (waits := cluster.scheduler.waits_for) is not None:
-            return f"The scheduler's session is {waiting(waits)}"
-    return "The scheduler is being started"
 
 
 def _read_spec(path: str) -> tuple[list[Any], dict[str, Any]]:

@@ -70,7 +70,7 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
     differences = compare(_own(), scheduler, workers)
     if differences:
         words = f"{' '.join(differences)} Create the cluster anew, so that all have the same versions."
-        return Finding(title, "warning", words, f"{dask_command()} cml delete {name}")
+        return Finding(title, "warning", words, f"{dask_command()} cml delete {shlex.quote(name)}")
     if silent := row["workers"] - len(workers):
         return Finding(title, "warning", f"{silent} of its {row['workers']} workers do not answer.")
     words = f"Scheduler and workers ({len(workers)}) have the versions of this process."

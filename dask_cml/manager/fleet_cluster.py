@@ -9,7 +9,8 @@ from distributed.core import Status
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
 
-from dask_cml.errors import CMLError, without_frames
+from dask_cml.errors import CMLError
+from dask_cml.frames import without_frames
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.group import Group
 from dask_cml.manager.launch import Launcher

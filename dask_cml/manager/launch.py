@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import shlex
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from distributed.security import Security
 
 from dask_cml.aio import cancel
 from dask_cml.errors import CMLError
-from dask_cml.manager.display import show_start
 from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.start_display import StartDisplay
 from dask_cml.options import Options
 from dask_cml.records import probe
 from dask_cml.records.record import Record
@@ -44,6 +45,8 @@ class Launcher:
         The cluster's keys, as files.
     scheduler : CMLScheduler or None
         The scheduler; None before the start.
+    display : StartDisplay or None
+        Where the start is shown.
     """
 
     def __init__(self, api: WorkersAPI, options: Options, folder: Path, fleet: Fleet[CMLWorker]) -> None:
@@ -52,6 +55,7 @@ class Launcher:
         self.folder = folder
         self.security: Security | None = None
         self.scheduler: CMLScheduler | None = None
+        self.display: StartDisplay | None = None
         self._fleet = fleet
 
     async def launch(self, take_name: Callable[[], Awaitable[None]], show: bool) -> None:
@@ -76,19 +80,31 @@ class Launcher:
         workers = {key: self.make_worker(key) for key in self._fleet.missing}
         for key, worker in workers.items():
             self._fleet.launched(key, worker)
-        showing = asyncio.create_task(show_start(self._fleet.name, self.scheduler)) if show else None
+        if show:
+            self.display = StartDisplay(self._fleet.name, [self.scheduler, *workers.values()])
+        showing = asyncio.create_task(self.display.run()) if self.display else None
+        following: asyncio.Task[None] | None = None
         tasks: list[asyncio.Future[Any]] = []
+        has_started = False
         try:
             # The scheduler's first: where sessions wait for room, workers would take its place.
             await self.scheduler.launch()
+            following = asyncio.create_task(self._follow(workers.values()))
             # The workers right after it: a session takes long to start. They find the scheduler by its file.
             tasks += [asyncio.ensure_future(p) for p in (self.scheduler, *workers.values())]
             await asyncio.gather(*tasks)
-        except BaseException:
-            await cancel(*tasks)
-            raise
+            has_started = True
         finally:
-            await cancel(showing)
+            await cancel(*tasks, following, showing)
+            if self.display is not None:
+                await self.display.end(has_started)
+
+    async def _follow(self, workers: Collection[CMLWorker]) -> None:
+        """Take in what the platform lists of the workers, until cancelled or the platform fails."""
+        while True:
+            listing = await self.api.sessions()
+            for worker in workers:
+                worker.update(listing)
 
     async def rebuild(self, record: Record) -> None:
         """Take over the sessions of a running cluster.
@@ -109,7 +125,7 @@ class Launcher:
             address = record.scheduler_address or "whose address is not known yet"
             raise CMLError(
                 f"the scheduler of the cluster {record.name!r}, {address}, does not answer; "
-                f"`dask cml delete {record.name}` ends what may be left of it"
+                f"`dask cml delete {shlex.quote(record.name)}` ends what may be left of it"
             )
         self.security = record.get_security()
         self.scheduler = self.make_scheduler()

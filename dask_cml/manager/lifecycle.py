@@ -17,7 +17,8 @@ from distributed.security import Security
 from distributed.utils import silence_logging_cmgr
 
 from dask_cml.aio import cancel
-from dask_cml.errors import ClusterExists, CMLError, LaunchRefused, without_frames
+from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
+from dask_cml.frames import without_frames
 from dask_cml.manager.adaptive import stop_adapting
 from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
 from dask_cml.manager.dashboard import DashboardForwarder
@@ -118,7 +119,9 @@ class ManagedCluster(FleetCluster):
             )
         except BaseException as error:  # Ctrl-C, too, must leave no session
             self._end(None, shutdown=not self._adopts)
-            if isinstance(error, CMLError):
+            if isinstance(error, KeyboardInterrupt):
+                self._show_interrupt()
+            if isinstance(error, (CMLError, KeyboardInterrupt)):
                 raise without_frames(error) from None
             raise
 
@@ -169,6 +172,7 @@ class ManagedCluster(FleetCluster):
             await self._close(shutdown=not self._adopts)
             if closed_meanwhile:
                 raise CMLError(f"the cluster {self.name} was closed while it started") from None
+            self._show_interrupt()
             raise
         except BaseException as error:
             # SpecCluster's `__await__` does not close a cluster whose start fails, and its `_start` makes a
@@ -180,6 +184,12 @@ class ManagedCluster(FleetCluster):
             if isinstance(error, CMLError):
                 raise without_frames(error) from None
             raise
+
+    def _show_interrupt(self) -> None:
+        """Say how many sessions an interrupted start has stopped."""
+        if self._launcher.display is not None:
+            n = len(self._api.names.keys() - self._api.live)
+            self._launcher.display.end_with(f"Interrupted: {n} session{'s' * (n != 1)} stopped")
 
     async def _start_once(self) -> None:
         self.quiet = self._quiet

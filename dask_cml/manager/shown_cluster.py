@@ -172,7 +172,8 @@ class ShownCluster(ManagedCluster):
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         problem = self._reconciler.problem
         groups = self.worker_groups.values()
-        rows = sessions_html(self.scheduler_address, self.sessions, groups, self._pending, problem)
+        status, address = self.status.name, self.scheduler_address
+        rows = sessions_html(status, address, self.sessions, groups, self._pending, problem)
         return super()._repr_html_(cluster_status=(cluster_status or "") + rows)
 
     def job_script(self) -> str:

@@ -1,0 +1,122 @@
+"""The sessions of a cluster while it starts: one table, kept up to date in place."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from dask_cml.manager.display import status_of
+from dask_cml.manager.screens import Row, Screen, open_screen
+from dask_cml.manager.waiting import span
+from dask_cml.sessions.process import CMLProcess
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL = 0.25
+#: More sessions are counted in one row.
+_MOST_ROWS = 12
+#: Seconds for which a terminal that takes no more output may hold up the start.
+_PATIENCE = 1.0
+
+
+class StartDisplay:
+    """Show the sessions of one cluster until it has started.
+
+    A terminal may block, as after Ctrl-S, so a thread writes to it.
+
+    Parameters
+    ----------
+    name : str
+        The cluster's.
+    processes : collection of CMLProcess
+        The scheduler and the workers of its start.
+    open_screen : callable, optional
+        Returns where it is shown. Default: the terminal or the notebook of this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        processes: Collection[CMLProcess],
+        open_screen: Callable[[], Screen] = open_screen,
+    ) -> None:
+        self._name = name
+        self._processes = processes
+        self._started = time.monotonic()
+        self._ran_after: dict[str, float] = {}
+        self._open_screen = open_screen
+        # What follows is used by threads: under the lock.
+        self._lock = threading.Lock()
+        self._screen: Screen | None = None
+        self._last: str | None = None
+
+    async def run(self) -> None:
+        """Show the sessions until cancelled."""
+        while True:
+            title = f"Starting cluster {self._name}, {span(time.monotonic() - self._started)}"
+            await asyncio.to_thread(self._show, title, self.rows())
+            await asyncio.sleep(_INTERVAL)
+
+    async def end(self, has_started: bool) -> None:
+        """Show how long the start took in the place of the sessions; nothing of one that failed.
+
+        Parameters
+        ----------
+        has_started : bool
+            Whether it did not fail.
+        """
+        ending = asyncio.ensure_future(
+            asyncio.to_thread(self.end_with, self._summary() if has_started else "")
+        )
+        await asyncio.wait([ending], timeout=_PATIENCE)
+        ending.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def end_with(self, line: str) -> None:
+        """Show a line in the place of the sessions, by a plain call; the same line is not shown twice."""
+        with self._lock:
+            if line != self._last:
+                self._last = line
+                self._screen = self._screen or self._open_screen()
+                self._screen.end(line)
+
+    def _show(self, title: str, rows: list[Row]) -> None:
+        with self._lock:
+            if self._last is None:
+                self._screen = self._screen or self._open_screen()
+                self._screen.show(title, rows)
+
+    def rows(self) -> list[Row]:
+        """Return a row for each session, the scheduler's first, or for those that are too many."""
+        rows = [self._row(process) for process in self._processes]
+        if len(rows) <= _MOST_ROWS:
+            return rows
+        others = [*self._processes][_MOST_ROWS - 1 :]
+        counts = Counter(_word(process) for process in others)
+        words = ", ".join(f"{n} {word}" for word, n in counts.most_common())
+        return [*rows[: _MOST_ROWS - 1], (f"{len(others)} more", "", words, "")]
+
+    def _row(self, process: CMLProcess) -> Row:
+        session = process.session
+        if session is None or process.launched_at is None:
+            return process.name, "", _word(process), ""
+        took = time.monotonic() - process.launched_at
+        if session.status == "running":
+            took = self._ran_after.setdefault(session.id, took)
+        return session.name, session.id, status_of(session), span(took)
+
+    def _summary(self) -> str:
+        text = f"Cluster {self._name} started in {span(time.monotonic() - self._started)}"
+        workers = [_word(process) for process in self._processes if process.role == "worker"]
+        noun = f"worker session{'s' * (len(workers) != 1)}"
+        return f"{text}; {workers.count('running')} of {len(workers)} {noun} running" if workers else text
+
+
+def _word(process: CMLProcess) -> str:
+    """Return the status of a session without its time."""
+    if process.session is None:
+        return "not launched yet"
+    return process.session.status if process.waits_for is None else "waiting for room"
