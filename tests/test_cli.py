@@ -93,13 +93,13 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
                      "--worker-args", "--lifetime '10 h'")  # fmt: skip
     assert out == "mine\n"
     assert err.endswith("The cluster mine can run until the session mysession ends.\n")
-    assert "answers at cml://mine" in err
-    assert "1 worker granted" in err
+    assert err.startswith("Cluster mine started in ")
+    assert "\nAddress: cml://mine\nDashboard: http" in err
     assert told("mine")["env"]["A"] == "B=C"
     assert told("mine")["worker_args"] == ["--lifetime", "10 h"]
     assert told("mine")["idle_timeout"] == 3600
 
-    assert run("scale", "mine", 2) == "mine has 2 workers\n"
+    assert run("scale", "mine", 2) == "Cluster mine scaled to 2 workers\n"
     [row] = json.loads(run("list", "--json"))
     assert (row["name"], row["status"], row["workers"], row["threads"]) == ("mine", "running", 2, 2)
     assert row["memory"] == 2 * 2 * 2**30
@@ -123,7 +123,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
     assert "there are 'mine'" in run("delete", "mine", "other", code=1)
     assert len(live(platform)) == 3
 
-    assert run("delete", "mine") == "mine is deleted\n"
+    assert run("delete", "mine") == "Cluster mine deleted\n"
     assert not live(platform)
     assert store.records() == []
 
@@ -181,9 +181,7 @@ def started(*arguments):
 def test_adapt_ends_when_another_manager_scales_and_by_ctrl_c(platform, until):
     with CMLCluster(name="mine", quiet=True) as cluster:
         with started("adapt", "mine", 1, 2) as process:
-            assert (
-                process.stdout.readline() == "mine adapts between 1 and 2 workers while this command runs.\n"
-            )
+            assert process.stdout.readline() == "Cluster mine adapts between 1 and 2 workers until Ctrl-C\n"
             until(lambda: len(cluster._arrived) == 1)
             cluster.scale(2)
             assert process.wait(120) == 1
@@ -193,14 +191,14 @@ def test_adapt_ends_when_another_manager_scales_and_by_ctrl_c(platform, until):
             assert process.stdout.readline()
             process.send_signal(signal.SIGINT)
             assert process.wait(120) == 0
-            assert process.stdout.read() == "mine keeps 2 workers and does not adapt any more.\n"
+            assert process.stdout.read() == "Cluster mine keeps 2 workers and no longer adapts\n"
             # Dask's Adaptive before 2024.11 also logs its end when it is collected.
             errors = process.stderr.read().splitlines()
             assert [line for line in errors if not line.endswith("INFO - Adaptive stop")] == []
         assert len(live(platform)) == 3
 
 
-def test_ctrl_c_in_create_is_quiet_and_leaves_nothing(platform, until):
+def test_ctrl_c_in_create_says_what_was_stopped_and_leaves_nothing(platform, until):
     platform.configure(start_delay=60)
     try:
         with started("create", "--n-workers", 1) as process:
@@ -208,7 +206,7 @@ def test_ctrl_c_in_create_is_quiet_and_leaves_nothing(platform, until):
             process.send_signal(signal.SIGINT)
             assert process.wait(120) == 130
             assert process.stdout.read() == ""
-            assert process.stderr.read() == ""
+            assert process.stderr.read() == "Interrupted: 2 sessions stopped\n"
     finally:
         platform.configure(start_delay=0)
     assert all(each["stop_requested"] for each in platform.sessions())
@@ -260,7 +258,7 @@ def test_logs_are_followed_until_the_cluster_is_gone(write_log):
         store.remove("left")
         assert process.wait(120) == 0
         assert process.stdout.read() == ""
-        assert process.stderr.read() == "the cluster 'left' has ended\n"
+        assert process.stderr.read() == "Cluster left shut down\n"
 
 
 def test_logs_of_some_are_followed_until_ctrl_c(write_log):
@@ -392,6 +390,11 @@ def test_help_names_every_option_but_those_of_makers_that_stay():
 # -- what is left of clusters
 
 
+def test_a_project_without_clusters_says_how_to_create_one():
+    assert shell("list") == ("", "No clusters. Create one: dask cml create --n-workers 2\n")
+    assert shell("list", "--json") == ("[]\n", "")
+
+
 def test_stale_records_say_so_and_are_pruned(platform):
     code = "import time; time.sleep(600)"
     scheduler, worker, other = (each["id"] for each in platform.launch_workers(3, 1, 1, code=code))
@@ -404,12 +407,12 @@ def test_stale_records_say_so_and_are_pruned(platform):
     assert re.search(r"left +stale +- +- +- +\d+ s +-", run("list"))
     assert "does not answer" in run("scale", "left", 1, code=1)
     out, err = shell("prune")
-    assert out == "left is deleted\n"
-    assert "doubtful is passed over: nobody accepts connections at tcp://" in err
+    assert out == "Cluster left deleted\n"
+    assert "Cluster doubtful skipped: nobody accepts connections at tcp://" in err
     assert "`dask cml delete begun`" in err
     assert live(platform) == [other]
     assert [record.name for record in store.records()] == ["begun", "doubtful"]
-    assert run("prune").splitlines()[-1] == "no cluster is dead"
+    assert run("prune").splitlines()[-1] == "No dead clusters."
     run("delete", "--all")
     assert store.records() == []
 
@@ -420,8 +423,9 @@ def test_what_cannot_be_stopped_keeps_its_record_and_the_others_are_deleted(plat
     add_stale("other")
     platform.inject("error", function="stop_workers", status=403, times=100)
     out, err = shell("delete", "--all", code=1)
-    assert out == "other is deleted\n"
-    assert re.fullmatch(rf"Error: kept: .*{session['id']}.*\n", err)
+    assert out == "Cluster other deleted\n"
+    again = r"To try again: `dask cml delete kept`"
+    assert re.fullmatch(rf"Error: cluster kept not deleted: .*{session['id']}.*\. {again}\n", err)
     assert [record.name for record in store.records()] == ["kept"]
     platform.clear_faults()
     run("delete", "kept")
@@ -429,7 +433,9 @@ def test_what_cannot_be_stopped_keeps_its_record_and_the_others_are_deleted(plat
 
 @pytest.mark.parametrize("arguments", [(), ("name", "--all")])
 def test_delete_wants_names_or_all(arguments):
-    assert "give names of clusters, or --all" in run("delete", *arguments, code=2)
+    assert "expected names of clusters, such as `dask cml delete night`, or --all" in run(
+        "delete", *arguments, code=2
+    )
 
 
 # -- terminals

@@ -267,9 +267,12 @@ def test_the_shell_adds_scales_lists_and_deletes_groups(until):
 
     with CMLCluster(name="mine", quiet=True) as cluster:
         add = ["group", "add", "mine", "big", "--n-workers", 1, "--memory", "2 GiB", "--resources", "BIG=1"]
-        assert run(*add) == "mine has 1 worker in the group big\n"
+        assert run(*add) == "Worker group big added to cluster mine: 1 worker\n"
         assert "invalid name='big'" in run(*add, code=1)
-        assert run("scale", "mine", 2, "--group", "big") == "mine has 2 workers in the group big\n"
+        assert (
+            run("scale", "mine", 2, "--group", "big")
+            == "Cluster mine scaled to 2 workers in worker group big\n"
+        )
         groups = {each["name"]: each for each in json.loads(run("group", "list", "mine", "--json"))}
         assert (groups["big"]["n_workers"], groups["big"]["resources"]) == (2, {"BIG": 1})
         assert groups["default"]["n_workers"] == 0
@@ -278,7 +281,7 @@ def test_the_shell_adds_scales_lists_and_deletes_groups(until):
         assert big.split() == ["big", "2", "of", "2", "1", "2", "GiB", "0", "BIG=1"]
         assert json.loads(run("info", "mine", "--json"))["groups"] == {"default": 0, "big": 2}
         assert "big  2 Dask workers cpu=1 memory=2 nvidia_gpu=0" in run("info", "mine")
-        assert run("group", "delete", "mine", "big") == "mine has no group big\n"
+        assert run("group", "delete", "mine", "big") == "Worker group big deleted from cluster mine\n"
         until(lambda: cluster.worker_groups.keys() == {"default"})
         assert "invalid name='big': expected" in run("group", "delete", "mine", "big", code=1)
         assert "invalid worker_group='big': expected" in run("scale", "mine", 1, "--group", "big", code=1)

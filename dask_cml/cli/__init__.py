@@ -1,4 +1,4 @@
-"""``dask cml``: make, find, steer and end clusters from a shell."""
+"""``dask cml``: create, list, scale and delete clusters from a shell."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import click
 
 from dask_cml.cli import change, create, group, serve, show
 
-# Dask imports this with every one of its commands, so what takes long to import is imported where it is used.
+# Dask imports this with each of its commands, so functions import slow modules themselves.
 
 
 @click.group()
 def cml() -> None:
     """Dask clusters on Cloudera Machine Learning sessions."""
-    # dask-ctl, where it is installed, is imported with every command of Dask's, and has signals handled by an
-    # event loop that does not run: Ctrl-C would be without effect.
+    # Dask imports dask-ctl, if installed, with each command. It hands signals to an event loop that does not
+    # run, so Ctrl-C would do nothing.
     for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         if getattr(signal.getsignal(number), "__module__", None) == "distributed.cli.utils":
             signal.signal(number, default)

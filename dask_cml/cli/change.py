@@ -24,22 +24,24 @@ from dask_cml.cli.console import (
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
+_DELETED = "another process has deleted it"
+
 
 @click.command()
 @click.argument("name", shell_complete=complete_names)
 @click.argument("n", type=click.IntRange(min=0))
 @in_group
 @click.option(
-    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Seconds to wait."
+    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
 )
 @in_one_line
 def scale(name: str, n: int, group: str, timeout: float) -> None:
-    """Scale to N worker sessions and wait for them."""
+    """Scale a cluster to N worker sessions, and wait until they are connected."""
     with rebuilt(name) as cluster:
         cluster.scale(n, worker_group=group)
         with progress(lambda: here(cluster, n, group)):
-            wait_for_scale(cluster, n, group, time.monotonic() + timeout)
-    click.echo(f"{name} has {n_workers(n, group)}")
+            wait_for_scale(cluster, n, group, timeout)
+    click.echo(f"Cluster {name} scaled to {n_workers(n, group)}")
 
 
 @click.command()
@@ -49,9 +51,10 @@ def scale(name: str, n: int, group: str, timeout: float) -> None:
 @in_group
 @in_one_line
 def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
-    """Scale with the work for as long as this command runs; end it with Ctrl-C.
+    """Scale a cluster with its workload, between MINIMUM and MAXIMUM worker sessions, until Ctrl-C.
 
-    If `dask cml serve` runs in the project, it goes on to adapt the cluster then.
+    After Ctrl-C, the cluster keeps its workers. If `dask cml serve` runs in the project, it continues to adapt
+    the cluster.
     """
     from dask_cml.errors import CMLError
 
@@ -63,24 +66,24 @@ def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
             cluster.adapt(minimum=minimum, maximum=maximum, worker_group=group)
             cluster.sync(cluster._carry_out)
             bounds = f"{minimum} and {n_workers(maximum, group)}"
-            click.echo(f"{name} adapts between {bounds} while this command runs.")
+            click.echo(f"Cluster {name} adapts between {bounds} until Ctrl-C")
             with progress(lambda: here(cluster, target(), group)):
                 while cluster.status.name == "running" and cluster._fleet.group(group).driver is not None:
                     time.sleep(INTERVAL)
         except KeyboardInterrupt:
             if cluster._leadership.served:
-                click.echo(f"The page of `dask cml serve` goes on to adapt {name}.")
+                click.echo(f"The page of `dask cml serve` continues to adapt cluster {name}")
             else:
-                click.echo(f"{name} keeps {n_workers(target(), group)} and does not adapt any more.")
+                click.echo(f"Cluster {name} keeps {n_workers(target(), group)} and no longer adapts")
             return
         if cluster.status.name == "running":
-            raise CMLError(f"{name} does not adapt any more: another manager scales it")
-        raise CMLError(f"{name} has ended: {cluster._reconciler.problem or 'another process has deleted it'}")
+            raise CMLError(f"the cluster {name} no longer adapts: another manager scales it")
+        raise CMLError(f"the cluster {name} has shut down: {cluster._reconciler.problem or _DELETED}")
 
 
 @contextmanager
 def rebuilt(name: str) -> Iterator[CMLCluster]:
-    """Give the manager of a cluster for a while."""
+    """Rebuild the manager of a cluster for the time of a ``with`` block; the cluster runs on."""
     from dask_cml.cluster import CMLCluster
 
     cluster = CMLCluster.from_name(name, quiet=True, silence_logs="WARNING")
@@ -91,80 +94,108 @@ def rebuilt(name: str) -> Iterator[CMLCluster]:
 
 
 def here(cluster: CMLCluster, n: int, group: str) -> str:
-    """Return how many of n workers have come, and how many sessions wait for room."""
+    """Return in words how many of n worker sessions are connected, and how many wait for room."""
     from dask_cml.manager.waiting import waiting_workers
 
     waits = [waited for key, waited in cluster._fleet.waits.items() if cluster._fleet.group_of(key) == group]
     words = waiting_workers(waits)
     n_arrived = cluster._n_arrived(cluster._fleet.group(group))
-    return f"{n_arrived} of {n_workers(n, group)} here" + f", {words}" * bool(words)
+    return f"{n_arrived} of {n_workers(n, group)} connected" + f", {words}" * bool(words)
 
 
-def wait_for_scale(cluster: CMLCluster, n: int, group: str, deadline: float) -> None:
-    """Wait until a worker group has n workers and no others, and this manager has told that it was asked."""
+def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float) -> None:
+    """Wait until exactly n sessions of a worker group are connected.
+
+    Parameters
+    ----------
+    cluster : CMLCluster
+        The cluster, which has been scaled.
+    n : int
+        Worker sessions.
+    group : str
+        The worker group.
+    timeout : float
+        Seconds to wait.
+
+    Raises
+    ------
+    CMLError
+        If the cluster shuts down, gives up, is scaled by another manager, or takes longer.
+    """
     from dask_cml.errors import CMLError
+
+    deadline = time.monotonic() + timeout
 
     def is_done() -> bool:
         sessions = [key for key in cluster.workers if cluster._fleet.group_of(key) == group]
         n_arrived = cluster._n_arrived(cluster._fleet.group(group))
         return cluster._leadership.leads and n_arrived == len(sessions) == n
 
-    # What is there may be as many as are wanted, but other managers must hear of it.
+    # The number may be right already, but other managers must hear of the target.
     cluster.sync(cluster._carry_out)
     while not is_done():
         problem = cluster._reconciler.problem
         if cluster.status.name != "running":
-            raise CMLError(f"{cluster.name} has ended: {problem or 'another process has deleted it'}")
+            raise CMLError(f"the cluster {cluster.name} has shut down: {problem or _DELETED}")
         if (target := cluster._fleet.group(group).target) != n:
             other = "" if cluster._leadership.leads else "another manager scales it: "
-            raise CMLError(f"{cluster.name} has {problem or f'{other}{n_workers(target, group)} wanted'}")
+            raise CMLError(
+                f"the cluster {cluster.name} has {problem or f'{other}{n_workers(target, group)} wanted'}"
+            )
         if cluster._reconciler.backoffs.of(group).gave_up:
-            raise CMLError(f"{cluster.name} launches {problem}")
+            raise CMLError(f"the cluster {cluster.name} launches {problem}")
         if time.monotonic() > deadline:
             why = f": {problem}" if problem else ""
-            raise CMLError(f"{cluster.name} has {here(cluster, n, group)}, and the time is up{why}")
+            state = f"{here(cluster, n, group)}{why}"
+            raise CMLError(f"the cluster {cluster.name} did not scale within {timeout:g} s: {state}")
         time.sleep(INTERVAL)
 
 
 @click.command()
 @click.argument("names", nargs=-1, shell_complete=complete_names)
-@click.option("--all", "everything", is_flag=True, help="All clusters of the project.")
+@click.option("--all", "everything", is_flag=True, help="Delete all clusters of the project.")
 @in_one_line
 def delete(names: Sequence[str], everything: bool) -> None:
-    """End clusters: every session of theirs is stopped."""
+    """Delete clusters: stop all their sessions and remove their records."""
     from dask_cml.records import operations, store
 
     if bool(names) == everything:
-        raise click.UsageError("give names of clusters, or --all")
+        raise click.UsageError(f"expected names of clusters, such as `{_delete('night')}`, or --all")
     records = store.records() if everything else [store.read(name) for name in dict.fromkeys(names)]
-    with progress(lambda: f"{len(records)} cluster{'s' * (len(records) != 1)} being ended"):
+    with progress(lambda: f"Deleting {len(records)} cluster{'s' * (len(records) != 1)}"):
         results = run(operations.end_all(records))
-    _tell_ends(results, "there is no cluster")
+    _report(results, "No clusters.")
 
 
 @click.command()
 @in_one_line
 def prune() -> None:
-    """Delete dead clusters, and pass over those that may live.
+    """Delete dead clusters, and skip those that may be alive.
 
-    A dead cluster's scheduler has ended by the platform's list, or has been silent for two minutes.
+    A cluster is dead if the platform lists its scheduler's session as ended, or if its scheduler has been
+    silent for two minutes.
     """
     from dask_cml.records import operations
 
     with progress(lambda: "Looking for dead clusters"):
         results, passed_over = run(operations.prune())
     for name, why in passed_over.items():
-        command = f"`dask cml delete {shlex.quote(name)}`"
-        click.echo(f"{name} is passed over: {why}. To delete it all the same: {command}", err=True)
-    _tell_ends(results, "no cluster is dead")
+        click.echo(f"Cluster {name} skipped: {why}. To delete it all the same: `{_delete(name)}`", err=True)
+    _report(results, "No dead clusters.")
 
 
-def _tell_ends(results: dict[str, Any], none: str) -> None:
+def _delete(name: str) -> str:
+    return f"dask cml delete {shlex.quote(name)}"
+
+
+def _report(results: dict[str, Any], none: str) -> None:
+    """Print which clusters were deleted and which not; the command fails if one was not."""
     for name, error in results.items():
         if error is None:
-            click.echo(f"{name} is deleted")
+            click.echo(f"Cluster {name} deleted")
         else:
-            click.echo(f"Error: {name}: {first_line_of(error)}", err=True)
+            again = f"To try again: `{_delete(name)}`"
+            click.echo(f"Error: cluster {name} not deleted: {first_line_of(error)}. {again}", err=True)
     if not results:
         click.echo(none, err=True)
     if any(results.values()):

@@ -1,4 +1,4 @@
-"""What the commands have in common: errors in one line, progress, the names of clusters."""
+"""What all commands use: errors in one line, progress, tables, and the completion of names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def complete_names(context: click.Context, parameter: click.Parameter, incomplet
 
 
 def complete_groups(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a worker group of the cluster that is named before."""
+    """Complete the name of a worker group of the cluster named before it."""
     from dask_cml.errors import NoSuchCluster
     from dask_cml.records import store
 
@@ -40,7 +40,7 @@ def complete_groups(context: click.Context, parameter: click.Parameter, incomple
     return [group for group in (DEFAULT_GROUP, *record.groups) if group.startswith(incomplete)]
 
 
-#: The option by which a command applies to one worker group.
+#: The option that names the worker group of a command.
 in_group = click.option(
     "--group",
     default=DEFAULT_GROUP,
@@ -52,10 +52,10 @@ in_group = click.option(
 
 
 def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell the errors that a user can do something about in one line, without a traceback."""
+    """Let a command print errors of the user and of the platform in one line, without a traceback."""
 
     @functools.wraps(function)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
         import asyncio
 
         from dask_cml.errors import CMLError
@@ -69,7 +69,7 @@ def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
         except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
             raise click.ClickException(first_line_of(error)) from error
 
-    return told
+    return reporting
 
 
 def first_line_of(error: object) -> str:
@@ -87,13 +87,19 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
-    """Return a number of workers with its noun, and their group unless it is the default one."""
-    return f"{n} worker{'s' * (n != 1)}" + f" in the group {group}" * (group != DEFAULT_GROUP)
+    """Return a number of workers with its noun; of another group than the default one, with its name."""
+    return f"{n} worker{'s' * (n != 1)}" + f" in worker group {group}" * (group != DEFAULT_GROUP)
 
 
 @contextmanager
 def progress(state: Callable[[], str]) -> Iterator[None]:
-    """Keep one line on what is waited for. Nothing, where nobody would see it move."""
+    """Show in one line, updated in place, what a command waits for; nothing if no terminal shows it.
+
+    Parameters
+    ----------
+    state : callable
+        Returns the words.
+    """
     if not sys.stderr.isatty():
         yield
         return
@@ -117,7 +123,15 @@ def progress(state: Callable[[], str]) -> Iterator[None]:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, with rich where it is installed and somebody looks."""
+    """Print a table, in a terminal with rich if it is installed.
+
+    Parameters
+    ----------
+    columns : sequence of str
+        The headings.
+    rows : sequence of sequences of str
+        The cells of each row.
+    """
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -129,7 +143,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             table = Table(*columns, box=None, pad_edge=False)
             for row in rows:
                 table.add_row(*map(Text, row))
-            # A name or a link that is cut to the terminal's width is of no use.
+            # A name or a link must not be cut to the terminal's width.
             Console(width=_WIDEST).print(table, soft_wrap=True)
             return
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]

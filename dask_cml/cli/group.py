@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import click
@@ -29,20 +28,20 @@ def group() -> None:
 @click.argument("name", shell_complete=complete_names)
 @click.argument("group")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Seconds to wait."
+    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
 )
 @in_one_line
 def add(name: str, group: str, timeout: float, **options: Any) -> None:
-    """Add a worker group to a cluster and wait for its workers.
+    """Add a worker group to a cluster, and wait until its workers are connected.
 
-    An option that is not given is the cluster's.
+    Without an option, the group takes the cluster's value.
     """
     n = options["n_workers"] = options["n_workers"] or 0
     with rebuilt(name) as cluster:
         cluster.add_worker_group(group, **options)
         with progress(lambda: here(cluster, n, group)):
-            wait_for_scale(cluster, n, group, time.monotonic() + timeout)
-    click.echo(f"{name} has {n_workers(n, group)}")
+            wait_for_scale(cluster, n, group, timeout)
+    click.echo(f"Worker group {group} added to cluster {name}: {n_workers(n)}")
 
 
 @group.command()
@@ -50,10 +49,10 @@ def add(name: str, group: str, timeout: float, **options: Any) -> None:
 @click.argument("group", shell_complete=complete_groups)
 @in_one_line
 def delete(name: str, group: str) -> None:
-    """Stop all sessions of a worker group and delete it. Its workers hand over their data first."""
-    with rebuilt(name) as cluster, progress(lambda: f"The group {group} is being deleted"):
+    """Delete a worker group: stop all its sessions. Its workers move their results to others first."""
+    with rebuilt(name) as cluster, progress(lambda: f"Deleting worker group {group}"):
         cluster.delete_worker_group(group)
-    click.echo(f"{name} has no group {group}")
+    click.echo(f"Worker group {group} deleted from cluster {name}")
 
 
 @group.command(name="list")

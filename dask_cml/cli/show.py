@@ -1,4 +1,4 @@
-"""The commands that change nothing: ``dask cml list``, ``info``, ``logs`` and ``doctor``."""
+"""The commands that only read: ``dask cml list``, ``info``, ``logs`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ def list_clusters(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
+    if not rows:
+        click.echo("No clusters. Create one: dask cml create --n-workers 2", err=True)
+        return
     columns = ["name", "address", "status", "workers", "threads", "memory", "age", "dashboard"]
     print_table(columns, [_cells(columns, row) for row in rows])
 
 
 def _cells(columns: Sequence[str], row: dict[str, Any]) -> list[str]:
-    """Return the cells of a cluster's row; where sessions wait for room, they say so."""
+    """Return the cells of a cluster's row, with the sessions that wait for room."""
     from dask_cml.manager.waiting import waiting
 
     cells = {column: _shown(column, row[column]) for column in columns}
@@ -66,7 +69,7 @@ def _shown(column: str, value: Any) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @in_one_line
 def info(name: str, as_json: bool) -> None:
-    """Tell all about one cluster."""
+    """Show one cluster: its sessions, worker groups and usage."""
     from dataclasses import asdict
 
     from dask_cml.manager.waiting import waiting
@@ -110,7 +113,7 @@ def info(name: str, as_json: bool) -> None:
 
 
 def _sessions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a session that has a log."""
+    """Complete the name of a session with a log."""
     from dask_cml.errors import CMLError
     from dask_cml.records import operations, store
 
@@ -125,12 +128,14 @@ def _sessions(context: click.Context, parameter: click.Parameter, incomplete: st
 @click.command()
 @click.argument("name", shell_complete=complete_names)
 @click.argument("workers", nargs=-1, metavar="[WORKER]...", shell_complete=_sessions)
-@click.option("-f", "--follow", is_flag=True, help="Print new lines until Ctrl-C or the end of the cluster.")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Print new lines until Ctrl-C, or until the cluster shuts down."
+)
 @in_one_line
 def logs(name: str, workers: Sequence[str], follow: bool) -> None:
-    """Print the logs of the scheduler and the workers, ended workers too.
+    """Print the logs of the scheduler and of all workers, also of workers that have stopped.
 
-    WORKER is the name of a worker, or "Scheduler". The default is all of them.
+    WORKER is the name of a worker, or "Scheduler". Default: all.
     """
     from dask_cml.records import operations, store
 
@@ -150,11 +155,11 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
             break
         time.sleep(_FOLLOW_INTERVAL)
     if follow:
-        click.echo(f"the cluster {name!r} has ended", err=True)
+        click.echo(f"Cluster {name} shut down", err=True)
 
 
 def _lasts(record: Record) -> bool:
-    """Return whether a cluster's record is still there."""
+    """Return whether a cluster's record still exists."""
     from dask_cml.errors import NoSuchCluster
     from dask_cml.records import store
 
@@ -171,13 +176,13 @@ def _lasts(record: Record) -> bool:
     type=click.FloatRange(min=0, min_open=True),
     default=30.0,
     show_default=True,
-    help="Seconds for each check.",
+    help="Time limit of each check in seconds.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def doctor(names: Sequence[str], timeout: float, as_json: bool) -> None:
-    """Check this environment and running clusters, and print the commands that mend what is wrong.
+    """Check this environment and running clusters, and print the commands that fix problems.
 
-    NAMES are the clusters to check, by default all of the project. The exit code is 1 if anything is wrong.
+    NAMES are the clusters to check. Default: all of the project. The exit code is 1 if a check fails.
     """
     from dataclasses import asdict
     from shutil import get_terminal_size
