@@ -318,7 +318,7 @@ async def test_cluster_goes_on_to_adapt_when_the_manager_that_did_has_left(serve
         assert cluster._fleet.group().driver is None
         adapting.send_signal(signal.SIGINT)
         out, _ = await asyncio.to_thread(adapting.communicate, timeout=120)
-    assert "goes on to adapt" in out
+    assert "continues to adapt" in out
     found = await server.until("day", lambda _: cluster._fleet.group().driver)
     assert found["groups"][0]["adapts"] == {"minimum": 1, "maximum": 2}
     async with Client("cml://day", asynchronous=True) as client:

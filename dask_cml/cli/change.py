@@ -53,8 +53,8 @@ def scale(name: str, n: int, group: str, timeout: float) -> None:
 def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
     """Scale a cluster with its workload, between MINIMUM and MAXIMUM worker sessions, until Ctrl-C.
 
-    After Ctrl-C, the cluster keeps its workers. If `dask cml serve` runs in the project, it continues to adapt
-    the cluster.
+    After Ctrl-C, the cluster keeps its workers. If `dask cml serve` runs in the project, it continues to
+    adapt the cluster.
     """
     from dask_cml.errors import CMLError
 
