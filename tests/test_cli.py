@@ -387,6 +387,30 @@ def test_help_names_every_option_but_those_of_makers_that_stay():
     assert "--shutdown-on-close" not in text
 
 
+def test_help_groups_the_options_of_a_cluster_and_shows_their_defaults(monkeypatch):
+    with dask.config.set({"cml.env": {"TOKEN": "s3cr3t"}, "cml.scheduler-args": ["--preload", "a b"]}):
+        cli.create._cluster_options.cache_clear()
+        text = " ".join(run("create", "--help").split())
+    cli.create._cluster_options.cache_clear()
+    headings = [
+        "One worker session:",
+        "The scheduler's session:",
+        "Every session:",
+        "The cluster:",
+        "The platform:",
+    ]
+    places = [text.index(heading) for heading in (*headings, "This command: --help")]
+    assert places == sorted(places)
+    assert "of one worker session. [default: 0]" in text
+    assert "[default: security]" in text
+    assert "[default: --preload 'a b']" in text
+    assert "s3cr3t" not in text
+    assert text.count("By default 1 hour") == 1
+    group = run("group", "add", "--help")
+    assert "The scheduler's session:" not in group
+    assert "[default: 0]" not in group
+
+
 # -- what is left of clusters
 
 

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import dask.config
 
 from dask_cml.cli.console import in_one_line
 from dask_cml.described import described_options, pairs, unattended_text, words
+
+
+class GroupedOption(click.Option):
+    """An option below a heading of the command's help.
+
+    Parameters
+    ----------
+    group : str
+        The heading.
+    """
+
+    def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
 
 
 class OptionsCommand(click.Command):
@@ -31,6 +47,18 @@ class OptionsCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the command's own parameters and those of the method."""
         return [*super().get_params(ctx), *_cluster_options(self._method)]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options below the headings of ``cml.yaml``; the command's own come last."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in [*_cluster_options(self._method), *super().get_params(ctx)]:
+            # Newer releases of click have records of arguments, too.
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+                heading = param.group if isinstance(param, GroupedOption) else "This command"
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 @functools.cache
@@ -58,8 +86,21 @@ def _cluster_options(method: str) -> list[click.Parameter]:
             more = {"type": click.Choice(each.choices)}
         elif each.kind != "text":
             more = {"type": int if each.kind == "integer" else float}
-        options.append(click.Option([declaration], help=text, **more))
+        # A worker group takes the cluster's values, and a default in the words needs no second one.
+        if method == "__init__" and "By default" not in text:
+            text += _default(key)
+        options.append(GroupedOption([declaration], help=text, group=each.group, **more))
     return options
+
+
+def _default(key: str) -> str:
+    """Return the configured value of an option for its help. A mapping may hold secrets."""
+    value = dask.config.get(f"cml.{key}", None)
+    if value in (None, []) or isinstance(value, dict):
+        return ""
+    if isinstance(value, bool):
+        return f"  [default: {'' if value else 'no-'}{key}]"
+    return f"  [default: {shlex.join(map(str, value)) if isinstance(value, list) else value}]"
 
 
 def _words(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str] | None:
@@ -80,11 +121,11 @@ def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[
 @click.argument("spec", required=False, type=click.Path(exists=True, dir_okay=False))
 @in_one_line
 def create(spec: str | None, **options: Any) -> None:
-    """Create a cluster that runs on when this command ends.
+    """Create a cluster that runs on when this command ends, and print its name.
 
-    The cluster can run until the CML session ends in which this command runs. The command waits until the
-    scheduler answers and the workers are granted, and prints the cluster's name. SPEC is a file as dask-ctl
-    takes it, whose arguments the options override.
+    The command waits until the scheduler answers and CML grants the workers. The cluster can run until the
+    CML session of this command ends. SPEC is a file with arguments, as dask-ctl takes it. Options override
+    it.
     """
     from dask_cml.cluster import CMLCluster
     from dask_cml.options import unattended
