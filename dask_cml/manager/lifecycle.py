@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
+#: Seconds between two looks of a manager that observes, and two heartbeats: a process may observe many
+#: clusters, and asks no scheduler more often than every two seconds on average.
+_OBSERVER_INTERVAL, _OBSERVER_BEAT = 7.5, 10.0
 #: Dask keeps writing a cluster's name and class into the scheduler. A manager that only looks need not do so.
 _SYNC_SECONDS, _OBSERVERS_SYNC_SECONDS = 1.0, 3600.0
 
@@ -157,6 +160,7 @@ class ManagedCluster(FleetCluster):
             correct_state=self._correct_state,
             log=self._log,
             watch=not self._role.observes,
+            interval=_OBSERVER_INTERVAL if self._role.observes else None,
         )
 
     async def _start(self) -> None:
@@ -222,7 +226,10 @@ class ManagedCluster(FleetCluster):
             patience = self.options.orphan_timeout if self.shutdown_on_close else None
         # One that only looks does not keep an orphan alive.
         info = {WATCHES: self._role.observes, SERVES: self._role.serves}
-        return Presence(self.scheduler_comm.address, arguments, orphan_timeout=patience, info=info)
+        interval = {"interval": _OBSERVER_BEAT} if self._role.observes else {}
+        return Presence(
+            self.scheduler_comm.address, arguments, orphan_timeout=patience, info=info, **interval
+        )
 
     async def _create_or_connect(self) -> None:
         mode = self.options.create_mode

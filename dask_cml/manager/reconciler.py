@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL = 3.0
+
 #: The platform stops sessions in less, as a rule. Until then nothing is launched, so that their room is free.
 _STOPS_WITHIN = 5.0
 #: So long a scheduler may be silent whose session the platform does not list here, as it lists to a session
@@ -75,6 +76,8 @@ class Reconciler:
         Gets each line for the user.
     watch : bool
         Whether to look for lost nodes, too.
+    interval : float, optional
+        Seconds between two looks while nothing changes. Default 3.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Reconciler:
         correct_state: Callable[[], Awaitable[None]],
         log: Callable[[str], None],
         watch: bool = True,
+        interval: float | None = None,
     ) -> None:
         self.backoffs = Backoffs(fleet, log)
         self._fleet = fleet
@@ -108,7 +112,8 @@ class Reconciler:
         self._changed = asyncio.Event()
         self._retirements = Retirements(fleet, client, lambda: leadership.leads, log, self.poke)
         self._watch = Watch(fleet, self._api, client, self.poke) if watch else None
-        self._unmet = UnmetWork(fleet, client, lambda: leadership.leads, log)
+        self._interval = interval or _LOOK_INTERVAL
+        self._unmet = UnmetWork(fleet, client, lambda: leadership.leads, log, self._interval)
 
     def poke(self, *_: object) -> None:
         """Look again now. To be called in the event loop."""
@@ -128,7 +133,7 @@ class Reconciler:
             while (outcome := await self._look()) is None:
                 # What is on its way is looked at as often as the platform is asked.
                 on_its_way = self._missing_since.keys() - self._fleet.waits.keys()
-                interval = 0.1 if on_its_way else _LOOK_INTERVAL
+                interval = 0.1 if on_its_way else self._interval
                 pause = min(interval, self.backoffs.shortest_pause or interval)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), pause)

@@ -13,8 +13,6 @@ from dask_cml.manager.scheduler_client import SchedulerClient
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL = 3.0
-
 
 class UnmetWork:
     """Look now and then for tasks that need what no worker offers, and log why they wait.
@@ -30,6 +28,9 @@ class UnmetWork:
     log : callable
         Gets each line for the user.
 
+    interval : float
+        Seconds between two looks.
+
     Attributes
     ----------
     words : str or None
@@ -42,18 +43,20 @@ class UnmetWork:
         client: SchedulerClient,
         leads: Callable[[], bool],
         log: Callable[[str], None],
+        interval: float = 3.0,
     ) -> None:
         self.words: str | None = None
         self._fleet = fleet
         self._client = client
         self._leads = leads
         self._log = log
+        self._interval = interval
         self._told: set[str] = set()
 
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
-            await asyncio.sleep(_INTERVAL)
+            await asyncio.sleep(self._interval)
             try:
                 await self.look()
             except (OSError, asyncio.TimeoutError) as error:
@@ -71,7 +74,7 @@ class UnmetWork:
         """
         found: dict[str, str] = {}
         if self._leads():
-            answer = await self._client.demand(self._fleet.name, max_age=_INTERVAL / 2)
+            answer = await self._client.demand(self._fleet.name, max_age=self._interval / 2)
             found = unmet(Snapshot.of(answer, self._fleet.states), self._expected)
         self.words = "; ".join(found.values()) or None
         # Their number changes often, and is no news.
