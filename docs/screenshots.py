@@ -1,19 +1,29 @@
-"""Take the pictures of JupyterLab in docs/images, of the real thing on the local platform.
+"""Take the pictures of JupyterLab and of the page in docs/images, of the real things on the local platform.
 
-Run ``python docs/screenshots.py`` with what the tests need, and with Chromium.
+Run ``python docs/screenshots.py`` with what the tests need, and with Chromium. With the argument ``lab`` or
+``page`` it takes those pictures alone.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
+
+import dask
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from lab import JupyterServer, Page, browser, until  # noqa: E402
+from distributed import Client  # noqa: E402
+from lab import JupyterServer, Page, Pane, browser, until  # noqa: E402
+from served import PageServer  # noqa: E402
+
+from dask_cml import local  # noqa: E402
 
 IMAGES = HERE / "images"
 FACTORY = {"n-workers": 2, "cpu": 2, "memory": 8, "forward-dashboard": True}
@@ -35,17 +45,76 @@ y = (x + x.T).persist()
 y.std(axis=0).mean().compute()"""
 
 
+LIVE = ("scheduling", "starting", "running")
+#: The steps of the work on the page's cluster, and how many seconds each takes.
+STEPS = {"load": 0.3, "clean": 0.1, "features": 0.5, "fit": 0.8, "score": 0.2}
+
+
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="cml-") as folder:
+    with tempfile.TemporaryDirectory(prefix="cml-") as folder, browser() as chrome:
         os.environ["DASK_CML_LOCAL_DIRECTORY"] = f"{folder}/local"
         os.environ["DASK_CML__STATE_DIRECTORY"] = f"{folder}/state"
+        dask.config.refresh()
         Path(folder, "local").mkdir(mode=0o700)
-        server = JupyterServer(Path(folder, "jupyter"), FACTORY, module="jupyterlab")
-        with server, browser() as chrome:
-            context = chrome.new_context(viewport={"width": 1440, "height": 860})
-            lab = Page(context.new_page(), server)
-            take_sidebar(lab)
-            take_widget(lab)
+        chosen = sys.argv[1:] or ["lab", "page"]
+        if "lab" in chosen:
+            take_lab(chrome, Path(folder, "jupyter"))
+        if "page" in chosen:
+            with PageServer(Path(folder), variables={"CDSW_CREATOR": "alice"}) as server:
+                take_page(chrome, server)
+
+
+def take_lab(chrome: Any, folder: Path) -> None:
+    with JupyterServer(folder, FACTORY, module="jupyterlab") as server:
+        context = chrome.new_context(viewport={"width": 1440, "height": 860})
+        lab = Page(context.new_page(), server)
+        take_sidebar(lab)
+        take_widget(lab)
+
+
+def take_page(chrome: Any, server: PageServer) -> None:
+    gpu = {"n-workers": 1, "cpu": 4, "memory": 16, "nvidia-gpu": 1}
+    options = {"name": "churn-model", "n_workers": 2, "cpu": 2, "memory": 8, "worker_groups": {"gpu": gpu}}
+    assert server.ask("POST", "api/clusters", options)[0] in (201, 202)
+    server.until_runs("churn-model", 3)
+    create = ["cml", "create", "--name", "sweep", "--n-workers", "4", "--platform", "local"]
+    environment = {**os.environ, "CDSW_CREATOR": "bob"}
+    subprocess.run([sys.executable, "-m", "dask", *create], env=environment, check=True)
+    # There is room for the third scheduler and for one of its two workers.
+    used = sum(each["cpu"] for each in local.list_workers() if each["status"] in LIVE)
+    local.configure(quota={"cpu": used + 5}, over_quota="wait")
+    options = {"name": "forecast", "n_workers": 2, "cpu": 4, "memory": 16}
+    assert server.ask("POST", "api/clusters", options)[0] in (201, 202)
+    with Client("cml://churn-model") as client:
+        running = start_work(client)
+        limits = {"minimum": 1, "maximum": 2}
+        assert server.ask("POST", "api/clusters/churn-model/adapt", limits)[0] == 200
+        page = chrome.new_context(viewport={"width": 1280, "height": 350}).new_page()
+        page.set_default_timeout(120_000)
+        page.goto(server.link)
+        page.locator("tbody", has_text="forecast").filter(has_text="1 waiting for room").wait_for()
+        page.locator("tbody", has_text="sweep").filter(has_text="running").wait_for()
+        page.screenshot(path=IMAGES / "serve-list.png")
+        page.set_viewport_size({"width": 1280, "height": 1600})
+        page.goto(f"{server.url}clusters/churn-model")
+        page.locator("#dashboard summary").click()
+        stream = Pane(page.frame_locator("#view iframe"))
+        until(lambda: stream.coloured > 50_000)
+        page.mouse.move(0, 0)
+        box = page.locator("#dashboard").bounding_box()
+        clip = {"x": 0, "y": 0, "width": 1280, "height": box["y"] + box["height"] + 24}
+        page.screenshot(path=IMAGES / "serve-cluster.png", clip=clip)
+        del running
+    assert server.ask("DELETE", "api/clusters/sweep")[0] == 200
+
+
+def start_work(client: Client) -> list[Any]:
+    """Submit steps of all kinds by turns."""
+    return [
+        client.submit(time.sleep, seconds * (0.5 + n % 7 / 7), key=f"{name}-{n}", pure=False)
+        for n in range(400)
+        for name, seconds in STEPS.items()
+    ]
 
 
 def take_sidebar(lab: Page) -> None:

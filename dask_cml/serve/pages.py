@@ -162,7 +162,7 @@ def _templates() -> jinja2.Environment:
         marked=_marked,
         number=lambda value: _UNKNOWN if value is None else f"{value:g}",
         quoted=lambda name: quote(name, safe=""),
-        rate=lambda value: _rounded(value, 1 if value and value < 10 else 0),
+        rate=lambda value: _rounded(value, 1 if value and value < 9.95 else 0),
         span=lambda value: _UNKNOWN if value is None else span(max(value, 0)),
         total=_total,
     )
