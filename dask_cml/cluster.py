@@ -176,7 +176,7 @@ class CMLCluster(ShownCluster):
         silence_logs: int | str | bool | None = logging.WARNING,
         quiet: bool = False,
         _record: Record | None = None,
-        _role: ManagerRole = ManagerRole(),  # noqa: B008 - it does not change
+        _role: ManagerRole | None = None,
     ) -> None:
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}

@@ -66,8 +66,8 @@ class ManagedCluster(FleetCluster):
         Those of them that are arguments of the constructor, as given.
     record : Record, optional
         The record of a running cluster to take over. Default: a new cluster.
-    role : ManagerRole
-        Why this process manages it.
+    role : ManagerRole or None
+        Why this process manages it, if it is not the user's program.
     asynchronous, loop, silence_logs, quiet
         As for :class:`dask_cml.CMLCluster`.
     """
@@ -78,7 +78,7 @@ class ManagedCluster(FleetCluster):
         given: Mapping[str, Any],
         *,
         record: Record | None,
-        role: ManagerRole,
+        role: ManagerRole | None,
         asynchronous: bool,
         loop: Any,
         silence_logs: int | str | bool | None,
@@ -96,7 +96,7 @@ class ManagedCluster(FleetCluster):
         for each in (self.options, *self.options.groups().values()):
             self._api.check_options(each.launch_options)
         self._client = SchedulerClient()
-        self._role = role
+        self._role = role or ManagerRole()
         self._assemble(record)
         if record is None:  # otherwise it takes over what another process has launched
             for group in self._fleet.states:
