@@ -118,7 +118,7 @@ class ManagedCluster(FleetCluster):
                 loop=loop,
                 name=self.options.name,
                 shutdown_on_close=self.options.shutdown_on_close,
-                scheduler_sync_interval=_OBSERVERS_SYNC_SECONDS if role.observes else _SYNC_SECONDS,
+                scheduler_sync_interval=_OBSERVERS_SYNC_SECONDS if self._role.observes else _SYNC_SECONDS,
             )
         except BaseException as error:  # Ctrl-C, too, must leave no session
             self._end(None, shutdown=not self._adopts)
