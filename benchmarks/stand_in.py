@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -159,9 +160,13 @@ class StandIn(types.ModuleType):
             self._texts[session_id] = _described(session_id, "running")
         if name.endswith("-scheduler"):
             process = subprocess.Popen(  # noqa: ASYNC220
-                [sys.executable, "-c", code], env={**os.environ, **env}, stdout=subprocess.DEVNULL
+                [sys.executable, "-c", code],
+                env={**os.environ, **env},
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
             )
-            self._stops[session_id] = process.terminate
+            # The scheduler, too, which the code has started.
+            self._stops[session_id] = lambda: _end_group(process.pid)
         elif self.runs_workers:
             await self._run_worker(session_id, name, _command(code))
 
@@ -203,6 +208,11 @@ class StandIn(types.ModuleType):
         if stop:
             stop()
         return 200
+
+
+def _end_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGTERM)
 
 
 def _described(session_id: str, status: str) -> str:
