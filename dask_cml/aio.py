@@ -1,4 +1,4 @@
-"""The end of asyncio tasks."""
+"""Cancellation of asyncio tasks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _PATIENCE = 1.0
 
 
 async def cancel(*tasks: asyncio.Future | None) -> None:
-    """Cancel tasks and wait until they are over; their results and errors are dropped.
+    """Cancel tasks, and wait until they have finished. Drop their results and errors.
 
-    One ``task.cancel()`` is not enough: ``asyncio.wait_for`` before Python 3.12 may lose it, and so does some
-    code in Dask's comms.
+    One ``task.cancel()`` is not enough: ``asyncio.wait_for`` before Python 3.12 may lose it, and so may some
+    code of Dask's comms.
     """
     pending = {task for task in tasks if task is not None and not task.done()}
     while pending:
@@ -20,4 +20,4 @@ async def cancel(*tasks: asyncio.Future | None) -> None:
         _, pending = await asyncio.wait(pending, timeout=_PATIENCE)
     for over in filter(None, tasks):
         if not over.cancelled():
-            over.exception()  # or asyncio complains that nobody asked for it
+            over.exception()  # otherwise, asyncio logs that nobody retrieved it

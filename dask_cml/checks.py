@@ -1,7 +1,7 @@
 """Checks of options: each takes an argument's name and value, and returns the value as the code uses it.
 
-Each raises a TypeError or ValueError that names the argument, the value and what is expected. What may hold a
-secret, such as an environment variable's value, is never in a message.
+Each check raises a TypeError or ValueError with the argument, the value and what is expected. Messages
+contain no value that may be secret, such as that of an environment variable.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from dask_cml.naming import GROUP_NAME, RESERVED
 
-# Dask is imported where it is needed, because the local platform imports this and starts without Dask.
+# Functions import Dask, because the local platform imports this module and must start without Dask.
 if TYPE_CHECKING:
     from distributed.security import Security
 
-#: No session and no cluster has so many GiB: who gives more gives bytes.
+#: More GiB than any cluster has: a larger number must be meant in bytes.
 _MOST_GIB = 100_000
-#: A file's name has 255 at most, and that of a session's log begins with the cluster's.
+#: A file name has 255 bytes at most, and the name of a session's log begins with the cluster's name.
 _NAME_BYTES = 200
 _GROUP_LENGTH = 40
 _SESSION_ID = re.compile(r"[A-Za-z0-9-]{4,64}")
 
 
 def is_session_id(value: object) -> TypeGuard[str]:
-    """Return whether this can be the id of a session. The platform's have 16 letters and digits."""
+    """Return whether a value can be a session id. CML's ids have 16 letters and digits."""
     return isinstance(value, str) and _SESSION_ID.fullmatch(value) is not None
 
 
 def message(argument: str, value: Any, expected: str) -> str:
-    """Return the words in which every option is refused."""
+    """Return the message for an invalid option."""
     return f"invalid {argument}={value!r}: expected {expected}"
 
 
 def integer(argument: str, value: Any, least: int) -> int:
-    """Check a whole number."""
+    """Check an integer."""
     expected = f"a whole number of at least {least}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(message(argument, value, expected))
@@ -58,7 +58,7 @@ def positive(argument: str, value: Any, expected: str = "a number above 0") -> f
 
 
 def _above_0(argument: str, value: Any, number: float, expected: str) -> float:
-    """Check the number that a value stands for."""
+    """Check that a value's number is above 0 and finite."""
     if not 0 < number < math.inf:
         raise ValueError(message(argument, value, expected))
     return float(number)
@@ -85,7 +85,7 @@ def gibibytes(argument: str, value: Any) -> float:
 def _amount(argument: str, text: str, expected: str) -> float:
     from dask.utils import parse_bytes
 
-    # Dask takes a unit without a number for 1 of it.
+    # Dask reads a unit without a number as 1 of that unit.
     if not any(map(str.isdigit, text)):
         raise ValueError(message(argument, text, expected))
     try:
@@ -96,7 +96,7 @@ def _amount(argument: str, text: str, expected: str) -> float:
 
 
 def seconds(argument: str, value: Any) -> float:
-    """Check a span of time, and return it in seconds."""
+    """Check a duration, and return it in seconds."""
     from dask.utils import parse_timedelta
 
     expected = 'seconds as a number above 0, or a string such as "90s"'
@@ -109,19 +109,19 @@ def seconds(argument: str, value: Any) -> float:
 
 
 def seconds_or_none(argument: str, value: Any) -> float | None:
-    """Check a span of time, or None."""
+    """Check a duration, or None."""
     return None if value is None else seconds(argument, value)
 
 
 def runs_one_per_gpu(worker_command: Sequence[str]) -> bool:
-    """Return whether a command is that of dask-cuda, which starts a Dask worker for each GPU."""
+    """Return whether a command is dask-cuda's, which starts one Dask worker for each GPU."""
     return [*worker_command[:3]] == ["dask", "cuda", "worker"] or os.path.basename(
         worker_command[0]
     ) == "dask-cuda-worker"
 
 
 def worker_command(argument: str, value: Any, nvidia_gpu: int) -> tuple[str, ...]:
-    """Check the command that runs a session's Dask workers."""
+    """Check the command that starts a session's Dask workers."""
     words = command_line(argument, value, own={})
     if not all(words) or not words:
         raise ValueError(f'invalid {argument}: expected a command, such as ["dask", "cuda", "worker"]')
@@ -131,7 +131,7 @@ def worker_command(argument: str, value: Any, nvidia_gpu: int) -> tuple[str, ...
 
 
 def processes(argument: str, value: Any, nvidia_gpu: int, worker_command: Sequence[str]) -> int:
-    """Check the Dask workers in a session: by default one, or as many as the command starts."""
+    """Check the number of Dask workers in a session. By default 1, or one for each GPU with dask-cuda."""
     per_gpu = runs_one_per_gpu(worker_command)
     if value is None:
         return nvidia_gpu if per_gpu else 1
@@ -143,7 +143,7 @@ def processes(argument: str, value: Any, nvidia_gpu: int, worker_command: Sequen
 
 
 def resources(argument: str, value: Any, nvidia_gpu: int) -> dict[str, float]:
-    """Check what a session's workers offer to tasks, by default their GPUs."""
+    """Check the resources of a session. By default its GPUs."""
     if value is None:
         return {"GPU": float(nvidia_gpu)} if nvidia_gpu else {}
     expected = 'a mapping of names to numbers above 0, such as {"GPU": 1}'
@@ -159,7 +159,7 @@ def resources(argument: str, value: Any, nvidia_gpu: int) -> dict[str, float]:
 
 
 def worker_groups(argument: str, value: Any) -> dict[str, dict[str, Any]]:
-    """Check a mapping of worker groups; what each asks for is checked with the cluster's options."""
+    """Check a mapping of worker groups. :meth:`Options.groups` checks the options of each group."""
     expected = 'a mapping of names to options, such as {"gpu": {"nvidia_gpu": 1}}'
     if not isinstance(value, Mapping):
         raise TypeError(message(argument, value, expected))
@@ -173,9 +173,9 @@ def worker_groups(argument: str, value: Any) -> dict[str, dict[str, Any]]:
 
 
 def group_name(argument: str, value: Any) -> str:
-    """Check the name of a worker group that is not the default one."""
+    """Check the name of a worker group other than the default group."""
     expected = (
-        f"words of at most {_GROUP_LENGTH} letters and digits in all that begin with a letter, joined by '-'"
+        f"at most {_GROUP_LENGTH} letters and digits, in words that begin with a letter and are joined by '-'"
     )
     if not isinstance(value, str):
         raise TypeError(message(argument, value, expected))
@@ -187,7 +187,7 @@ def group_name(argument: str, value: Any) -> str:
 
 
 def threads(argument: str, value: Any, cpu: float, processes: int) -> int:
-    """Check the threads of a session, by default as many as its CPUs, which its processes share evenly."""
+    """Check the number of threads in a session, which its processes share evenly. By default one per CPU."""
     if value is None:
         return max(1, int(cpu) // processes) * processes
     value = integer(argument, value, 1)
@@ -197,19 +197,19 @@ def threads(argument: str, value: Any, cpu: float, processes: int) -> int:
 
 
 def _plain(text: str) -> str:
-    """Return text that is no subclass of str: the ``repr`` of such means nothing in a session."""
+    """Return text as a plain str, because a session cannot evaluate the ``repr`` of a subclass."""
     return str.__str__(text)
 
 
 def text_or_none(argument: str, value: Any) -> str | None:
-    """Check text, or None."""
-    expected = "text, or None"
+    """Check a string, or None."""
+    expected = "a string, or None"
     if value is None:
         return None
     if not isinstance(value, str) or not value:
         raise TypeError(message(argument, value, expected))
     if "\0" in value:
-        raise ValueError(message(argument, value, f"{expected}, without zero bytes"))
+        raise ValueError(message(argument, value, f"{expected}, without null characters"))
     return _plain(value)
 
 
@@ -224,7 +224,7 @@ def names(argument: str, value: Any) -> tuple[str, ...]:
 
 
 def folder(argument: str, value: Any, expected: str = "the path of a folder") -> str:
-    """Check a folder's path, and return it absolute; the folder need not exist."""
+    """Check a folder's path, and return the absolute path. The folder need not exist."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise TypeError(message(argument, value, expected))
@@ -239,7 +239,7 @@ def folder_or_none(argument: str, value: Any) -> str | None:
 
 
 def command_line(argument: str, value: Any, own: Mapping[str, str | None]) -> tuple[str, ...]:
-    """Check more arguments of a program; ``own`` are the cluster's, each with the argument to use instead."""
+    """Check additional arguments of a program. Refuse those in `own`, which maps them to options."""
     strings = 'a list of strings, such as ["--option", "3"]'
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(of_type(argument, value, strings))
@@ -247,7 +247,7 @@ def command_line(argument: str, value: Any, own: Mapping[str, str | None]) -> tu
         if not isinstance(part, str):
             raise TypeError(of_type(f"{argument}[{i}]", part, "a string"))
         if "\0" in part:
-            raise ValueError(f"invalid {argument}[{i}]: expected a string without zero bytes")
+            raise ValueError(f"invalid {argument}[{i}]: expected a string without null characters")
         option = part.split("=")[0]
         if option in own:
             raise ValueError(f"invalid {argument}: expected no {option}; {_instead(own[option])}")
@@ -259,7 +259,7 @@ def _instead(argument: str | None) -> str:
 
 
 def of_type(argument: str, value: Any, expected: str) -> str:
-    """Return the message for what may hold secrets."""
+    """Return the message for an invalid option that may contain secrets."""
     return f"invalid {argument} of type {type(value).__name__}: expected {expected}"
 
 
@@ -272,19 +272,19 @@ def environment(argument: str, value: Any) -> dict[str, str]:
             got = repr(name) if isinstance(name, (int, float)) else f"one of type {type(name).__name__}"
             raise TypeError(f"invalid {argument}: expected names that are strings, got {got}")
         if not name or "=" in name or "\0" in name:
-            shown = re.sub("=.*", "=…", name, flags=re.DOTALL)  # the value, it seems
+            shown = re.sub("=.*", "=…", name, flags=re.DOTALL)  # the value may be secret
             raise ValueError(f"invalid {argument}: expected names of environment variables, got {shown!r}")
         if isinstance(content, (int, float)):
             raise TypeError(message(f"{argument}[{name!r}]", content, f'a string, such as "{content}"'))
         if not isinstance(content, str):
             raise TypeError(of_type(f"{argument}[{name!r}]", content, "a string"))
         if "\0" in content:
-            raise ValueError(f"invalid {argument}[{name!r}]: expected a string without zero bytes")
+            raise ValueError(f"invalid {argument}[{name!r}]: expected a string without null characters")
     return {_plain(name): _plain(content) for name, content in value.items()}
 
 
 def launch_parameters(argument: str, value: Any, own: Mapping[str, str | None]) -> dict[str, Any]:
-    """Check more parameters of ``launch_workers``; ``own`` are the cluster's, as in `command_line`."""
+    """Check more parameters of ``launch_workers``. Refuse those in `own`, which maps them to options."""
     if not isinstance(value, Mapping):
         raise TypeError(of_type(argument, value, "a mapping of parameters of launch_workers"))
     checked = {}
@@ -295,18 +295,18 @@ def launch_parameters(argument: str, value: Any, own: Mapping[str, str | None]) 
             )
         if name in own:
             raise ValueError(f"invalid {argument}: expected no {name!r}; {_instead(own[name])}")
-        try:  # what the cluster's record has of it is what is launched, here and by other managers
+        try:  # launch what the record contains, so that all managers launch the same
             checked[_plain(name)] = json.loads(json.dumps(content, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(of_type(f"{argument}[{name!r}]", content, "what JSON can hold")) from None
+            raise kind(of_type(f"{argument}[{name!r}]", content, "a value that JSON can represent")) from None
     return checked
 
 
 def cluster_name(argument: str, value: Any, create_mode: str) -> str:
-    """Check a cluster's name; by default a new cluster has a random one."""
+    """Check a cluster's name. By default a new cluster gets a random name."""
     if value is None and create_mode != "create":
-        expected = f"the name of a cluster, because create_mode={create_mode!r} looks for it"
+        expected = f"the name of a cluster, which create_mode={create_mode!r} requires"
         raise ValueError(message(argument, value, expected))
     if value is None:
         return f"cml-{secrets.token_hex(4)}"
@@ -324,7 +324,7 @@ def cluster_name(argument: str, value: Any, create_mode: str) -> str:
 
 
 def security(argument: str, value: Any) -> bool | Security:
-    """Check what says whether a cluster has keys."""
+    """Check whether a cluster has keys, or which."""
     from distributed.security import Security
 
     if not isinstance(value, (bool, Security)):
@@ -333,14 +333,14 @@ def security(argument: str, value: Any) -> bool | Security:
 
 
 def boolean(argument: str, value: Any) -> bool:
-    """Check True or False."""
+    """Check a boolean."""
     if not isinstance(value, bool):
         raise TypeError(message(argument, value, "True or False"))
     return value
 
 
 def choice(argument: str, value: Any, choices: Sequence[str]) -> str:
-    """Check one of several words."""
+    """Check one of several strings."""
     if value not in choices:
         raise ValueError(message(argument, value, f"one of {', '.join(map(repr, choices))}"))
     return _plain(value)

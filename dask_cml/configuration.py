@@ -1,4 +1,4 @@
-"""Dask's configuration: which keys of it are ours, where a value is from, and what of it sessions get."""
+"""Dask's configuration: its keys below ``cml``, the origin of a value, and what sessions inherit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 _DEFAULTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cml.yaml").read_text())
 dask.config.update_defaults(_DEFAULTS)
 
-#: The environment variable from which Dask reads the configuration of the process that started this one.
+#: The environment variable with the configuration that Dask inherits from the parent process.
 _INHERITED = "DASK_INTERNAL_INHERIT_CONFIG"
 _MOST_BYTES = 32 * 1024  # an environment variable may have 128 KiB on Linux
-#: What is this process's own, or that of other cluster managers.
+#: Keys that sessions do not inherit: those of this process only, and of other cluster managers.
 _OWN = frozenset(
     {
         "callbacks",
@@ -46,33 +46,33 @@ _OWN = frozenset(
         "scheduler-address",
     }
 )
-#: Names of secrets, and of the files of this process's keys.
+#: Names of secrets, and of files with this process's keys.
 _SECRET = re.compile(r"\btls\b|token(?!iz)|passw|secret|credential|(access|api|private)-?key", re.IGNORECASE)
-#: Values with secrets in them: keys, and URLs with a password.
+#: Values that contain secrets: keys, and URLs with a password.
 _SECRET_VALUE = re.compile(r"-----BEGIN|://[^/\s@]*:[^/\s@]*@")
 
 
 def check_keys() -> None:
-    """Refuse keys below ``cml`` that are no options.
+    """Refuse keys below ``cml`` that are not options.
 
     Raises
     ------
     TypeError, ValueError
-        With the key, where it is from, and the nearest option.
+        If a key is unknown. The message contains the key, its origin, and the nearest option.
     """
     options = [key for key, _ in _leaves("cml", _DEFAULTS["cml"])]
     for key, value in _leaves("cml", dask.config.get("cml"), options):
         if key in options:
             continue
         if any(option.startswith(f"{key}.") for option in options):
-            raise TypeError(f"{of_type(key, value, 'a mapping')}; it is from {origin(key)}")
+            raise TypeError(f"{of_type(key, value, 'a mapping')}, in {origin(key)}")
         near = difflib.get_close_matches(key, options, n=1)
         expected = near[0] if near else f"one of {', '.join(options)}"
         raise ValueError(f"invalid key {key} from {origin(key)}: expected {expected}")
 
 
 def _leaves(path: str, value: Any, options: list[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the keys below a path with their values; an option may be a mapping itself."""
+    """Yield the keys below a path with their values. The value of an option may be a mapping."""
     if isinstance(value, Mapping) and value and path not in (options or ()):
         for name, each in value.items():
             yield from _leaves(f"{path}.{str(name).replace('_', '-')}", each, options)
@@ -81,7 +81,7 @@ def _leaves(path: str, value: Any, options: list[str] | None = None) -> Iterator
 
 
 def origin(key: str) -> str:
-    """Say where the value of a key is from: an environment variable, a file, the defaults, or the program."""
+    """Return where the value of a key comes from, such as ``the file …``, for error messages."""
     value = repr(dask.config.get(key, None))
     for name, text in os.environ.items():
         if _key(name) == key and repr(dask.config.interpret_value(text)) == value:
@@ -102,9 +102,9 @@ def _key(variable: str) -> str | None:
 
 
 def inherited(state_directory: Path) -> dict[str, str]:
-    """Return the environment variables by which sessions get the configuration of this process.
+    """Return the environment variables by which sessions inherit this process's configuration.
 
-    It is what differs from Dask's defaults, without secrets and without what is this process's own.
+    Sessions inherit the values that differ from Dask's defaults, except secrets and this process's own.
     """
     variables: dict[str, str] = {}
     changed = _changed(dask.config.config, dask.config.merge(*reversed(dask.config.defaults)))
@@ -114,11 +114,11 @@ def inherited(state_directory: Path) -> dict[str, str]:
             variables[_INHERITED] = text
         else:
             logger.warning(
-                "Dask's configuration not passed on to the sessions: it has %s bytes, the limit is %s",
+                "Dask's configuration not passed to the sessions: its size is %s bytes, the limit is %s",
                 len(text),
                 _MOST_BYTES,
             )
-    # A session prefers its variables to what it inherits, and those of the project are here and there.
+    # A session prefers its environment variables, and the project's variables are set here and there.
     for name, text in os.environ.items():
         key = _key(name)
         if key is not None and _is_shared(key):
@@ -131,7 +131,7 @@ def inherited(state_directory: Path) -> dict[str, str]:
 
 
 def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return what differs from the defaults and may be passed on."""
+    """Return the values that differ from the defaults and that sessions may inherit."""
     changed: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{path}{name}".replace("_", "-")
@@ -149,13 +149,13 @@ def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any], path: str =
 
 def _is_shared(key: str) -> bool:
     parts = key.split(".")
-    if parts[0].startswith("cml-"):  # Dask takes DASK_CML_LOCAL_DIRECTORY and its like for configuration
+    if parts[0].startswith("cml-"):  # Dask reads DASK_CML_LOCAL_DIRECTORY and similar as configuration
         return False
     return not _SECRET.search(key) and not any(".".join(parts[: i + 1]) in _OWN for i in range(len(parts)))
 
 
 def _json(value: Any) -> str | None:
-    """Return a value as JSON; None if JSON cannot hold it, or it has a secret in it."""
+    """Return a value as JSON. Return None if JSON cannot represent it, or if it contains a secret."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The errors that dask-cml raises of its own accord."""
+"""The errors that dask-cml raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dask_cml.frames import render
 
 
 class CMLError(RuntimeError):
-    """Something that the platform or a session did, or did not do."""
+    """An operation failed on CML or in a session. All errors of dask-cml are subclasses."""
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows: the error first, then the frames of the user's code."""
@@ -16,18 +16,18 @@ class CMLError(RuntimeError):
 
 
 class NotOnCML(CMLError):
-    """Neither ``cml.workers_v1`` nor ``cdsw`` can be imported here."""
+    """The process runs outside CML: it can import neither ``cml.workers_v1`` nor ``cdsw``."""
 
 
 class LaunchRefused(CMLError):
-    """The platform did not grant a session, most often for a quota.
+    """CML refused to launch a session, most often because a quota is exhausted.
 
     Parameters
     ----------
     name : str
-        What the session was to be.
+        The name of the session.
     reason : str
-        The platform's own words.
+        CML's error message.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -36,46 +36,46 @@ class LaunchRefused(CMLError):
 
 
 class SessionFailed(CMLError):
-    """A session ended before its Dask process was heard of."""
+    """A session ended before its scheduler or worker answered."""
 
 
 class SchedulerTimeout(CMLError, TimeoutError):
-    """The scheduler's session did not run, or its scheduler did not answer, in time."""
+    """The scheduler's session did not start, or its scheduler did not answer, within the time limit."""
 
 
 class ClusterExists(CMLError):
-    """A cluster of this name is there already.
+    """A cluster with this name exists already.
 
     Parameters
     ----------
     name : str
-        The cluster's.
+        The name of the cluster.
     why : str, optional
-        Why it cannot be taken for dead, if it does not answer.
+        Why the cluster may still run, if it does not answer.
     """
 
     def __init__(self, name: str, why: str = "") -> None:
         doubt = f" ({why})" if why else ""
         super().__init__(
-            f"there is a cluster named {name!r} already{doubt}; take another name, or delete it first: "
+            f"a cluster named {name!r} exists already{doubt}: choose another name, or delete the cluster, "
             f"`dask cml delete {shlex.quote(name)}`"
         )
         self.name = name
 
 
 class NoSuchCluster(CMLError, LookupError):
-    """No record of a cluster of this name is there.
+    """No cluster with this name exists.
 
     Parameters
     ----------
     name : str
-        What was looked for.
+        The name of the cluster.
     known : tuple of str
-        The names of the clusters that are there.
+        The names of the existing clusters.
     """
 
     def __init__(self, name: str, known: tuple[str, ...] = ()) -> None:
-        there = f"there are {', '.join(map(repr, sorted(known)))}" if known else "there is none at all"
-        super().__init__(f"there is no cluster named {name!r}; {there}")
+        others = f"existing clusters: {', '.join(map(repr, sorted(known)))}" if known else "no clusters exist"
+        super().__init__(f"no cluster named {name!r}; {others}")
         self.name = name
         self.known = known

@@ -1,8 +1,9 @@
-"""The names of worker sessions, and of the Dask workers in them.
+"""The names of worker sessions and of their Dask workers.
 
-A session's name says its cluster, its worker group and its number: ``mine-0`` in the default group,
-``mine-gpu-0`` in the group ``gpu``. The Dask worker in it has the same name; several get ``-0``, ``-1`` and
-so on behind it. No word of a group's name begins with a digit, so a name has one reading only.
+A session's name consists of its cluster, its worker group and its number: ``mine-0`` in the default group,
+``mine-gpu-0`` in the group ``gpu``. Its Dask worker has the same name. Several Dask workers of one session
+have the suffixes ``-0``, ``-1`` and so on. No word of a group's name begins with a digit, so names are
+unambiguous.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-#: The group of the workers that are asked for without the name of a group.
+#: The group of workers that users request without a group's name.
 DEFAULT_GROUP = "default"
 
-#: What no other group is called: the scheduler's session ends with it.
+#: Names that no other group can have: the name of the scheduler's session ends with one.
 RESERVED = (DEFAULT_GROUP, "scheduler")
 
 _WORD = r"[A-Za-z][A-Za-z0-9_]*"
@@ -33,7 +34,7 @@ def session_name(cluster: str, group: str, number: int) -> str:
 
 
 def dask_names(session: str, processes: int) -> list[str]:
-    """Return the names of the Dask workers in a session, as ``dask worker --name`` makes them.
+    """Return the names of the Dask workers in a session, as ``dask worker --name`` composes them.
 
     Examples
     --------
@@ -43,22 +44,22 @@ def dask_names(session: str, processes: int) -> list[str]:
     return [f"{session}-{i}" for i in range(processes)] if processes > 1 else [session]
 
 
-# Managers of thousands of sessions ask for each of them at every look.
+# Managers of thousands of sessions read each name in every cycle.
 @lru_cache(maxsize=2**16)
 def read_name(cluster: str, name: str) -> tuple[str, int] | None:
-    """Return the group and the number of a session, by its own name or that of a Dask worker in it.
+    """Return the group and the number of a session, by its name or that of one of its Dask workers.
 
     Parameters
     ----------
     cluster : str
         The cluster's name.
     name : str
-        The session's, or the Dask worker's.
+        The session's or Dask worker's name.
 
     Returns
     -------
     tuple of str and int, or None
-        None if no session of this cluster has such a name.
+        The group and the number. None if no session of this cluster has such a name.
 
     Examples
     --------

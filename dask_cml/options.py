@@ -1,4 +1,4 @@
-"""The options of a cluster, read from arguments and Dask's configuration, and checked before any launch."""
+"""The options of a cluster: read from arguments and Dask's configuration, and checked before any launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distributed.security import Security
 from dask_cml import checks, configuration
 from dask_cml.described import NEVER, UNATTENDED_IDLE_TIMEOUT
 
-#: What the cluster itself says to the programs, so that worker_args and scheduler_args must not.
+#: Arguments that the cluster passes itself: worker_args and scheduler_args must not contain them.
 _OWN_WORKER_ARGS = {
     "--death-timeout": "scheduler_timeout",
     "--memory-limit": "memory",
@@ -41,7 +41,7 @@ _OWN_SCHEDULER_ARGS = {
     "--tls-cert": "security",
     "--tls-key": "security",
 }
-#: Parameters of launch_workers that have an option of their own here, or none.
+#: Parameters of launch_workers that the cluster passes itself, each with its option.
 _OWN_LAUNCH_OPTIONS = {
     "code": None,
     "cpu": "cpu",
@@ -61,7 +61,7 @@ CREATE_MODES = ("create", "connect", "create-or-connect")
 
 
 def exact(number: float) -> str:
-    """Return a number as text, without the loss of a digit.
+    """Return a number as text, with all its digits.
 
     Examples
     --------
@@ -73,7 +73,7 @@ def exact(number: float) -> str:
 
 @dataclass(frozen=True)
 class SessionSize:
-    """What one session gets: virtual CPUs, memory in GiB, and GPUs."""
+    """The size of one session: virtual CPUs, memory in GiB, and number of GPUs."""
 
     cpu: float
     memory: float
@@ -89,10 +89,22 @@ def _option(
     derived: bool = False,
     **constants: Any,
 ) -> Any:
-    """Declare an option: its check, the options that this gets, and whether other managers need it.
+    """Declare an option.
 
-    One that may hold secrets is not shown. A worker group may have values of its own of one that is grouped;
-    what is derived follows from what it needs, unless it is given.
+    Parameters
+    ----------
+    check : callable
+        The check of the option. Gets the option's name and value, the options in `needs` and `constants`.
+    needs : tuple of str
+        The options that the check needs.
+    recorded : bool
+        Whether the cluster's record contains the option, so that other managers know it.
+    shown : bool
+        Whether ``repr`` shows the option. False if it may contain secrets.
+    grouped : bool
+        Whether a worker group can have its own value.
+    derived : bool
+        Whether the default follows from the options in `needs`.
     """
     metadata = {
         "check": partial(check, **constants),
@@ -106,9 +118,9 @@ def _option(
 
 @dataclass(frozen=True)
 class Options:
-    """A cluster's options, checked. Times are in seconds, memory in GiB.
+    """A cluster's options, checked. Times are in seconds, memory is in GiB.
 
-    Each is an argument of ``CMLCluster`` and a key of ``cml.yaml``.
+    Each option is an argument of ``CMLCluster`` and a key of ``cml.yaml``.
     """
 
     n_workers: int = _option(checks.integer, least=0)
@@ -168,13 +180,13 @@ class Options:
 
     @classmethod
     def read(cls, **arguments: Any) -> Options:
-        """Check the arguments; those that are None are taken from Dask's configuration.
+        """Check the arguments. Take arguments that are None from Dask's configuration.
 
         Raises
         ------
         TypeError, ValueError
-            With the argument, its value and what is expected; for a value of the configuration, with its key
-            and where it is from. Also for keys below ``cml`` that are no options.
+            If an option is invalid, or a key below ``cml`` is unknown. The message contains the argument, its
+            value and what is expected. For the configuration, it contains the key and its origin.
         """
         configuration.check_keys()
         values: dict[str, Any] = {}
@@ -191,12 +203,12 @@ class Options:
         return options
 
     def groups(self) -> dict[str, Options]:
-        """Return the options of each worker group that the cluster begins with, the default one apart.
+        """Return the options of each worker group that the cluster starts with, except the default group.
 
         Raises
         ------
         TypeError, ValueError
-            For an option that is not allowed.
+            If an option is invalid.
         """
         groups = {}
         for name, given in self.worker_groups.items():
@@ -212,13 +224,13 @@ class Options:
         Parameters
         ----------
         given : mapping
-            Its own, by their names; None is not given. Its variables are added to the cluster's. Others are
-            as the cluster's. What follows from one that is given, such as threads from CPUs, follows anew.
+            The group's own options, by name. The group takes those that are missing or None from the cluster.
+            It derives options such as threads from its own CPUs. Its `env` adds to the cluster's.
 
         Raises
         ------
         TypeError, ValueError
-            With the argument, its value and what is expected.
+            If an option is invalid.
         """
         if unknown := [name for name in given if name not in GROUP_OPTIONS]:
             expected = f"one of {', '.join(GROUP_OPTIONS)}"
@@ -240,17 +252,17 @@ class Options:
         return replace(self, **{**values, "env": {**self.env, **values["env"]}})
 
     def group_arguments(self) -> dict[str, Any]:
-        """Return what :meth:`of_group` makes this group's options of again, as JSON can hold it."""
+        """Return arguments from which :meth:`of_group` restores this group's options, for JSON."""
         arguments = self.arguments()
         return {name: arguments[name] for name in GROUP_OPTIONS if name != "n_workers"}
 
     def of_running(self, recorded: Mapping[str, Any], shutdown_on_close: bool) -> Options:
-        """Return the options of a running cluster with those that each manager of it has for itself."""
+        """Return the options of a running cluster, with this manager's own values of unrecorded options."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata["recorded"]}
         return Options.read(**{**recorded, **own, "shutdown_on_close": shutdown_on_close})
 
     def differing(self, given: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
-        """Return the names of the options that were given and are others in a running cluster."""
+        """Return the names of the given options whose values differ from those of a running cluster."""
         values = self.arguments()
         names = [name for name in values if given.get(name) is not None and name in recorded]
         return [
@@ -262,11 +274,11 @@ class Options:
         ]
 
     def inheriting(self) -> Options:
-        """Return the same for new sessions, which get the Dask configuration of this process."""
+        """Return these options for new sessions, with this process's Dask configuration in `env`."""
         return replace(self, env={**configuration.inherited(state_directory()), **self.env})
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments that make these options again, as JSON can hold them."""
+        """Return arguments from which :meth:`read` restores these options, for JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["recorded"]}
         return {
             name: [*value]
@@ -278,42 +290,42 @@ class Options:
         }
 
 
-#: Each is an argument of CMLCluster.
+#: The names of all options. Each is an argument of CMLCluster.
 OPTION_NAMES = tuple(option.name for option in fields(Options))
-#: Those that each worker group has, and may have other values of than the cluster.
+#: The names of the options that a worker group can set.
 GROUP_OPTIONS = ("n_workers", *(option.name for option in fields(Options) if option.metadata["grouped"]))
 
 
 def setting(name: str, check: Callable[..., Any], *rest: Any, **needed: Any) -> Any:
-    """Read and check what is set by Dask's configuration alone.
+    """Read an option from Dask's configuration, and check it.
 
     Parameters
     ----------
     name : str
         The key below ``cml``.
     check : callable
-        Such as `checks.integer` or `checks.seconds`; gets the key, the value, and the rest.
+        The check, such as `checks.integer` or `checks.seconds`. Gets the key, the value, `rest` and `needed`.
 
     Raises
     ------
     TypeError, ValueError
-        With the key, its value, what is expected, and where the value is from.
+        If the value is invalid. The message contains the key, the value, what is expected and the origin.
     """
     key = f"cml.{name}"
     value = dask.config.get(key)
     try:
         return check(key, value, *rest, **needed)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}; it is from {configuration.origin(key)}") from None
+        raise type(error)(f"{error}, in {configuration.origin(key)}") from None
 
 
 def state_directory() -> Path:
-    """Return the folder that the sessions of a project share (``cml.state-directory``).
+    """Return the folder for the records of all clusters (``cml.state-directory``).
 
     Raises
     ------
     TypeError, ValueError
-        If it cannot be the path of a folder.
+        If the value is not the path of a folder.
     """
     return Path(setting("state-directory", checks.folder))
 

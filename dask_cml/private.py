@@ -1,7 +1,7 @@
-"""Folders and files that nobody else can change. What is known of clusters is read from no others.
+"""Files and folders that only this user can change. dask-cml reads clusters' records from no others.
 
-Who can write a record decides whom its readers connect with and which sessions they stop. All functions
-block for as long as the file system takes.
+A user who can write a record chooses which scheduler its readers connect to and which sessions they stop.
+All functions block while they wait for the file system.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dask_cml.errors import CMLError
 
-#: Bytes. No file that dask-cml reads has more.
+#: Maximum size of a file that dask-cml reads, in bytes.
 MOST_BYTES = 1_000_000
 
 
@@ -29,9 +29,9 @@ class NotPrivate(CMLError, PermissionError):
     path : Path
         The folder or file.
     why : str
-        What is wrong with it.
+        The problem, such as ``has mode 0775, so others can write to it``.
     command : str
-        What mends it, as a line for a shell.
+        The shell command that solves it.
     """
 
     def __init__(self, path: Path, why: str, command: str) -> None:
@@ -40,12 +40,12 @@ class NotPrivate(CMLError, PermissionError):
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, with the mode 0700 whatever the umask; or check one that is there.
+    """Create a folder and its parents with mode 0700, regardless of the umask. Check an existing folder.
 
     Raises
     ------
     NotPrivate
-        If it was there, and is not private.
+        If the folder exists and is not private.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -55,14 +55,14 @@ def make_folder(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a folder that is not this user's, or to which others can write.
+    """Refuse a folder that belongs to another user, or to which others can write.
 
     Raises
     ------
     NotPrivate
-        That says what is wrong with it.
+        If the folder is not private.
     NotADirectoryError
-        If it is no folder.
+        If the path is not a folder.
     """
     about = path.stat()
     if not stat.S_ISDIR(about.st_mode):
@@ -74,14 +74,14 @@ def check_folder(path: Path) -> None:
 def open_folder(path: Path, parent: int | None = None) -> Iterator[int]:
     """Open a folder that passes :func:`check_folder`, and yield its descriptor.
 
-    What is done by the descriptor is done in this folder, whatever is at its path meanwhile.
+    Operations by the descriptor affect this folder, even if another folder replaces it at its path.
 
     Parameters
     ----------
     path : Path
-        The folder's.
+        The path of the folder.
     parent : int, optional
-        The descriptor of the folder that it is in.
+        The descriptor of its parent folder.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
@@ -98,51 +98,51 @@ def read_file(path: Path, parent: int | None = None) -> bytes:
     Parameters
     ----------
     path : Path
-        The file's.
+        The path of the file.
     parent : int, optional
-        The descriptor of the folder that it is in.
+        The descriptor of its folder.
 
     Raises
     ------
     NotPrivate
-        If it is not private.
+        If the file belongs to another user, or others can write to it.
     ValueError
-        If it is no regular file, or has more than a megabyte.
+        If it is not a regular file, or larger than a megabyte.
     """
     try:
-        # A pipe must not make its reader wait for a writer.
+        # Opening a pipe must not wait for a writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise ValueError("it is no regular file") from None
+            raise ValueError("it is not a regular file") from None
         raise
     try:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         _check(path, about, "600")
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(MOST_BYTES + 1)
     finally:
         os.close(descriptor)
     if len(content) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        raise ValueError(f"it is larger than {MOST_BYTES} bytes")
     return content
 
 
 @contextlib.contextmanager
 def written(name: str, content: bytes, folder: int) -> Iterator[str]:
-    """Write a file under a temporary name, and remove what has that name at the end.
+    """Write a file under a temporary name, and remove that name at the end.
 
     Parameters
     ----------
     name : str
-        The name that the file is to get.
+        The final name of the file.
     content : bytes
-        The file's.
+        The content of the file.
     folder : int
-        The descriptor of the folder that it is in.
+        The descriptor of its folder.
 
     Yields
     ------
@@ -163,20 +163,20 @@ def written(name: str, content: bytes, folder: int) -> Iterator[str]:
 
 
 def owner_only(path: str, flags: int) -> int:
-    """Open a file for :func:`open`, so that only its owner can read it if this creates it."""
+    """Open a file for :func:`open`. If this creates it, only its owner can read it."""
     return os.open(path, flags, mode=0o600)
 
 
 def move_aside(path: Path) -> str:
-    """Return the line for a shell that gives a folder or file another name, which no cluster can have."""
+    """Return the shell command that renames a folder or file to a name that no cluster can have."""
     aside = path.with_name(f".{path.name.lstrip('.')}-{secrets.token_hex(2)}")
     return shlex.join(["mv", str(path), str(aside)])
 
 
 def _check(path: Path, about: os.stat_result, mode: str) -> None:
     if about.st_uid != os.geteuid():
-        why = f"belongs to the user {about.st_uid}, and you are {os.geteuid()}"
+        why = f"belongs to the user with the id {about.st_uid}, your id is {os.geteuid()}"
         raise NotPrivate(path, why, move_aside(path))
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        why = f"has the mode {stat.S_IMODE(about.st_mode):04o}, so others can write to it"
+        why = f"has mode {stat.S_IMODE(about.st_mode):04o}, so others can write to it"
         raise NotPrivate(path, why, shlex.join(["chmod", mode, str(path)]))

@@ -1,6 +1,6 @@
-"""The sign of life that a scheduler leaves in its cluster's folder, for those that cannot reach it.
+"""The scheduler's sign of life in its cluster's folder, for processes that cannot reach the scheduler.
 
-Functions block for as long as the file system takes.
+Functions block while they wait for the file system.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import time
 from pathlib import Path
 
 PULSE_FILE = "pulse"
-#: Seconds between two signs, and of silence after which a scheduler that nobody can reach is dead.
+#: Seconds between two signs of life, and of silence after which an unreachable scheduler counts as dead.
 INTERVAL, LONGEST_SILENCE = 15.0, 120.0
 
 
 def beat(folder: Path) -> None:
-    """Leave a sign of life, unless the folder is gone.
+    """Leave a sign of life, unless the folder does not exist.
 
     Parameters
     ----------
     folder : Path
-        The cluster's.
+        The cluster's folder.
     """
     with contextlib.suppress(OSError):
         (folder / PULSE_FILE).touch(mode=0o600)
 
 
 def is_fresh(folder: Path) -> bool:
-    """Return whether there was a sign of life lately, by one quick look and this machine's clock.
+    """Return whether the scheduler left a sign of life lately, by this machine's clock and without waiting.
 
     Parameters
     ----------
     folder : Path
-        The cluster's.
+        The cluster's folder.
     """
     try:
         return time.time() - (folder / PULSE_FILE).stat().st_mtime < LONGEST_SILENCE
@@ -43,16 +43,16 @@ def is_fresh(folder: Path) -> bool:
 
 
 def silence(folder: Path) -> float | None:
-    """Return for how many seconds there was no sign of life; None if there never was one.
+    """Return the seconds since the last sign of life. Return None if the scheduler never left one.
 
     Parameters
     ----------
     folder : Path
-        The cluster's.
+        The cluster's folder.
     """
     try:
-        # The file system's clock told the time of the sign, so it tells the present, too. NFS may remember
-        # an old time of a file, but not of one that was just opened.
+        # The file system's clock dated the sign, so use the same clock for now. NFS may cache an old time of
+        # a file, but not of a file that was just opened.
         with open(folder / PULSE_FILE) as sign, tempfile.TemporaryFile(dir=folder.parent) as now:
             return max(0.0, os.fstat(now.fileno()).st_mtime - os.fstat(sign.fileno()).st_mtime)
     except OSError:

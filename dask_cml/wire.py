@@ -1,4 +1,4 @@
-"""What the scheduler and its managers agree on: the names of its handlers, and a tunnel for bytes."""
+"""The protocol between the scheduler and its managers: names of handlers, and a tunnel for bytes."""
 
 from __future__ import annotations
 
@@ -11,62 +11,65 @@ from dask_cml.aio import cancel
 
 HEARTBEAT = "cml_manager_heartbeat"
 SYNC = "cml_sync"
-#: Asks the scheduler what work it knows, and what is there to do it.
+#: Asks the scheduler for its pending work and its workers.
 DEMAND = "cml_demand"
-#: In what a manager tells of itself: it is there for whomever may look, and does not keep an orphan alive.
+#: Key of a manager's heartbeat. If true, the manager only observes: it does not keep an orphan running.
 WATCHES = "watches"
-#: In what a manager sends of itself: it stays when others leave, and goes on to adapt.
+#: Key of a manager's heartbeat. If true, the manager stays when others leave, and continues to adapt.
 SERVES = "serves"
-#: Asks the scheduler for a connection with its dashboard; it answers ``{"status": "OK"}``.
+#: Asks the scheduler to connect to its dashboard. The scheduler answers ``{"status": "OK"}``.
 FORWARD = "cml_forward"
 
 CHUNK = 2**16
-# A comm's write() does not wait until the other side has read: so much is sent before it says that it has.
+# A comm's write() does not wait for the reader. This many bytes are sent before the reader confirms some.
 _WINDOW = 8 * CHUNK
 
 
 class Reads(Protocol):
-    """Where bytes come from."""
+    """A source of bytes."""
 
     async def read(self, n: int) -> bytes:
-        """Return some bytes, about `n` at most; none at the end."""
+        """Return up to about `n` bytes. Return no bytes at the end."""
 
 
 class Writes(Protocol):
-    """Where bytes go."""
+    """A destination of bytes."""
 
     def write(self, data: bytes) -> Any:
-        """Write bytes, perhaps later."""
+        """Write bytes, now or later."""
 
     async def drain(self) -> None:
-        """Wait until all bytes are given to the system."""
+        """Wait until all bytes are in the system's buffer."""
 
     def write_eof(self) -> None:
-        """Say that no more bytes come."""
+        """End the stream of bytes."""
 
 
 def unbuffered(writer: asyncio.StreamWriter) -> asyncio.StreamWriter:
-    """Let a writer's ``drain`` wait until all bytes are given to the system, as a tunnel needs it."""
+    """Let a writer's ``drain`` wait until all bytes are in the system's buffer, as a tunnel requires."""
     writer.transport.set_write_buffer_limits(high=0)
     return writer
 
 
 class Tunnel:
-    """Carries the bytes of a TCP connection through a comm, both ways, until both directions have ended.
+    """Carries the bytes of a TCP connection through a comm, in both directions, until both have ended.
 
-    The other side of the comm has a tunnel, too. Bytes are data; empty bytes are their end; a number says how
-    much of what came was passed on, where the end counts as one; None says that nothing comes any more.
+    The other side of the comm is a tunnel, too. A message of bytes is data, and empty bytes are the end of
+    the data. A number confirms how many bytes were passed on; the end counts as one. None ends the
+    connection.
 
     Parameters
     ----------
     comm : Comm
-        Belongs to the tunnel from now on.
-    reader, writer : Reads, Writes
-        The TCP connection; see :func:`unbuffered`.
+        The comm. The tunnel closes it.
+    reader : Reads
+        The source of the bytes to send, such as the TCP connection's reader.
+    writer : Writes
+        The destination of the received bytes, such as the TCP connection's writer; see :func:`unbuffered`.
     """
 
     def __init__(self, comm: Comm, reader: Reads, writer: Writes) -> None:
-        #: Bytes that came through the comm and were passed on.
+        #: Number of bytes that came through the comm and were passed on.
         self.delivered = 0
         self._comm = comm
         self._reader = reader
@@ -113,8 +116,9 @@ class Tunnel:
                 continue
             self._waiting += len(message)
             if self._waiting > _WINDOW + CHUNK:
-                raise OSError("the other side sends more than it may")
-            # Not passed on here: a browser that does not read would keep numbers from the other direction.
+                raise OSError("the other side of the tunnel sent more bytes than allowed")
+            # Deliver in another task: a browser that does not read must not delay the other direction's
+            # numbers.
             self._arrived.put_nowait(bytes(message))
 
     async def _deliver(self) -> None:
@@ -133,7 +137,7 @@ class Tunnel:
         await self._end_direction()
 
     async def _end_direction(self) -> None:
-        # Whoever closes while something is under way to it makes the system drop what the other has not read.
+        # Closing a connection with unread bytes makes the system drop those that the other side has not read.
         self._directions -= 1
         if not self._directions:
             await self._write(None)

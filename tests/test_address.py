@@ -159,7 +159,7 @@ def test_another_user_gets_nothing_and_is_told_so_at_once(cluster, tmp_path):
     plain = cluster.scheduler.address
     text = run(OTHER, ADDRESS, plain, folder=tmp_path, HOME=str(tmp_path), DASK_CML__STATE_DIRECTORY=None)
     by_name, by_address = text.splitlines()
-    assert by_name.startswith(f"NoSuchCluster: there is no cluster named {NAME!r}")
+    assert by_name.startswith(f"NoSuchCluster: no cluster named {NAME!r}")
     assert by_name.endswith(str(tmp_path / ".dask-cml"))
     assert by_address.startswith("TypeError: TLS expects a `ssl_context` argument")
 

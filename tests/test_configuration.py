@@ -88,7 +88,7 @@ def test_an_error_says_which_file_a_value_is_from(configured, folder):
     configured("cml:\n  n_workers: many\n")
     with pytest.raises(TypeError, match=r"invalid cml.n-workers='many': expected a whole number") as caught:
         Options.read()
-    assert str(caught.value).endswith(f"; it is from the file {folder / 'mine.yaml'}")
+    assert str(caught.value).endswith(f", in the file {folder / 'mine.yaml'}")
 
 
 def test_an_error_says_which_variable_a_value_is_from(configured, monkeypatch):
@@ -157,7 +157,7 @@ def test_secrets_and_what_is_this_processs_own_stay_here(key, value):
 def test_a_configuration_too_big_for_a_variable_is_not_passed_on_and_that_is_told(caplog):
     with dask.config.set({"mine": "x" * 40_000}):
         assert configuration.inherited(state_directory()) == {}
-    assert "not passed on to the sessions" in caplog.text
+    assert "not passed to the sessions" in caplog.text
 
 
 def test_what_is_set_here_wins_over_a_variable_that_the_sessions_have_too(monkeypatch):

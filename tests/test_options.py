@@ -341,7 +341,7 @@ REFUSED = [
     ("env", {1: "A"}, TypeError, "env: expected names that are strings, got 1"),
     ("env", {"": "1"}, ValueError, "env: expected names of environment variables, got ''"),
     ("env", {"A=B": "1"}, ValueError, "env: expected names of environment variables, got 'A=…'"),
-    ("env", {"A": "\0"}, ValueError, "env['A']: expected a string without zero bytes"),
+    ("env", {"A": "\0"}, ValueError, "env['A']: expected a string without null characters"),
     ("worker_args", "--lifetime 1h", TypeError, STRINGS),
     ("worker_args", 3, TypeError, STRINGS),
     ("worker_args", ["--lifetime", 3600], TypeError, "worker_args[1] of type int: expected a string"),
@@ -356,8 +356,8 @@ REFUSED = [
     ("scheduler_args", ["--port", "1"], ValueError, "the cluster sets it"),
     ("scheduler_args", ["--idle-timeout=1h"], ValueError, "use the argument idle_timeout"),
     ("scheduler_args", ["--dashboard-address", ":1"], ValueError, "the cluster sets it"),
-    ("worker_class", "", TypeError, "text, or None"),
-    ("worker_class", dict, TypeError, "text, or None"),
+    ("worker_class", "", TypeError, "a string, or None"),
+    ("worker_class", dict, TypeError, "a string, or None"),
     ("launch_options", [("kernel", "r")], TypeError, "of type list: expected a mapping of parameters"),
     ("launch_options", {3: "cpu"}, TypeError, "expected names of parameters of launch_workers, got 3"),
     ("launch_options", {"cpu": 3}, ValueError, "use the argument cpu"),
@@ -467,7 +467,7 @@ def test_a_bad_value_of_the_configuration_is_refused_alike(stub, argument, value
     with dask.config.set({key(argument): value}), pytest.raises(error) as caught:
         CMLCluster()
     assert str(caught.value).startswith(f"invalid {refused_as(argument, value, key(argument))}")
-    assert str(caught.value).endswith("; it is from Dask's configuration")
+    assert str(caught.value).endswith(", in Dask's configuration")
 
 
 @pytest.mark.parametrize("mode", ["connect", "create-or-connect"])

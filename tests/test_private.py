@@ -98,7 +98,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path, kind):
             path.symlink_to(tmp_path / "other")
         else:
             path.symlink_to("/dev/zero")
-        with pytest.raises(ValueError, match="it is no regular file"):
+        with pytest.raises(ValueError, match="it is not a regular file"):
             read_file(path)
 
 
@@ -156,7 +156,7 @@ def test_a_pipe_in_place_of_a_record_hangs_nobody(tmp_path, caplog):
     (folder / RECORD_FILE).unlink()
     os.mkfifo(folder / RECORD_FILE)
     assert store.records(tmp_path / "state") == []
-    assert "it is no regular file" in caplog.text
+    assert "it is not a regular file" in caplog.text
 
 
 def test_a_link_to_a_folder_elsewhere_is_no_cluster(tmp_path, caplog):

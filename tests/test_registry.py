@@ -175,7 +175,7 @@ def test_full_disk_leaves_the_old_record_and_no_other_file(state, monkeypatch):
 
 
 def test_unknown_name_is_an_error_that_lists_the_known_ones(state):
-    with pytest.raises(NoSuchCluster, match="there is none at all"):
+    with pytest.raises(NoSuchCluster, match="no clusters exist"):
         read("a", state)
     claim(Record("b"), state)
     claim(Record("c"), state)

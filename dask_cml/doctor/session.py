@@ -118,7 +118,7 @@ def state_directory() -> Finding:
         mode = stat.S_IMODE(directory.stat().st_mode)
         if mode & 0o777 != 0o700:
             state: State = "warning" if mode & 0o700 == 0o700 else "wrong"
-            words = f"{directory} has the mode {mode:04o}. Only you must be able to read and write it."
+            words = f"{directory} has mode {mode:04o}. Only you must be able to read and write it."
             return _state(state, words, f"chmod 700 {shlex.quote(str(directory))}")
     probe = there / f".doctor-{secrets.token_hex(8)}"
     try:
