@@ -92,7 +92,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
     out, err = shell("create", "--name", "mine", "--n-workers", 1, "--env", "A=B=C",
                      "--worker-args", "--lifetime '10 h'")  # fmt: skip
     assert out == "mine\n"
-    assert err.endswith("The cluster mine can run until the session mysession ends.\n")
+    assert err.endswith("Cluster mine can run until session mysession ends.\n")
     assert err.startswith("Cluster mine started in ")
     assert "\nAddress: cml://mine\nDashboard: http" in err
     assert told("mine")["env"]["A"] == "B=C"

@@ -237,7 +237,7 @@ def test_a_task_that_prints_works_while_the_disk_is_full(platform, tmp_path, unt
         log.unlink()
         assert client.submit(print, "there is space").result() is None
         until(lambda: log.exists() and "there is space" in log.read_text())
-        assert "bytes of output could not be written here" in log.read_text()
+        assert "bytes of output lost: the log could not be written" in log.read_text()
 
 
 async def test_job_script_launches_nothing(platform):

@@ -147,7 +147,7 @@ def test_a_failing_program_makes_the_code_fail_and_its_last_lines_are_printed(pr
     plan = plan_worker(read(), folder, "mine-0", "tcp://10.0.0.1:8786")
     done = run(plan)
     assert done.returncode == 1
-    assert "worker ended with exit status" in done.stdout + done.stderr
+    assert "worker failed with exit status" in done.stdout + done.stderr
     assert f"its log is {plan.log}" in done.stdout + done.stderr
     assert "the last words" in done.stdout
     assert "\n99900\n" not in done.stdout
@@ -246,7 +246,7 @@ def test_a_log_goes_on_when_the_disk_is_not_full_any_more(program, run, folder):
     assert done.returncode == 0, done.stdout + done.stderr
     first, missing, *_, last = log.read_text().splitlines()
     assert (first, last) == ("", "there is space")
-    lost = re.fullmatch(r"\[(\d+) bytes of output could not be written here\]", missing)
+    lost = re.fullmatch(r"\[(\d+) bytes of output lost: the log could not be written\]", missing)
     assert int(lost[1]) > 10**5
 
 

@@ -228,10 +228,10 @@ def test_the_sessions_that_the_platform_lists(cml):
     [
         (UNAUTHORIZED, "Unauthorized"),
         ({"message": "Internal Server Error"}, "Internal Server Error"),
-        ({}, "list_workers() fails: CML answered with no session"),
+        ({}, "list_workers() fails: CML answered with a dict instead of a session"),
         (["id", "status"], "with a list"),
         (None, "list_workers() fails: "),
-        (RuntimeError("no CDSW_API_KEY in the environment"), "CDSW_API_KEY is not set. Restart the kernel"),
+        (RuntimeError("no CDSW_API_KEY in the environment"), "CDSW_API_KEY is not set: restart the kernel"),
         (OSError("connection\nreset"), "OSError: connection"),
         (ConnectionError("x" * 1000), "list_workers() fails"),
     ],

@@ -309,7 +309,7 @@ async def test_an_outage_is_told_when_it_begins_and_when_it_ends(platform, holds
 async def test_a_missing_key_is_told_at_once(platform, holds, monkeypatch, caplog):
     platform.configure(needs_api_key=True)
     monkeypatch.delenv("CDSW_API_KEY", raising=False)
-    with pytest.raises(CMLError, match=r"^CML did not launch .*: CDSW_API_KEY is not set. Restart"):
+    with pytest.raises(CMLError, match=r"^CML did not launch .*: CDSW_API_KEY is not set: restart"):
         await make(n_workers=1)
     assert platform.sessions() == []
     monkeypatch.setenv("CDSW_API_KEY", "key")

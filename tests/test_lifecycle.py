@@ -181,7 +181,7 @@ async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_sessio
 async def test_shutdown_on_close_false_leaves_the_cluster_running(platform):
     async with make(n_workers=1, name="left", shutdown_on_close=False) as cluster:
         [told] = [line for line in manager_log(cluster) if "can run until" in line]
-        assert told == "The cluster left can run until this machine restarts"
+        assert told == "Cluster left can run until this machine restarts"
     assert len(live(platform)) == 2
     cluster = await rebuild("left", shutdown_on_close=True)
     async with cluster:

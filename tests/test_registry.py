@@ -179,7 +179,7 @@ def test_unknown_name_is_an_error_that_lists_the_known_ones(state):
         read("a", state)
     claim(Record("b"), state)
     claim(Record("c"), state)
-    with pytest.raises(NoSuchCluster, match="'a'; there are 'b', 'c'") as error:
+    with pytest.raises(NoSuchCluster, match="'a'; existing clusters: 'b', 'c'") as error:
         read("a", state)
     assert error.value.known == ("b", "c")
     assert isinstance(error.value, (CMLError, LookupError))
@@ -374,7 +374,7 @@ def test_damaged_record_is_reported_once_and_passed_over(state, caplog, content,
     (folder / RECORD_FILE).write_bytes(damaged)
     for _ in range(2):
         assert [record.name for record in records(state)] == ["good"]
-    with pytest.raises(NoSuchCluster, match="there are 'good'"):
+    with pytest.raises(NoSuchCluster, match="existing clusters: 'good'"):
         read("bad", state)
     assert len(caplog.records) == 1
     assert str(folder / RECORD_FILE) in caplog.text

@@ -102,7 +102,7 @@ def test_of_a_long_log_the_end_is_read_first(tmp_path, write, monkeypatch):
     write("mine-0", "one\ntwo\nthree\n")
     logs = SessionLogs("mine", tmp_path)
     [note, *lines] = [line for _, line in logs.lines()]
-    assert note == f"[6 bytes before this are in {tmp_path}/mine-0.log]"
+    assert note == f"[6 earlier bytes are in {tmp_path}/mine-0.log]"
     assert lines == ["o", "three"]
     write("mine-0", "much is written later\n" * 2, "a")
     assert [line for _, line in logs.lines()] == ["much is written later"] * 2

@@ -1,1 +1,1 @@
-"""One session of the platform: how it is launched, watched and stopped."""
+"""One session of the platform: its launch, its status and its end."""

@@ -1,6 +1,6 @@
-"""What the platform's functions return and raise, and what it means.
+"""The answers and errors of the platform's functions, and their meaning.
 
-They look at no HTTP status: an error of the server comes back as if it were the result.
+The functions ignore the HTTP status: they return a server error like a result.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
 
-#: What the platform says of a session.
+#: The platform's information on a session.
 SessionInfo = Mapping[str, Any]
 
-#: Errors of a program, which no second try mends. Whatever else a call raises without an HTTP status
-#: is taken for a broken connection, because nothing is promised of the HTTP library under the API.
+#: Errors of a program, which a second try cannot fix. Any other error without an HTTP status counts as a
+#: broken connection, because the HTTP library of the Workers API may change.
 _OUR_FAULT = (TypeError, ValueError, LookupError, AttributeError, NameError, ImportError, CMLError)
 _PENDING = frozenset({"scheduling", "starting"})
 _ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
 _REFUSAL = re.compile(r"quota|limit|exceeded|forbidden", re.IGNORECASE)
-#: They have such words, too, and pass.
+#: Words of errors that contain such words, too, but that a later try may not meet.
 _NO_REFUSAL = re.compile(r"rate.?limit|time.?limit|deadline", re.IGNORECASE)
 _KEY = "CDSW_API_KEY"
 _LONGEST = 200
 
 
 class WrongAnswer(CMLError):
-    """An answer that is none, most often an error of the server. A later try may get a right one.
+    """An answer in the wrong form, most often a server error. A later try may succeed.
 
     Parameters
     ----------
     words : str
-        The platform's own.
+        The platform's error message.
     code : int, optional
         The HTTP status, if it is known.
     """
@@ -45,46 +45,46 @@ class WrongAnswer(CMLError):
 
 
 class NoAnswer(CMLError, TimeoutError):
-    """A call has not returned within its time. A later one may."""
+    """A call did not return within its time limit. A later try may succeed."""
 
 
 class CallFailed(CMLError):
-    """The platform did not do what it was asked for, at any try, or will not. It says why in its words."""
+    """All tries of a call failed, or its error is permanent. The message contains the platform's error."""
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether an error of the Workers API is one that a later try may not meet."""
+    """Return whether a later try may succeed after this error."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None) or getattr(error, "code", None)
     if isinstance(status, int):
         return status >= 500 or status in (401, 408, 429)
     if isinstance(error, (WrongAnswer, NoAnswer)) or _is_no_json(error):
         return True
-    # An OSError comes from outside whatever else it is.
+    # An OSError always comes from outside this program.
     return not is_missing_key(error) and (isinstance(error, OSError) or not isinstance(error, _OUR_FAULT))
 
 
 def is_of_the_platform(error: BaseException) -> bool:
-    """Whether the platform has failed, and not the one who calls it."""
+    """Return whether the platform caused the error, and not its caller."""
     return may_pass(error) or is_missing_key(error) or isinstance(error, (OSError, WrongAnswer))
 
 
 def is_missing_key(error: BaseException) -> bool:
-    """Whether the platform's functions cannot work in this process."""
+    """Return whether the platform's functions cannot work in this process."""
     return isinstance(error, RuntimeError) and not isinstance(error, CMLError) and _KEY in str(error)
 
 
 def _is_no_json(error: BaseException) -> bool:
-    # json's, simplejson's, and in newer releases of `requests` its own: the page of a gateway is none.
+    # The error of json, simplejson or newer releases of `requests`, for example for a gateway's HTML page.
     return type(error).__name__ == "JSONDecodeError"
 
 
 def in_words(error: BaseException) -> str:
-    """Say in one short line what an error is."""
+    """Return an error as one short line."""
     if is_missing_key(error):
-        return f"{_KEY} is not set. Restart the kernel, or start a new session"
+        return f"{_KEY} is not set: restart the kernel, or start a new session"
     if _is_no_json(error):
-        return "the answer is no JSON, as the page of a gateway that reaches no server"
+        return "the answer is not JSON; CML's gateway may not reach its server"
     line = next(iter(str(error).splitlines()), "")
     if not isinstance(error, CMLError):
         line = f"{type(error).__name__}: {line}".removesuffix(": ")
@@ -92,28 +92,28 @@ def in_words(error: BaseException) -> str:
 
 
 def status_of(session: SessionInfo) -> str:
-    """Return a session's status in lower case, as newer releases do not write all of them."""
+    """Return a session's status in lower case, because newer releases write some in upper case."""
     return str(session.get("status", "unknown")).lower()
 
 
 def has_ended(session: SessionInfo) -> bool:
-    """Whether a session is over, in whichever way; ``stopping`` and ``unknown`` are no ends."""
+    """Return whether a session has ended, in any way. ``stopping`` and ``unknown`` do not count."""
     return status_of(session) in _ENDED
 
 
 def is_pending(session: SessionInfo) -> bool:
-    """Whether a session has not begun to run: it waits for room, or starts."""
+    """Return whether a session has not started to run: it waits for room, or starts."""
     return status_of(session) in _PENDING
 
 
 def ip_address(session: SessionInfo) -> str | None:
-    """Return a session's IP address, once the platform tells it."""
+    """Return a session's IP address. Return None until it is known."""
     ip = session.get("ip_address")
     return ip if ip and ip != "unknown" else None
 
 
 def moment(session: SessionInfo, what: str) -> datetime | None:
-    """Return when something happened to a session, e.g. ``created_at``, if the platform tells it."""
+    """Return the time of an event of a session, such as ``created_at``. Return None if it is unknown."""
     try:
         when = datetime.fromisoformat(str(session.get(what)).replace("Z", "+00:00"))
     except ValueError:
@@ -122,12 +122,12 @@ def moment(session: SessionInfo, what: str) -> datetime | None:
 
 
 def listed(answer: Any) -> list[SessionInfo]:
-    """Return the sessions that ``list_workers`` tells.
+    """Return the sessions in the answer of ``list_workers``.
 
     Raises
     ------
     WrongAnswer
-        If it is no list of sessions.
+        If the answer is not a list of sessions.
     """
     if not isinstance(answer, list) or not all(isinstance(each, Mapping) for each in answer):
         raise _wrong(answer)
@@ -135,12 +135,12 @@ def listed(answer: Any) -> list[SessionInfo]:
 
 
 def launched(answer: Any) -> SessionInfo:
-    """Return what ``launch_workers(1, …)`` tells of its session: that has an id, or it is a refusal.
+    """Return the session in the answer of ``launch_workers(1, …)``: with an id, or a refusal.
 
     Raises
     ------
     WrongAnswer
-        If it is neither.
+        If the answer is neither.
     """
     session = answer[0] if isinstance(answer, list) and answer else answer
     if not isinstance(session, Mapping) or not (session.get("id") or _is_refusal(session)):
@@ -149,8 +149,8 @@ def launched(answer: Any) -> SessionInfo:
 
 
 def refusal(name: str, answer: SessionInfo) -> LaunchRefused:
-    """Return the error for a launch that was refused, in the platform's words."""
-    return LaunchRefused(name, _words_of(answer) or "it gives no reason")
+    """Return the error for a refused launch, with the platform's error message."""
+    return LaunchRefused(name, _words_of(answer) or "no reason given")
 
 
 def _is_refusal(answer: SessionInfo) -> bool:
@@ -161,16 +161,16 @@ def _is_refusal(answer: SessionInfo) -> bool:
 
 
 def check_stopped(ids: Collection[str], answer: Any) -> None:
-    """Check what ``stop_workers`` tells.
+    """Check the answer of ``stop_workers``.
 
     Raises
     ------
     WrongAnswer
-        If it does not say of as many sessions that they are stopped.
+        If the answer does not confirm that all sessions are stopped.
     """
     if not isinstance(answer, list):
         raise _wrong(answer)
-    # 404: the session is gone already. Nothing promises that answers come in the order of the ids.
+    # 404: the session has ended already. The order of the answers may differ from that of the ids.
     codes = [getattr(response, "status_code", None) for response in answer]
     bad = sorted({code for code in codes if isinstance(code, int) and code >= 400 and code != 404})
     if bad:
@@ -181,7 +181,7 @@ def check_stopped(ids: Collection[str], answer: Any) -> None:
 
 def _wrong(answer: Any) -> WrongAnswer:
     words = _words_of(answer) if isinstance(answer, Mapping) else ""
-    return WrongAnswer(words or f"CML answered with no session, but with a {type(answer).__name__}")
+    return WrongAnswer(words or f"CML answered with a {type(answer).__name__} instead of a session")
 
 
 def _words_of(answer: SessionInfo) -> str:

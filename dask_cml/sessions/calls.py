@@ -1,4 +1,4 @@
-"""Calls of functions that may never return, each in a thread of its own and with a time limit."""
+"""Calls of functions that may never return: each runs in a thread of its own, with a time limit."""
 
 from __future__ import annotations
 
@@ -22,54 +22,53 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
 
-#: So many calls may hang. More are not made until one of them returns.
+#: Maximum number of hanging calls. At this number, new calls fail until one returns.
 _MOST_HANGING = 64
 
 
 class Calls:
-    """Make calls in threads. What does not return in time stays in its thread, which is given up.
+    """Makes calls in threads, and abandons those that do not return in time.
 
-    Given-up threads hold up nobody: another one takes their place, and the interpreter's end does not wait
-    for them.
+    Abandoned threads block nothing: new calls get new threads, and the interpreter exits without waiting for
+    them.
 
     Parameters
     ----------
     at_once : int
-        So many calls of :meth:`run` may be under way; one that was given up does not count.
+        Maximum number of concurrent calls of :meth:`do`. Abandoned calls do not count.
     limit : float
-        Seconds for a call.
+        Time limit of one call, in seconds.
     retries : int
-        So often :meth:`do` tries again what may pass.
+        Maximum number of retries of :meth:`do`.
     modules : collection of str
-        Names of the modules whose functions are called. They may have thread pools of their own, in which
-        they hang.
+        Names of the modules that define the functions. Their own thread pools may hang, too.
     """
 
     def __init__(self, at_once: int, limit: float, retries: int, modules: Collection[str]) -> None:
         self.limit = limit
         self.retries = retries
-        #: What fails, in words, by what was to be done, until it is done again.
+        #: The current failure of each operation, by its verb, until the operation succeeds.
         self.troubles: dict[str, str] = {}
         self._slots = asyncio.Semaphore(at_once)
         self._modules = frozenset(modules)
         self._hanging: set[Future[Any]] = set()
 
     async def do(self, what: str, function: Callable[[], Any], limit: float | None = None) -> Any:
-        """Call a function, again while what is wrong may pass, and wait without blocking the event loop.
+        """Call a function without blocking the event loop. Retry while the error is temporary.
 
         Parameters
         ----------
         what : str
-            What it does, in words that begin with a verb.
+            The operation for messages, beginning with a verb, such as ``list sessions``.
         function : callable
-            What is called.
+            The function, which may block.
         limit : float, optional
-            Seconds for each try, if not those for every call.
+            Time limit of each try, in seconds. Default: the limit of all calls.
 
         Raises
         ------
         CallFailed
-            If the platform fails at every try, or for good. Errors of other kinds are raised as they are.
+            If all tries fail because of the platform. Other errors are raised unchanged.
         """
         begin = time.monotonic()
         verb = what.partition(" ")[0]
@@ -93,23 +92,24 @@ class Calls:
         raise AssertionError("unreachable")
 
     def pauses(self) -> list[float]:
-        """Return the seconds between one try and the next."""
+        """Return the pauses between tries, in seconds."""
         steps = [min(_FIRST_PAUSE * 2**i, _LONGEST_PAUSE) for i in range(self.retries)]
         return [step * random.uniform(0.8, 1.2) for step in steps]
 
     async def _run(self, function: Callable[[], Any], limit: float) -> Any:
         async with self._slots:
             if len(self._hanging) >= _MOST_HANGING:
-                raise NoAnswer(f"{len(self._hanging)} earlier calls hang")
+                raise NoAnswer(f"{len(self._hanging)} earlier calls have not returned")
             future = self.start(function)
-            # Not wait_for: when the awaiting task is cancelled the thread goes on, and may fail unheard.
+            # Not wait_for: if the waiting task is cancelled, the thread goes on, and nobody may see its
+            # error.
             wrapped = asyncio.wrap_future(future)
             wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait([wrapped], timeout=limit)
         return self._result(future, limit)
 
     def run_all(self, functions: Collection[Callable[[], Any]], limit: float) -> list[Exception]:
-        """Call functions at the same time by plain calls, and return the errors of those that fail."""
+        """Call functions concurrently, block until they return, and return the errors."""
         futures = [self.start(function) for function in functions]
         wait(futures, timeout=max(0.0, limit))
         errors = []
@@ -121,12 +121,12 @@ class Calls:
         return errors
 
     def start(self, function: Callable[[], Any]) -> Future[Any]:
-        """Begin a call.
+        """Start a call in a thread.
 
         Raises
         ------
         CMLError
-            If the interpreter ends.
+            If the interpreter is shutting down.
         """
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
@@ -140,10 +140,10 @@ class Calls:
                 future.set_result(result)
 
         try:
-            # Threads of the platform's own pools are daemons like the one that makes them.
+            # Threads of the platform's own pools inherit that they are daemons.
             threading.Thread(target=call, name="cml-api", daemon=True).start()
         except RuntimeError as error:
-            raise CMLError(f"the Workers API is not called any more: {error}") from error
+            raise CMLError(f"Workers API not called: {error}") from error
         return future
 
     def _result(self, future: Future[Any], limit: float) -> Any:
@@ -155,8 +155,8 @@ class Calls:
         raise NoAnswer(f"no answer within {limit:g} s")
 
     def _leave_behind(self) -> None:
-        """Keep the interpreter's end from waiting for the platform's own pools, whose threads hang."""
-        # It joins every thread of a ThreadPoolExecutor, daemons too.
+        """Let the interpreter exit without waiting for the platform's own thread pools, if they hang."""
+        # The interpreter joins all threads of a ThreadPoolExecutor, also daemons.
         frames = sys._current_frames()
         for thread in [*executors._threads_queues]:
             if thread.daemon and self._is_called_in(frames.get(thread.ident or 0)):

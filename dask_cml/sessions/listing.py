@@ -1,4 +1,4 @@
-"""The platform's list of sessions: one poller for all who wait."""
+"""The platform's list of sessions, from one poller that all coroutines share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 
 
 class Listing:
-    """Lists sessions for all who ask, by no more than one call at a time, and by none when nobody asks.
+    """Lists sessions by one call at a time, shared by all that wait. Without any, it makes no calls.
 
     Parameters
     ----------
     module : module
-        Has ``list_workers``.
+        The platform's module, with ``list_workers``.
     calls : Calls
         Makes the calls.
     interval : float
-        Seconds from one call to the next.
+        Minimum time between two calls, in seconds.
     """
 
     def __init__(self, module: Any, calls: Calls, interval: float) -> None:
@@ -37,31 +37,31 @@ class Listing:
         self._next = 0.0
 
     def now(self) -> list[SessionInfo]:
-        """Return the sessions by a plain call, whoever else waits for one.
+        """Return the sessions by a blocking call of its own.
 
         Raises
         ------
         Exception
-            Whatever the platform raises, or WrongAnswer if it does not list sessions.
+            An error from the platform, or WrongAnswer if the answer is not a list of sessions.
         """
         return answers.listed(self._module.list_workers())
 
     async def next(self) -> dict[str, SessionInfo]:
-        """Return the sessions by id, as the platform lists them next.
+        """Return the sessions by id, from the next call of ``list_workers``.
 
         Raises
         ------
         CMLError
-            If the platform fails at every try, or :meth:`cancel` is called meanwhile.
+            If all calls fail, or :meth:`cancel` is called meanwhile.
         """
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._list())
-            # All who wait may be cancelled, and then nobody asks for its error.
+            # If all waiting tasks are cancelled, nobody retrieves its error.
             self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         task = self._task
         await asyncio.wait([task])
-        if task.cancelled():  # by cancel(), while the task that waits is not cancelled
-            raise CMLError("the sessions are not listed any more: the cluster has ended")
+        if task.cancelled():  # by cancel(); the waiting task is not cancelled
+            raise CMLError("sessions not listed: the cluster has shut down")
         return task.result()
 
     async def _list(self) -> dict[str, SessionInfo]:
@@ -70,7 +70,7 @@ class Listing:
         return {session["id"]: session for session in await self._calls.do("list sessions", self.now)}
 
     def cancel(self) -> None:
-        """List nothing for those who wait."""
+        """Cancel the current call for all that wait."""
         if self._task is not None:
             self._task.cancel()
 
@@ -80,25 +80,26 @@ class Listing:
         Parameters
         ----------
         ids : collection of str
-            The sessions.
+            The ids of the sessions.
         timeout : float
-            Seconds to wait at most.
+            Maximum time to wait, in seconds.
 
         Returns
         -------
         bool
-            Whether there were such sessions, and all have ended. False, too, if the platform fails.
+            Whether some of the sessions were still listed, and all have ended now. False if the platform
+            fails.
         """
         deadline = time.monotonic() + timeout
         waited = False
         try:
             while (left := deadline - time.monotonic()) > 0:
-                # Not next(), which lists no more after cancel().
+                # Not next(), which fails after cancel().
                 listed = await asyncio.wait_for(asyncio.wrap_future(self._calls.start(self.now)), left)
                 if all(has_ended(session) for session in listed if session["id"] in ids):
                     return waited
                 waited = True
                 await asyncio.sleep(self._interval)
-        except Exception as error:  # whatever the platform raises
-            logger.info("Sessions that end were not waited for: %s", answers.in_words(error))
+        except Exception as error:  # the platform may raise anything
+            logger.info("Sessions not confirmed as ended: %s", answers.in_words(error))
         return False

@@ -1,4 +1,4 @@
-"""The sessions that have to be stopped: how they are counted, and stopped by plain calls, from any thread."""
+"""The sessions that must be stopped: their account, and blocking calls that stop them, from any thread."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from dask_cml.sessions import answers
 from dask_cml.sessions.answers import CallFailed, NoAnswer
 from dask_cml.sessions.calls import Calls
 
-#: A call that stops more sessions than this has as many times the time. The platform stops ten at once.
+#: Number of sessions that one call stops within its time limit. The platform stops ten at once.
 _IN_TIME = 1000
-#: So many calls stop what is left when one call for all of them hangs.
+#: Number of calls that stop the remaining sessions after one call for all of them hung.
 _GROUPS = 64
-#: What this process has stopped on each platform, of whichever cluster.
+#: The sessions that this process has stopped on each platform, of all clusters.
 _stopped: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 class LiveSessions:
-    """The sessions that somebody launched or took over, and nobody has stopped yet.
+    """The sessions that were launched or adopted, and not stopped.
 
     Parameters
     ----------
     module : module
-        Has ``stop_workers``.
+        The platform's module, with ``stop_workers``.
     calls : Calls
         Makes the calls of :meth:`stop_all`.
 
     Attributes
     ----------
     ids : set of str
-        Those to be stopped. It changes in any thread.
+        The ids of the sessions to stop. Any thread may change it.
     names : dict of str to str
-        What each session was launched as, by its id, stopped ones too.
+        The name of each session by its id, also of stopped ones.
     sizes : dict of str to SessionSize
-        The sizes of those that were launched here.
+        The size of each session launched here, by its id.
     """
 
     def __init__(self, module: Any, calls: Calls) -> None:
@@ -54,23 +54,23 @@ class LiveSessions:
     def add(
         self, session_id: str, name: str, size: SessionSize | None = None, half_made: bool = False
     ) -> None:
-        """Count a session in.
+        """Add a session.
 
         Parameters
         ----------
         session_id : str
             Its id.
         name : str
-            What it was launched as.
+            Its name.
         size : SessionSize, optional
             Its size, if it was launched here.
         half_made : bool
-            Whether the platform has refused to launch it, and yet gave it an id.
+            Whether the platform refused the launch, but returned an id.
 
         Raises
         ------
         ValueError
-            If the id is none.
+            If the id is invalid.
         """
         check_id(session_id)
         with self._lock:
@@ -82,7 +82,7 @@ class LiveSessions:
                 self._half_made.add(session_id)
 
     def add_new(self, session_id: str, name: str, size: SessionSize) -> bool:
-        """Count a session in unless it was ever counted before, and return whether it was not."""
+        """Add a session unless it was ever added before. Return whether it is new."""
         with self._lock:
             if session_id in self.names:
                 return False
@@ -92,7 +92,7 @@ class LiveSessions:
             return True
 
     def named(self) -> dict[str, str]:
-        """Return what each session that is to be stopped was launched as, by its id."""
+        """Return the names of the sessions to stop, by id."""
         with self._lock:
             return {session_id: self.names[session_id] for session_id in self.ids}
 
@@ -102,19 +102,19 @@ class LiveSessions:
             self.ids.difference_update(ids)
 
     def stopped_before(self) -> Collection[str]:
-        """Return whole sessions that this process has stopped on this platform, of whichever cluster."""
+        """Return the sessions that this process has stopped on this platform, of all clusters."""
         return _stopped.get(self._module, ())
 
     def stop(self, ids: Iterable[str]) -> None:
-        """Stop sessions, all in one call. Without ids, nothing is called.
+        """Stop sessions in one call. Without ids, call nothing.
 
         Raises
         ------
         Exception
-            Whatever the platform raises, or WrongAnswer if it does not stop them.
+            An error from the platform, or WrongAnswer if it does not stop the sessions.
         """
         ids = [*ids]
-        if not ids:  # would stop all sessions of the user's, those of other work too
+        if not ids:  # the platform would stop all sessions of the user, including other work
             return
         answers.check_stopped(ids, self._module.stop_workers(*ids))
         with self._lock:
@@ -122,23 +122,23 @@ class LiveSessions:
             self.ids.difference_update(ids)
 
     def time_to_stop(self, ids: Collection[str]) -> float:
-        """Return the seconds that one call for so many sessions has."""
+        """Return the time limit of one call that stops these sessions, in seconds."""
         return self._calls.limit * (1 + len(ids) // _IN_TIME)
 
     def stop_all(self, hangs: bool, deadline: float) -> None:
-        """Stop what is live: by one call, or if that hangs by many, so that one session delays no other.
+        """Stop all sessions: by one call or, if that hangs, by many, so that one session delays no other.
 
         Parameters
         ----------
         hangs : bool
             Whether one call for all of them has hung already.
         deadline : float
-            The monotonic time after which nothing that hangs is tried again.
+            The monotonic time after which calls that hang are not repeated.
 
         Raises
         ------
         CallFailed
-            If sessions are left. It names them.
+            If sessions remain. The message names them.
         """
         for pause in [*self._calls.pauses(), None]:
             ids = sorted(self.named())
@@ -148,7 +148,7 @@ class LiveSessions:
             stops = [lambda group=group: self.stop(group) for group in groups]
             left = max(deadline - time.monotonic(), self._calls.limit / 4)
             errors = self._calls.run_all(stops, left if hangs else self.time_to_stop(ids) / 2)
-            if not errors or not self.named():  # what hung may have been done meanwhile
+            if not errors or not self.named():  # a call that hung may have succeeded meanwhile
                 return
             late = hangs and time.monotonic() > deadline
             hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
@@ -159,12 +159,12 @@ class LiveSessions:
 
 
 def check_id(session_id: object) -> None:
-    """Refuse what is no session's id.
+    """Check a session id.
 
     Raises
     ------
     ValueError
-        That says what was expected.
+        If the id is invalid.
     """
     if not is_session_id(session_id):
         raise ValueError(message("session id", session_id, "letters and digits"))

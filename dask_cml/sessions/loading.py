@@ -1,4 +1,4 @@
-"""The module of the platform that this process is on."""
+"""The module of the platform on which this process runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dask_cml.errors import NotOnCML
 
 
 def load_platform(platform: str = "auto") -> Any:
-    """Import the module that offers ``launch_workers`` and its three companions.
+    """Import the platform's module, with ``launch_workers``, ``list_workers`` and ``stop_workers``.
 
     Parameters
     ----------
     platform : {"auto", "local"}
-        ``"auto"`` is CML: ``cml.workers_v1``, else the older ``cdsw``.
+        ``"auto"`` is CML: ``cml.workers_v1`` or, if that is missing, ``cdsw``.
 
     Raises
     ------
     NotOnCML
-        If it is not there.
+        If neither module can be imported.
     """
     if platform == "local":
         return importlib.import_module("dask_cml.local")
@@ -31,6 +31,6 @@ def load_platform(platform: str = "auto") -> Any:
         if hasattr(module, "launch_workers"):
             return module
     raise NotOnCML(
-        "this is not a CML session: neither cml.workers_v1 nor cdsw can be imported. To run on this "
-        'machine, give platform="local" or set the environment variable DASK_CML__PLATFORM=local'
+        "not in a CML session: cannot import cml.workers_v1 or cdsw. To run on this machine, use "
+        'platform="local" or set the environment variable DASK_CML__PLATFORM=local'
     )

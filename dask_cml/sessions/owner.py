@@ -1,4 +1,4 @@
-"""The session of this process, and the one with which ends what this process launches."""
+"""The session of this process, and the owner: the session with which this process's launches end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def this_session() -> str | None:
-    """Return the id of the session in which this process runs; None outside of all."""
+    """Return the id of the session in which this process runs. Return None outside of sessions."""
     return os.environ.get("CDSW_ENGINE_ID") or None
 
 
@@ -20,21 +20,22 @@ def this_user() -> str | None:
 
 
 def this_owner() -> str | None:
-    """Return the id of the session with which ends what this process launches; None outside of all.
+    """Return the id of the owner of the sessions that this process launches. Return None outside of sessions.
 
-    The platform files what a worker session launches under the session at the root.
+    The platform assigns the sessions that a worker session launches to the session that launched the worker
+    session.
     """
     return os.environ.get("CDSW_MASTER_ID") or this_session()
 
 
 def lifetime(name: str) -> str:
-    """Say until when a cluster can run that this process makes.
+    """Return a sentence on how long a cluster can run that this process creates.
 
     Parameters
     ----------
     name : str
-        The cluster's.
+        The cluster's name.
     """
     owner = this_owner()
-    end = f"the session {owner} ends" if owner else "this machine restarts"
-    return f"The cluster {name} can run until {end}"
+    end = f"session {owner} ends" if owner else "this machine restarts"
+    return f"Cluster {name} can run until {end}"

@@ -1,4 +1,4 @@
-"""What the sessions of a cluster run: their code, environment and size."""
+"""The plan of a cluster's sessions: their code, environment and size."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dask_cml.sessions.session_logs import log_path
 
 SCHEDULER_FILE = "scheduler.json"
 PRELOAD = "dask_cml.scheduler.plugin"
-#: The environment variable that tells it for how many seconds to wait for the first manager.
+#: The environment variable with the time that the preload module waits for the first manager, in seconds.
 PATIENCE = "DASK_CML__ORPHAN_TIMEOUT"
 
-# Python code and not a line that begins with "!": IPython would expand $name and {expr} in that, and
-# lose the exit status. It runs in the session's kernel, so it is plain, and leaves as the program does.
+# Python code and not a line that begins with "!": in such a line, IPython would expand $name and {expr}, and
+# lose the exit status. The code runs in the session's kernel, so it is plain, and fails if the program fails.
 #
-# CML shows what a session prints in the console of the session that launched it, so the output goes to a log.
-# NFS shows the log to other sessions when it is closed, and reports only then that the disk is full, so each
-# part is written by itself. If that fails, the pipe is read on: without a reader, tasks that print fail.
+# CML shows a session's output in the console of the session that launched it, so the output goes to a log.
+# NFS shows the log to other sessions when it is closed, and only then reports a full disk. So each part is
+# written separately. If that fails, the code keeps reading the pipe: otherwise, tasks that print would fail.
 _CODE = """\
 # {title}
 import os, subprocess, sys, threading, time
@@ -40,7 +40,7 @@ def keep(output):
     try:
         with open(log, 'ab') as file:
             if missing:
-                file.write(b'\\n[%d bytes of output could not be written here]\\n' % missing)
+                file.write(b'\\n[%d bytes of output lost: the log could not be written]\\n' % missing)
             file.write(output)
         missing = 0
     except OSError:
@@ -55,18 +55,18 @@ with process:
         keep(output)
 if process.returncode:
     print(*end.decode(errors='replace').splitlines()[-15:], sep='\\n', flush=True)
-    raise RuntimeError(f'{{program}} ended with exit status {{process.returncode}}; its log is {{log}}')
+    raise RuntimeError(f'{{program}} failed with exit status {{process.returncode}}; its log is {{log}}')
 """
 
-# The platform forwards its https entry to this port of the session's own loopback. It is asked for in the
-# session, whose ports need not be those of the session that launches it.
+# The platform forwards its https entry to this port of the session's loopback. The code reads the port in the
+# session, because it may differ from the port of the session that launches it.
 _DASHBOARD = """\
 port = os.environ.get('CDSW_APP_PORT') or os.environ.get('CDSW_READONLY_PORT') or '8787'
 command += ['--dashboard-address', '127.0.0.1:' + port]
 """
 
-# The scheduler's session may wait for room. If the cluster closes, its folder goes, and no scheduler comes.
-# NFS may remember for long that there was no file; to list the folder is what makes it look again.
+# The scheduler's session may wait for room. If the cluster closes meanwhile, its folder disappears, and no
+# scheduler starts. NFS may cache for long that a file does not exist. Listing the folder refreshes the cache.
 _MEETING = """\
     def meet():
         deadline, seen = time.monotonic() + {timeout}, False
@@ -88,22 +88,22 @@ _MEETING = """\
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """Everything that a session is launched with.
+    """All that a launch needs.
 
     Parameters
     ----------
     name : str
-        The session's name; for a worker also the Dask worker's.
+        The name of the session. A Dask worker in it has the same name.
     size : SessionSize
-        Virtual CPUs, memory in GiB, and GPUs.
+        Its virtual CPUs, memory in GiB, and GPUs.
     code : str
         The Python code that it runs.
     env : mapping of str to str
         Its environment variables.
     log : Path
-        Where it writes its output, on the project file system.
+        The file for its output, on the project file system.
     hidden : collection of str
-        The variables whose values may be secrets of the user's, and are not shown.
+        The variables whose values are not shown, because they may be secret.
     """
 
     name: str
@@ -134,15 +134,17 @@ def plan_scheduler(
     Parameters
     ----------
     options : Options
-        The cluster's.
+        The cluster's options.
     folder : Path
-        The cluster's folder on the project file system; the scheduler writes its scheduler file there.
-    host, port : str, int
-        Where the scheduler listens in its session.
+        The cluster's folder on the project file system, for the scheduler file.
+    host : str
+        The interface on which the scheduler listens.
+    port : int
+        The port on which the scheduler listens. 0: any free port.
     security : Security, optional
-        Its keys, as files.
+        The cluster's keys, in files.
     dashboard_port : int, optional
-        Where its dashboard listens on the session's loopback. Default: where the platform forwards to.
+        Port of the dashboard on the session's loopback. Default: the port that the platform forwards.
     """
     arguments = ["--host", host, "--port", str(port)]
     arguments += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
@@ -153,7 +155,7 @@ def plan_scheduler(
     arguments += tls.arguments(security, "scheduler")
     env = dict(options.env)
     if options.shutdown_on_close and options.orphan_timeout is not None:
-        # Managers register the plugin, too, but the first one may be killed before it gets as far.
+        # Managers register the plugin, too, but the first one may be killed before that.
         configured = dask.config.get("distributed.scheduler.preload")  # --preload takes their place
         for module in PRELOAD, *([configured] if isinstance(configured, str) else configured):
             arguments += ["--preload", module]
@@ -175,21 +177,21 @@ def plan_worker(
     Parameters
     ----------
     options : Options
-        The cluster's.
+        The cluster's options.
     folder : Path
         The cluster's folder on the project file system.
     name : str
-        The Dask worker's name. With more than one process, ``-0``, ``-1`` and so on are appended.
+        The Dask worker's name. With more than one process, the suffixes are ``-0``, ``-1`` and so on.
     address : str or None
-        The scheduler's. None: it is not known yet, and the worker finds it in the scheduler file.
+        The scheduler's address. None: it is unknown yet, and the worker reads it from the scheduler file.
     security : Security, optional
-        Its keys, as files.
+        The cluster's keys, in files.
     """
     meanwhile = ""
     patience = options.scheduler_timeout
     arguments: list[str] = []
     if address is None:
-        patience += options.pending_timeout  # the program counts the time until there is a file, too
+        patience += options.pending_timeout  # the program's timeout includes the time until the file exists
         arguments += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
         meanwhile = _MEETING.format(file=SCHEDULER_FILE, folder=str(folder), timeout=patience)
     else:
@@ -200,7 +202,8 @@ def plan_worker(
         arguments += ["--nworkers", str(options.processes)]
     arguments += ["--nthreads", str(options.nthreads // options.processes)]
     arguments += ["--memory-limit", str(memory), "--death-timeout", str(patience)]
-    # It serves health and metrics nevertheless, by plain HTTP and to everybody unless told where.
+        # Without a dashboard, a worker still serves health and metrics by plain HTTP, on all interfaces by
+        # default.
     arguments += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
     if options.resources:
         shares = {each: amount / options.processes for each, amount in options.resources.items()}
@@ -235,7 +238,7 @@ def _plan(
     meanwhile: str = "",
 ) -> SessionPlan:
     log = log_path(name, folder, options.log_directory)
-    # Not `dask`, which need not be on PATH. The launcher's interpreter is there in every session.
+    # Not `dask`, which may not be on PATH. All sessions have the launcher's interpreter.
     command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
     command += arguments
     words = " ".join(program)

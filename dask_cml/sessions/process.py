@@ -1,4 +1,4 @@
-"""A scheduler and a worker that each run in a CML session of their own."""
+"""A scheduler and a worker, each in a CML session of its own."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.plan import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
 from dask_cml.sessions.workers_api import WorkersAPI
 
-#: Dask's own port, which a session on CML has for itself.
+#: Dask's default port, which is free in a CML session.
 _SCHEDULER_PORT = 8786
 _LOOK_INTERVAL = 0.2
 _ANSWER_TIMEOUT = 5
 _LOG_LINES = 15
-#: Seconds for which every session may be `scheduling`, before it is said to wait for room.
+#: Seconds in `scheduling` after which a session counts as waiting for room.
 _MOMENT = 10.0
 
 
@@ -44,23 +44,24 @@ class Session:
     id : str
         The platform's id.
     role : {"scheduler", "worker"}
-        What runs in it.
+        Which program runs in it.
     name : str
-        Its name; for a worker also the Dask worker's.
+        The name of the session. A Dask worker in it has the same name.
     status : str
-        As the platform said last, e.g. ``"running"``.
+        The last status from the platform, such as ``"running"``.
     address : str or None
-        Its IP address, once known.
+        Its IP address. None until it is known.
     app_url : str or None
-        Where the platform serves what listens on its ``CDSW_APP_PORT``.
+        The URL under which the platform serves the session's ``CDSW_APP_PORT``.
     since : datetime.datetime
-        When it was launched.
+        The time of its launch.
     size : SessionSize
         Its virtual CPUs, memory in GiB, and GPUs.
     owner : str or None
-        The id of the session with which it ends; None if that is not known, or if it ends with none.
+        The id of the session with which it ends. None if that is unknown, or if it ends with no other
+        session.
     waits_for : float or None
-        For how many seconds it has waited for room; None: it does not wait.
+        Time for which it has waited for room, in seconds. None if it does not wait.
     """
 
     id: str
@@ -76,7 +77,7 @@ class Session:
 
 
 class CMLProcess(ProcessInterface):
-    """What scheduler and worker have in common: a session that is launched, watched and stopped."""
+    """A session that is launched, watched and stopped. The base of scheduler and worker."""
 
     role: str
     options: Options
@@ -96,12 +97,12 @@ class CMLProcess(ProcessInterface):
         self.is_listed = self._has_run = False
 
     async def launch(self) -> None:
-        """Launch the session; it is accepted when this returns, and need not run yet.
+        """Launch the session. Return when the platform has accepted it; it may run later.
 
         Raises
         ------
         LaunchRefused
-            If the platform does not grant it.
+            If the platform refuses the launch.
         """
         self.since = datetime.now(timezone.utc)
         self.owner = this_owner()
@@ -111,13 +112,13 @@ class CMLProcess(ProcessInterface):
         self.launched_at = self._begun_at = time.monotonic()
 
     async def start(self) -> None:
-        """Launch the session, if that has not been done. See :meth:`launch`."""
+        """Launch the session, unless it is launched. See :meth:`launch`."""
         if self.launched_at is None:
             await self.launch()
         await super().start()
 
     def adopt(self, session_id: str, app_url: str | None = None, owner: str | None = None) -> None:
-        """Take a session over that another process has launched, which the platform may not list here."""
+        """Take over a session that another process launched. The platform may not list it here."""
         self.api.adopt(session_id, self.name)
         self._info = {"id": session_id, "status": "running", "app_url": app_url}
         self.adopted = True
@@ -126,7 +127,7 @@ class CMLProcess(ProcessInterface):
         self.status = Status.running
 
     async def close(self) -> None:
-        """Stop the session, if there is one."""
+        """Stop the session, if it was launched."""
         if self.session_id is not None and self.session_id in self.api.live:
             self.status = Status.closing
             await self.api.stop(self.session_id)
@@ -134,17 +135,17 @@ class CMLProcess(ProcessInterface):
 
     @property
     def session_id(self) -> str | None:
-        """The session's id, once it is launched."""
+        """The session's id. None before the launch."""
         return self._info.get("id")
 
     @property
     def info(self) -> SessionInfo:
-        """What the platform said last of the session; empty before it is launched."""
+        """The platform's last information on the session. Empty before the launch."""
         return self._info
 
     @property
     def session(self) -> Session | None:
-        """The session as last heard of, once it is launched."""
+        """The session by its last known state. None before the launch."""
         if self.session_id is None:
             return None
         status = "stopped" if self.status == Status.closed else self._info.get("status", "launched")
@@ -163,17 +164,17 @@ class CMLProcess(ProcessInterface):
 
     @property
     def ip_address(self) -> str | None:
-        """The session's IP address, once the platform tells it."""
+        """The session's IP address. None until it is known."""
         return ip_address(self._info)
 
     @property
     def is_known_to_run(self) -> bool:
-        """Whether the platform has said that the session runs, and where."""
+        """Whether the platform lists the session as running, with an address."""
         return self.adopted or (status_of(self._info) == "running" and self.ip_address is not None)
 
     @property
     def waits_for(self) -> float | None:
-        """For how many seconds the session has waited for room. None: it does not, or for a moment only."""
+        """Time for which the session has waited for room, in seconds. None if it does not wait yet."""
         if self.launched_at is None or not self.is_scheduling or self.status == Status.closed:
             return None
         waited = time.monotonic() - self.launched_at
@@ -181,18 +182,18 @@ class CMLProcess(ProcessInterface):
 
     @property
     def is_scheduling(self) -> bool:
-        """Whether the session has no room yet, be it for a moment only."""
+        """Whether the session has no room yet, even for a moment."""
         return not self._has_run and status_of(self._info) == "scheduling"
 
     @property
     def runs_for(self) -> float:
-        """For how many seconds the session has run, or may have run if the platform does not list it."""
+        """Seconds for which the session has run, or may have run if the platform does not list it."""
         return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
 
     def late(self, what: str, timeout: float) -> str | None:
-        """Return in words that the session has not done something within `timeout` seconds, if that is so.
+        """Return the failure if the session has not done something within `timeout` seconds, else None.
 
-        The time begins when the session runs. Until then ``pending_timeout`` counts alone.
+        The time begins when the session runs. Until then, only ``pending_timeout`` counts.
         """
         if self.is_listed and is_pending(self._info) and self.launched_at is not None:
             what, timeout, took = "run", self.options.pending_timeout, time.monotonic() - self.launched_at
@@ -201,9 +202,9 @@ class CMLProcess(ProcessInterface):
         return f"did not {what} within {timeout:g} s" if took > timeout else None
 
     def update(self, listing: Mapping[str, SessionInfo]) -> bool:
-        """Take in what the platform lists; return whether the session has ended.
+        """Update the session's state from the platform's list. Return whether the session has ended.
 
-        A session that is not listed keeps what was known of it: new ones may be listed late.
+        A session that is not listed keeps its state, because new sessions may be listed late.
         """
         listed = listing.get(self.session_id or "", {})
         self._info = {**self._info, **listed}
@@ -217,7 +218,7 @@ class CMLProcess(ProcessInterface):
         return has_ended(self._info)
 
     def _learn_launch(self, listed: SessionInfo) -> None:
-        """Learn when a session was launched that another process has launched."""
+        """Take the launch time of an adopted session from the platform's list."""
         if created := moment(listed, "created_at"):
             ago = (datetime.now(timezone.utc) - created).total_seconds()
             self.since, self.launched_at = created, time.monotonic() - max(0.0, ago)
@@ -228,9 +229,9 @@ class CMLProcess(ProcessInterface):
         Parameters
         ----------
         what : str
-            What failed.
+            What failed, such as ``ended``.
         brief : bool
-            Whether to name the log in place of its last lines, so that this is one line.
+            Whether to name the log instead of its last lines, for a description of one line.
         """
         status = self._info.get("status", "unknown")
         tail = await asyncio.to_thread(_last_lines, self.plan.log)
@@ -249,17 +250,17 @@ class CMLScheduler(CMLProcess):
     api : WorkersAPI
         Launches and stops the session.
     options : Options
-        The cluster's.
+        The cluster's options.
     folder : Path
         The cluster's folder on the project file system.
     security : Security, optional
-        The cluster's keys, as files.
+        The cluster's keys, in files.
     dashboard_port : int, optional
-        Where its dashboard listens on the session's loopback. Default: where the platform forwards to.
+        Port of the dashboard on the session's loopback. Default: the port that the platform forwards.
     """
 
     role = "scheduler"
-    #: Seconds from its launch until it answered.
+    #: Time from the launch to the scheduler's first answer, in seconds.
     start_time: float | None = None
 
     def __init__(
@@ -273,8 +274,8 @@ class CMLScheduler(CMLProcess):
         self.options = options
         self.security = security
         self.scheduler_file = folder / SCHEDULER_FILE
-        # On a laptop all sessions share one network, so the scheduler takes a port that is free when it
-        # listens, and nobody else may come in.
+        # On a laptop all sessions share one network. So the scheduler takes a free port when it listens, on
+        # the loopback only.
         shared = api.shares_host_network
         self.port = 0 if shared else _SCHEDULER_PORT
         host = "127.0.0.1" if shared else "0.0.0.0"
@@ -287,12 +288,12 @@ class CMLScheduler(CMLProcess):
         Raises
         ------
         LaunchRefused
-            If the platform does not grant the session.
+            If the platform refuses the launch.
         SessionFailed
-            If the session ends first, whatever its status says.
+            If the session ends first, with any status.
         SchedulerTimeout
             If the session does not run within ``pending_timeout``, or the scheduler does not answer within
-            ``scheduler_timeout`` from then on.
+            ``scheduler_timeout`` after that.
         """
         await super().start()
         watch = asyncio.create_task(self._watch())
@@ -304,7 +305,7 @@ class CMLScheduler(CMLProcess):
                 if what and not (look.done() or watch.done()):
                     raise SchedulerTimeout(await self.failure(what))
             if not look.done():
-                raise watch.exception() or CMLError("the scheduler's session is not watched any more")
+                raise watch.exception() or CMLError("the scheduler's session is no longer watched")
             self.address, self._has_run = look.result(), True
             self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
         finally:
@@ -323,7 +324,7 @@ class CMLScheduler(CMLProcess):
             await asyncio.sleep(_LOOK_INTERVAL)
 
     def _guess(self) -> str | None:
-        """Where the scheduler must be, should the scheduler file be late, as it may be over NFS."""
+        """Return the scheduler's likely address, because NFS may show the scheduler file late."""
         protocol = "tcp" if self.security is None else "tls"
         return f"{protocol}://{self.ip_address}:{self.port}" if self.ip_address and self.port else None
 
@@ -341,17 +342,17 @@ class CMLWorker(CMLProcess):
     Parameters
     ----------
     scheduler : str or None
-        The scheduler's address. None: the worker finds it in the scheduler file.
+        The scheduler's address. None: the worker reads it from the scheduler file.
     name : str
-        The Dask worker's name. With more than one process, ``-0``, ``-1`` and so on are appended.
+        The Dask worker's name. With more than one process, the suffixes are ``-0``, ``-1`` and so on.
     api : WorkersAPI
         Launches and stops the session.
     options : Options
-        The cluster's.
+        The cluster's options.
     folder : Path
         The cluster's folder on the project file system.
     security : Security, optional
-        The cluster's keys, as files.
+        The cluster's keys, in files.
     """
 
     role = "worker"
@@ -377,9 +378,9 @@ class CMLWorker(CMLProcess):
 
 
 def _read_address(scheduler_file: Path) -> str | None:
-    """Read the scheduler file, if it is there and wholly written."""
+    """Read the scheduler file, if it exists and is complete."""
     try:
-        # NFS may remember that a file is not there; listing the folder is what makes it look again.
+        # NFS may cache that a file does not exist. Listing the folder refreshes the cache.
         if scheduler_file not in scheduler_file.parent.iterdir():
             return None
         content: dict[str, Any] = json.loads(scheduler_file.read_text())

@@ -1,4 +1,4 @@
-"""The logs of a cluster's sessions: each session writes its output to a file of the project file system."""
+"""The logs of a cluster's sessions. Each session writes its output to a file on the project file system."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
 
-#: What the scheduler's log is headed by; the others are headed by their workers' names.
+#: The heading of the scheduler's log. The workers' names are the headings of the others.
 SCHEDULER = "Scheduler"
 _SUFFIX = ".log"
-#: Bytes of a log that are read at first, at its end.
+#: Number of bytes, from the end of a log, that the first reading returns.
 _MOST = 2**20
 #: Bytes of a part of a log.
 _PART = 2**16
@@ -29,13 +29,13 @@ def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
     folder : Path
         The cluster's folder.
     log_directory : str or None
-        The cluster's option.
+        The cluster's option `log_directory`.
     """
     return Path(log_directory or folder) / (session + _SUFFIX)
 
 
 class SessionLogs:
-    """Read the logs of a cluster's sessions, ended ones too. Each reading goes on where the last one ended.
+    """Reads the logs of a cluster's sessions, also of ended ones. Each reading continues the last one.
 
     Parameters
     ----------
@@ -44,9 +44,9 @@ class SessionLogs:
     folder : Path
         The cluster's folder.
     log_directory : str, optional
-        The cluster's option.
+        The cluster's option `log_directory`.
     processes : mapping of str to int, optional
-        Dask workers in a session, by worker group. They share a log. Default: one.
+        Number of Dask workers that share a session and its log, by worker group. Default: one.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class SessionLogs:
         self._scheduler = log_path(f"{cluster}-scheduler", folder, log_directory)
         self._cluster = cluster
         self._processes = {DEFAULT_GROUP: 1, **(processes or {})}
-        #: Whether logs of other clusters may be there, too.
+        #: Whether the folder may contain logs of other clusters.
         self._shared = log_directory is not None
         self._read: dict[str, tuple[int, int]] = {}
 
     def paths(self) -> dict[str, Path]:
-        """List the logs, the scheduler's first and then the workers' in the order of their launch."""
+        """Return the paths of the logs: the scheduler's first, then the workers' in the order of launch."""
         try:
             files = os.listdir(self._scheduler.parent)
         except (FileNotFoundError, NotADirectoryError):
@@ -76,7 +76,7 @@ class SessionLogs:
             each
             for each, (group, number) in found.items()
             if each == session_name(self._cluster, group, number)
-            # Another cluster may be named like this one with a group that this one lacks.
+            # Another cluster's name may equal this cluster's name with a group that this cluster lacks.
             and (group in self._processes or not self._shared)
         ]
         for session in sorted(workers, key=lambda each: (found[each][0] != DEFAULT_GROUP, found[each])):
@@ -84,19 +84,19 @@ class SessionLogs:
         return paths
 
     def choose(self, workers: Iterable[str], launched: Iterable[str] = ()) -> list[str]:
-        """Return the sessions in which these workers run or ran.
+        """Return the names of the sessions in which these workers run or ran.
 
         Parameters
         ----------
         workers : iterable of str
-            Names of sessions or of Dask workers in them, or ``"Scheduler"``.
+            Names of sessions or of Dask workers, or ``"Scheduler"``.
         launched : iterable of str
             Names of sessions that may have no log yet.
 
         Raises
         ------
         ValueError
-            If there is no such worker. It lists those that there are.
+            If a worker does not exist. The message lists the existing ones.
         """
         known = dict.fromkeys([SCHEDULER, *self.paths(), *launched])
         sessions = {name: each for each in known for name in (each, *self._dask_names(each))}
@@ -115,7 +115,7 @@ class SessionLogs:
     def read(
         self, scheduler: bool = True, workers: bool | Iterable[str] = True, launched: Iterable[str] = ()
     ) -> dict[str, list[str]]:
-        """Read the logs of the scheduler and of all workers, or of those that :meth:`choose` returns."""
+        """Return the lines of the scheduler's log and of the workers' logs, by session."""
         if isinstance(workers, bool):
             chosen = [each for each in self.paths() if workers and each != SCHEDULER]
         else:
@@ -130,20 +130,20 @@ class SessionLogs:
     ) -> Iterator[tuple[str, str]]:
         """Read the lines that are new since the last reading.
 
-        At first these are the lines in the last MiB of each log. A log that is shorter than it was is read
+        The first reading returns the lines in the last MiB of each log. A log that has become shorter is read
         from its beginning.
 
         Parameters
         ----------
         sessions : iterable of str, optional
-            As :meth:`choose` returns them. Default: all.
+            Names of sessions, from :meth:`choose`. Default: all.
         whole : bool
-            Whether a last line without an end is a line; else the session may still write it.
+            Whether to return a last line without a line end. The session may still be writing it.
 
         Yields
         ------
         (str, str)
-            The session and a line of its log, without its end; the oldest line first.
+            The name of the session and a line of its log, without the line end, the oldest first.
         """
         paths = self.paths()
         for session in self._read.keys() - paths.keys():
@@ -160,7 +160,7 @@ class SessionLogs:
                 found = os.fstat(file.fileno())
                 inode, begin = self._read.get(session, (found.st_ino, max(0, found.st_size - _MOST)))
                 if session not in self._read and begin:
-                    yield b"[%d bytes before this are in %s]" % (begin, os.fsencode(path))
+                    yield b"[%d earlier bytes are in %s]" % (begin, os.fsencode(path))
                 if inode != found.st_ino or begin > found.st_size:
                     begin = 0
                 file.seek(begin)
@@ -170,7 +170,7 @@ class SessionLogs:
                     begin += len(line)
                     yield line
                 self._read[session] = found.st_ino, begin
-        except OSError as error:  # the end of the cluster removes it
+        except OSError as error:  # a cluster that shuts down removes it
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
 

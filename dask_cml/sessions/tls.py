@@ -1,6 +1,6 @@
-"""TLS keys as files that their owner alone can read.
+"""TLS keys in files that only their owner can read.
 
-Sessions are given the paths, so that no key is in code, command lines, environments or logs.
+Sessions get the paths, so no key is in code, command lines, environments or logs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from distributed.security import Security
 from dask_cml.private import make_folder, owner_only
 
 _FOLDER = "keys"
-#: More than the clocks of two sessions can differ by, and more than a cluster can live.
+#: More than the clocks of two sessions can differ, and more than a cluster can run.
 _CLOCKS_DIFFER, _VALID = timedelta(days=1), timedelta(days=365)
 _FIELDS = (
     "tls_ca_file",
@@ -31,21 +31,21 @@ _FIELDS = (
 
 
 def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, dict[Path, str]]:
-    """Return the security of a cluster with every key a file, and the files to be written for that.
+    """Return the security of a cluster with every key in a file, and the files to write.
 
     Parameters
     ----------
     security : bool or Security
-        True: new keys that serve this cluster alone. A Security is taken as it is.
+        True: new keys for this cluster only. A Security: its keys.
     folder : Path
         The cluster's folder on the project file system.
 
     Raises
     ------
     ValueError
-        If a Security lacks what scheduler, workers and clients need.
+        If a Security lacks keys that the scheduler, the workers or clients need.
     OSError
-        If the file of a certificate cannot be read.
+        If a certificate's file cannot be read.
     """
     if not security:
         return None, {}
@@ -53,7 +53,7 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
     given = _with_keys_of_certificates(given)
     missing = [field for field in _FIELDS if getattr(given, field) is None]
     if missing:
-        raise ValueError(f"invalid security={given!r}: expected one that has {', '.join(missing)}")
+        raise ValueError(f"invalid security={given!r}: expected a Security with {', '.join(missing)}")
     result = copy.copy(given)
     files = {}
     for field in _FIELDS:
@@ -69,7 +69,7 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
 
 
 def _with_keys_of_certificates(security: Security) -> Security:
-    """Return the same with each key that is in the file, or the text, of its certificate."""
+    """Return a copy that takes missing keys from the file or the text of their certificates."""
     result = copy.copy(security)
     for role in ("client", "scheduler", "worker"):
         certificate = getattr(security, f"tls_{role}_cert")
@@ -81,8 +81,8 @@ def _with_keys_of_certificates(security: Security) -> Security:
 
 
 def _new_keys() -> Security:
-    """Return what `Security.temporary` does, with elliptic curves, which take a hundredth of RSA's time."""
-    # Imported here, because who rebuilds a cluster needs none of it.
+    """Return the same as `Security.temporary`, but with elliptic curves, a hundred times faster than RSA."""
+    # Imported here, because managers that rebuild a cluster need none of it.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -110,7 +110,7 @@ def _new_keys() -> Security:
 
 
 def write(files: Mapping[Path, str]) -> None:
-    """Write key files, for their owner only."""
+    """Write key files that only their owner can read."""
     for path, content in files.items():
         make_folder(path.parent)
         with open(path, "w", opener=owner_only) as file:
@@ -118,12 +118,12 @@ def write(files: Mapping[Path, str]) -> None:
 
 
 def paths(security: Security | None) -> dict[str, str] | None:
-    """Return where the keys are, as a record of the cluster says it."""
+    """Return the paths of the keys, for the cluster's record."""
     return None if security is None else {field: getattr(security, field) for field in _FIELDS}
 
 
 def connection_args(security: Security | None) -> dict[str, Any]:
-    """Return what a connection to the scheduler needs. It reads the files of the keys."""
+    """Return the arguments for a connection to the scheduler. Reads the key files."""
     return (security or Security()).get_connection_args("client")
 
 

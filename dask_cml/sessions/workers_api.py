@@ -1,7 +1,7 @@
-"""The Workers API of the platform, asynchronous, and careful about every session that it launches.
+"""The Workers API of the platform, asynchronous, with an account of every session that it launches.
 
-With the two modules that it shares the platform's module with, :mod:`~dask_cml.sessions.listing` and
-:mod:`~dask_cml.sessions.live`, it alone calls ``cml.workers_v1``, ``cdsw`` or the local platform.
+Only this module, :mod:`~dask_cml.sessions.listing` and :mod:`~dask_cml.sessions.live` call
+``cml.workers_v1``, ``cdsw`` or the local platform.
 """
 
 from __future__ import annotations
@@ -31,43 +31,53 @@ __all__ = ["SessionInfo", "WorkersAPI", "has_ended", "ip_address", "load_platfor
 
 logger = logging.getLogger(__name__)
 
-#: Sessions that are stopped usually end within so many seconds.
+#: Seconds within which stopped sessions usually end.
 _STOPPED_WITHIN = 30.0
 
 
 @dataclass
 class _Launch:
-    """One launch, whatever number of calls it takes. The first session that is heard of is its session."""
+    """One launch, which may take several calls. The first session that a call returns is its session."""
 
     name: str
     size: SessionSize
     arguments: Mapping[str, Any] = field(repr=False)
     session: SessionInfo | None = None
-    #: Nobody waits for it any more.
+    #: Whether nobody waits for the launch any more.
     over: bool = False
 
 
 class WorkersAPI:
     """Launch, watch and stop sessions without blocking the event loop.
 
-    Every session that it launched and did not stop is in :attr:`live`, from the moment at which the
-    platform's answer came, in whichever thread that was; :meth:`end` stops them, also when no event
-    loop is left. :attr:`names` is what each was launched as, :attr:`sizes` how large; :attr:`on_change` is
-    called in the event loop when a session was launched or stopped. No more than :attr:`threads` calls are
-    under way at once.
-
-    Each call has ``cml.api.timeout`` seconds. One that takes longer is left behind in its thread and tried
-    again in another; if it launches a session after all, that session is taken, or stopped at once.
+    Calls run in threads, at most :attr:`threads` at once, each with a time limit of ``cml.api.timeout``
+    seconds. A call that takes longer is abandoned in its thread and repeated in another. If an abandoned
+    call still launches a session, the launch uses that session or stops it.
 
     Parameters
     ----------
     module : module
-        Has ``launch_workers``, ``list_workers`` and ``stop_workers``, as :func:`load_platform` gives it.
+        The platform's module, from :func:`load_platform`.
+
+    Attributes
+    ----------
+    live : set of str
+        The ids of all sessions that were launched or adopted here and not stopped. A session is in it from
+        the moment of the platform's answer, in any thread. :meth:`end` stops these sessions, without an
+        event loop.
+    names : dict of str to str
+        The name of each session, by its id.
+    sizes : dict of str to SessionSize
+        The size of each session launched here, by its id.
+    on_change : callable
+        Called in the event loop after a session was launched or stopped.
+    threads : int
+        Maximum number of concurrent calls.
 
     Raises
     ------
     TypeError, ValueError
-        For a value of ``cml.api`` in Dask's configuration that is not allowed.
+        If a value of ``cml.api`` in Dask's configuration is invalid.
 
     Examples
     --------
@@ -92,37 +102,38 @@ class WorkersAPI:
         self.live = self._live.ids
         self.names = self._live.names
         self.sizes = self._live.sizes
-        # What follows is shared by threads: it changes under the lock.
+        # The lock guards the following attributes, which threads share.
         self._lock = threading.Lock()
         self._ended = False
-        #: How many calls to launch a name have not been answered, nor failed for good.
+        #: Number of launch calls per name without an answer, or with an error after which a session may
+        #: exist.
         self._unanswered: Counter[str] = Counter()
         self._launching: set[Future[Any]] = set()
 
     @property
     def problem(self) -> str | None:
-        """What the platform does not do, in words, until it does it again."""
+        """The platform's current failure, as a sentence. None if its last calls succeeded."""
         return next(iter([*self._calls.troubles.values()]), None)
 
     @property
     def shares_host_network(self) -> bool:
-        """Whether sessions share this machine's ports, as they do on the local platform."""
+        """Whether sessions share this machine's ports, as on the local platform."""
         return bool(getattr(self.module, "shares_host_network", bool)())
 
     def check_options(self, names: Iterable[str], argument: str = "launch_options") -> None:
-        """Refuse parameters that the installed ``launch_workers`` does not have.
+        """Refuse parameters that the installed ``launch_workers`` does not support.
 
         Raises
         ------
         ValueError
-            That names them, and those there are.
+            If a parameter is unknown. The message lists the supported ones.
         """
         unknown = sorted(name for name in names if not self._takes(name))
         if unknown:
             known = ", ".join(inspect.signature(self.module.launch_workers).parameters)
             raise ValueError(
-                f"invalid {argument}: the installed launch_workers has no parameter {', '.join(unknown)}; "
-                f"it has {known}"
+                f"invalid {argument} {', '.join(map(repr, unknown))}: expected parameters of the installed "
+                f"launch_workers: {known}"
             )
 
     def _takes(self, parameter: str) -> bool:
@@ -142,25 +153,25 @@ class WorkersAPI:
         Parameters
         ----------
         name : str
-            A name to show, where the platform has such. No other launch should have it: if an answer is
-            lost, this is how the session that was launched nevertheless is found, and taken.
+            The session's name, if the platform has names. It must be unique: if an answer is lost, this name
+            identifies the session that the lost call launched.
         size : SessionSize
             Its virtual CPUs, memory in GiB, and GPUs.
         code : str
-            What it runs.
+            The Python code that it runs.
         env : mapping of str to str, optional
             Its environment variables.
         options : mapping, optional
-            More parameters of ``launch_workers``.
+            Additional parameters of ``launch_workers``.
 
         Raises
         ------
         LaunchRefused
-            If the platform says that it does not launch it, as it does over quota.
+            If the platform refuses the launch, for example because a quota is exhausted.
         CMLError
-            If the platform fails at every try.
+            If all calls fail.
         ValueError
-            If ``launch_workers`` does not have one of the options.
+            If ``launch_workers`` does not support one of the options.
         """
         options = dict(options or {})
         self.check_options(options)
@@ -178,7 +189,7 @@ class WorkersAPI:
         try:
             session = await self._launch(_Launch(name, size, arguments))
         except LaunchRefused:
-            # Sessions that were just stopped fill the quota until they have ended.
+            # Stopped sessions count against the quota until they have ended.
             if not (stopped := self._live.stopped_before()) or not await self.wait_until_ended(stopped):
                 raise
             session = await self._launch(_Launch(name, size, arguments))
@@ -193,11 +204,11 @@ class WorkersAPI:
                 launch.over = True
 
     def _launch_now(self, launch: _Launch) -> SessionInfo:
-        """Launch a session by a plain call, unless an earlier call has done so after all."""
+        """Launch a session by a blocking call, unless an abandoned call has launched it meanwhile."""
         under_way: Future[Any] = Future()
         with self._lock:
             if self._ended:
-                raise CMLError(f"{launch.name} is not launched: the cluster has ended")
+                raise CMLError(f"{launch.name} not launched: the cluster has shut down")
             if launch.session is not None:
                 return launch.session
             self._launching.add(under_way)
@@ -211,14 +222,14 @@ class WorkersAPI:
             under_way.set_result(None)
 
     def _ask_for(self, launch: _Launch) -> SessionInfo:
-        """Return what the platform launched, or raise what says why it did not."""
+        """Return the session that the platform launched, or raise the reason why it launched none."""
         named = "name" in launch.arguments
         with self._lock:
             self._unanswered[launch.name] += named
         try:
             session = answers.launched(self.module.launch_workers(**launch.arguments))
         except Exception as error:
-            # There may be a session nevertheless, which may_pass does not exclude.
+            # A session may exist nevertheless, unless may_pass excludes it.
             with self._lock:
                 self._unanswered[launch.name] -= named and not may_pass(error)
             raise
@@ -226,14 +237,14 @@ class WorkersAPI:
             self._unanswered[launch.name] -= named
         if session.get("id"):
             return session
-        # It may have made half a session, which counts and costs as a whole one does.
+        # A refused launch may leave an engine behind, which counts against the quota like a session.
         if is_session_id(half_made := session.get("engineId")):
             self._live.add(half_made, launch.name, launch.size, half_made=True)
             self._try_to_stop(half_made)
         raise answers.refusal(launch.name, session)
 
     def _take(self, launch: _Launch, session: SessionInfo) -> SessionInfo:
-        """Give a launch its session. What comes too late, or twice, is stopped."""
+        """Assign a session to its launch. Stop a session that comes too late, or second."""
         session_id = session["id"]
         with self._lock:
             is_new = self._live.add_new(session_id, launch.name, launch.size)
@@ -241,14 +252,14 @@ class WorkersAPI:
                 launch.session = session
             taken = launch.session
         if is_new and taken is not session:
-            logger.info("The session %s came too late for %s", session_id, launch.name)
+            logger.info("Session %s not used: launched too late for %s", session_id, launch.name)
             self._try_to_stop(session_id)
         if taken is None:
-            raise CMLError(f"the session {session_id} came too late for {launch.name}")
+            raise CMLError(f"session {session_id} was launched too late for {launch.name}")
         return taken
 
     def _find_unanswered(self, names: Collection[str]) -> list[SessionInfo]:
-        """Find sessions of launches without a good answer, which does not say that there is no session."""
+        """Return sessions from launches whose answer was lost."""
         return [
             session
             for session in self._listing.now()
@@ -256,24 +267,24 @@ class WorkersAPI:
         ]
 
     async def sessions(self) -> dict[str, SessionInfo]:
-        """Return the sessions by id, as the platform lists them next.
+        """Return the sessions by id, from the next call of ``list_workers``.
 
-        One call of ``list_workers`` serves all who wait, and there is none when nobody does.
+        All coroutines that wait share one call. Without any, the platform is not called.
 
         Raises
         ------
         CMLError
-            If the platform fails at every try, or :meth:`close` is called meanwhile.
+            If all calls fail, or :meth:`close` is called meanwhile.
         """
         return await self._listing.next()
 
     async def stop(self, *ids: str) -> None:
-        """Stop sessions, all in one call.
+        """Stop sessions, in one call.
 
         Raises
         ------
         ValueError
-            If there is no id, which to the platform means every session of the user's, or one that is none.
+            If `ids` is empty, by which the platform means all sessions of the user, or if an id is invalid.
         CMLError
             If the platform does not stop them.
         """
@@ -285,53 +296,54 @@ class WorkersAPI:
         self.on_change()
 
     def _try_to_stop(self, session_id: str) -> None:
-        """Stop a session that nobody waits for. What fails here is left to :meth:`end`."""
+        """Stop a session that nobody needs. If this fails, :meth:`end` tries again."""
         for pause in [*self._calls.pauses(), None]:
             try:
                 return self._live.stop([session_id])
             except Exception as error:
                 if pause is None or not self._ended or not may_pass(error):
                     why = answers.in_words(error)
-                    return logger.warning("The session %s is not stopped yet: %s", session_id, why)
+                    return logger.warning("Session %s not stopped yet: %s", session_id, why)
             time.sleep(pause)
 
     async def close(self, end: Callable[[], None] | None = None) -> None:
-        """Call :meth:`end`, or what calls it, without blocking the event loop."""
+        """Call :meth:`end`, or `end`, without blocking the event loop."""
         self._listing.cancel()
         await asyncio.wrap_future(self._calls.start(end or self.end))
 
     async def wait_until_ended(self, ids: Collection[str], timeout: float = _STOPPED_WITHIN) -> bool:
-        """Wait until the platform lists stopped sessions as ended; until then they fill the quota.
+        """Wait until the platform lists stopped sessions as ended. Until then they count against the quota.
 
         Parameters
         ----------
         ids : collection of str
-            The sessions.
+            The ids of the sessions.
         timeout : float
-            Seconds to wait at most.
+            Maximum time to wait, in seconds.
 
         Returns
         -------
         bool
-            Whether there were such sessions, and all have ended. False, too, if the platform fails.
+            Whether some of the sessions were still listed, and all have ended now. False if the platform
+            fails.
         """
         return await self._listing.wait_until_ended(ids, timeout)
 
     def end(self) -> None:
-        """Launch nothing more, and stop every session in :attr:`live`, by plain calls.
+        """Launch nothing more, and stop all sessions in :attr:`live`, by blocking calls.
 
-        It takes ``cml.api.timeout`` at most if the platform hangs. A launch that hangs longer stops its
-        session itself when the answer comes, as long as the process lives. It may be called more than once.
+        If the platform hangs, this takes at most ``cml.api.timeout``. A launch that hangs longer stops its
+        session when the answer comes, if the process still runs. Repeated calls are allowed.
 
         Raises
         ------
         CMLError
-            If sessions are left. It names them.
+            If sessions remain. The message names them.
         """
         with self._lock:
             self._ended = True
         begin = time.monotonic()
-        # Once only, because what fails here is tried again below, for as long as it takes.
+        # One try only: stop_all() below repeats calls that fail.
         ids = [*self.named_sessions()]
         errors = self._calls.run_all([lambda: self._live.stop(ids)], self._live.time_to_stop(ids) / 2)
         hangs = any(isinstance(error, NoAnswer) for error in errors)
@@ -353,23 +365,23 @@ class WorkersAPI:
 
         if errors := self._calls.run_all([look], self._limit / 4):
             why = answers.in_words(errors[0])
-            return logger.warning("Sessions named %s may run: CML did not list them: %s", names, why)
+            return logger.warning("Sessions named %s may still run: CML did not list them: %s", names, why)
         with self._lock:
             for name in names:
                 del self._unanswered[name]
 
     def adopt(self, session_id: str, name: str) -> None:
-        """Take a session over that was launched elsewhere.
+        """Take over a session that another process launched.
 
         Raises
         ------
         ValueError
-            If the id is none.
+            If the id is invalid.
         """
         self._live.add(session_id, name)
 
     def named_sessions(self) -> dict[str, str]:
-        """Return what each session in :attr:`live` was launched as, by its id."""
+        """Return the names of the sessions in :attr:`live`, by id."""
         return self._live.named()
 
     def forget(self, *ids: str) -> None:
