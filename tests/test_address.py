@@ -165,7 +165,9 @@ def test_another_user_gets_nothing_and_is_told_so_at_once(cluster, tmp_path):
 
 
 async def test_an_unknown_name_fails_at_once_with_those_that_there_are(cluster):
-    with pytest.raises(NoSuchCluster, match=f"no cluster named 'other'; existing clusters: '{NAME}'") as failed:
+    with pytest.raises(
+        NoSuchCluster, match=f"no cluster named 'other'; existing clusters: '{NAME}'"
+    ) as failed:
         await asyncio.wait_for(Client("cml://other", asynchronous=True, timeout=600), 60)
     assert isinstance(failed.value, OSError)
 

@@ -195,7 +195,11 @@ async def test_two_managers_that_add_one_name_at_once_agree(holds):
         (lambda c: c.add_worker_group("big"), ValueError, "invalid name='big': expected a name that no"),
         (lambda c: c.add_worker_group("a", n_workers=-1), ValueError, "invalid n_workers=-1: expected"),
         (lambda c: c.add_worker_group("a", cpu=0), ValueError, "invalid cpu=0: expected"),
-        (lambda c: c.add_worker_group("a", launch_options={"no": 1}), ValueError, "invalid launch_options 'no'"),
+        (
+            lambda c: c.add_worker_group("a", launch_options={"no": 1}),
+            ValueError,
+            "invalid launch_options 'no'",
+        ),
         (lambda c: c.delete_worker_group("default"), ValueError, "invalid name='default': expected"),
         (lambda c: c.delete_worker_group("no"), ValueError, "invalid name='no': expected"),
         (lambda c: c.scale(1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),

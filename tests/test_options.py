@@ -600,7 +600,9 @@ def test_threads_that_processes_cannot_share_evenly_are_refused(stub):
 
 
 def test_a_launch_option_that_the_platform_lacks_is_refused_by_name(stub):
-    with pytest.raises(ValueError, match=r"'no_such_thing': expected parameters of the installed launch_workers: n, cpu"):
+    with pytest.raises(
+        ValueError, match=r"'no_such_thing': expected parameters of the installed launch_workers: n, cpu"
+    ):
         CMLCluster(launch_options={"no_such_thing": 3})
 
 

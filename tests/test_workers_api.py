@@ -117,7 +117,9 @@ async def test_unknown_launch_options_are_refused_by_name_before_any_call(newer)
     stub = Stub(newer)
     api = WorkersAPI(stub)
     options = {"kernel": "r", "zone": 1, "colour": 2}
-    with pytest.raises(ValueError, match=r"'colour', 'zone': expected parameters of the installed launch_workers: n, cpu, "):
+    with pytest.raises(
+        ValueError, match=r"'colour', 'zone': expected parameters of the installed launch_workers: n, cpu, "
+    ):
         await api.launch("mine", SIZE, "pass", options=options)
     with pytest.raises(ValueError, match="colour, zone"):
         api.check_options(options)

@@ -202,8 +202,8 @@ def plan_worker(
         arguments += ["--nworkers", str(options.processes)]
     arguments += ["--nthreads", str(options.nthreads // options.processes)]
     arguments += ["--memory-limit", str(memory), "--death-timeout", str(patience)]
-        # Without a dashboard, a worker still serves health and metrics by plain HTTP, on all interfaces by
-        # default.
+    # Without a dashboard, a worker still serves health and metrics by plain HTTP, on all interfaces by
+    # default.
     arguments += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
     if options.resources:
         shares = {each: amount / options.processes for each, amount in options.resources.items()}
