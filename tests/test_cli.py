@@ -432,7 +432,7 @@ def test_stale_records_say_so_and_are_pruned(platform):
     assert "does not answer" in run("scale", "left", 1, code=1)
     out, err = shell("prune")
     assert out == "Cluster left deleted\n"
-    assert "Cluster doubtful skipped: nobody accepts connections at tcp://" in err
+    assert "Cluster doubtful skipped: nothing accepts connections at tcp://" in err
     assert "`dask cml delete begun`" in err
     assert live(platform) == [other]
     assert [record.name for record in store.records()] == ["begun", "doubtful"]

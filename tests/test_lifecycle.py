@@ -169,7 +169,7 @@ async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_sessio
     await holds(sign.exists)
     platform.evict(store.read("made").scheduler_session)
     monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
-    with pytest.raises(ClusterExists, match="nobody accepts connections"):
+    with pytest.raises(ClusterExists, match="nothing accepts connections"):
         await make(name="made")
     # Its workers end by themselves, sooner or later.
     assert "stopped" not in {each["status"] for each in platform.sessions()}

@@ -139,7 +139,7 @@ async def test_a_planted_record_is_passed_over_with_one_warning_and_nobody_is_as
             )
     assert connections == []
     [warning] = [each.getMessage() for each in caplog.records if each.name == store.__name__]
-    assert warning.startswith(f"{paths[part]} is passed over: it ")
+    assert warning.startswith(f"{paths[part]} ignored: it ")
 
 
 def test_no_cluster_is_made_where_others_can_write(tmp_path, open_up):

@@ -197,7 +197,7 @@ def test_name_that_leads_elsewhere_is_no_cluster(state, name):
 
 
 def test_name_that_is_too_long_for_the_file_system_is_refused(state):
-    with pytest.raises(ValueError, match="expected a name for a folder"):
+    with pytest.raises(ValueError, match="expected a folder's name"):
         claim(Record("雲" * 100), state)
     assert os.listdir(state) == []
 
@@ -351,8 +351,8 @@ def damages():
     yield "nested", b"[" * 100_000, "recursion"
     yield "list", b"[1]", "no record"
     yield "other", b'{"address": "tcp://x"}', "no record"
-    yield "newer", {**good, "version": 2}, "newer format 2"
-    yield "elsewhere", {**good, "name": "a"}, "that of the cluster 'a'"
+    yield "newer", {**good, "version": 2}, "in format 2: upgrade"
+    yield "elsewhere", {**good, "name": "a"}, "the record of another cluster, 'a'"
     yield "lacking", {key: good[key] for key in good if key != "maker"}, "lacks maker"
     for key, value in {
         "id": 3,
@@ -363,7 +363,7 @@ def damages():
         "options": None,
         "version": 0,
     }.items():
-        yield key, {**good, key: value}, f"its {key} cannot be"
+        yield key, {**good, key: value}, f"its {key} is invalid"
 
 
 @pytest.mark.parametrize(("content", "why"), [d[1:] for d in damages()], ids=[d[0] for d in damages()])
@@ -387,7 +387,7 @@ def test_damaged_record_is_reported_once_and_passed_over(state, caplog, content,
 def test_record_of_which_no_folder_has_the_sessions_is_passed_over(state, caplog):
     (claim(Record("a"), state) / SESSIONS_FOLDER).rmdir()
     assert records(state) == []
-    assert "no folder sessions" in caplog.text
+    assert "its folder lacks sessions" in caplog.text
 
 
 def test_foreign_files_and_folders_are_passed_over(state, caplog):
@@ -634,7 +634,7 @@ def test_stray_file_is_reported_once_and_passed_over(state, caplog, name):
     for _ in range(2):
         assert read("a", state).sessions == {"session-1": "a-0"}
     [warning] = caplog.records
-    assert warning.getMessage().startswith(f"{name!a} in {folder} is passed over")
+    assert warning.getMessage().startswith(f"{name!a} in {folder} ignored")
     warning.getMessage().encode()
     assert remove("a", state) == {"session-1": "a-0"}
 

@@ -1,6 +1,6 @@
-"""A CML for laptops and tests: the functions of ``cml.workers_v1`` over processes of this machine.
+"""A platform for laptops and tests: the functions of ``cml.workers_v1``, with processes of this machine.
 
-Besides those four there are functions that change what the platform does, and look behind it.
+Additional functions change settings, inject faults and show all sessions.
 """
 
 from __future__ import annotations

@@ -11,29 +11,29 @@ from collections.abc import Sequence
 from dask_cml import local
 from dask_cml.local import processes, records
 
-#: Seconds to wait for the end of sessions, beyond the grace that they have.
+#: Seconds to wait until sessions have ended, in addition to their grace period.
 _PATIENCE = 15.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m dask_cml.local", description="Sessions of the local platform."
+        prog="python -m dask_cml.local", description="List, stop and inspect sessions of the local platform."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list the sessions of all launchers")
     stop = commands.add_parser("stop", help="stop sessions, and wait until they have ended")
     stop.add_argument("ids", metavar="ID", nargs="*")
     stop.add_argument("--all", action="store_true", help="stop the sessions of all launchers")
-    logs = commands.add_parser("logs", help="print the output of a session")
+    logs = commands.add_parser("logs", help="print the log of a session")
     logs.add_argument("id", metavar="ID")
     commands.add_parser("prune", help="remove the records of sessions that have ended")
-    engine = commands.add_parser("engine", help="run a command as a session of yours, with which others end")
+    engine = commands.add_parser("engine", help="run a command as your own session; its sessions end with it")
     engine.add_argument("program", metavar="COMMAND")
     engine.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     if options.command == "stop" and bool(options.ids) == options.all:
-        parser.error("stop needs either ids or --all")
+        parser.error("expected the ids of sessions, or --all")
     if options.command == "list":
         return _list()
     if options.command == "stop":
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _logs(options.id)
     if options.command == "engine":
         return _engine([options.program, *options.arguments])
-    sys.stdout.write(f"{len(local.prune())} removed\n")
+    sys.stdout.write(f"{len(local.prune())} records removed\n")
     return 0
 
 
@@ -60,14 +60,14 @@ def _list() -> int:
 def _stop(ids: Sequence[str]) -> int:
     unknown = sorted({*ids} - {each["id"] for each in local.sessions()})
     for session_id in unknown:
-        sys.stderr.write(f"there is no session {session_id!r}\n")
+        sys.stderr.write(f"no session {session_id!r}; to list all: `python -m dask_cml.local list`\n")
     known = [session_id for session_id in ids if session_id not in unknown]
     if known:
         local.stop_workers(*known)
     deadline = time.monotonic() + local.settings().stop_grace + _PATIENCE
     while left := {*known} & {*_live()}:
         if time.monotonic() > deadline:
-            sys.stderr.write(f"still live: {' '.join(sorted(left))}\n")
+            sys.stderr.write(f"sessions still running: {' '.join(sorted(left))}\n")
             return 1
         time.sleep(0.05)
     return 1 if unknown else 0

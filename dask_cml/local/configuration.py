@@ -1,4 +1,4 @@
-"""What the local platform is set to: delays, quotas, the project's variables, the network."""
+"""The settings of the local platform: delays, quotas, the project's variables and the network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Settings:
 
 
 def settings() -> Settings:
-    """Return the settings now in force.
+    """Return the current settings.
 
     Examples
     --------
@@ -55,46 +55,48 @@ def configure(
     network: str | EllipsisType = ...,
     needs_api_key: bool | EllipsisType = ...,
 ) -> Settings:
-    """Change settings of the local platform, for every process that uses its state directory.
+    """Change settings of the local platform, for all processes that use its state directory.
 
-    What is not given stays. Sessions keep what they were launched with.
+    Other settings keep their values. Existing sessions keep the settings of their launch.
 
     Parameters
     ----------
     start_delay : float
-        Seconds from a launch until the session runs.
+        Time from a launch until the session runs, in seconds.
     latency : float
-        Seconds that every HTTP request takes: each launch of one session, each listing, each stop of one.
+        Duration of every HTTP request, in seconds: each launch of one session, each listing, each stop of
+        one.
     quota : mapping of str to float, optional
-        What the live sessions of all launchers may use together, of "cpu", "memory" (GiB),
+        Maximum that the running sessions of all launchers may use together, of "cpu", "memory" (GiB),
         "nvidia_gpu" and "sessions". None: no limit.
     over_quota : {"refuse", "wait"}
-        Whether a launch over the quota is refused, or its session stays ``scheduling`` until there is room:
-        others end, or the quota grows. Releases of CML differ in this. First come, first served.
+        Whether a launch over quota is refused, or its session stays ``scheduling`` until there is room:
+        other sessions end, or the quota grows. The oldest session comes first. Releases of CML differ in
+        this.
     stop_grace : float
-        Seconds from SIGTERM to SIGKILL when a session is stopped.
+        Time from SIGTERM to SIGKILL when a session is stopped, in seconds.
     lifetime : float, optional
-        Seconds after which a running session ends as ``timedout``. None: never.
+        Time after which a running session ends as ``timedout``, in seconds. None: never.
     variables : mapping of str to str
-        The project's environment variables, which every session has.
+        The project's environment variables, which all sessions inherit.
     network : {"shared", "namespaces"}
-        Whether sessions share this machine's network, or each has a loopback and an address of its
-        own, as on CML (for Linux, as root).
+        Whether sessions share this machine's network, or each session has a loopback and an address of its
+        own, as on CML. Namespaces require Linux and root.
     needs_api_key : bool
-        Whether the functions raise a RuntimeError in a process without ``CDSW_API_KEY`` in its environment,
-        as those of CML do. All sessions have it.
+        Whether the functions raise a RuntimeError in a process without the environment variable
+        ``CDSW_API_KEY``, as on CML. All sessions have it.
 
     Returns
     -------
     Settings
-        The settings now in force.
+        The new settings.
 
     Raises
     ------
     ValueError, TypeError
-        If a value is not one of those above. Nothing is changed then.
+        If a value is invalid. No setting is changed then.
     RuntimeError
-        If this machine cannot have namespaces.
+        If this machine does not support namespaces.
 
     Examples
     --------
@@ -123,7 +125,7 @@ def configure(
 
 
 def shares_host_network() -> bool:
-    """Return whether sessions have this machine's loopback and ports, which is so without namespaces.
+    """Return whether sessions share this machine's loopback and ports: all do without namespaces.
 
     Examples
     --------
@@ -145,30 +147,30 @@ def _check(name: str, value: Any) -> None:
             _check_mapping(name, value)
             for resource, limit in value.items():
                 if resource not in RESOURCES:
-                    raise ValueError(f"quota: {resource!r} is not one of {', '.join(RESOURCES)}")
+                    raise ValueError(f"invalid quota {resource!r}: expected one of {', '.join(RESOURCES)}")
                 _check_number(f"quota[{resource!r}]", limit)
     elif name == "variables":
         _check_mapping(name, value)
         checks.environment(name, value)
     elif name == "needs_api_key":
         if not isinstance(value, bool):
-            raise TypeError(f"needs_api_key must be a bool, not {value!r}")
+            raise TypeError(f"invalid needs_api_key={value!r}: expected True or False")
     elif name == "over_quota":
         if value not in OVER_QUOTA:
-            raise ValueError(f"over_quota must be one of {', '.join(OVER_QUOTA)}, not {value!r}")
+            raise ValueError(f"invalid over_quota={value!r}: expected one of {', '.join(OVER_QUOTA)}")
     elif value not in NETWORKS:
-        raise ValueError(f"network must be one of {', '.join(NETWORKS)}, not {value!r}")
+        raise ValueError(f"invalid network={value!r}: expected one of {', '.join(NETWORKS)}")
     elif value == "namespaces":
         network.check()
 
 
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+        raise TypeError(f"invalid {name}={value!r}: expected a number")
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be finite and not negative, not {value!r}")
+        raise ValueError(f"invalid {name}={value!r}: expected a finite number of at least 0")
 
 
 def _check_mapping(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a mapping, not of type {type(value).__name__}")
+        raise TypeError(f"invalid {name} of type {type(value).__name__}: expected a mapping")

@@ -1,4 +1,4 @@
-"""What the platform's own pages and nodes do: look at all sessions, read logs, lose one, clear away."""
+"""Functions of the platform's own pages and nodes: list all sessions, read logs, lose a node, clean up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dask_cml.local import records, state
 
 
 def sessions() -> list[dict[str, Any]]:
-    """Return the sessions of all launchers, as far as they are not pruned.
+    """Return the sessions of all launchers, except those that were pruned.
 
     Returns
     -------
     list of dict
-        As of :func:`list_workers`, oldest first, with three entries more: ``launcher``, the id of the session
-        that launched it, ``owner``, the id of the one with which it ends, and ``stop_requested``.
+        As from :func:`list_workers`, the oldest first, with three more entries: ``launcher``, the id of the
+        session that launched it, ``owner``, the id of the session with which it ends, and ``stop_requested``.
 
     Examples
     --------
@@ -33,7 +33,7 @@ def sessions() -> list[dict[str, Any]]:
 
 
 def log(session_id: str) -> str:
-    """Return what a session has written so far, to its standard output and error.
+    """Return the output of a session so far, of both standard output and standard error.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def log(session_id: str) -> str:
     Raises
     ------
     LookupError
-        If there is no such session.
+        If no session has this id.
 
     Examples
     --------
@@ -51,33 +51,34 @@ def log(session_id: str) -> str:
     >>> local.log("nosuchsession")
     Traceback (most recent call last):
         ...
-    LookupError: there is no session 'nosuchsession'
+    LookupError: no session 'nosuchsession'
     """
     if records.read(session_id) is None:
-        raise LookupError(f"there is no session {session_id!r}")
+        raise LookupError(f"no session {session_id!r}")
     path = state.directory() / "sessions" / session_id / "log"
     return path.read_text(errors="replace") if path.exists() else ""
 
 
 def evict(session_id: str, *, silently: bool = False) -> None:
-    """Kill a session with everything in it at once, as the loss of its node does.
+    """Kill a session and all its processes at once, as the failure of its node does.
 
-    It returns when the processes are gone; the session's status is ``failed`` then, unless it had ended.
+    Returns when the processes have ended. The session's status is ``failed`` then, unless it had ended
+    before.
 
     Parameters
     ----------
     session_id : str
         The session's id.
     silently : bool
-        Its link goes down first, so that nobody hears of the end of its connections. This needs
-        ``configure(network="namespaces")``, and a session that runs.
+        Whether to take down the session's link first, so that its peers do not notice that its connections
+        end. Requires ``configure(network="namespaces")`` and a running session.
 
     Raises
     ------
     LookupError
-        If there is no such session.
+        If no session has this id.
     RuntimeError
-        If it has no link of its own to take down.
+        If `silently` is true, and the session has no link of its own.
 
     Examples
     --------
@@ -95,7 +96,7 @@ def prune() -> list[str]:
     Returns
     -------
     list of str
-        Their ids.
+        The ids of the removed sessions.
 
     Examples
     --------

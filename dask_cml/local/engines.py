@@ -1,8 +1,8 @@
-"""Engines: the user's own sessions, with which end the sessions that they have launched.
+"""Engines: the user's own sessions. When an engine ends, so do the sessions that it launched.
 
-A file below ``engines`` in the state directory says that an engine has ended, unless a process holds the
-file's lock. The kernel drops the lock with the process, however that dies. An engine without a file is one
-that somebody has named in ``CDSW_ENGINE_ID``; only :func:`end_engine` ends it.
+An engine has ended if it has a file below ``engines`` in the state directory, and no process holds the file's
+lock. The kernel releases the lock when the process dies. An engine without a file is one from
+``CDSW_ENGINE_ID``; only :func:`end_engine` ends it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from dask_cml.private import make_folder
 
 
 def has_ended(name: str) -> bool:
-    """Return whether the sessions that an engine launched are to be collected."""
-    # An owner may have a name that no engine can have.
+    """Return whether an engine has ended, so that the sessions that it launched must end."""
+    # The owner of a session may have a name that no engine can have.
     return name.isalnum() and state.is_locked(_path(name)) is False
 
 
 @contextlib.contextmanager
 def engine(name: str) -> Iterator[None]:
-    """Make this process a session of the user's own, until the block ends or the process does.
+    """Turn this process into a session of the user, until the block or the process ends.
 
-    What is launched within the block is stopped then, as CML stops what an ended session has launched.
+    Sessions that are launched in the block end with it, as on CML.
 
     Parameters
     ----------
     name : str
-        The session's id, of letters and digits. An id is used once.
+        The session's id, of letters and digits. Each id can be used once.
 
     Raises
     ------
     ValueError
-        If `name` is no id, or was used.
+        If `name` is not an id, or was used before.
 
     Examples
     --------
@@ -50,7 +50,7 @@ def engine(name: str) -> Iterator[None]:
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise ValueError(f"invalid name={name!r}: expected an id that no engine has used") from None
+        raise ValueError(f"invalid name={name!r}: expected an id that was not used before") from None
     before = {variable: os.environ.get(variable) for variable in ("CDSW_ENGINE_ID", "CDSW_MASTER_ID")}
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -68,17 +68,17 @@ def engine(name: str) -> Iterator[None]:
 
 
 def end_engine(name: str) -> None:
-    """End an engine that is named in ``CDSW_ENGINE_ID``: its processes at once, then what it launched.
+    """End an engine from ``CDSW_ENGINE_ID``: kill its processes, then stop the sessions that it launched.
 
     Parameters
     ----------
     name : str
-        The engine's id, of letters and digits. An id is used once.
+        The engine's id, of letters and digits. Each id can be used once.
 
     Raises
     ------
     ValueError
-        If `name` is no id, or that of an engine which a process is by :func:`engine`.
+        If `name` is not an id, or is that of an :func:`engine` block.
 
     Examples
     --------
@@ -88,14 +88,14 @@ def end_engine(name: str) -> None:
     path = _path(name)
     make_folder(path.parent)
     if path.exists() and not has_ended(name):
-        raise ValueError(f"invalid name={name!r}: expected an engine that does not end with a process")
+        raise ValueError(f"invalid name={name!r}: expected an engine other than an engine() block")
     path.touch(mode=0o600)
     processes.kill(name)
     _collect(name)
 
 
 def _collect(name: str) -> None:
-    """Stop what an engine has launched, sooner than the supervisors find that it has ended."""
+    """Stop the sessions that an engine launched, before their supervisors notice that it has ended."""
     for record in records.read_all():
         if record.live and record.plan["owner"] == name:
             records.stop(record.id)

@@ -1,4 +1,4 @@
-"""Who launches, and what environment a session has."""
+"""The caller of the platform, and the environment of a session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from dask_cml.local import state
 
-# A CML session does not inherit the environment of its launcher. These say what machine it is on.
+# A CML session does not inherit the environment of its launcher. These variables describe the machine.
 _BASE = (
     "PATH",
     "HOME",
@@ -31,20 +31,20 @@ _BASE = (
 
 
 def calling_session() -> str:
-    """Return the id of the session this process is in: outside of all, a constant of the user's."""
+    """Return the id of the session of this process. Outside of sessions, it is a constant for each user."""
     return os.environ.get("CDSW_ENGINE_ID") or _users_own()
 
 
 def owner() -> str:
-    """Return the id of the session with which ends what is launched here.
+    """Return the id of the owner: the session at whose end the platform stops what this process launches.
 
-    CML files what a worker session launches under the session at the root.
+    CML assigns the sessions that a worker session launches to the owner of the worker session.
     """
     return os.environ.get("CDSW_MASTER_ID") or calling_session()
 
 
 def ends(owner: str) -> bool:
-    """Return whether an owner may end: what is launched outside of all sessions has one that does not."""
+    """Return whether an owner may end. The owner of sessions launched outside of sessions never ends."""
     return owner != _users_own()
 
 
@@ -53,7 +53,7 @@ def _users_own() -> str:
 
 
 def base() -> dict[str, str]:
-    """Return what sessions and supervisors have of this process's environment."""
+    """Return the variables that sessions and supervisors take from this process's environment."""
     kept = {name: value for name, value in os.environ.items() if name in _BASE or name.startswith("LC_")}
     kept.setdefault("PATH", os.defpath)
     kept.setdefault("HOME", pwd.getpwuid(os.getuid()).pw_dir)
@@ -73,10 +73,10 @@ def of_session(
     variables: Mapping[str, str],
     env: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the whole environment of a session.
+    """Return the complete environment of a session.
 
-    The project's variables override the platform's, and `env` both, but neither can hide the session
-    from those who clean up after it.
+    The project's variables override the platform's, and `env` overrides both. Neither can change the
+    variables by which the platform finds the session's processes.
     """
     project = os.getcwd()
     platform = {

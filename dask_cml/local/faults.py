@@ -1,4 +1,4 @@
-"""Faults to inject: what goes wrong with the platform, at the user's wish."""
+"""Faults of the platform, which tests and users can inject."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from dask_cml.local import state
 from dask_cml.local.responses import HTTPError, JSONDecodeError, Response
 
-#: What becomes of a session instead of running its code.
+#: Faults that replace the run of a session's code.
 FATES = ("refused", "fails", "succeeds", "hangs", "stuck")
-#: What list_workers does not tell of a session for some seconds, and where its plan has them.
+#: Faults that hide something of a session from list_workers for some seconds, and their keys in its plan.
 HIDDEN = {
     "invisible": "hide",
     "unknown_ip": "hide_ip",
     "unknown_status": "hide_status",
     "stopping": "stopping",
 }
-#: How an HTTP request ends instead of being done.
+#: Faults that replace the answer to an HTTP request.
 ENDS = ("error", "answer", "page", "hang")
-#: What goes wrong with an HTTP request.
+#: All faults of an HTTP request.
 CALLS = (*ENDS, "slow", "unanswered")
 _PAGE = "<html><body><h1>502 Bad Gateway</h1></body></html>"
 _LOOK_INTERVAL = 0.02
@@ -43,61 +43,62 @@ def inject(
     message: str | None = None,
     function: str | None = None,
 ) -> None:
-    """Let something go wrong, in every process that uses the state directory.
+    """Inject a fault, for all processes that use the state directory.
 
-    Several faults may be injected: of those that fit, the first one decides, and the others wait.
+    Several faults may be injected. Of those that match, the first one applies, and the others wait.
 
     Parameters
     ----------
     kind : str
-        What becomes of a session that is launched:
+        The fault of a session that is launched:
 
-        - ``"refused"``: the answer is the dict of an exceeded quota. Its ``engineId`` is the id of a
-          half-made session, which stays in status ``scheduling`` until it is stopped.
-        - ``"fails"``: it runs for a moment, without its code, and ends as ``failed``.
-        - ``"succeeds"``: the same, but it ends as ``succeeded``, as after a command that is not there.
+        - ``"refused"``: the answer is the dict of an exceeded quota. Its ``engineId`` is the id of an engine
+          that stays in status ``scheduling`` until it is stopped.
+        - ``"fails"``: the session runs for a moment, without its code, and ends as ``failed``.
+        - ``"succeeds"``: the same, but it ends as ``succeeded``, as CML reports a command that does not
+        exist.
         - ``"hangs"``: it runs until it is stopped, without its code.
         - ``"stuck"``: its status stays ``scheduling`` until it is stopped.
-        - ``"invisible"``: ``list_workers`` leaves it out for `seconds` after its launch.
-        - ``"unknown_ip"``: its ``ip_address`` stays ``"unknown"`` for `seconds` after it began to run.
-        - ``"unknown_status"``: its status is ``"UNKNOWN"`` for `seconds` after it began to run.
-        - ``"stopping"``: once it is to be stopped its status is ``"STOPPING"``, until `seconds` after its
-          processes have ended.
+        - ``"invisible"``: ``list_workers`` omits it for `seconds` after its launch.
+        - ``"unknown_ip"``: its ``ip_address`` is ``"unknown"`` for `seconds` after it started to run.
+        - ``"unknown_status"``: its status is ``"UNKNOWN"`` for `seconds` after it started to run.
+        - ``"stopping"``: while it stops, its status is ``"STOPPING"``, until `seconds` after its processes
+          have ended.
 
-        Or what becomes of an HTTP request (each launch of one session, each listing, each stop of one):
+        Or the fault of an HTTP request (each launch of one session, each listing, each stop of one):
 
-        - ``"error"``: with a `status` an :class:`HTTPError`, else a :class:`ConnectionError` is raised,
-          and nothing is done.
-        - ``"answer"``: it is answered with that `status`, and nothing is done. As on CML nobody looks at
-          the status: ``list_workers`` returns the dict of the `message`, ``launch_workers`` has it in its
-          list, and ``stop_workers`` returns the response.
-        - ``"page"``: a gateway answers with its HTML page, and nothing is done. ``launch_workers`` and
-          ``list_workers`` raise a :class:`JSONDecodeError`.
-        - ``"hang"``: it is not answered, and nothing is done; in the end its connection is lost.
-        - ``"unanswered"``: it is done at once, and its answer comes in the end.
-        - ``"slow"``: it takes `seconds` more, and is done after them.
+        - ``"error"``: the request raises an :class:`HTTPError` with a `status`, or else a
+          :class:`ConnectionError`, and has no effect.
+        - ``"answer"``: the answer has that `status`, and the request has no effect. As on CML, the functions
+          ignore the status: ``list_workers`` returns the dict of the `message`, the list from
+          ``launch_workers`` contains it, and ``stop_workers`` returns the response.
+        - ``"page"``: a gateway answers with its HTML page, and the request has no effect. ``launch_workers``
+          and ``list_workers`` raise a :class:`JSONDecodeError`.
+        - ``"hang"``: no answer comes, and the request has no effect. At the end, its connection breaks.
+        - ``"unanswered"``: the request takes effect at once, but its answer comes at the end.
+        - ``"slow"``: the request takes effect `seconds` later.
 
-        ``"hang"`` and ``"unanswered"`` end with `seconds`, or with :func:`clear_faults`.
+        ``"hang"`` and ``"unanswered"`` end after `seconds`, or with :func:`clear_faults`.
     match : str, optional
-        Only for sessions whose name or code contains this.
+        Text in the name or code of the sessions that the fault applies to. Default: all sessions.
     skip : int
-        So many sessions or requests are spared first.
+        Number of sessions or requests to spare first.
     times : int
-        So many sessions or requests are hit.
+        Number of sessions or requests that the fault applies to.
     seconds : float, optional
-        See `kind`. For what goes wrong with a request, but for ``"slow"``, it stands in place of `times`: all
-        requests are hit that begin within so many seconds from now.
+        Duration of the fault, see `kind`. For faults of a request other than ``"slow"``, it replaces `times`:
+        the fault applies to all requests that start within this time from now.
     status : int, optional
         The HTTP status of an ``"error"`` or ``"answer"``.
     message : str, optional
-        The words of an ``"answer"``. Default: those of its status.
+        The message of an ``"answer"``. Default: that of its status.
     function : str, optional
-        Only requests of this one of the four functions are hit. ``await_workers`` lists, too.
+        The one function to whose requests the fault applies. ``await_workers`` lists, too. Default: all four.
 
     Raises
     ------
     ValueError
-        If the arguments do not go together.
+        If an argument is invalid, or does not fit `kind`.
 
     Examples
     --------
@@ -108,23 +109,24 @@ def inject(
     """
     kinds = (*FATES, *HIDDEN, *CALLS)
     if kind not in kinds:
-        raise ValueError(f"kind must be one of {', '.join(kinds)}, not {kind!r}")
+        raise ValueError(f"invalid kind={kind!r}: expected one of {', '.join(kinds)}")
     if skip < 0 or times < 1:
-        raise ValueError(f"skip must be at least 0 and times at least 1, not {skip!r} and {times!r}")
+        raise ValueError(f"invalid skip={skip!r}, times={times!r}: expected at least 0 and at least 1")
     if seconds is not None and seconds < 0:
-        raise ValueError(f"seconds must not be negative, not {seconds!r}")
+        raise ValueError(f"invalid seconds={seconds!r}: expected a number of at least 0")
     if seconds is None and kind in (*HIDDEN, "slow"):
-        raise ValueError(f"{kind!r} needs seconds")
+        raise ValueError(f"invalid seconds=None: expected a number for {kind!r}")
     if seconds is not None and kind in FATES:
-        raise ValueError(f"{kind!r} takes no seconds")
+        raise ValueError(f"invalid seconds={seconds!r}: expected None for {kind!r}")
     if status is not None and kind not in ("error", "answer"):
-        raise ValueError(f"{kind!r} takes no status")
+        raise ValueError(f"invalid status={status!r}: expected None for {kind!r}")
     if message is not None and kind != "answer":
-        raise ValueError(f"{kind!r} takes no message")
+        raise ValueError(f"invalid message={message!r}: expected None for {kind!r}")
     if function is not None and (kind not in CALLS or function not in FUNCTIONS):
-        raise ValueError(f"function must be one of {', '.join(FUNCTIONS)}, and only for {CALLS}")
+        allowed = f"one of {', '.join(FUNCTIONS)}, with one of the kinds {', '.join(CALLS)}"
+        raise ValueError(f"invalid function={function!r}: expected {allowed}")
     if kind == "answer" and status is None:
-        raise ValueError('"answer" needs a status')
+        raise ValueError('invalid status=None: expected an HTTP status for "answer"')
     fault = {
         "kind": kind,
         "match": match,
@@ -142,9 +144,9 @@ def inject(
 
 
 def clear_faults() -> None:
-    """Take back all injected faults, and end the waiting of hanging requests.
+    """Clear all injected faults, and end requests that hang.
 
-    Sessions that are hit already stay so.
+    Sessions keep the faults that were applied to them.
 
     Examples
     --------
@@ -157,7 +159,7 @@ def clear_faults() -> None:
 
 
 def of_launch(name: str, code: str) -> list[Fault]:
-    """Use up and return the faults for a session that is being launched."""
+    """Return the faults for a session that is launched, and count them as applied."""
 
     def fits(fault: Fault) -> bool:
         return fault["kind"] in (*FATES, *HIDDEN) and _matches(fault, name, code)
@@ -166,7 +168,7 @@ def of_launch(name: str, code: str) -> list[Fault]:
 
 
 def of_request(functions: tuple[str, ...], name: str, code: str) -> list[Fault]:
-    """Use up and return the faults for an HTTP request that one of the functions makes."""
+    """Return the faults for an HTTP request of one of the functions, and count them as applied."""
 
     def fits(fault: Fault) -> bool:
         wanted = fault["function"]
@@ -178,12 +180,12 @@ def of_request(functions: tuple[str, ...], name: str, code: str) -> list[Fault]:
 
 
 def end(fault: Fault, answers_json: bool) -> Response:
-    """Do to a request what its fault says: raise an error, or return the platform's answer.
+    """Apply a fault to a request: raise an error, or return the platform's answer.
 
     Parameters
     ----------
     fault : dict
-        Its kind is one of `ENDS`.
+        The fault. Its kind is one of `ENDS`.
     answers_json : bool
         Whether the caller decodes the answer.
     """
@@ -199,12 +201,12 @@ def end(fault: Fault, answers_json: bool) -> Response:
         raise HTTPError(Response(status, "injected"))
     if kind == "hang":
         wait(fault)
-    raise ConnectionError("the connection to the platform was lost, as injected")
+    raise ConnectionError("connection to the platform lost (injected fault)")
 
 
 def wait(fault: Fault) -> None:
-    """Wait until a fault's time is over or all faults are cleared."""
-    # The path is asked for once: who clears the faults may take another state directory then.
+    """Wait until a fault's time has passed, or all faults are cleared."""
+    # Read the path once: after clear_faults(), the process may use another state directory.
     path = state.directory()
     end = fault["injected_at"] + fault["seconds"] if fault["seconds"] is not None else float("inf")
     while time.time() < end and not _cleared_since(path, fault["hit_at"]):
@@ -221,7 +223,7 @@ def _matches(fault: Fault, name: str, code: str) -> bool:
 
 
 def _group(kind: str) -> str:
-    """One session has one fate, and one request one end, but both may have other faults as well."""
+    """Return the group of a fault. A session or a request can have one fault of each group."""
     if kind in FATES:
         return "fate"
     return "end" if kind in ENDS else kind

@@ -1,4 +1,4 @@
-"""Lets code that is written for CML import the local platform, as ``cml.workers_v1`` or as ``cdsw``."""
+"""Lets code for CML import the local platform as ``cml.workers_v1`` or as ``cdsw``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import types
 
 
 def install(force: bool = False) -> None:
-    """Make ``from cml import workers_v1`` and ``import cdsw`` give the local platform, in this process.
+    """Import the local platform for ``from cml import workers_v1`` and ``import cdsw``, in this process.
 
     Parameters
     ----------
     force : bool
-        Whether to do so in the face of a real ``cml`` or ``cdsw``.
+        Whether to hide an installed ``cml`` or ``cdsw``.
 
     Raises
     ------
     RuntimeError
-        If a real one can be imported.
+        If ``cml`` or ``cdsw`` is installed, and `force` is false.
 
     Examples
     --------
@@ -34,9 +34,9 @@ def install(force: bool = False) -> None:
     real = [name for name in ("cml", "cdsw") if importlib.util.find_spec(name) is not None]
     if real and not force:
         raise RuntimeError(
-            f"{real[0]} can be imported here, so this may be CML itself: install(force=True) hides it"
+            f"{real[0]} is installed, so this may be CML itself; to hide it, call install(force=True)"
         )
-    package = types.ModuleType("cml", "Stands for the cml of CML sessions.")
+    package = types.ModuleType("cml", "A replacement for the cml package of CML sessions.")
     package.__path__ = []
     package.workers_v1 = platform  # type: ignore[attr-defined]
     sys.modules["cml"] = package

@@ -1,4 +1,4 @@
-"""One launch: the quota, the session's record, and the supervisor that runs it."""
+"""One launch: the quota, the session's record, and its supervisor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be launched, see :func:`dask_cml.local.launch_workers`."""
+    """A request for one session, see :func:`dask_cml.local.launch_workers`."""
 
     cpu: float
     memory: float
@@ -35,7 +35,7 @@ class Request:
 
 
 def launch(request: Request) -> dict[str, Any]:
-    """Launch one session and return the platform's answer."""
+    """Launch one session, and return the platform's answer."""
     current = configuration.settings()
     injected = {fault["kind"]: fault for fault in faults.of_launch(request.name, request.code)}
     fate = next((kind for kind in injected if kind in faults.FATES), None)
@@ -61,7 +61,7 @@ def launch(request: Request) -> dict[str, Any]:
     finally:
         os.close(lock)
     record = records.read(plan["id"])
-    # It may be pruned by now.
+    # The record may have been removed meanwhile.
     return records.public(record) if record else {"id": plan["id"], "status": "failed"}
 
 
@@ -141,11 +141,11 @@ def _start_supervisor(plan: Mapping[str, Any], lock: int) -> None:
     folder = state.directory() / "sessions" / plan["id"]
     where = network.host() if plan["network"] else []
     env = environment.base()
-    if "PYTHONPATH" in os.environ:  # psutil may be there
+    if "PYTHONPATH" in os.environ:  # psutil may be found by it
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
     with open(os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as log:
-        # The shell ends at once, so that the supervisor is nobody's child: it outlives this process, and
-        # this process need not wait for it.
+        # The shell exits at once, so the supervisor has no parent: it outlives this process, and this process
+        # need not wait for it.
         subprocess.run(
             ["sh", "-c", '"$@" &', "sh", *where, sys.executable, str(_SUPERVISOR), str(folder)],
             check=True,

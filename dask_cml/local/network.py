@@ -1,6 +1,6 @@
-"""A network namespace for each session: a loopback and an address of its own, as CML's pods have.
+"""A network namespace for each session, with a loopback and an address of its own, like CML's pods.
 
-For Linux, as root. The sessions of a state directory are on one bridge, which this machine is on as well.
+Requires Linux and root. A bridge connects the sessions of a state directory with this machine.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 from dask_cml.local import state
 
-#: On CML all sessions have the same.
+#: Ports that are the same in all sessions of CML.
 APP_PORT, PUBLIC_PORT = 8100, 8080
 
 _NAMESPACES = Path("/run/netns")
-#: The networks to choose from: 10.128.0.0/16 to 10.255.0.0/16.
+#: The candidate networks: 10.128.0.0/16 to 10.255.0.0/16.
 _FIRST, _COUNT = 128, 128
 _LAST_HOST = 0xFFFE
 
 
 def check() -> None:
-    """Raise a RuntimeError that says why this machine cannot have namespaces, if it cannot."""
+    """Raise a RuntimeError if this machine does not support namespaces. The message says why."""
     lacks = []
     if not sys.platform.startswith("linux"):
         lacks.append("Linux")
@@ -38,11 +38,11 @@ def check() -> None:
         lacks.append("root")
     lacks += [program for program in ("ip", "nsenter") if shutil.which(program) is None]
     if lacks:
-        raise RuntimeError(f'network="namespaces" needs {", ".join(lacks)}')
+        raise RuntimeError(f'invalid network="namespaces": expected {", ".join(lacks)} on this machine')
 
 
 def allocate() -> dict[str, str]:
-    """Return the network of a new session, and make the bridge that it will be on.
+    """Return the network of a new session, and create its bridge.
 
     Returns
     -------
@@ -65,7 +65,7 @@ def allocate() -> dict[str, str]:
             "namespace": f"{bridge}-{last}",
             # Names of interfaces have 15 characters at most.
             "interface": f"{bridge}-{last:x}",
-            # The session's PATH may lead elsewhere.
+            # The session's PATH may lead to another program.
             "nsenter": shutil.which("nsenter") or "nsenter",
         }
         _make_bridge(plan)
@@ -74,18 +74,18 @@ def allocate() -> dict[str, str]:
 
 
 def host(bridge: str | None = None) -> list[str]:
-    """Return what a command is to be preceded by, so as to run in this machine's own network."""
+    """Return the words before a command that run it in this machine's own network."""
     alias = _host_alias(bridge or _bridge())
     return ["nsenter", f"--net={alias}"] if alias.exists() else []
 
 
 def inside(plan: dict[str, str]) -> list[str]:
-    """Return what a command is to be preceded by, so as to run in a session's network."""
+    """Return the words before a command that run it in a session's network."""
     return [plan["nsenter"], f"--net={_NAMESPACES / plan['namespace']}"]
 
 
 def set_up(plan: dict[str, str]) -> None:
-    """Make the namespace of a session."""
+    """Create the namespace of a session."""
     bridge, namespace, interface = plan["bridge"], plan["namespace"], plan["interface"]
     with _locked():
         _make_bridge(plan)
@@ -107,21 +107,21 @@ def set_up(plan: dict[str, str]) -> None:
 
 
 def cut(plan: dict[str, str]) -> None:
-    """Take a session's link down: what it sends and what is sent to it is lost."""
+    """Take down a session's link, so that all packets from and to it are lost."""
     _batch(plan["bridge"], f"link set {plan['interface']} down")
 
 
 def remove(plan: dict[str, str]) -> None:
-    """Remove the namespace of a session whose processes have ended, and the bridge with the last of them."""
+    """Remove the namespace of a session whose processes have ended. Remove the bridge with the last one."""
     bridge = plan["bridge"]
     alias = _host_alias(bridge)
     with _locked():
-        # The kernel removes the links of a namespace some time after it.
+        # The kernel removes the links of a namespace some time after the namespace.
         if _exists(plan["interface"], bridge):
             _batch(bridge, f"link delete {plan['interface']}")
         if (_NAMESPACES / plan["namespace"]).exists():
             _batch(bridge, f"netns delete {plan['namespace']}")
-        # A session that is still starting makes the bridge anew.
+        # A session that is still starting creates the bridge again.
         if [*_NAMESPACES.glob(f"{bridge}-*")] == [alias]:
             if _exists(bridge, bridge):
                 _batch(bridge, f"link delete {bridge}")
@@ -133,7 +133,7 @@ def _bridge() -> str:
 
 
 def _host_alias(bridge: str) -> Path:
-    """Name this machine's own network, because sessions can launch sessions but are not in it."""
+    """Return a name for this machine's own network, because sessions launch sessions from other networks."""
     return _NAMESPACES / f"{bridge}-host"
 
 
@@ -157,10 +157,10 @@ def _free_subnet(bridge: str) -> str:
     start = int(hashlib.sha256(bridge.encode()).hexdigest(), 16)
     for i in range(_COUNT):
         subnet = ipaddress.IPv4Network(f"10.{_FIRST + (start + i) % _COUNT}.0.0/16")
-        # A wider route, such as one to 10.0.0.0/8, gives way to the bridge's.
+        # The bridge's route takes precedence over a wider one, such as to 10.0.0.0/8.
         if not any(other.prefixlen >= 16 and subnet.overlaps(other) for other in taken):
             return str(subnet)
-    raise OSError("no network between 10.128.0.0/16 and 10.255.0.0/16 is free")
+        raise OSError("no free network between 10.128.0.0/16 and 10.255.0.0/16")
 
 
 def _network(route: dict[str, Any]) -> ipaddress.IPv4Network:
@@ -169,7 +169,7 @@ def _network(route: dict[str, Any]) -> ipaddress.IPv4Network:
 
 
 def _exists(link: str, bridge: str) -> bool:
-    """Whether this machine's own network has a link of this name."""
+    """Return whether this machine's own network has a link of this name."""
     links = json.loads(_run([*host(bridge), "ip", "-json", "link", "show"]) or "[]")
     return any(each.get("ifname") == link for each in links)
 
@@ -188,7 +188,7 @@ def _run(command: list[str], stdin: str = "") -> str:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """Keep all other processes of this machine from changing networks for the same purpose."""
+    """Prevent other processes of this machine from changing these networks in the block."""
     with open("/run/dask-cml-local.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Finding and killing every process of a session, wherever it hides."""
+"""Functions that find and kill all processes of a session."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def pids(session_id: str, group: int | None = None) -> set[int]:
     Parameters
     ----------
     session_id : str
-        Belongs to the session what has this as ``CDSW_ENGINE_ID``, and what descends from it. It is the id of
-        an engine, too, whose processes have the same state directory: elsewhere there may be another one.
+        The session's id. Its processes are those with this ``CDSW_ENGINE_ID``, and their descendants. An
+        engine's processes must also use this state directory, because elsewhere its id may be in use, too.
     group : int, optional
-        Belongs to it, too, what is in this process group or POSIX session. To be given only while that
-        number cannot have passed to other processes.
+        A process group or POSIX session whose processes count, too. Pass it only while no other processes can
+        have reused the number.
     """
     import psutil
 
@@ -42,24 +42,26 @@ def pids(session_id: str, group: int | None = None) -> set[int]:
 
 
 def kill(session_id: str, group: int | None = None, patience: float = 10.0) -> None:
-    """Kill all processes of a session, those too that it makes meanwhile.
+    """Kill all processes of a session, including those that it starts meanwhile.
 
     Parameters
     ----------
-    session_id, group
-        See :func:`pids`.
+    session_id : str
+        The session's id, see :func:`pids`.
+    group : int, optional
+        A process group of the session, see :func:`pids`.
     patience : float
-        Seconds to go on for.
+        Time limit, in seconds.
 
     Raises
     ------
     TimeoutError
-        If some are left.
+        If some processes remain.
     """
     deadline = time.monotonic() + patience
     while left := pids(session_id, group):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"session {session_id} has processes that do not die: {sorted(left)}")
+            raise TimeoutError(f"processes {sorted(left)} of session {session_id} still run after SIGKILL")
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

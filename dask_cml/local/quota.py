@@ -1,4 +1,4 @@
-"""The quota: what sessions may use together, and which of those that wait has room first."""
+"""The quota: the maximum that sessions may use together, and the order in which waiting sessions start."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dask_cml.local import records, state
 
 
 def excess(plan: Mapping[str, Any], live: Iterable[records.Record], quota: Mapping[str, float]) -> str | None:
-    """Return in words what one more session would exceed, if anything.
+    """Return the message if one more session would exceed the quota, else None.
 
     Parameters
     ----------
     plan : mapping
-        What the session needs: ``cpu``, ``memory`` and ``nvidia_gpu``.
+        The needs of the session: ``cpu``, ``memory`` and ``nvidia_gpu``.
     live : iterable of Record
-        The live sessions. Those that wait use nothing.
+        The running and waiting sessions. Waiting sessions use nothing.
     quota : mapping of str to float
-        What all may use together.
+        The maximum of each resource.
     """
     present = [record for record in live if not record.waits]
     for resource, limit in quota.items():
@@ -37,14 +37,14 @@ def excess(plan: Mapping[str, Any], live: Iterable[records.Record], quota: Mappi
 
 
 def live_sessions() -> list[records.Record]:
-    """Return what counts for the quota, and what waits, oldest first."""
+    """Return the sessions that have not ended, the oldest first."""
     return [record for record in records.read_all() if record.live and not record.half_made]
 
 
 def has_room(session_id: str) -> bool:
-    """Return whether a session that waits has room now; first come, first served.
+    """Return whether a waiting session has room now. The oldest waiting session comes first.
 
-    To be called while the state is locked, and until the session is admitted.
+    Call this while the state is locked, and keep it locked until the session is admitted.
     """
     live = live_sessions()
     waiting = [record for record in live if record.waits]

@@ -1,8 +1,8 @@
-"""The sessions' records: a folder a session, read afresh at every look.
+"""The sessions' records: one folder for each session, which every function reads anew.
 
-``plan.json`` says what was launched and never changes. ``status.json`` says what became of it and is
-written by the session's supervisor. ``stop`` is there once somebody asked to stop it. ``lock`` is held by the
-supervisor as long as that lives, however it dies: the kernel drops the lock with the process.
+``plan.json`` describes the launch and never changes. The session's supervisor writes its status to
+``status.json``. The file ``stop`` requests that the session stops. The supervisor holds the file ``lock``
+while it runs. If it dies, the kernel releases the lock.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any
 from dask_cml.local import network, processes, state
 
 ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
-#: HTTP statuses, as the platform answers them.
+#: HTTP statuses that the platform answers with.
 _OK, _NOT_FOUND = 204, 404
 _ALPHABET = string.ascii_lowercase + string.digits
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A session as it was at one moment."""
+    """A session at one moment."""
 
     folder: Path
     plan: Mapping[str, Any]
@@ -51,17 +51,17 @@ class Record:
 
     @property
     def half_made(self) -> bool:
-        """Whether it is what a refused launch left."""
+        """Whether the record is of an engine that a refused launch left behind."""
         return self.plan["fate"] == "refused"
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for room, over the quota."""
+        """Whether the session waits for room, because the quota is exhausted."""
         return self.plan["waits"] and not self.status.get("admitted")
 
     @property
     def stop_requested(self) -> bool:
-        """Whether somebody asked to stop it."""
+        """Whether the session was asked to stop."""
         return (self.folder / "stop").exists()
 
 
@@ -71,12 +71,12 @@ def new_id() -> str:
 
 
 def create(plan: Mapping[str, Any]) -> int:
-    """Make the record of a new session.
+    """Create the record of a new session.
 
     Returns
     -------
     int
-        A file descriptor with the session's lock. The session fails when all its copies are closed.
+        A file descriptor with the session's lock. The session fails when all copies of it are closed.
     """
     sessions = state.directory() / "sessions"
     hidden = sessions / f".{plan['id']}"
@@ -90,15 +90,15 @@ def create(plan: Mapping[str, Any]) -> int:
 
 
 def read(session_id: str) -> Record | None:
-    """Return a session as it is now, or None if there is none of that id.
+    """Return the current record of a session. Return None if no session has this id.
 
-    If it should live but its supervisor does not, it is made to have failed.
+    If the session has not ended but its supervisor has died, mark it as failed.
     """
     return _read_and_check(state.directory() / "sessions" / session_id)
 
 
 def read_all() -> list[Record]:
-    """Return all sessions as they are now, oldest first."""
+    """Return the current records of all sessions, the oldest first."""
     with os.scandir(state.directory() / "sessions") as entries:
         folders = [Path(entry.path) for entry in entries]
     records = [record for record in map(_read_and_check, folders) if record]
@@ -124,23 +124,23 @@ def _read(folder: Path) -> Record | None:
 
 @functools.lru_cache(maxsize=1000)
 def _plan(folder: Path) -> Mapping[str, Any]:
-    """Return what was launched, which never changes."""
+    """Return the plan, which never changes."""
     plan: dict[str, Any] = json.loads((folder / "plan.json").read_bytes())
     return plan
 
 
 def supervised(record: Record) -> bool:
-    """Return whether the session's supervisor lives, or somebody cleans up after it."""
+    """Return whether the session's supervisor runs, or another process cleans up after it."""
     return bool(state.is_locked(record.folder / "lock"))
 
 
 def fail(record: Record) -> Record | None:
-    """Kill what is left of a session without a supervisor, and return its record."""
+    """Kill the processes of a session without a supervisor, and return its record."""
     return _end(record, "failed")
 
 
 def _end(record: Record, how: str) -> Record | None:
-    """Write the end of a session that has no supervisor which would."""
+    """Write the end of a session that has no supervisor to write it."""
     try:
         lock = os.open(record.folder / "lock", os.O_RDWR)
     except FileNotFoundError:
@@ -176,18 +176,18 @@ def free(plan: Mapping[str, Any], group: int | None = None) -> None:
 
 
 def stop(session_id: str) -> int:
-    """Ask for the stop of a session, without waiting for it.
+    """Ask a session to stop, without waiting for it.
 
     Returns
     -------
     int
-        The HTTP status: 204, or 404 if there is no such session.
+        The HTTP status: 204, or 404 if no session has this id.
     """
     record = read(session_id)
     if record is None:
         return _NOT_FOUND
     if record.live:
-        with contextlib.suppress(FileNotFoundError):  # it has ended and was pruned
+        with contextlib.suppress(FileNotFoundError):  # the session has ended, and its record was removed
             (record.folder / "stop").touch(mode=0o600)
         if record.half_made:
             _end(record, "stopped")
@@ -197,7 +197,7 @@ def stop(session_id: str) -> int:
 
 
 def wake(record: Record, signum: signal.Signals) -> None:
-    """Send a signal to the session's supervisor, if it has one that listens yet."""
+    """Send a signal to the session's supervisor, if it is ready for signals."""
     now = _read(record.folder)
     if now and now.live and "supervisor" in now.status and supervised(now):
         with contextlib.suppress(ProcessLookupError):
@@ -205,11 +205,11 @@ def wake(record: Record, signum: signal.Signals) -> None:
 
 
 def evict(session_id: str, silently: bool) -> None:
-    """Kill a session as the loss of its node does."""
+    """Kill a session, as the failure of its node does."""
     record = read(session_id)
     if silently and record and record.live:
         if not record.plan["network"]:
-            raise RuntimeError('silently=True needs a session launched with network="namespaces"')
+            raise RuntimeError('invalid silently=True: expected a session with network="namespaces"')
         network.cut(record.plan["network"])
     while (record := read(session_id)) and record.live:
         if record.half_made:
@@ -217,7 +217,7 @@ def evict(session_id: str, silently: bool) -> None:
         wake(record, signal.SIGKILL)
         time.sleep(0.01)
     if record is None:
-        raise LookupError(f"there is no session {session_id!r}")
+        raise LookupError(f"no session {session_id!r}")
 
 
 def remove(record: Record) -> None:

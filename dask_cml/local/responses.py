@@ -1,4 +1,4 @@
-"""What the HTTP requests of the local platform answer, as far as callers look at it."""
+"""The responses to HTTP requests of the local platform, with the attributes that callers use."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Response:
 
 
 class HTTPError(OSError):
-    """An HTTP request was answered with an error. Its `response` is a :class:`Response`."""
+    """The response to an HTTP request is an error. Its `response` is a :class:`Response`."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(f"{response.status_code} {response.reason}".strip())
@@ -60,4 +60,4 @@ class HTTPError(OSError):
 
 
 class JSONDecodeError(OSError, ValueError):
-    """An answer is no JSON. It is both an OSError and a ValueError, as the one of `requests`."""
+    """A response is not JSON. An OSError and a ValueError, like the error of `requests`."""

@@ -1,4 +1,4 @@
-"""Runs a session's code. It is started by its path, in the session's own process."""
+"""Runs a session's code. The supervisor starts this file by its path, in the session's own process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run_python(code: str) -> None:
 
 
 def run_ipython(code: str, directory: str) -> bool:
-    """Run code in IPython, which keeps its files in this directory, and return whether it raised nothing.
+    """Run code in IPython, with this directory for its files. Return whether the code raised no error.
 
     The exit status of a ``!command`` is lost, as on CML.
     """
@@ -24,7 +24,7 @@ def run_ipython(code: str, directory: str) -> bool:
     from traitlets.config import Config
 
     class Shell(InteractiveShell):
-        # Commands write to the session's output themselves, and stay in its process group.
+        # Commands write to the session's output directly, and stay in its process group.
         system = InteractiveShell.system_raw
 
     config = Config()
@@ -35,7 +35,7 @@ def run_ipython(code: str, directory: str) -> bool:
 
 
 def main(path: str) -> int:
-    """Run the code of the plan in this file, and return the exit status."""
+    """Run the code of the plan in a file, and return the exit status."""
     with open(path) as file:
         code = json.load(file)["code"]
     sys.argv, sys.path[0] = [""], ""

@@ -1,4 +1,4 @@
-"""Where the local platform keeps what all of its processes must see: small files, written whole."""
+"""The state that all processes of the local platform share: small files, each written as a whole."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ DIRECTORY_VARIABLE = "DASK_CML_LOCAL_DIRECTORY"
 
 
 def directory() -> Path:
-    """Return the state directory, and make it if need be.
+    """Return the state directory. Create it if necessary.
 
     Returns
     -------
     pathlib.Path
-        ``DASK_CML_LOCAL_DIRECTORY``, else a directory of the user's in the directory for temporary files.
-        It should be on a local disk: locks on network file systems do not pass from process to process.
+        ``DASK_CML_LOCAL_DIRECTORY``, or else a directory of the user in the directory for temporary files. It
+        should be on a local disk: on network file systems, processes cannot pass on locks.
 
     Raises
     ------
     PermissionError
-        If it belongs to somebody else, or others can write to it.
+        If the directory belongs to another user, or others can write to it.
     """
     path = _path(os.environ)
     make_folder(path)
@@ -38,7 +38,7 @@ def directory() -> Path:
 
 
 def is_of_a_process_with(environment: Mapping[str, str]) -> bool:
-    """Return whether a process with these environment variables has the same state directory."""
+    """Return whether a process with these environment variables uses the same state directory."""
     return _path(environment) == _path(os.environ)
 
 
@@ -48,7 +48,7 @@ def _path(environment: Mapping[str, str]) -> Path:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file; None if there is no such file."""
+    """Return whether a process holds the lock of a file. Return None if the file does not exist."""
     try:
         lock = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def is_locked(path: Path) -> bool | None:
 
 
 def read_json(path: Path) -> Any:
-    """Return what :func:`write_json` wrote, or None if there is no such file."""
+    """Return the content that :func:`write_json` wrote. Return None if the file does not exist."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file that others see whole or not at all, and that its owner alone can read."""
+    """Write a file atomically, so that only its owner can read it."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with open(new, "w", opener=owner_only) as file:
         json.dump(content, file)
@@ -80,7 +80,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextlib.contextmanager
 def locked() -> Iterator[Path]:
-    """Keep every other process from changing settings, faults and the set of sessions meanwhile."""
+    """Prevent other processes from changing settings, faults and the set of sessions in the block."""
     path = directory()
     with open(path / "lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The process that runs one session. It is started by its path, because that is quick."""
+"""The process that runs one session. Its launcher starts this file by its path, which is fast."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from dask_cml.local import engines, environment, network, quota, records, state
 
 _RUNNER = Path(__file__).with_name("runner.py")
-#: Seconds that a session runs whose fate is to end without running its code.
+#: Seconds for which a session runs that an injected fault ends.
 _MOMENT = 0.1
-#: Seconds between two looks whether the session's owner has ended.
+#: Seconds between two checks whether the session's owner has ended.
 _COLLECT_INTERVAL = 0.5
-#: Seconds between two looks whether there is room, over the quota.
+#: Seconds between two checks whether a waiting session has room.
 _ROOM_INTERVAL = 0.5
 
 
@@ -32,7 +32,7 @@ class Supervisor:
     Parameters
     ----------
     folder : pathlib.Path
-        The session's record, of which this process holds the lock.
+        The folder of the session's record. This process holds its lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,14 +46,14 @@ class Supervisor:
         self._listen()
 
     def _listen(self) -> None:
-        """Let signals end :meth:`pause`."""
+        """Let signals interrupt :meth:`pause`."""
         self._wake, write = os.pipe()
         for end in (self._wake, write):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # The shell that started this process has it ignore these, and the session would inherit that.
+        # The shell that started this process ignores these signals, and the session would inherit that.
         for signum in (signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_DFL)
 
@@ -62,25 +62,25 @@ class Supervisor:
 
     @property
     def stopping(self) -> bool:
-        """Whether the session is to be stopped."""
+        """Whether the session must stop."""
         if self.owner is not None and engines.has_ended(self.owner):
             return True
         return self.terminated or (self.folder / "stop").exists()
 
     def pause(self, seconds: float | None) -> None:
-        """Wait until a signal comes, or so many seconds."""
+        """Wait for a signal, or for this many seconds."""
         ready, _, _ = select.select([self._wake], [], [], seconds)
         if ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 4096)
 
     def wait(self, seconds: float | None) -> str | None:
-        """Wait until the session ends of its own accord or is to be stopped, or so many seconds.
+        """Wait until the session ends or must stop, or for this many seconds.
 
         Returns
         -------
         str or None
-            Its last status, or None when the time is over.
+            Its last status, or None after the time has passed.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while not self.stopping:
@@ -95,12 +95,12 @@ class Supervisor:
         return "stopped"
 
     def write(self, status: str, **more: float) -> None:
-        """Let everybody know the session's status."""
+        """Publish the session's status."""
         self.status.update(status=status, **more)
         state.write_json(self.folder / "status.json", self.status)
 
     def run(self) -> None:
-        """Run the session from its start to its end."""
+        """Run the session, from its start to its end."""
         try:
             end = self.live()
         except Exception:
@@ -115,7 +115,7 @@ class Supervisor:
         self.write(end, finished_at=time.time())
 
     def live(self) -> str:
-        """Run the session and return its last status."""
+        """Run the session, and return its last status."""
         fate, delay = self.plan["fate"], self.plan["start_delay"]
         self.write("scheduling")
         while self.plan["waits"] and not self.admitted():
@@ -136,7 +136,7 @@ class Supervisor:
         return self.wait(self.plan["lifetime"]) or "timedout"
 
     def admitted(self) -> bool:
-        """Take the room that there is for a session that waits, if it is this one's turn."""
+        """Admit a waiting session if there is room and it is the first. Return whether it was admitted."""
         with state.locked():
             room = quota.has_room(self.folder.name)
             if room:
@@ -144,7 +144,7 @@ class Supervisor:
             return room
 
     def start(self) -> None:
-        """Start what the session runs, as the leader of a process group and a POSIX session."""
+        """Start the session's program, as the leader of a process group and a POSIX session."""
         if script := self.plan["script"]:
             command = [script]
         else:
@@ -159,7 +159,7 @@ class Supervisor:
         )
 
     def clean_up(self) -> None:
-        """End every process of the session: by SIGTERM, and by SIGKILL what does not heed that."""
+        """End all processes of the session: by SIGTERM, and after the grace period by SIGKILL."""
         group = None
         if self.child:
             group = self.child.pid
@@ -170,7 +170,7 @@ class Supervisor:
     def _end_group(self, group: int) -> None:
         assert self.child
         deadline = time.monotonic() + self.plan["stop_grace"]
-        # On macOS, a group of zombies gives a PermissionError.
+        # On macOS, a group of zombies raises a PermissionError.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGTERM)
             while time.monotonic() < deadline:
@@ -180,7 +180,7 @@ class Supervisor:
 
 
 def _import_siblings() -> None:
-    """Import this package's modules, but not the packages' own, which cost far more than is used of them."""
+    """Import this package's modules without the packages' own ``__init__``, which would take far longer."""
     here = Path(__file__).resolve().parent
     sys.path.pop(0)
     for name, path in (("dask_cml", here.parent), ("dask_cml.local", here)):

@@ -1,4 +1,4 @@
-"""The four functions of ``cml.workers_v1``, over processes of this machine."""
+"""The four functions of ``cml.workers_v1``, with processes of this machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dask_cml import checks
 from dask_cml.local import configuration, environment, faults, launching, records
 from dask_cml.local.responses import Response
 
-#: A session, as the platform describes it.
+#: A session, in the platform's description.
 Session = dict[str, Any]
 T = TypeVar("T")
 
 _THREADS = 10
-#: Seconds between two looks of await_workers.
+#: Seconds between two listings of await_workers.
 _POLL_INTERVAL = 5.0
 
 
@@ -38,49 +38,53 @@ def launch_workers(
 ) -> list[Session]:
     """Launch n sessions, each a process of this machine.
 
-    It posts n requests from a pool of 10 threads. Therefore it cannot be called when the interpreter is
-    about to exit: ``concurrent.futures`` refuses then, before any function of :mod:`atexit` is called.
+    n requests run in a pool of 10 threads. So this function fails while the interpreter exits:
+    ``concurrent.futures`` refuses to start threads even before the functions of :mod:`atexit` run.
 
     Parameters
     ----------
     n : int
         Number of sessions.
     cpu : float
-        Virtual CPUs of each session. They count for the quota, and are not enforced.
+        Virtual CPUs of each session. They count against the quota, but are not enforced.
     memory : float
-        GiB of each session, likewise.
+        Memory of each session, in GiB. Not enforced.
     nvidia_gpu : int
-        GPUs of each session, likewise.
+        Number of GPUs of each session. Not enforced.
     kernel : str
-        Is only noted.
+        Name of the kernel. Only recorded.
     script : str
-        A Python file to run. The working directory is that of the launcher.
+        Path of a Python file to run. The working directory is that of the launcher.
     code : str
-        Code to run, if there is no script. What begins with ``!`` is run by IPython, and its exit status is
-        lost; an exception in other code makes the session end as ``failed``.
+        Code to run if there is no script. IPython runs code that begins with ``!``, and its exit status is
+        lost. An exception in other code makes the session end as ``failed``.
     env : mapping of str to str
-        More environment variables. A session does not inherit the launcher's.
+        Additional environment variables. A session does not inherit the launcher's.
     name : str, optional
-        A name to show.
-    accelerator_label_id, resource_profile_id, resource_group_id : int, optional
-        Are ignored.
+        Name of the sessions, for display.
+    accelerator_label_id : int, optional
+        Ignored.
+    resource_profile_id : int, optional
+        Ignored.
+    resource_group_id : int, optional
+        Ignored.
 
     Returns
     -------
     list of dict
-        One for each session, in no order. A refused one has no ``id``, but ``message``, ``k8sMessage`` and
-        ``engineId``, the id of a half-made session; the answer to a failed request has a ``message`` alone.
+        One for each session, in arbitrary order. A refused session has no ``id``, but ``message``,
+        ``k8sMessage`` and ``engineId``. The answer to a failed request has only a ``message``.
 
     Raises
     ------
     TypeError, ValueError
-        If arguments make no sense.
+        If an argument is invalid.
     ImportError
-        If the code needs IPython, and there is none.
+        If the code requires IPython, and IPython is not installed.
     RuntimeError
-        If ``CDSW_API_KEY`` is not set, and :func:`configure` has set that it is needed.
+        If ``CDSW_API_KEY`` is not set, and :func:`configure` made it required.
     OSError
-        If that was injected. Other sessions of the same call may have been launched.
+        If such a fault was injected. Other sessions of the same call may have been launched.
 
     Examples
     --------
@@ -92,14 +96,16 @@ def launch_workers(
     """
     if n < 0 or cpu <= 0 or memory <= 0 or nvidia_gpu < 0:
         raise ValueError(
-            f"launch_workers got n={n!r}, cpu={cpu!r}, memory={memory!r}, nvidia_gpu={nvidia_gpu!r}"
+            f"invalid n={n!r}, cpu={cpu!r}, memory={memory!r}, nvidia_gpu={nvidia_gpu!r}: expected n and "
+            "nvidia_gpu of at least 0, cpu and memory above 0"
         )
     if not script and not code:
-        raise ValueError("launch_workers needs a script or code")
+        raise ValueError("invalid script='', code='': expected a script or code")
     checks.environment("env", env)
     if not script and code.lstrip().startswith("!") and importlib.util.find_spec("IPython") is None:
         raise ImportError(
-            "the local platform runs !commands by IPython, as CML does: pip install 'dask-cml[local]'"
+            "the local platform runs !commands with IPython, which is not installed: "
+            "`pip install 'dask-cml[local]'`"
         )
     request = launching.Request(
         cpu=float(cpu),
@@ -123,19 +129,19 @@ def launch_workers(
 
 
 def list_workers() -> list[Session]:
-    """Return all sessions that the calling session launched, ended ones too, by one request.
+    """Return all sessions that the calling session launched, also ended ones, by one request.
 
     Returns
     -------
     list of dict
-        The oldest first. A dict with a ``message``, if the request failed.
+        The oldest first. If the request failed, a dict with a ``message``.
 
     Raises
     ------
     RuntimeError
-        As for :func:`launch_workers`.
+        As in :func:`launch_workers`.
     OSError
-        If that was injected.
+        If such a fault was injected.
 
     Examples
     --------
@@ -164,28 +170,28 @@ def await_workers(
     wait_for_completion: bool = True,
     timeout_seconds: float = 60,
 ) -> dict[str, list[Session]]:
-    """Wait until all sessions are done or, with ``wait_for_completion=False``, running.
+    """Wait until all sessions have ended or, with ``wait_for_completion=False``, run.
 
-    It lists the sessions now and every 5 s, and blocks meanwhile.
+    Lists the sessions now and every 5 s, and blocks meanwhile.
 
     Parameters
     ----------
     ids : iterable of str or dict
-        Ids of sessions, or the dicts that :func:`launch_workers` returns.
+        Ids of sessions, or the dicts from :func:`launch_workers`.
     wait_for_completion : bool
-        Whether to wait for their end.
+        Whether to wait until the sessions have ended.
     timeout_seconds : float
-        0: every session is a failure, as on CML.
+        Time limit, in seconds. With 0, all sessions count as failures, as on CML.
 
     Returns
     -------
     dict
-        ``"workers"`` are those that have succeeded, or are running; ``"failures"`` the others.
+        ``"workers"`` are the sessions that have succeeded, or run. ``"failures"`` are the others.
 
     Raises
     ------
     OSError
-        If that was injected.
+        If such a fault was injected.
 
     Examples
     --------
@@ -214,28 +220,28 @@ def await_workers(
 
 
 def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
-    """Ask for the stop of sessions, by one request each from a pool of threads.
+    """Ask sessions to stop, by one request for each from a pool of threads.
 
-    Like :func:`launch_workers`, it cannot be called when the interpreter is about to exit.
+    Like :func:`launch_workers`, this function fails while the interpreter exits.
 
     Parameters
     ----------
     *ids : str or dict
-        The sessions, or what the other functions tell of them, whoever launched them. **Without any, all
-        sessions of the calling session are stopped**, as on CML.
+        Ids of sessions of any launcher, or dicts from the other functions. **Without ids, all sessions of
+        the calling session are stopped**, as on CML.
 
     Returns
     -------
     list of Response or None
-        One for each, in no order: 204, or 404 for an unknown id. None if there was nothing to stop. The
-        status becomes ``stopped`` once the processes have ended.
+        One for each id, in arbitrary order: 204, or 404 for an unknown id. None if there was nothing to stop.
+        The status becomes ``stopped`` after the processes have ended.
 
     Raises
     ------
     RuntimeError
-        As for :func:`launch_workers`.
+        As in :func:`launch_workers`.
     OSError
-        If that was injected. The other sessions of the same call are stopped.
+        If such a fault was injected. The other sessions of the same call are stopped.
 
     Examples
     --------
@@ -269,7 +275,7 @@ def _check_key() -> None:
 
 
 def _request(do: Callable[[], Any], *functions: str, name: str = "", code: str = "") -> Any:
-    """Return what an HTTP request is answered, after its time, and with the faults that hit it."""
+    """Return the answer to an HTTP request, after its duration, with the faults that apply to it."""
     injected = {fault["kind"]: fault for fault in faults.of_request(functions, name, code)}
     time.sleep(configuration.settings().latency)
     if "slow" in injected:
@@ -278,7 +284,7 @@ def _request(do: Callable[[], Any], *functions: str, name: str = "", code: str =
         if kind in injected:
             answers_json = "stop_workers" not in functions
             response = faults.end(injected[kind], answers_json)
-            # The platform's functions look at no status: what the answer says is taken for the result.
+            # The platform's functions ignore the status: the answer counts as the result.
             return response.json() if answers_json else response
     result = do()
     if "unanswered" in injected:
@@ -289,5 +295,5 @@ def _request(do: Callable[[], Any], *functions: str, name: str = "", code: str =
 def _in_threads(function: Callable[[Any], T], arguments: Iterable[Any]) -> list[T]:
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         futures = [pool.submit(function, argument) for argument in arguments]
-    # In no order, like the platform's, so that nobody relies on one.
+    # In arbitrary order, as on CML, so that no caller relies on one.
     return [future.result() for future in set(futures)]

@@ -1,1 +1,1 @@
-"""What clusters leave on the project file system, and what is done by it."""
+"""The records of clusters on the project file system, and operations on clusters by their records."""

@@ -1,7 +1,7 @@
-"""The files of a cluster's worker groups: each holds the options of one, and its name says which.
+"""The files of a cluster's worker groups: each contains the options of one group, which is its name.
 
-Whichever manager adds a group makes its file, at once and as a whole, and nobody changes it. So two managers
-never add two groups of one name.
+A manager that adds a group creates its file atomically, and nobody changes it. So two managers never add two
+groups with one name.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from typing import Any
 from dask_cml.checks import group_name, message
 from dask_cml.private import MOST_BYTES, open_folder, read_file, written
 
-#: In a cluster's folder.
+#: The name of the folder, in a cluster's folder.
 GROUPS_FOLDER = "groups"
 _SUFFIX = ".json"
 
 
 def write(name: str, options: Mapping[str, Any], folder: Path, descriptor: int) -> None:
-    """Make the file of a new worker group.
+    """Create the file of a new worker group.
 
     Parameters
     ----------
     name : str
-        The group's.
+        The name of the group.
     options : mapping
-        The group's, as JSON can hold them.
+        The options of the group, for JSON.
     folder : Path
-        The cluster's.
+        The cluster's folder.
     descriptor : int
-        What it is open at.
+        The descriptor of that folder.
 
     Raises
     ------
     ValueError
-        If there is a group of this name, or the options have more than a megabyte.
+        If a group with this name exists, or the options exceed a megabyte.
     """
     content = json.dumps(options).encode()
     if len(content) > MOST_BYTES:
-        group = f"the options of the worker group {name!r}"
-        raise ValueError(f"{group} have {len(content)} bytes: expected at most {MOST_BYTES}")
+        group = f"invalid options of worker group {name!r}"
+        raise ValueError(f"{group}: expected at most {MOST_BYTES} bytes as JSON, got {len(content)}")
     file = name + _SUFFIX
     with open_folder(folder / GROUPS_FOLDER, descriptor) as own, written(file, content, own) as temporary:
         try:
-            # Unlike a rename, this takes the place of no other group.
+            # Unlike a rename, this replaces no other group.
             os.link(temporary, file, src_dir_fd=own, dst_dir_fd=own)
         except FileExistsError:
             raise ValueError(
@@ -56,7 +56,7 @@ def write(name: str, options: Mapping[str, Any], folder: Path, descriptor: int) 
 
 
 def remove(name: str, folder: Path, descriptor: int) -> None:
-    """Remove the file of a worker group, if there is one."""
+    """Remove the file of a worker group, if it exists."""
     with open_folder(folder / GROUPS_FOLDER, descriptor) as own, contextlib.suppress(FileNotFoundError):
         os.unlink(name + _SUFFIX, dir_fd=own)
 
@@ -67,18 +67,18 @@ def read_all(folder: Path, descriptor: int) -> dict[str, dict[str, Any]]:
     Raises
     ------
     NotPrivate
-        If others can write to them.
+        If others can write to the files.
     ValueError
-        If a file is not that of a group.
+        If a file is not that of a worker group.
     """
     found = {}
     with open_folder(folder / GROUPS_FOLDER, descriptor) as own:
         for file in sorted(os.listdir(own)):
-            if file.startswith("."):  # it is being written
+            if file.startswith("."):  # another process is writing it
                 continue
             name = group_name("group", file.removesuffix(_SUFFIX))
             options = json.loads(read_file(folder / GROUPS_FOLDER / file, own))
             if not isinstance(options, dict):
-                raise ValueError(f"the options of the worker group {name!r} cannot be {repr(options)[:100]}")
+                raise ValueError(f"invalid options of worker group {name!r}: expected a mapping")
             found[name] = options
     return found

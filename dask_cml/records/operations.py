@@ -1,4 +1,4 @@
-"""What is done to clusters by their records: take a name, describe, end, prune."""
+"""Operations on clusters by their records: claim a name, describe, delete, prune."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _LOOK_INTERVAL = 0.5
 
 
 async def take_name(record: Record, api: WorkersAPI) -> None:
-    """Make the folder and the record of a new cluster; what is left of a dead one of this name is ended.
+    """Create the folder and the record of a new cluster. First delete a dead cluster with its name.
 
     Raises
     ------
     ClusterExists
-        If there is a cluster of this name that cannot be shown to be dead; see :func:`probe.judge`.
+        If a cluster with this name exists, and is not known to be dead; see :func:`probe.judge`.
     """
     try:
         await asyncio.to_thread(store.claim, record)
@@ -55,19 +55,19 @@ async def take_name(record: Record, api: WorkersAPI) -> None:
 
 
 async def wait_until_running(name: str, timeout: float) -> Record:
-    """Wait until the scheduler of a cluster answers, which another process may be creating.
+    """Wait until the scheduler of a cluster answers. Another process may be creating the cluster.
 
     Parameters
     ----------
     name : str
-        The cluster's.
+        The name of the cluster.
     timeout : float
-        Seconds to wait.
+        Time limit, in seconds.
 
     Raises
     ------
     NoSuchCluster
-        If there is none, or it ends meanwhile.
+        If the cluster does not exist, or is deleted meanwhile.
     CMLError
         If its scheduler does not answer in time.
     """
@@ -78,8 +78,8 @@ async def wait_until_running(name: str, timeout: float) -> Record:
             return record
         if time.monotonic() > deadline:
             raise CMLError(
-                f"the scheduler of the cluster {name!r} did not answer within {timeout:g} s; look at it "
-                f"with `dask cml info {shlex.quote(name)}`"
+                f"the scheduler of cluster {name!r} did not answer within {timeout:g} s: run "
+                f"`dask cml info {shlex.quote(name)}`"
             )
         await asyncio.sleep(_LOOK_INTERVAL)
 
@@ -94,24 +94,24 @@ def _read(name: str) -> Record | None:
 async def describe(
     records: Iterable[Record], timeout: float = 1.5, patience: float = probe.PATIENCE
 ) -> list[dict[str, Any]]:
-    """Describe clusters, all in bounded time.
+    """Describe clusters within a time limit for all of them.
 
     Parameters
     ----------
     records : iterable of Record
-        The clusters'.
+        The records of the clusters.
     timeout : float
-        Seconds for all schedulers to answer, and once more for the platform.
+        Time limit for all schedulers to answer, in seconds. The platform gets the same time again.
     patience : float
-        Seconds for schedulers that have given a sign of life lately, if more.
+        Longer time limit for schedulers that left a sign of life lately, in seconds.
 
     Returns
     -------
     list of dict
         Name, address for clients, status, workers, Dask workers by worker group, threads, memory in bytes,
-        age in seconds, dashboard and the scheduler's own address; how many sessions wait for room, and for
-        how many seconds the first one has, or None. The status is "running", "starting",
-        "not answering" or "stale"; see :func:`probe.judge`.
+        age in seconds, dashboard, the scheduler's own address, the number of sessions that wait for room, and
+        the longest wait in seconds, or None. The status is "running", "starting", "not answering" or "stale";
+        see :func:`probe.judge`.
     """
     records = [*records]
     findings = await probe.judge(records, timeout, patience)
@@ -156,7 +156,7 @@ def status_of(record: Record, finding: Finding) -> str:
 
 
 def _waiting(record: Record, arrived: Collection[str]) -> dict[str, float | None]:
-    """Describe which sessions wait for room, as far as their managers know."""
+    """Describe the sessions that wait for room, as far as their managers have recorded it."""
     present = {read_name(record.name, worker) for worker in arrived} - {None}
     keys = {each: record.sessions[each] for each in record.waiting.keys() & record.sessions.keys()}
     since = [record.waiting[each] for each, key in keys.items() if read_name(record.name, key) not in present]
@@ -164,19 +164,19 @@ def _waiting(record: Record, arrived: Collection[str]) -> dict[str, float | None
 
 
 def usage(name: str, id: str | None = None) -> Usage:
-    """Return what a cluster has used so far. It blocks for as long as the file system takes.
+    """Return the usage of a cluster so far. Blocks while it waits for the file system.
 
     Parameters
     ----------
     name : str
-        The cluster's.
+        The name of the cluster.
     id : str, optional
-        The record's. Default: that of whichever cluster has the name.
+        The id of its record. Default: that of the cluster that has the name now.
 
     Raises
     ------
     NoSuchCluster
-        If the cluster is gone, or another one has its name.
+        If the cluster does not exist any more, or another one has its name.
     """
     record = store.read(name)
     if id not in (None, record.id):
@@ -193,25 +193,25 @@ def session_logs(record: Record) -> SessionLogs:
 
 
 async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) -> dict[str, CMLError | None]:
-    """End clusters, alive or not: stop every session in their records, and remove the records.
+    """Delete clusters, running or not: stop all sessions in their records, and remove the records.
 
-    A scheduler that answers tells its workers, clients and managers first. The record of a cluster whose
-    sessions could not be stopped stays.
+    A scheduler that answers first informs its workers, clients and managers. If sessions of a cluster cannot
+    be stopped, its record remains.
 
     Parameters
     ----------
     records : iterable of Record
-        The clusters'.
+        The records of the clusters.
     timeout : float
-        Seconds for all schedulers to answer.
+        Time limit for all schedulers to answer, in seconds.
 
     Returns
     -------
     dict
-        The clusters' names, each with the error if it could not be ended.
+        For each cluster's name, the error if the cluster could not be deleted, else None.
     """
     records = [*records]
-    # Who answers for another cluster, because it has the address now, is left alone.
+    # A scheduler that answers for another cluster, because it reuses the address, is left alone.
     answering = await probe.identities(records, timeout=timeout)
     return await _end_all(records, answering)
 
@@ -245,28 +245,28 @@ async def _stop(record: Record) -> None:
 
 
 async def stop_and_remove(record: Record, api: WorkersAPI) -> None:
-    """Stop every session that a cluster's record names, and remove the record, with the cluster's folder.
+    """Stop all sessions in a cluster's record, and remove the record with the cluster's folder.
 
-    Its managers may launch sessions meanwhile. What they have written into the record is stopped here; what
-    they cannot write any more, they stop themselves.
+    Managers may launch sessions meanwhile. This function stops those that they have recorded. Managers stop
+    those that they cannot record any more.
 
     Parameters
     ----------
     record : Record
-        The cluster's, as known so far.
+        The last known record of the cluster.
     api : WorkersAPI
-        Stops the sessions, and all others that it has launched; it is closed.
+        Stops the sessions, including all that it launched itself. This function closes it.
 
     Raises
     ------
     CMLError
-        If sessions could not be stopped. Unless they were launched in the last moment, the record stays.
+        If sessions could not be stopped. The record remains, unless they were launched at the last moment.
     """
     await api.close(lambda: stop_and_remove_now(record, api))
 
 
 def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
-    """Do what :func:`stop_and_remove` does by plain calls, as where no event loop is left."""
+    """Do the same as :func:`stop_and_remove` by blocking calls, without an event loop."""
     known, stopped = dict(record.sessions), set[str]()
 
     def stop() -> None:
@@ -292,19 +292,19 @@ def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
-    """End what is left of dead clusters; see :func:`probe.judge`.
+    """Delete dead clusters; see :func:`probe.judge`.
 
     Parameters
     ----------
     timeout : float
-        Seconds for all schedulers to answer, and once more for the platform.
+        Time limit for all schedulers to answer, in seconds. The platform gets the same time again.
 
     Returns
     -------
     ended : dict
-        The names of the dead clusters, each with the error if it could not be ended.
+        For each dead cluster's name, the error if the cluster could not be deleted, else None.
     passed_over : dict
-        The names of those that do not answer and may yet live, each with the reason.
+        For the name of each cluster that does not answer but may still run, the reason.
     """
     records = await asyncio.to_thread(store.records)
     findings = await probe.judge(records, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Which clusters are alive: the answers of their schedulers, in bounded time."""
+"""Finds out which clusters run, by the answers of their schedulers, within a time limit."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 logger = logging.getLogger(__name__)
 
-#: Of the time that there is, how much one connection may take, the scheduler's answer, and all in all.
+#: Shares of the time limit: for one connection, for the scheduler's answer, and for all steps.
 _CONNECTED, _ANSWERED, _FOUND = 0.5, 0.75, 0.95
-#: Seconds for a scheduler to answer that has given a sign of life lately. It may be busy, or its machine.
+#: Seconds for the answer of a scheduler that left a sign of life lately. It, or its machine, may be busy.
 PATIENCE = 10.0
 _reached: set[str] = set()
 
 
 class State(enum.Enum):
-    """What is known of a cluster's life."""
+    """The state of a cluster's scheduler, as far as it is known."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -40,18 +40,18 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a look at a cluster has found.
+    """The result of a look at a cluster.
 
     Parameters
     ----------
     state : State
-        Whether the cluster lives.
+        The state of the cluster.
     why : str
-        What says so, in words.
+        The reason, as a clause.
     identity : dict, optional
-        What the scheduler said of itself (``Scheduler.identity()``), if it answered.
+        The scheduler's answer (``Scheduler.identity()``), if it answered.
     reachable : bool
-        Whether somebody accepts connections at the scheduler's address.
+        Whether the scheduler's address accepts connections.
     """
 
     state: State
@@ -66,35 +66,35 @@ async def judge(
     patience: float | None = None,
     api: WorkersAPI | None = None,
 ) -> dict[str, Finding]:
-    """Find out which clusters are alive, which are dead, and of which neither can be shown.
+    """Find out which clusters are alive, which are dead, and which may be either.
 
     A cluster is *alive* if its scheduler answers, with the id in the record. It is *dead* if
 
     - another scheduler answers at its address, or
-    - nobody accepts a connection there, and the platform lists the scheduler's session as ended, or
-    - nobody accepts a connection there, and the scheduler has left no sign of life in the cluster's folder
+    - its address accepts no connection, and the platform lists the scheduler's session as ended, or
+    - its address accepts no connection, and the scheduler has left no sign of life in the cluster's folder
       for two minutes (see :mod:`dask_cml.pulse`), or
-    - its address is not known yet, and the process that made it has ended.
+    - its address is not known yet, and its creator has ended.
 
-    All else is *unknown*: the scheduler may be busy, or out of reach for a moment. So is a dead scheduler's
-    cluster whose maker still runs, which ends the cluster itself. The platform lists a session to its owner
-    alone: elsewhere a refused connection needs the two minutes.
+    Otherwise it is *unknown*: the scheduler may be busy, or unreachable for a moment. A cluster with a dead
+    scheduler is also unknown while its creator runs, because the creator shuts it down. The platform lists a
+    session only to its owner. In other sessions, a refused connection counts after the two minutes only.
 
     Parameters
     ----------
     records : iterable of Record
-        The clusters'.
+        The records of the clusters.
     timeout : float
-        Seconds for all schedulers to answer, and once more for the platform.
+        Time limit for all schedulers to answer, in seconds. The platform gets the same time again.
     patience : float, optional
-        Seconds for schedulers that have given a sign of life lately, if more. Default: as for all.
+        Longer time limit for schedulers that left a sign of life lately, in seconds. Default: `timeout`.
     api : WorkersAPI, optional
         Lists the sessions. Default: one for the platform in each record.
 
     Returns
     -------
     dict
-        A :class:`Finding` for each, by the cluster's name.
+        For each cluster's name, a :class:`Finding`.
     """
     records = [*records]
     findings = await look(records, timeout=timeout, patience=patience)
@@ -106,9 +106,9 @@ async def judge(
         finding, maker = findings[record.name], record.maker
         lives = await asyncio.to_thread(maker.lives)
         if record.scheduler_address is None and lives is False:
-            findings[record.name] = Finding(State.DEAD, "its maker ended before its scheduler answered")
+            findings[record.name] = Finding(State.DEAD, "its creator ended before its scheduler answered")
         elif finding.state is State.DEAD and lives:
-            why = f"{finding.why}, but its maker runs, process {maker.pid}"
+            why = f"{finding.why}, but its creator still runs, process {maker.pid}"
             findings[record.name] = Finding(State.UNKNOWN, why)
     return findings
 
@@ -117,7 +117,7 @@ async def _judge_unreachable(record: Record, ended: set[str]) -> Finding:
     session = _scheduler_session(record)
     if session in ended:
         return Finding(State.DEAD, f"its scheduler's session {session} has ended", reachable=False)
-    why = f"nobody accepts connections at {record.scheduler_address}"
+    why = f"nothing accepts connections at {record.scheduler_address}"
     silence = await asyncio.to_thread(pulse.silence, state_directory() / record.name)
     if silence is not None and silence >= pulse.LONGEST_SILENCE:
         why += f", and the scheduler's last sign of life is {silence:.0f} s old"
@@ -131,7 +131,7 @@ def _scheduler_session(record: Record) -> str | None:
 
 
 async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | None) -> set[str]:
-    """Return the sessions that the platform lists as ended, as far as it lists any here."""
+    """Return the sessions that the platform lists as ended, if it lists any here."""
     ended: set[str] = set()
     for platform in {record.options.get("platform", "auto") for record in records}:
         own = None
@@ -139,8 +139,8 @@ async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | No
             own = api or WorkersAPI(load_platform(platform))
             listing = await asyncio.wait_for(own.sessions(), timeout)
             ended.update(session for session, info in listing.items() if has_ended(info))
-        except Exception as error:  # not to know is no error here, whatever the platform raises
-            logger.info("The platform %s lists no sessions: %r", platform, error)
+        except Exception as error:  # without a listing the state stays unknown, whatever the platform raises
+            logger.info("Sessions of platform %s not listed: %r", platform, error)
         finally:
             if own is not None and own is not api:
                 await own.close()
@@ -153,23 +153,23 @@ async def look(
     timeout: float = 2.5,
     patience: float | None = None,
 ) -> dict[str, Finding]:
-    """Ask the schedulers of clusters who they are, all at the same time.
+    """Ask the schedulers of clusters for their identity, concurrently.
 
     Parameters
     ----------
     records : iterable of Record
-        The clusters'.
+        The records of the clusters.
     security : Security, optional
-        For those whose records name no keys. Default: as Dask's configuration says.
+        Keys for clusters whose records contain none. Default: those of Dask's configuration.
     timeout : float
-        Seconds, for all of them together.
+        Time limit for all schedulers together, in seconds.
     patience : float, optional
-        Seconds for those that have given a sign of life lately, if more. Default: as for all.
+        Longer time limit for schedulers that left a sign of life lately, in seconds. Default: `timeout`.
 
     Returns
     -------
     dict
-        A :class:`Finding` for each, by the cluster's name; :func:`judge` finds more.
+        For each cluster's name, a :class:`Finding`. :func:`judge` finds more.
     """
     records = [*records]
     timeouts = dict.fromkeys((record.name for record in records), timeout)
@@ -188,11 +188,11 @@ async def look(
 
 
 def _late(timeout: float) -> Finding:
-    return Finding(State.UNKNOWN, f"there was no answer within {timeout:g} s")
+    return Finding(State.UNKNOWN, f"no answer within {timeout:g} s")
 
 
 def _fresh(records: Iterable[Record]) -> list[str]:
-    """Return the names of the clusters whose schedulers have given a sign of life lately."""
+    """Return the names of the clusters whose schedulers left a sign of life lately."""
     folder = state_directory()
     return [record.name for record in records if pulse.is_fresh(folder / record.name)]
 
@@ -203,22 +203,22 @@ async def identities(
     timeout: float = 2.5,
     patience: float | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return what the schedulers that answer say of themselves, by the clusters' names; see `look`."""
+    """Return the identities of the schedulers that answer, by the clusters' names; see :func:`look`."""
     findings = await look(records, security, timeout, patience)
     return {name: each.identity for name, each in findings.items() if each.identity is not None}
 
 
 async def is_alive(record: Record, security: Security | None = None, timeout: float = 5.0) -> bool:
-    """Return whether a cluster's scheduler answers, and as the scheduler of this cluster.
+    """Return whether a cluster's scheduler answers with the id in the record.
 
     Parameters
     ----------
     record : Record
-        The cluster's.
+        The cluster's record.
     security : Security, optional
-        Default: as the record says, or else Dask's configuration.
+        The cluster's keys. Default: those in the record, or else those of Dask's configuration.
     timeout : float
-        Seconds. That a scheduler needs longer does not show that it is dead; see :func:`judge`.
+        Time limit, in seconds. A scheduler that needs longer may still run; see :func:`judge`.
     """
     return bool(await identities([record], security, timeout))
 
@@ -231,13 +231,13 @@ async def _look_at(record: Record, security: Security | None, timeout: float) ->
     try:
         asking = _ask(record, address, security, _CONNECTED * timeout)
         return await asyncio.wait_for(asking, _ANSWERED * timeout)
-    except Exception as error:  # what listens there now need not speak Dask's language
-        logger.debug("The scheduler of %s does not answer: %r", record.name, error)
+    except Exception as error:  # a program at this address may speak another protocol
+        logger.debug("Scheduler of cluster %s did not answer: %r", record.name, error)
     left = _FOUND * timeout - (asyncio.get_running_loop().time() - begin)
     try:
         await asyncio.wait_for(_reach(address, None), left)
     except (OSError, asyncio.TimeoutError):
-        why = f"nobody accepts connections at {address}"
+        why = f"nothing accepts connections at {address}"
         return Finding(State.UNKNOWN, why, reachable=False)
     why = f"its scheduler accepts connections at {address} but does not answer; it may be busy"
     return Finding(State.UNKNOWN, why)
@@ -267,10 +267,10 @@ async def _ask(record: Record, address: str, security: Security | None, patience
 
 
 async def _reach(address: str, ssl_context: Any) -> None:
-    """Connect once, and raise OSError or wait if that is not possible.
+    """Connect once. Raise OSError or wait if that is not possible.
 
-    Dask's connections, when cancelled, keep their sockets until the system gives up on them, which takes
-    minutes where nobody is at the address any more. These do not.
+    When Dask's connections are cancelled, they keep their sockets until the system gives up, which takes
+    minutes if the address does not exist any more. These connections do not.
     """
     scheme, _ = parse_address(address)
     if scheme in ("tcp", "tls"):

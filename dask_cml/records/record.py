@@ -1,4 +1,4 @@
-"""What is known of a cluster beyond the process that made it, and how that is written down."""
+"""A cluster's record: all that other processes need to find the cluster, and its form as text."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dask_cml.sessions.owner import this_session, this_user
 
 VERSION = 1
 RECORD_FILE = "record.json"
-#: Of the addresses by which Dask's clients find clusters; see :mod:`dask_cml.address`.
+#: The scheme of the addresses by which Dask's clients find clusters; see :mod:`dask_cml.address`.
 SCHEME = "cml"
 
-#: psutil derives the time when a process was made from the clock, which may be set meanwhile.
+#: Seconds. psutil derives the start time of a process from the clock, which may be set meanwhile.
 _CLOCK_TOLERANCE = 10.0
 
 
 def cluster_address(name: str) -> str:
-    """Return the address by which clients of the project find the cluster of this name."""
+    """Return the address by which clients in the project find the cluster with this name."""
     return f"{SCHEME}://{quote(name, safe='')}"
 
 
@@ -90,10 +90,10 @@ class Maker:
 
 @dataclass(frozen=True)
 class Record:
-    """What is needed to find a cluster and to rebuild its manager.
+    """All that other processes need to find a cluster, and to rebuild its manager.
 
-    It holds no secrets of the cluster itself, only where they are. Its maker writes it, but for the sessions
-    and the worker groups: each manager writes those that it launches and adds, see
+    It contains no secrets of the cluster, only the paths of its keys. The creator of the cluster writes it,
+    except for the sessions and the worker groups: each manager writes those that it launches and adds, see
     :mod:`dask_cml.records.session_files` and :mod:`dask_cml.records.group_files`.
 
     Parameters
@@ -101,35 +101,41 @@ class Record:
     name : str
         The cluster's name.
     id : str
-        Tells this cluster from others that had or will have the same name.
+        Distinguishes the cluster from others that had or will have the same name.
     maker : Maker
-        The process that made it.
+        The process that created it.
     created : str
-        When, in ISO 8601.
-    scheduler_session, scheduler_address, scheduler_id, app_url : str or None
-        The scheduler's CML session, its address, its own id in Dask, and its session's URL, once known.
+        The time of its creation, in ISO 8601.
+    scheduler_session : str or None
+        The id of the scheduler's CML session, once known.
+    scheduler_address : str or None
+        The scheduler's address, once known.
+    scheduler_id : str or None
+        The scheduler's own id in Dask, once known.
+    app_url : str or None
+        The URL of the scheduler's session, once known.
     options : mapping
-        The cluster's options, as JSON can hold them.
+        The cluster's options, for JSON.
     security : mapping of str to str, or None
-        The parameters of :class:`distributed.Security`: absolute paths of the keys' files.
+        The parameters of :class:`distributed.Security`: absolute paths of the key files.
     version : int
-        Of the format.
+        The version of the format.
     more : mapping
-        What a newer release has written beyond this; it is kept.
+        Fields that a newer release has written. They are kept.
     sessions : mapping of str to str
-        The ids of all its sessions: the key of a worker, or ``"scheduler"``.
+        For the id of each session, its key: the name of its worker, or ``"scheduler"``.
     owners : mapping of str to str
-        The ids of its sessions, as far as known: the id of the session with which each ends.
+        For the id of each session, the id of the session with which it ends, if that is known.
     launched : mapping of str to int
-        The ids of its sessions: when each was launched, in seconds since 1970.
+        For the id of each session, the time of its launch, in seconds since 1970.
     waiting : mapping of str to int
-        The same for those that wait for room.
+        The same, for the sessions that wait for room.
     began : mapping of str to int
-        The ids of its sessions that have waited for room: when each got it, in seconds since 1970.
+        For the id of each session that has waited for room, the end of its wait, in seconds since 1970.
     sizes : mapping of str to SessionSize
-        The ids of its sessions, as far as known: each one's size.
+        For the id of each session, its size, if that is known.
     groups : mapping of str to mapping
-        The options of its worker groups beside the default one, by name.
+        The options of its worker groups by name, except the default group.
     """
 
     name: str
@@ -153,12 +159,12 @@ class Record:
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return what the maker writes, as text.
+        """Return the fields that the creator writes, as JSON.
 
         Raises
         ------
         TypeError
-            If the options are not what JSON can hold.
+            If JSON cannot represent the options.
         """
         own = {name: getattr(self, name) for name in _own_fields()}
         return json.dumps({**self.more, **own, "maker": asdict(self.maker)})
@@ -170,32 +176,32 @@ class Record:
         Raises
         ------
         ValueError
-            If it is no record, or of a format that is not known here.
+            If the text is not a record, or a newer release has written it.
         """
         content = json.loads(text)
         if not isinstance(content, dict) or not isinstance(content.get("version"), int):
-            raise ValueError("it is no record of a cluster")
+            raise ValueError("it is not the record of a cluster")
         if content["version"] > VERSION:
-            raise ValueError(f"it is of the newer format {content['version']}; a newer dask-cml wrote it")
+            raise ValueError(f"a newer dask-cml wrote it, in format {content['version']}: upgrade dask-cml")
         known = set(_own_fields())
         own = {key: content.pop(key) for key in known & set(content)}
         if missing := known - own.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         for key, value in own.items():
             if not _CHECKS.get(key, _is_text_or_none)(value):
-                raise ValueError(f"its {key} cannot be {repr(value)[:100]}")
+                raise ValueError(f"its {key} is invalid: {repr(value)[:100]}")
         maker = {each.name: own["maker"].get(each.name) for each in fields(Maker)}
         return cls(**{**own, "maker": Maker(**maker)}, more=content)
 
     def get_security(self) -> Security | None:
-        """Return the cluster's security with the files of its keys; None if it has none of its own."""
+        """Return the cluster's security with the files of its keys. Return None if it has no keys."""
         if self.security is None:
             return None
         return Security(require_encryption=True, **self.security)
 
 
 def _own_fields() -> list[str]:
-    """Return the names of what the maker writes."""
+    """Return the names of the fields that the creator writes."""
     others = {"more", "sessions", "owners", "launched", "waiting", "began", "sizes", "groups"}
     return [each.name for each in fields(Record) if each.name not in others]
 

@@ -1,7 +1,7 @@
 """The removal of a cluster's folder.
 
-All is done in the very folder that was looked at, by its descriptor. So of the processes that find the same
-dead cluster, none takes away that of another one that has its name meanwhile, and there is no lock.
+All steps use the folder's descriptor. So if several processes remove the same dead cluster, none of them
+removes another cluster that takes its name meanwhile. No lock is needed.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from dask_cml.private import NotPrivate, make_folder
 from dask_cml.records import session_files
 from dask_cml.records.record import RECORD_FILE
 
-#: What the record is called of a cluster that is being removed.
+#: The name of the record while the cluster's folder is being removed.
 _REMOVED_FILE = ".removed.json"
 _TRIES = 5
 _PAUSE = 0.01
 
 
 def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | None:
-    """Remove a cluster's folder with all that is in it.
+    """Remove a cluster's folder and its contents.
 
     Parameters
     ----------
     folder : Path
-        The cluster's.
+        The cluster's folder.
     is_meant : callable
-        Gets the descriptor of the folder that is there, and returns whether to remove it.
+        Gets the descriptor of the existing folder, and returns whether to remove it.
 
     Returns
     -------
     dict of str to str, or None
-        The sessions of which the record told last; None if nothing was there, or something else.
+        The sessions in the last state of the record. None if the folder did not exist, or was another one.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -48,11 +48,11 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
     try:
         if not is_meant(descriptor):
             return None
-        # From now on nobody finds the cluster, and writers hear that it is gone. What they wrote before that
-        # is read here. After a crash this file's name says that the removal goes on.
+        # From now on nobody finds the cluster, and its writers get an error. What they wrote before is read
+        # below. After a crash, this file's name marks a removal to continue.
         with contextlib.suppress(FileNotFoundError):
             os.rename(RECORD_FILE, _REMOVED_FILE, src_dir_fd=descriptor, dst_dir_fd=descriptor)
-        # Another process may have been faster.
+        # Another process may have removed the files already.
         sessions: dict[str, str] | None = {} if _entries(descriptor) else None
         with contextlib.suppress(OSError, NotPrivate):
             names = session_files.names_in(folder, descriptor)
@@ -75,12 +75,12 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
 
 
 def _move(entry: str, descriptor: int, aside: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+    with contextlib.suppress(FileNotFoundError):  # another process removes them, too
         os.rename(entry, aside / secrets.token_hex(8), src_dir_fd=descriptor)
 
 
 def _entries(descriptor: int) -> list[str]:
-    """List a folder; nothing, if it is gone."""
+    """List a folder. Return nothing if it does not exist any more."""
     try:
         return os.listdir(descriptor)
     except OSError as error:
@@ -90,6 +90,6 @@ def _entries(descriptor: int) -> list[str]:
 
 
 def is_half_done(descriptor: int) -> bool:
-    """Return whether a process has begun to remove the folder, which may have died meanwhile."""
+    """Return whether a process has started to remove the folder. It may have died meanwhile."""
     names = _entries(descriptor)
     return _REMOVED_FILE in names and RECORD_FILE not in names

@@ -1,25 +1,26 @@
-"""The files of a cluster's sessions: each is empty, and its name says all that is known of a session.
+"""The files of a cluster's sessions: each is empty, and its name describes a session.
 
 In the folder ``sessions``:
 
 ``<id>,<key>,<owner>,<launched>,<size>``
     A session: its id, the name of its Dask worker or ``scheduler``, the session with which it ends if that is
-    known, when it was launched, in whole seconds since 1970, and its vCPUs, GiB and GPUs as ``4x16x1`` if
-    they are known. ``@`` stands for the cluster's name, which may be long, at the beginning of the key. What
-    could be mistaken in a key is percent-encoded.
+    known, the time of its launch, in whole seconds since 1970, and its vCPUs, GiB and GPUs as ``4x16x1`` if
+    they are known. At the beginning of the key, ``@`` stands for the cluster's name, which may be long.
+    Ambiguous characters in a key are percent-encoded.
 ``<id>,waits``
     The session waits for room.
 ``<id>,began,<when>``
-    The session got room at that time, after it had waited.
+    The session waited for room until that time.
 
 In the folder ``ended``:
 
 ``<id>,<key>,<owner>,<launched>,<size>,<began>,<ended>``
-    A session that has ended: the name that it had, from when it took room, and until when.
+    A session that has ended: its previous name, and the times when it started to use room and when it ended.
 
-One file is made, moved or removed at a time, and nobody changes another's. So all managers of a cluster write
-at once without a lock, and a reader lists a folder once, whatever becomes of the writers. A session moves to
-``ended`` in one step. So who lists ``sessions`` first, and ``ended`` after it, misses none.
+Each operation creates, moves or removes one file, and managers never change each other's files. So all
+managers of a cluster write at once without a lock, and a reader lists a folder once, even if a writer dies.
+A session moves to ``ended`` in one step. So a process that lists ``sessions`` first, and ``ended`` after it,
+misses none.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from dask_cml.checks import is_session_id
 from dask_cml.options import SessionSize, exact
 from dask_cml.private import open_folder
 
-#: In a cluster's folder.
+#: The names of the folders, in a cluster's folder.
 SESSIONS_FOLDER = "sessions"
 ENDED_FOLDER = "ended"
-#: The key of the scheduler's session; the others have their workers' names.
+#: The key of the scheduler's session. The keys of the others are their workers' names.
 SCHEDULER = "scheduler"
 
 _TIME = "[1-9][0-9]{0,11}"
@@ -65,7 +66,7 @@ class Launch:
     owner : str or None
         The id of the session with which it ends, if that is known.
     launched : int
-        When, in seconds since 1970.
+        The time of its launch, in seconds since 1970.
     size : SessionSize, optional
         Its size, if that is known.
     """
@@ -85,8 +86,10 @@ class Ended:
     ----------
     launch : Launch
         The session.
-    began, ended : int
-        From when it took room, and until when, in seconds since 1970.
+    began : int
+        The time when it started to use room, in seconds since 1970.
+    ended : int
+        The time when it ended, in seconds since 1970.
     """
 
     launch: Launch
@@ -96,18 +99,18 @@ class Ended:
 
 @dataclass(frozen=True)
 class Changes:
-    """What is to be written about a cluster's sessions.
+    """Changes of a cluster's sessions, to be written.
 
     Parameters
     ----------
     launched : collection of Launch
         New sessions.
     ended : mapping of str to int
-        The ids of sessions that have ended: when each did, in seconds since 1970.
+        For the id of each session that has ended, the time of its end, in seconds since 1970.
     waiting : collection of str
         The ids of sessions that wait for room.
     began : mapping of str to int
-        The ids of sessions that do not wait any more: when each got room.
+        For the id of each session that does not wait any more, the end of its wait.
     """
 
     launched: Collection[Launch] = ()
@@ -121,7 +124,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Listing:
-    """What the names of files say: by sessions' ids, as a record has it, and which say nothing."""
+    """The sessions in a folder: mappings by their ids, as in a record, and the names of other files."""
 
     sessions: dict[str, str] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
@@ -156,12 +159,12 @@ def file_name(launch: Launch, cluster: str) -> str:
 
 
 def parse(name: str, cluster: str) -> Launch:
-    """Return the session that a file's name tells of; the opposite of :func:`file_name`.
+    """Return the session that a file's name describes. The inverse of :func:`file_name`.
 
     Raises
     ------
     ValueError
-        If :func:`file_name` gives no such name.
+        If :func:`file_name` returns no such name.
     """
     if (match := _NAME.fullmatch(name)) is None:
         raise ValueError(f"{name!a} is not the name of a session's file")
@@ -172,18 +175,18 @@ def parse(name: str, cluster: str) -> Launch:
     launch = Launch(session_id, key, owner or None, int(launched), size)
     ids = {session_id, launch.owner or session_id}
     if not all(map(is_session_id, ids)) or not key.isprintable() or "/" in key:
-        raise ValueError(f"{name!a} names what cannot be a session")
+        raise ValueError(f"{name!a} does not describe a session")
     if file_name(launch, cluster) != name:
-        raise ValueError(f"{name!a} is not as dask-cml writes it")
+        raise ValueError(f"{name!a} is not in dask-cml's form")
     return launch
 
 
 def parse_all(names: Iterable[str], cluster: str) -> Listing:
-    """Return what the names of the files in a folder say, the oldest session first."""
+    """Return the sessions that the names of files describe, the oldest first."""
     listing, launches = Listing(), []
     marks, names = _marks(names)
     for name in names:
-        if not name.startswith("."):  # NFS gives such a name to a file that is removed while it is open
+        if not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
             try:
                 launches.append(parse(name, cluster))
             except ValueError:
@@ -205,7 +208,7 @@ def parse_all(names: Iterable[str], cluster: str) -> Listing:
 
 
 def parse_ended(names: Iterable[str], cluster: str) -> list[Ended]:
-    """Return what the names of the files of ended sessions say; what says nothing is passed over."""
+    """Return the ended sessions that the names of files describe. Ignore other names."""
     found: dict[str, Ended] = {}
     for name in names:
         match = _ENDED.fullmatch(name)
@@ -217,7 +220,7 @@ def parse_ended(names: Iterable[str], cluster: str) -> list[Ended]:
 
 
 def _marks(names: Iterable[str]) -> tuple[dict[str, int | None], list[str]]:
-    """Return when sessions that waited for room got it, None if they have not yet; and the other names."""
+    """Return for each session that waited for room the end of its wait, or None, and the other names."""
     marks: dict[str, int | None] = {}
     others = []
     for name in names:
@@ -239,39 +242,39 @@ def names_in(folder: Path, descriptor: int, of: str = SESSIONS_FOLDER) -> list[s
     Parameters
     ----------
     folder : Path
-        The cluster's.
+        The cluster's folder.
     descriptor : int
-        What it is open at.
+        The descriptor of that folder.
     of : str
-        The folder in it: the sessions that run, or those that have ended.
+        The name of the folder in it: of running or of ended sessions.
 
     Raises
     ------
     NotPrivate
-        If others can write to it.
+        If others can write to the folder.
     """
     with open_folder(folder / of, descriptor) as own:
         return os.listdir(own)
 
 
 def write(changes: Changes, cluster: str, folder: Path, descriptor: int) -> None:
-    """Make, move and remove files of a cluster's sessions. What is there, or gone, already may stay so.
+    """Create, move and remove files of a cluster's sessions. Ignore files that exist, or are gone, already.
 
     Parameters
     ----------
     changes : Changes
-        What is to be written.
+        The changes.
     cluster : str
         The cluster's name.
     folder : Path
-        The cluster's.
+        The cluster's folder.
     descriptor : int
-        What it is open at. If the folder is removed meanwhile, nothing comes back.
+        The descriptor of that folder. If the folder is removed meanwhile, it does not come back.
 
     Raises
     ------
     FileNotFoundError
-        If the folder is removed.
+        If the folder was removed.
     """
     made = [file_name(launch, cluster) for launch in changes.launched]
     made += [f"{each},{_WAITS}" for each in changes.waiting]
@@ -287,12 +290,12 @@ def write(changes: Changes, cluster: str, folder: Path, descriptor: int) -> None
 
 
 def _end(ends: Mapping[str, int], cluster: str, own: int, ended: int) -> None:
-    """Move the files of sessions to the folder of those that have ended, and remove what else was said."""
-    # Others may have launched them, so the names are not known here.
+    """Move the files of sessions to the folder of ended sessions, and remove their other files."""
+    # Other managers may have launched them, so list the names.
     names = [name for name in os.listdir(own) if name.partition(",")[0] in ends]
     marks, others = _marks(names)
     for name in others:
-        with contextlib.suppress(ValueError, FileNotFoundError):  # another manager moves it, too
+        with contextlib.suppress(ValueError, FileNotFoundError):  # another manager moves them, too
             launch = parse(name, cluster)
             end = ends[launch.id]
             began = marks.get(launch.id, launch.launched) or end

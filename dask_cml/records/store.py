@@ -1,13 +1,13 @@
-"""The records of clusters: what lets another process find a cluster, and rebuild it.
+"""The records of clusters, by which other processes find a cluster and rebuild its manager.
 
-Each cluster has a folder of its name below the state directory. In it are ``record.json``, which the maker of
-the cluster alone replaces, as a whole, and a file for each session, see
-:mod:`dask_cml.records.session_files`. So nobody changes what another process writes, there is no lock, and
-whoever reads sees what was or what is, whatever becomes of the writers. The state directory may be on NFS:
-folders are listed afresh. Who writes does so in the very folder that was looked at, so that a cluster that is
-removed does not come back.
+Each cluster has a folder with its name in the state directory. It contains ``record.json``, which only the
+cluster's creator replaces, atomically, and a file for each session, see
+:mod:`dask_cml.records.session_files`. So no process changes another one's files, there is no lock, and a
+reader sees either the old or the new state, even if a writer dies. The state directory may be on NFS:
+functions list folders anew. They write by the descriptor of the folder that they have checked, so that a
+removed cluster does not come back.
 
-All functions block for as long as the file system takes.
+All functions block while they wait for the file system.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-# What is as old as this, and has the name of something temporary, was left by a crash.
+# Files and folders with names of temporary ones, and of this age in seconds, were left behind by a crash.
 _LEFTOVER_AGE = 600.0
 _LEFTOVERS = (".claim-", ".removed-", f".{RECORD_FILE}-")
 _TRIES = 5
@@ -55,29 +55,29 @@ _reported: set[tuple[str, str]] = set()
 
 
 def claim(record: Record, directory: Path | None = None) -> Path:
-    """Make the folder of a new cluster, with its record and its sessions' files, and return it.
+    """Create the folder of a new cluster, with its record and its sessions' files, and return it.
 
-    Of all who claim a name at the same time, one gets it.
+    If several processes claim a name at the same time, one succeeds.
 
     Parameters
     ----------
     record : Record
-        The new cluster's.
+        The record of the new cluster.
     directory : Path, optional
         The state directory.
 
     Raises
     ------
     ClusterExists
-        If there is a folder of this name.
+        If a folder with this name exists.
     ValueError
-        If the name cannot be that of a folder.
+        If a folder cannot have this name.
     NotPrivate
         If the state directory belongs to another user, or others can write to it.
     """
     folder = _folder(record.name, directory)
     make_folder(folder.parent)
-    # It gets its name as a whole: a crash leaves no folder of that name without a record.
+    # The complete folder gets its name in one step, so a crash leaves no folder with this name but no record.
     made = folder.parent / f".claim-{secrets.token_hex(8)}"
     make_folder(made)
     try:
@@ -90,7 +90,7 @@ def claim(record: Record, directory: Path | None = None) -> Path:
             for name, options in record.groups.items():
                 group_files.write(name, options, made, descriptor)
         try:
-            os.rename(made, folder)  # takes the place of an empty folder, and of no other
+            os.rename(made, folder)  # replaces only an empty folder
         except OSError:
             if removal.clear(folder, removal.is_half_done) is None:
                 raise
@@ -99,7 +99,7 @@ def claim(record: Record, directory: Path | None = None) -> Path:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise ClusterExists(record.name) from None
         if error.errno in (errno.ENAMETOOLONG, errno.EINVAL):
-            raise ValueError(f"invalid name={record.name!r}: expected a name for a folder: {error}") from None
+            raise ValueError(f"invalid name={record.name!r}: expected a folder's name: {error}") from None
         raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -117,14 +117,14 @@ def _sessions_of(record: Record) -> Changes:
 
 
 def write(record: Record, directory: Path | None = None) -> None:
-    """Replace a cluster's record as a whole, which its maker alone does. Its sessions' files stay.
+    """Replace a cluster's record atomically. Only its creator does so. Its sessions' files remain.
 
     Raises
     ------
     NoSuchCluster
-        If the cluster is gone, or another one has its name.
+        If the cluster does not exist any more, or another one has its name.
     CMLError
-        If the record has more than a megabyte, so that nobody would read it.
+        If the record exceeds a megabyte, so that no process would read it.
     """
     folder = _folder(record.name, directory)
     _write_in(folder, record.id, lambda descriptor: _replace(record, descriptor))
@@ -132,25 +132,26 @@ def write(record: Record, directory: Path | None = None) -> None:
 
 
 def write_sessions(changes: Changes, name: str, directory: Path | None = None, *, id: str) -> None:
-    """Write what has become of sessions into a cluster's record.
+    """Write changes of sessions into a cluster's record.
 
-    When this returns, whoever removes the cluster from then on finds these sessions in :func:`remove`.
+    A process that removes the cluster after this returns gets these sessions from :func:`remove`.
 
     Parameters
     ----------
     changes : Changes
-        What the caller has done itself.
+        The caller's own changes.
     name : str
         The cluster's name.
     directory : Path, optional
         The state directory.
     id : str
-        The record's; another cluster of this name is left alone.
+        The id of the record. Another cluster with this name is left alone.
 
     Raises
     ------
     NoSuchCluster
-        If the cluster is gone, or another one has its name. Nobody else will stop what was launched.
+        If the cluster does not exist any more, or another one has its name. The caller must stop the
+        sessions that it launched.
     """
     folder = _folder(name, directory)
     _write_in(folder, id, lambda descriptor: session_files.write(changes, name, folder, descriptor))
@@ -164,31 +165,31 @@ def add_group(
     Parameters
     ----------
     group : str
-        The group's name.
+        The name of the group.
     options : mapping
-        Its options, as JSON can hold them.
+        The options of the group, for JSON.
     name, directory, id
-        As for :func:`write_sessions`.
+        As in :func:`write_sessions`.
 
     Raises
     ------
     NoSuchCluster
-        If the cluster is gone, or another one has its name.
+        If the cluster does not exist any more, or another one has its name.
     ValueError
-        If the cluster has a group of this name.
+        If the cluster has a group with this name.
     """
     folder = _folder(name, directory)
     _write_in(folder, id, lambda descriptor: group_files.write(group, options, folder, descriptor))
 
 
 def remove_group(group: str, name: str, directory: Path | None = None, *, id: str) -> None:
-    """Take a worker group out of a cluster's record. Parameters and errors are those of :func:`add_group`."""
+    """Remove a worker group from a cluster's record. Parameters and errors are those of :func:`add_group`."""
     folder = _folder(name, directory)
     _write_in(folder, id, lambda descriptor: group_files.remove(group, folder, descriptor))
 
 
 def _write_in(folder: Path, id: str, action: Callable[[int], None]) -> None:
-    """Do what may be done twice to a cluster's folder, if it is that cluster's before and after."""
+    """Run an action on a cluster's folder, perhaps twice, if the folder is the same before and after."""
 
     def attempt() -> bool:
         check_folder(folder.parent)
@@ -196,11 +197,11 @@ def _write_in(folder: Path, id: str, action: Callable[[int], None]) -> None:
             try:
                 record = Record.from_json(read_file(folder / RECORD_FILE, descriptor))
             except ValueError as error:
-                raise CMLError(f"the record {folder / RECORD_FILE} cannot be read: {error}") from None
+                raise CMLError(f"cannot read the record {folder / RECORD_FILE}: {error}") from None
             if record.id != id:
                 return False
             action(descriptor)
-            # Listing is what makes NFS look whether the folder has its name yet, and its record.
+            # Listing the folder makes NFS check whether it still has its name and its record.
             there = folder.name in os.listdir(folder.parent) and RECORD_FILE in os.listdir(descriptor)
             return there and os.path.samestat(os.stat(folder), os.fstat(descriptor))
 
@@ -212,8 +213,8 @@ def _replace(record: Record, folder: int) -> None:
     content = record.to_json().encode()
     if len(content) > MOST_BYTES:
         raise CMLError(
-            f"the record of the cluster {record.name!r} has {len(content)} bytes: "
-            f"expected at most {MOST_BYTES}; use shorter options"
+            f"the record of cluster {record.name!r} is too large: expected at most {MOST_BYTES} bytes, got "
+            f"{len(content)}; use shorter options"
         )
     with written(RECORD_FILE, content, folder) as temporary:
         os.replace(temporary, RECORD_FILE, src_dir_fd=folder, dst_dir_fd=folder)
@@ -225,7 +226,7 @@ def read(name: str, directory: Path | None = None) -> Record:
     Raises
     ------
     NoSuchCluster
-        If there is none; it lists the names of those that are there.
+        If it does not exist. The message lists the names of the existing clusters.
     """
     with contextlib.suppress(ValueError):
         record = _load(_folder(name, directory))
@@ -235,12 +236,12 @@ def read(name: str, directory: Path | None = None) -> Record:
 
 
 def read_ended(record: Record, directory: Path | None = None) -> list[Ended]:
-    """Read which of a cluster's sessions have ended, after its record was read.
+    """Read which of a cluster's sessions have ended. Call this after reading its record.
 
     Raises
     ------
     NoSuchCluster
-        If the cluster is gone meanwhile, or another one has its name.
+        If the cluster does not exist any more, or another one has its name.
     """
     folder, names = _folder(record.name, directory), set[str]()
 
@@ -252,14 +253,14 @@ def read_ended(record: Record, directory: Path | None = None) -> list[Ended]:
 
 
 def records(directory: Path | None = None) -> list[Record]:
-    """Read all records, sorted by name. What is damaged or not private is reported once, and passed over."""
+    """Read all records, sorted by name. Ignore damaged records and those that are not private; warn once."""
     directory = directory or state_directory()
     found = (_load(directory / name) for name in sorted(_folders(directory)))
     return [record for record in found if record is not None]
 
 
 def remove(name: str, directory: Path | None = None, *, id: str | None = None) -> dict[str, str] | None:
-    """Remove a cluster's folder with all that is in it: the record, keys and logs.
+    """Remove a cluster's folder and its contents: the record, keys and logs.
 
     Parameters
     ----------
@@ -268,13 +269,13 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
     directory : Path, optional
         The state directory.
     id : str, optional
-        The record's; another cluster of this name is left alone.
+        The id of the record. Another cluster with this name is left alone.
 
     Returns
     -------
     dict of str to str, or None
-        The sessions of which the record told last, as :attr:`Record.sessions` has them; None if the cluster
-        was not there. Some may have been launched after the caller's last look.
+        The sessions in the last state of the record, as in :attr:`Record.sessions`. None if the cluster did
+        not exist. The caller may not know those that were launched last.
     """
     folder = _folder(name, directory)
     if id is not None and ((loaded := _load(folder)) is None or loaded.id != id):
@@ -314,14 +315,14 @@ def _folders(directory: Path) -> list[str]:
 
 
 def _load(folder: Path) -> Record | None:
-    """Read the record in a folder; None if there is none that can be read."""
+    """Read the record in a folder. Return None if the folder contains no valid record."""
     try:
         content = _until_settled(lambda: _read(folder), folder)
         if content is None:
             return None
         record = Record.from_json(content[0])
         if record.name != folder.name:
-            raise ValueError(f"it is that of the cluster {record.name!r}")
+            raise ValueError(f"it is the record of another cluster, {record.name!r}")
     except NotPrivate as error:
         _report_open(error)
         return None
@@ -348,20 +349,20 @@ def _read(folder: Path) -> tuple[bytes, list[str], dict[str, dict[str, Any]]] | 
     if folder.is_symlink():
         raise ValueError("its folder is a symbolic link")
     with open_folder(folder) as descriptor:
-        # NFS may remember that a file is not there; listing the folder is what makes it look again.
+        # NFS may cache that a file does not exist. Listing the folder refreshes the cache.
         names = os.listdir(descriptor)
         if RECORD_FILE not in names:
             return None
         folders = {SESSIONS_FOLDER, GROUPS_FOLDER}
         if not folders <= {*names} and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
-            raise ValueError(f"its folder has no folder {' or '.join(sorted(folders - {*names}))}")
+            raise ValueError(f"its folder lacks {' and '.join(sorted(folders - {*names}))}")
         content = read_file(folder / RECORD_FILE, descriptor)
         sessions = session_files.names_in(folder, descriptor)
         return content, sessions, group_files.read_all(folder, descriptor)
 
 
 def _until_settled(attempt: Callable[[], T], folder: Path) -> T | None:
-    """Try again what met files that were replaced at the same moment; return None if the folder is gone."""
+    """Retry an action that met files while they were replaced. Return None if the folder does not exist."""
     for _ in range(_TRIES):
         try:
             return attempt()
@@ -369,7 +370,7 @@ def _until_settled(attempt: Callable[[], T], folder: Path) -> T | None:
             if not folder.is_dir():
                 return None
         except OSError as error:
-            if error.errno != errno.ESTALE:  # it was replaced while it was read
+            if error.errno != errno.ESTALE:  # the file was replaced while it was read
                 raise
         time.sleep(_PAUSE)
     return None
@@ -382,11 +383,11 @@ def _report_open(error: NotPrivate) -> None:
 def _report(path: Path | str, why: str, remedy: str = "") -> None:
     if (str(path), why) not in _reported:
         _reported.add((str(path), why))
-        logger.warning("%s is passed over: %s%s", path, why, remedy)
+        logger.warning("%s ignored: %s%s", path, why, remedy)
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what crashes left. Its age is told by the file system's clock, not by this machine's."""
+    """Remove files that crashes left behind. The file system's clock tells their age, not this machine's."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         oldest = folder.stat().st_mtime - _LEFTOVER_AGE  # the folder has just been changed
         for entry in entries:

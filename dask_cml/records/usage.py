@@ -1,4 +1,4 @@
-"""What a cluster has used so far: hours of sessions, by worker group."""
+"""The usage of a cluster so far: hours of sessions, by worker group."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ _HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours")
 
 @dataclass(frozen=True)
 class SessionHours:
-    """What some sessions have used so far.
+    """The usage of some sessions so far.
 
     Parameters
     ----------
     sessions : int
-        How many there were, ended ones included.
+        Number of sessions, including ended ones.
     hours : float
-        Their time, in hours of one session.
-    vcpu_hours, gib_hours, gpu_hours : float
-        The same, times the virtual CPUs, the memory in GiB, and the GPUs of each session.
+        Sum of their durations, in hours.
+    vcpu_hours : float
+        The same, times the virtual CPUs of each session.
+    gib_hours : float
+        The same, times the memory of each session, in GiB.
+    gpu_hours : float
+        The same, times the number of GPUs of each session.
     """
 
     sessions: int = 0
@@ -44,9 +48,9 @@ class SessionHours:
 
 
 class Usage(dict[str, SessionHours]):
-    """What a cluster has used so far: the hours of each worker group, and of ``"scheduler"``.
+    """The usage of a cluster so far: the hours of each worker group, and of ``"scheduler"``.
 
-    It prints as a table.
+    Its ``repr`` is a table.
 
     Examples
     --------
@@ -75,7 +79,7 @@ class Usage(dict[str, SessionHours]):
 
 
 def _hours_of(seconds: float, size: SessionSize | None) -> SessionHours:
-    """Return what one session has used, whose size may not be known."""
+    """Return the usage of one session. Its size may be unknown."""
     hours = max(0.0, seconds) / 3600
     size = size or SessionSize(0, 0)
     return SessionHours(1, hours, hours * size.cpu, hours * size.memory, hours * size.nvidia_gpu)
@@ -87,19 +91,19 @@ def _cells(name: str, used: SessionHours) -> tuple[str, ...]:
 
 
 def usage_of(record: Record, ended: Iterable[Ended], now: float) -> Usage:
-    """Return what a cluster has used.
+    """Return the usage of a cluster.
 
-    A session counts from its launch, or if it waited for room from when it got it. It counts until it was
-    stopped or found to have ended. If the record still names it, it counts until now.
+    A session counts from its launch or, if it waited for room, from the end of its wait. It counts until it
+    was stopped or found to have ended. If the record still lists it, it counts until now.
 
     Parameters
     ----------
     record : Record
-        The cluster's.
+        The cluster's record.
     ended : iterable of Ended
-        Its sessions that have ended, as listed after the record was read.
+        Its ended sessions, listed after the record was read.
     now : float
-        The time, in seconds since 1970.
+        The current time, in seconds since 1970.
     """
     used: dict[str, SessionHours] = {}
     for key, seconds, size in _spans(record, ended, now):
@@ -113,7 +117,7 @@ def usage_of(record: Record, ended: Iterable[Ended], now: float) -> Usage:
 def _spans(
     record: Record, ended: Iterable[Ended], now: float
 ) -> Iterator[tuple[str, float, SessionSize | None]]:
-    """Yield the key of each session, its seconds, and its size."""
+    """Yield the key, the duration in seconds, and the size of each session."""
     over = set()
     for each in ended:
         over.add(each.launch.id)
