@@ -118,9 +118,9 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
     assert re.findall(r"==> (.*) <==", logs) == ["Scheduler", "mine-0", "mine-1"]
     assert "Scheduler at" in logs
 
-    assert "there are 'mine'" in run("info", "other", code=1)
+    assert "existing clusters: 'mine'" in run("info", "other", code=1)
     assert "already" in run("create", "--name", "mine", code=1)
-    assert "there are 'mine'" in run("delete", "mine", "other", code=1)
+    assert "existing clusters: 'mine'" in run("delete", "mine", "other", code=1)
     assert len(live(platform)) == 3
 
     assert run("delete", "mine") == "Cluster mine deleted\n"

@@ -297,7 +297,7 @@ def test_the_state_directory_of_another_user(home, cml):
     os.chown(home / ".dask-cml", 12345, -1)
     finding = session.state_directory()
     assert finding.state == "wrong"
-    assert "user 12345" in finding.words
+    assert "user with the id 12345" in finding.words
     mend(finding)
     assert session.state_directory().state == "ok"
 

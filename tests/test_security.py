@@ -138,6 +138,6 @@ async def test_keys_may_be_in_the_files_of_their_certificates(platform, tmp_path
 
 
 async def test_an_incomplete_security_is_refused_before_anything_is_launched(platform):
-    with pytest.raises(ValueError, match=r"invalid security=.*expected one that has tls_ca_file"):
+    with pytest.raises(ValueError, match=r"invalid security=.*expected a Security with tls_ca_file"):
         await CMLCluster(security=Security(require_encryption=True), platform="local", asynchronous=True)
     assert platform.list_workers() == []

@@ -160,7 +160,7 @@ def _free_subnet(bridge: str) -> str:
         # The bridge's route takes precedence over a wider one, such as to 10.0.0.0/8.
         if not any(other.prefixlen >= 16 and subnet.overlaps(other) for other in taken):
             return str(subnet)
-        raise OSError("no free network between 10.128.0.0/16 and 10.255.0.0/16")
+    raise OSError("no free network between 10.128.0.0/16 and 10.255.0.0/16")
 
 
 def _network(route: dict[str, Any]) -> ipaddress.IPv4Network:
