@@ -82,12 +82,12 @@ class Tunnel:
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
-        """Carry until both directions have ended, and close the comm.
+        """Carry bytes until both directions have ended, then close the comm.
 
         Raises
         ------
         OSError
-            If either connection breaks.
+            If a connection breaks.
         """
         tasks = [asyncio.create_task(step) for step in (self._send(), self._receive(), self._deliver())]
         try:
