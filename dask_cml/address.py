@@ -1,7 +1,7 @@
-"""Addresses ``cml://<name>``: Dask's clients connect to a cluster by its name.
+"""Addresses ``cml://<name>``, by which Dask's clients connect to a cluster by its name.
 
-An entry point of the package names this module. Dask imports it when it first meets such an address, so the
-process itself need not import dask-cml.
+An entry point of the package names this module. Dask imports it at the first such address, so programs need
+not import dask-cml.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from dask_cml.records.record import SCHEME, Record
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL = 0.5
-_told: set[str] = set()
-#: By the clusters' addresses, where their schedulers were at the last connection.
+_warned: set[str] = set()
+#: The last known address of each scheduler, by its cluster's address.
 _schedulers: dict[str, str] = {}
 
 
 class NoSuchCluster(errors.NoSuchCluster, FatalCommClosedError):
-    """No cluster has this name. Dask does not try to connect again, as it does after other errors.
+    """No cluster has this name. Unlike after other errors, Dask does not try to connect again.
 
     Parameters
     ----------
     message : str
-        What is wrong. It must be enough by itself: Dask makes another such error, with words of its own.
+        The complete error message. Dask raises a second such error with a message of its own.
     name : str
-        What was looked for.
+        The name of the cluster.
     known : tuple of str
-        The names of the clusters that are there.
+        The names of the existing clusters.
     """
 
     def __init__(self, message: str, name: str = "", known: tuple[str, ...] = ()) -> None:
@@ -49,32 +49,32 @@ class NoSuchCluster(errors.NoSuchCluster, FatalCommClosedError):
 
 
 class CMLConnector(Connector):
-    """Connects to the scheduler that a cluster's record names, with the cluster's keys."""
+    """Connects to the scheduler in a cluster's record, with the cluster's keys."""
 
     async def connect(self, address: str, deserialize: bool = True, **connection_args: Any) -> Comm:
-        """Connect to a cluster; wait, if it is starting.
+        """Connect to a cluster. If it is starting, wait.
 
         Parameters
         ----------
         address : str
             The cluster's name, percent-encoded.
         deserialize : bool
-            As for each connector.
+            As in all connectors.
         **connection_args
             Used if the cluster has no keys of its own.
 
         Raises
         ------
         NoSuchCluster
-            If there is no cluster of this name, or it ended before its scheduler answered.
+            If no cluster has this name, or its creator ended before its scheduler answered.
         OSError
-            If its scheduler cannot be reached.
+            If the scheduler cannot be reached.
         """
         record = await _running(unquote(address))
         scheduler = record.scheduler_address
         assert scheduler is not None
         _schedulers[address] = scheduler
-        if (security := record.get_security()) is not None:  # which reads the files of the keys
+        if (security := record.get_security()) is not None:  # reads the key files
             connection_args |= await asyncio.to_thread(security.get_connection_args, "client")
         scheme, location = parse_address(scheduler)
         connector = get_backend(scheme).get_connector()
@@ -84,19 +84,19 @@ class CMLConnector(Connector):
             raise
         except OSError as error:
             raise OSError(
-                f"the scheduler of the cluster {record.name!r} cannot be reached at {scheduler}: {error}"
+                f"cannot reach the scheduler of cluster {record.name!r} at {scheduler}: {error}"
             ) from error
 
 
 async def _running(name: str) -> Record:
-    """Return the record of a cluster as soon as it has the scheduler's address."""
+    """Return the record of a cluster. Wait until it contains the scheduler's address."""
     while True:
         record = await asyncio.to_thread(_read, name)
         if record.scheduler_address is not None:
             return record
-        if record.id not in _told:  # Dask's error after the time-out does not say why
-            _told.add(record.id)
-            logger.warning("The cluster %s is starting: its scheduler has no address yet", name)
+        if record.id not in _warned:  # Dask's error after the time-out does not say why
+            _warned.add(record.id)
+            logger.warning("Cluster %s is starting: its scheduler has no address yet", name)
         await asyncio.sleep(_LOOK_INTERVAL)
 
 
@@ -104,11 +104,11 @@ def _read(name: str) -> Record:
     try:
         record = store.read(name)
     except errors.NoSuchCluster as error:
-        where = f"{error}; they are looked for in {state_directory()}"
+        where = f"{error}; searched in {state_directory()}"
         raise NoSuchCluster(where, error.name, error.known) from None
     if record.scheduler_address is None and record.maker.lives() is False:
-        why = f"the process that made the cluster {name!r} ended before the scheduler answered"
-        raise NoSuchCluster(f"{why}; run `dask cml delete {shlex.quote(name)}`", name)
+        why = f"the creator of cluster {name!r} ended before the scheduler answered"
+        raise NoSuchCluster(f"{why}: run `dask cml delete {shlex.quote(name)}`", name)
     return record
 
 
@@ -121,38 +121,38 @@ class CMLBackend(Backend):
 
     def get_listener(self, loc: str, *_: Any, **connection_args: Any) -> Any:
         """Refuse to listen: these addresses are for clients."""
-        raise ValueError(f"cannot listen at {SCHEME}://{loc}: expected an address tcp:// or tls://")
+        raise ValueError(f"invalid address {SCHEME}://{loc} to listen at: expected tcp:// or tls://")
 
     def get_address_host(self, loc: str) -> str:
-        """Return the host to which the last connection led; the name, before there was one."""
-        # XGBoost asks for it, to have its own connections meet there.
+        """Return the host of the last connection. Before the first connection, return the name."""
+        # XGBoost asks for the host, for connections of its own.
         scheduler = _schedulers.get(loc)
         return loc if scheduler is None else get_address_host(scheduler)
 
     def resolve_address(self, loc: str) -> str:
-        """Return the name: each connection reads anew where the scheduler is."""
+        """Return the name, because each connection reads the scheduler's address again."""
         return loc
 
     def get_local_address_for(self, loc: str) -> str:
-        """Refuse as `get_listener` does."""
+        """Refuse to listen, like `get_listener`."""
         return self.get_listener(loc)
 
 
 def load_security(info: dict[str, Any]) -> Security | None:
-    """Find the keys of a cluster by its address, for ``distributed.client.security-loader``.
+    """Return the keys of a cluster by its address, for ``distributed.client.security-loader``.
 
     Parameters
     ----------
     info : dict
-        As Dask calls it: the ``"address"`` that a client was given.
+        Dask's information on the client, with its ``"address"``.
 
     Returns
     -------
     Security or None
-        None, if no cluster of the project with keys of its own has this address.
+        None if no cluster of the project has this address and keys of its own.
     """
     scheme, location = parse_address(info["address"])
-    if scheme not in ("tls", SCHEME):  # others need no keys, so the files are not read for them
+    if scheme not in ("tls", SCHEME):  # others need no keys, so read no records
         return None
     try:
         if scheme == SCHEME:
@@ -162,8 +162,8 @@ def load_security(info: dict[str, Any]) -> Security | None:
     except errors.NoSuchCluster:
         return None  # connecting raises the error
     except (OSError, ValueError, TypeError) as error:
-        logger.warning("Cannot look up keys for %s: %s", info["address"], error)
+        logger.warning("Keys for %s not found: %s", info["address"], error)
         return None
-    # Another cluster may have had the address before. The files of the keys are written before the address.
+    # Another cluster may have had the address before. A cluster's keys are written before its address.
     found = [record for record in records if record.security and record.scheduler_address]
     return max(found, key=lambda record: record.created).get_security() if found else None

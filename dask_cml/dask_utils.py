@@ -1,15 +1,16 @@
-"""The functions of the Dask applied-ML prototype: change the import, and code written for it runs.
+"""The functions of the Dask applied-ML prototype. Code that uses it runs after changing the import.
 
-They launch a cluster, first its scheduler and then its workers, and leave its end to the caller. For new code
-take :class:`~dask_cml.CMLCluster`: it launches all sessions at the same moment, scales, replaces lost
+The functions launch a cluster, first its scheduler and then its workers. The caller must stop the sessions.
+For new code, use :class:`~dask_cml.CMLCluster`: it launches all sessions at once, scales, replaces lost
 workers, encrypts, and stops its sessions itself.
 
-**These clusters are open**, as the prototype's are. They have no keys, because what the functions return has
-no place for them: whoever reaches the scheduler can run code as you do. ``cml.security`` has no effect.
+**These clusters are open**, like the prototype's: anyone who reaches the scheduler can run code as you. They
+have no keys, because the values that the functions return cannot contain them. ``cml.security`` has no
+effect.
 
-Beyond their parameters, Dask's configuration holds as for a CMLCluster (``cml.platform``, ``cml.env``,
-``cml.worker-args`` and so on). Each function that launches sessions writes their output to a new folder in
-``cml.state-directory``; it stays, but for a start that fails.
+Apart from the functions' parameters, the clusters use Dask's configuration like a CMLCluster
+(``cml.platform``, ``cml.env``, ``cml.worker-args`` and so on). Each function that launches sessions writes
+their output to a new folder in ``cml.state-directory``. The folder remains, unless the start fails.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = [
 
 _LOOK_INTERVAL = 0.2
 _ANSWER_TIMEOUT = 5
-#: The entry of a scheduler's dict that the platform does not give.
+#: The entry of a scheduler's dict that this module adds to the platform's.
 _PORT = "scheduler_port"
 T = TypeVar("T")
 
@@ -59,35 +60,40 @@ def run_dask_cluster(
     nvidia_gpu: int = 0,
     dashboard_port: int | str | None = None,
 ) -> dict[str, Any]:
-    """Launch a scheduler and workers, each in a session of its own, and wait until all are there.
+    """Launch a scheduler and workers, each in a session of its own, and wait until all are connected.
 
     Parameters
     ----------
     num_workers : int
-        Worker sessions.
+        Number of worker sessions.
     cpu : float
-        Virtual CPUs of each of them.
+        Virtual CPUs of each worker session.
     memory : float
-        Memory of each of them, in GiB.
+        Memory of each worker session, in GiB.
     nvidia_gpu : int
-        GPUs of each of them.
+        Number of GPUs of each worker session. Default 0.
     dashboard_port : int or str, optional
-        Where the dashboard listens on the scheduler's loopback. Default: ``CDSW_READONLY_PORT`` of the
-        calling session; outside of sessions, the port of the scheduler's session.
+        Port of the dashboard on the scheduler's loopback. Default: ``CDSW_READONLY_PORT`` of the calling
+        session or, outside of sessions, the port of the scheduler's session.
 
     Returns
     -------
     dict
-        ``"scheduler"`` and ``"workers"``: lists of what the platform told of each session, with its ``"id"``
-        and ``"app_url"``; ``"scheduler_address"``; ``"dashboard_address"``.
+        ``"scheduler"`` and ``"workers"``: lists of the platform's information on each session, with its
+        ``"id"`` and ``"app_url"``; ``"scheduler_address"``; ``"dashboard_address"``.
 
     Raises
     ------
     RuntimeError
-        If a session is refused, fails or is late (``cml.pending-timeout``, ``cml.scheduler-timeout``,
-        ``cml.worker-timeout``). No session is left then.
+        If a session is refused, fails, or exceeds ``cml.pending-timeout``, ``cml.scheduler-timeout`` or
+        ``cml.worker-timeout``. All sessions are stopped then.
     TypeError, ValueError
-        For an argument that is not allowed, before anything is launched.
+        If an argument is invalid. Nothing is launched then.
+
+    Examples
+    --------
+    On a laptop, :func:`dask_cml.local.install` makes ``cml.workers_v1`` importable.
+
 
     Examples
     --------
@@ -131,34 +137,35 @@ def run_scheduler(
     Parameters
     ----------
     dashboard_port : int, str or None
-        Where the dashboard listens on the scheduler's loopback. None: as for :func:`run_dask_cluster`.
+        Port of the dashboard on the scheduler's loopback. None: as in :func:`run_dask_cluster`.
     num_workers : int
-        Sessions. A cluster has one scheduler, so nothing but 1 is allowed.
+        Number of sessions. Only 1 is valid, because a cluster has one scheduler.
     cpu : float
-        Virtual CPUs of the session.
+        Virtual CPUs of the session. Default 1.
     memory : float
-        Memory of the session, in GiB.
+        Memory of the session, in GiB. Default 2.
 
     Returns
     -------
     list of dict
-        What the platform told of the session.
+        The platform's information on the session.
 
     Raises
     ------
     RuntimeError
-        If the session is refused or fails, waits for room longer than ``cml.pending-timeout``, 15 minutes, or
-        runs and its scheduler does not answer in time (``cml.scheduler-timeout``, 90 s). No session is left
-        then.
+        If the session is refused or fails, waits for room longer than ``cml.pending-timeout`` (15 minutes),
+        or runs and its scheduler does not answer within ``cml.scheduler-timeout`` (90 s). The session is
+        stopped then.
     TypeError, ValueError
-        For an argument that is not allowed, before anything is launched.
+        If an argument is invalid. Nothing is launched then.
+
 
     See Also
     --------
-    run_dask_workers : Has an example.
+    run_dask_workers : With an example.
     """
     if integer("num_workers", num_workers, 1) != 1:
-        raise ValueError(message("num_workers", num_workers, "1, because a cluster has 1 scheduler"))
+        raise ValueError(message("num_workers", num_workers, "1, because a cluster has one scheduler"))
     port = _port(dashboard_port)
     options = _options(scheduler_cpu=positive("cpu", cpu), scheduler_memory=gibibytes("memory", memory))
 
@@ -175,16 +182,17 @@ def get_scheduler_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
     Parameters
     ----------
     dask_scheduler : list of dict
-        What :func:`run_scheduler` returned.
+        The result of :func:`run_scheduler`.
 
     Raises
     ------
     RuntimeError
-        If the platform tells no address of the session, which it must have launched for this very session.
+        If the platform does not list the session with an address. It lists it only to the session that
+        launched it.
 
     See Also
     --------
-    run_dask_workers : Has an example.
+    run_dask_workers : With an example.
     """
     options = _options()
 
@@ -199,12 +207,12 @@ def get_scheduler_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
 
 
 def get_dashboard_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
-    """Return where the platform serves a scheduler's dashboard to users who are logged in.
+    """Return the URL of a scheduler's dashboard, for users who are logged in to the platform.
 
     Parameters
     ----------
     dask_scheduler : list of dict
-        What :func:`run_scheduler` returned.
+        The result of :func:`run_scheduler`.
 
     Examples
     --------
@@ -218,34 +226,34 @@ def get_dashboard_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
 def run_dask_workers(
     scheduler_url: str, num_workers: int, cpu: float, memory: float, nvidia_gpu: int = 0
 ) -> list[dict[str, Any]]:
-    """Launch workers, each in a session of its own, and wait until the scheduler knows them.
+    """Launch workers, each in a session of its own, and wait until they are connected.
 
     Parameters
     ----------
     scheduler_url : str
         The scheduler's address.
     num_workers : int
-        Worker sessions.
+        Number of worker sessions.
     cpu : float
-        Virtual CPUs of each of them.
+        Virtual CPUs of each worker session.
     memory : float
-        Memory of each of them, in GiB.
+        Memory of each worker session, in GiB.
     nvidia_gpu : int
-        GPUs of each of them.
+        Number of GPUs of each worker session. Default 0.
 
     Returns
     -------
     list of dict
-        What the platform told of the sessions.
+        The platform's information on the sessions.
 
     Raises
     ------
     RuntimeError
-        If a session is refused or fails, waits for room longer than ``cml.pending-timeout``, 15 minutes, or
-        runs and its worker does not register in time (``cml.worker-timeout``, 10 minutes). No session of this
-        call is left then.
+        If a session is refused or fails, waits for room longer than ``cml.pending-timeout`` (15 minutes), or
+        runs and its worker does not connect within ``cml.worker-timeout`` (10 minutes). All sessions of this
+        call are stopped then.
     TypeError, ValueError
-        For an argument that is not allowed, before anything is launched.
+        If an argument is invalid. Nothing is launched then.
 
     Examples
     --------
@@ -268,8 +276,8 @@ def run_dask_workers(
 
 
 def _options(**arguments: Any) -> Options:
-    # A name of its own, even if one is configured: its folder must not be another cluster's. Its end is the
-    # caller's, and so is its address, which is all that clients get.
+    # A new name, even if one is configured: the folder must not be another cluster's. The caller stops the
+    # cluster, and passes only its address to clients.
     name = f"dask-{secrets.token_hex(4)}"
     return Options.read(name=name, shutdown_on_close=False, security=False, **arguments).inheriting()
 
@@ -283,7 +291,7 @@ def _port(dashboard_port: int | str | None) -> int | None:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end in a thread, because the caller, e.g. a notebook, may be in an event loop itself."""
+    """Run a coroutine in a thread, because the caller, such as a notebook, may be in an event loop itself."""
     interrupted: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     async def run() -> T:
@@ -297,7 +305,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         try:
             done = thread.submit(lambda: asyncio.run(run()))
             while not done.done():
-                # With a timeout, because another thread may be told of Ctrl-C, and that wakes nobody.
+                # With a timeout, because Ctrl-C may interrupt another thread, which would not wake this one.
                 concurrent.futures.wait([done], timeout=_LOOK_INTERVAL)
             return done.result()
         except BaseException:
@@ -308,7 +316,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.asynccontextmanager
 async def _launching(options: Options) -> AsyncIterator[tuple[WorkersAPI, Path]]:
-    """Give what launches sessions, and stop them after an error; else they are left to the caller."""
+    """Yield an API and a folder to launch sessions with. Stop the sessions after an error only."""
     api = WorkersAPI(load_platform(options.platform))
     folder = state_directory() / options.name
     try:
@@ -332,7 +340,7 @@ async def _start_scheduler(
 
 
 def _described(scheduler: CMLScheduler) -> dict[str, Any]:
-    # Where it listens, which it may have been left to choose.
+    # The port on which it listens, which it may have chosen itself.
     _, port = get_address_host_port(str(scheduler.address))
     return {**scheduler.info, _PORT: port}
 
@@ -367,7 +375,7 @@ async def _start_workers(
 
 
 async def _arrival(url: str, missing: dict[str, CMLWorker]) -> None:
-    """Wait until the scheduler knows the workers, and take those that it knows off the missing ones."""
+    """Wait until the workers are connected to the scheduler, and remove those that are from `missing`."""
     while missing:
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             async with rpc(url) as scheduler:
@@ -378,7 +386,7 @@ async def _arrival(url: str, missing: dict[str, CMLWorker]) -> None:
 
 
 async def _end(api: WorkersAPI, processes: Sequence[CMLProcess]) -> NoReturn:
-    """Wait until one of the sessions ends, which is an error."""
+    """Wait until one of the sessions ends, and raise the error."""
     while True:
         listing = await api.sessions()
         for process in processes:
@@ -391,6 +399,6 @@ async def _scheduler_url(api: WorkersAPI, session: SessionInfo, timeout: float) 
     while not (ip := ip_address(session)):
         if has_ended(session) or time.monotonic() > deadline:
             status = session.get("status", "unknown")
-            raise CMLError(f"the session {session['id']} has no address, its status is {status}")
+            raise CMLError(f"session {session['id']} has no address, its status is {status}")
         session = {**session, **(await api.sessions()).get(session["id"], {})}
     return f"tcp://{ip}:{session.get(_PORT, Scheduler.default_port)}"

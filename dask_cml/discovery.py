@@ -1,4 +1,4 @@
-"""What dask-ctl finds the clusters of a project by."""
+"""The function by which dask-ctl finds the clusters of a project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dask_cml.records import probe, store
 
 
 async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
-    """Yield the names of the clusters whose schedulers answer, each with the class that rebuilds them.
+    """Yield the names of the clusters whose schedulers answer, each with the class that connects to them.
 
     Examples
     --------
@@ -20,6 +20,6 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     ['mine']
     """
     records = await asyncio.to_thread(store.records)
-    # dask-ctl gives a discovery 5 s in all, and stale records must not use them up.
+    # dask-ctl gives a discovery 5 s, which stale records must not use up.
     for name in await probe.identities(records, timeout=2.0, patience=4.0):
         yield name, CMLCluster

@@ -231,7 +231,7 @@ async def test_a_cluster_that_starts_is_waited_for(platform, caplog, holds):
     store.claim(Record("soon"))
     async with scheduler() as running:
         connecting = asyncio.create_task(connected_to("cml://soon"))
-        await holds(lambda: "The cluster soon is starting: its scheduler has no address yet" in caplog.text)
+        await holds(lambda: "Cluster soon is starting: its scheduler has no address yet" in caplog.text)
         lead_to(running, "soon")
         assert await connecting == running.id
 
@@ -258,11 +258,11 @@ async def test_a_client_follows_its_cluster_to_another_address(platform, holds):
 
 async def test_an_error_of_the_connection_names_the_cluster_and_its_scheduler(platform):
     store.claim(Record("silent", scheduler_address="tcp://127.0.0.1:1"))
-    words = "the scheduler of the cluster 'silent' cannot be reached at tcp://127.0.0.1:1: "
+    words = "cannot reach the scheduler of cluster 'silent' at tcp://127.0.0.1:1: "
     with pytest.raises(OSError, match=words):
         await asyncio.wait_for(CMLConnector().connect("silent"), 120)
 
 
 async def test_an_address_that_is_a_name_is_not_to_listen_at():
-    with pytest.raises(ValueError, match=r"cannot listen at cml://lab: expected an address tcp:// or tls://"):
+    with pytest.raises(ValueError, match=r"invalid address cml://lab to listen at: expected tcp:// or tls://"):
         await listen("cml://lab", print)

@@ -157,7 +157,7 @@ def test_a_platform_that_never_answers_holds_up_neither_other_checks_nor_the_end
     findings = {each["name"]: each for each in json.loads(result.stdout)}
     assert result.returncode == 1
     assert [*findings][: len(CHECKS) - 1] == CHECKS[:-1]
-    assert findings["sessions"]["words"] == "The check did not end within 2 s."
+    assert findings["sessions"]["words"] == "The check did not finish within 2 s."
 
 
 @pytest.mark.parametrize("error", [ImportError("libssl.so.3"), SystemExit(3), RecursionError()])
@@ -191,7 +191,7 @@ def test_words_are_broken_to_the_terminals_width_and_commands_are_not():
 
 
 def test_the_platforms_module_in_a_session(cml):
-    assert session.platform() == Finding("platform", "ok", "cml.workers_v1 can be imported.")
+    assert session.platform() == Finding("platform", "ok", "cml.workers_v1 is available.")
 
 
 def test_no_platform_on_a_laptop(laptop):
@@ -261,7 +261,7 @@ def test_an_option_that_is_not_valid(cml):
 
 
 def test_a_state_directory_that_the_first_cluster_makes(home, cml):
-    assert session.state_directory().words == f"The first cluster creates {home / '.dask-cml'}."
+    assert session.state_directory().words == f"The first cluster will create {home / '.dask-cml'}."
     assert [*home.iterdir()] == []
 
 
@@ -306,7 +306,7 @@ def test_a_state_directory_that_cannot_be_written(cml):
     with dask.config.set({"cml.state-directory": "/proc/dask-cml"}):
         finding = session.state_directory()
     assert finding.state == "wrong"
-    assert "/proc cannot be written" in finding.words
+    assert "Cannot write to /proc" in finding.words
 
 
 def test_a_state_directory_that_other_sessions_do_not_see(home, cml, tmp_path_factory):
@@ -442,7 +442,7 @@ def test_versions_in_a_cluster_that_differ_and_workers_that_do_not_answer(platfo
         finally:
             os.kill(pid, signal.SIGCONT)
         assert finding.state == "warning"
-        assert "did not all tell their versions within 5 s" in finding.words
+        assert "Not all of its processes reported their versions within 5 s" in finding.words
 
 
 def test_a_cluster_of_another_name_and_one_that_is_gone(platform):

@@ -1,6 +1,6 @@
 """``dask cml doctor``: checks of this environment, of the platform, and of the versions in running clusters.
 
-A check imports what it needs by itself, because in a broken environment any import may fail.
+Each check imports its modules itself, because in a broken environment any import may fail.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Check = Callable[[], Finding | list[Finding]]
 
 
 def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Finding]:
-    """Run the checks one after the other, and yield what they find.
+    """Run the checks one after the other, and yield their findings.
 
-    A check that raises an error or does not end is a finding itself.
+    A check that raises an error or does not return is a finding itself.
 
     Parameters
     ----------
     names : sequence of str
-        The clusters whose versions are compared. Default: all clusters of the project.
+        The clusters whose versions to compare. Default: all clusters of the project.
     timeout : float
-        Seconds for each check.
+        Time limit of each check, in seconds.
 
     Examples
     --------
     >>> [finding.state for finding in examine() if finding.name == "dask"]
     ['ok']
     """
-    # All that hangs, such as a call of the platform, hangs in its check's own thread.
+    # A call that hangs, such as one of the platform, hangs in the thread of its check.
     checks: dict[str, Check] = {
         "platform": session.platform,
         "key": session.key,
@@ -64,12 +64,12 @@ def _run(name: str, check: Check, timeout: float) -> list[Finding]:
         except BaseException as error:
             future.set_exception(error)
 
-    # Python's exit waits for the threads of a pool, and not for a daemon.
+    # At exit, Python waits for the threads of a pool, but not for a daemon.
     threading.Thread(target=run, name=f"doctor: {name}", daemon=True).start()
     concurrent.futures.wait([future], timeout)
     if not future.done():
         again = f"{dask_command()} cml doctor --timeout {3 * timeout:g}"
-        return [Finding(name, "wrong", f"The check did not end within {timeout:g} s.", again)]
+        return [Finding(name, "wrong", f"The check did not finish within {timeout:g} s.", again)]
     if error := future.exception():
         return [Finding(name, "wrong", f"The check failed: {type(error).__name__}: {error}")]
     result = future.result()

@@ -1,4 +1,4 @@
-"""Checks of running clusters: whether their processes have the versions of this one."""
+"""Checks of running clusters: whether their processes have the same versions as this one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dask_cml.doctor.finding import Finding, dask_command
 if TYPE_CHECKING:
     from dask_cml.records.record import Record
 
-#: What client, scheduler and workers must have in one version.
+#: Packages of which client, scheduler and workers must have the same version.
 _SHARED = ("python", "dask", "distributed", "cloudpickle")
 
 Versions = Mapping[str, str | None]
@@ -25,9 +25,9 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
     Parameters
     ----------
     names : sequence of str
-        The clusters'. Without any: all clusters of the project.
+        The names of the clusters. Default: all clusters of the project.
     timeout : float
-        Seconds for the schedulers to answer, and again for the workers.
+        Time limit for the schedulers to answer, in seconds. The workers get the same time again.
     """
     from dask_cml.errors import NoSuchCluster
     from dask_cml.records import store
@@ -40,7 +40,7 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
         except NoSuchCluster as error:
             findings.append(Finding(f"cluster {name}", "wrong", f"{error}.", f"{dask_command()} cml list"))
     findings += asyncio.run(_compare_all(records, timeout))
-    return findings or [Finding("clusters", "ok", "The project has no cluster.")]
+    return findings or [Finding("clusters", "ok", "The project has no clusters.")]
 
 
 async def _compare_all(records: Sequence[Record], timeout: float) -> list[Finding]:
@@ -61,15 +61,15 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
     try:
         scheduler, workers = await asyncio.wait_for(_ask(record), timeout)
     except asyncio.TimeoutError:
-        words = f"Its processes did not all tell their versions within {timeout:.0f} s."
+        words = f"Not all of its processes reported their versions within {timeout:.0f} s."
         return Finding(
             title, "warning", words, f"{dask_command()} cml doctor --timeout {9 * timeout:g} {name}"
         )
     except (OSError, ValueError) as error:
-        return Finding(title, "warning", f"The scheduler does not tell its versions: {error}")
+        return Finding(title, "warning", f"The scheduler does not report its versions: {error}")
     differences = compare(_own(), scheduler, workers)
     if differences:
-        words = f"{' '.join(differences)} Create the cluster anew, so that all have the same versions."
+        words = f"{' '.join(differences)} Delete the cluster, and create it again."
         return Finding(title, "warning", words, f"{dask_command()} cml delete {shlex.quote(name)}")
     if silent := row["workers"] - len(workers):
         return Finding(title, "warning", f"{silent} of its {row['workers']} workers do not answer.")
@@ -96,13 +96,16 @@ def _own() -> Versions:
 
 
 def compare(here: Versions, scheduler: Versions, workers: Sequence[Versions]) -> list[str]:
-    """Return a sentence for each package that a cluster has in another version than this process.
+    """Return a sentence for each package whose versions in a cluster and in this process differ.
 
     Parameters
     ----------
-    here, scheduler : mapping of str to str
-        Versions by the package's name, as `distributed.versions.get_versions` has them.
-    workers : sequence of such
+    here : mapping of str to str
+        Versions in this process by the package's name, from `distributed.versions.get_versions`.
+    scheduler : mapping of str to str
+        Versions in the scheduler.
+    workers : sequence of mapping
+        Versions in each worker.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What a check finds, and the commands that mend it."""
+"""The result of a check, and commands that solve problems."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Finding:
     Parameters
     ----------
     name : str
-        What was checked.
+        The name of the check.
     state : {"ok", "warning", "wrong"}
-        If it is wrong, clusters do not run; with a warning they run, but lack something.
+        If the state is ``"wrong"``, clusters do not run. With a ``"warning"``, they run, but lack something.
     words : str
-        What was found.
+        The result, in sentences.
     command : str, optional
-        The shell command that mends it, if there is one.
+        The shell command that solves the problem.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Finding:
     command: str | None = None
 
     def render(self, width: int | None = None) -> str:
-        """Return lines for a terminal, the command on a line of its own, to be pasted.
+        """Return lines for a terminal, with the command on a line of its own.
 
         Parameters
         ----------
         width : int, optional
-            The terminal's columns. Default: no line is broken.
+            The number of columns of the terminal. Default: unlimited.
         """
         begin = f"{self.state:<8} {self.name:<16} "
         room = max(_LEAST_ROOM, width - len(begin)) if width else sys.maxsize
@@ -66,5 +66,5 @@ def pip_command(action: str, *arguments: str) -> str:
 
 
 def dask_command() -> str:
-    """Return what runs Dask's command line; in older images its program's folder is not on the PATH."""
+    """Return the command ``dask``. In older images, the folder of its program is not on the PATH."""
     return "dask" if shutil.which("dask") else shlex.join([sys.executable, "-m", "dask"])

@@ -1,4 +1,4 @@
-"""Checks of JupyterLab: its sidebar for Dask, and when it ends by itself."""
+"""Checks of JupyterLab: its sidebar for Dask, and its idle time-outs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sidebar() -> Finding:
     """Check that JupyterLab's sidebar is installed and lists all clusters of the project."""
     if version("jupyterlab") is None:
         return Finding("sidebar", "ok", "JupyterLab is not installed here, so its sidebar is not needed.")
-    finding = optional("sidebar", "warning", "jupyter", "Without it, JupyterLab has no sidebar for Dask.")
+    finding = optional("sidebar", "warning", "jupyter", "Without these, JupyterLab has no sidebar for Dask.")
     if finding.state != "ok":
         return finding
     from jupyter_core.paths import jupyter_config_path
@@ -31,13 +31,14 @@ def sidebar() -> Finding:
         return Finding("sidebar", "ok", f"{finding.words} The Jupyter server's extensions are enabled.")
     words = (
         f"The Jupyter server does not load {' and '.join(off)}: not enabled. "
-        "Run this, and start a new session."
+        "Run this command, and start a new session."
     )
     return Finding("sidebar", "warning", words, _enable(off, path[0]))
 
 
 def _enable(extensions: Sequence[str], directory: str) -> str:
-    # `jupyter server extension enable` knows no extension of ~/.local, where `pip install --user` puts them.
+    # `jupyter server extension enable` does not find extensions in ~/.local, where `pip install --user` puts
+    # them.
     settings = {"ServerApp": {"jpserver_extensions": dict.fromkeys(extensions, True)}}
     code = (
         "from jupyter_server.config_manager import BaseJSONConfigManager as Manager; "
@@ -47,7 +48,7 @@ def _enable(extensions: Sequence[str], directory: str) -> str:
 
 
 def time_outs() -> Finding:
-    """Tell when JupyterLab ends by itself, and with it the session and the session's workers."""
+    """Report after which idle time JupyterLab ends, because the session and its workers end with it."""
     if version("jupyterlab") is None:
         return Finding("time-outs", "ok", "JupyterLab is not installed here.")
     if not launches_sessions():
@@ -55,8 +56,8 @@ def time_outs() -> Finding:
     kernel = os.environ.get("JUPYTER_KERNEL_TIMEOUT_SECONDS") or "by default 3600"
     server = os.environ.get("JUPYTER_SERVER_TIMEOUT_SECONDS") or "by default 300"
     words = (
-        f"JUPYTER_KERNEL_TIMEOUT_SECONDS ({kernel}): JupyterLab ends a kernel that is idle for so long. "
-        f"JUPYTER_SERVER_TIMEOUT_SECONDS ({server}): so long after the last kernel, terminal and tab "
-        "the session ends, and its workers end with it. Both are variables of the project."
+        f"JUPYTER_KERNEL_TIMEOUT_SECONDS ({kernel}): JupyterLab ends a kernel after this idle time. "
+        f"JUPYTER_SERVER_TIMEOUT_SECONDS ({server}): this long after the last kernel, terminal and tab, "
+        "the session ends, and its workers end with it. Set both as environment variables of the project."
     )
     return Finding("time-outs", "warning", words)

@@ -14,7 +14,8 @@ from dask_cml.doctor.session import in_session
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-#: If the home folder has these, sessions of the project may not start any more.
+#: Packages that keep sessions of the project from starting if the home folder contains other versions of
+#: them.
 _OF_THE_IMAGE = (
     "ipykernel",
     "ipython",
@@ -27,7 +28,7 @@ _OF_THE_IMAGE = (
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
+    """Return the version of an installed package. Return None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -35,7 +36,7 @@ def version(package: str) -> str | None:
 
 
 def versions() -> Finding:
-    """Check that dask-cml, dask and distributed have what they require."""
+    """Check that the requirements of dask-cml, dask and distributed are installed."""
     unmet = {
         f"{each.name}{each.specifier}": f"{owner} needs {each.name}{each.specifier}, {_found(each)}"
         for owner in ("dask-cml", "distributed", "dask")
@@ -52,7 +53,7 @@ def versions() -> Finding:
 
 
 def _requirements(package: str, extra: str = "") -> list[Requirement]:
-    """Return what a package requires, or what one of its extras requires beyond that."""
+    """Return the requirements of a package, or the additional requirements of one of its extras."""
     from packaging.requirements import Requirement
 
     try:
@@ -77,7 +78,7 @@ def _found(requirement: Requirement) -> str:
 
 
 def one_dask() -> Finding:
-    """Check that no second dask or distributed, such as one in the home folder, hides the image's."""
+    """Check that no second dask or distributed, for example in the home folder, hides the image's."""
     several = {name: found for name in ("dask", "distributed") if len(found := _copies(name)) > 1}
     if not several:
         return Finding("dask", "ok", "One dask and one distributed are installed.")
@@ -89,13 +90,13 @@ def one_dask() -> Finding:
     in_home = [name for name, copies in several.items() if next(iter(copies)) == _user_site()]
     if not in_home:
         return Finding("dask", "warning", " ".join(words))
-    # pip removes the copy that is found first: a second run would remove the image's.
-    words.append("Run this once: it removes the copy in your home folder.")
+    # pip removes the copy that it finds first: a second run would remove the image's.
+    words.append("Run this command once: it removes the copy in your home folder.")
     return Finding("dask", "warning", " ".join(words), pip_command("uninstall", "--yes", *in_home))
 
 
 def _copies(package: str) -> dict[Path, str]:
-    """Return the version in each folder of Python's path that has a package; the first one is used."""
+    """Return the version in each folder of Python's path that contains a package. Python uses the first."""
     copies: dict[Path, str] = {}
     for found in metadata.distributions(name=package):
         copies.setdefault(Path(str(found.locate_file(""))).resolve(), found.version)
@@ -107,24 +108,24 @@ def _user_site() -> Path:
 
 
 def image() -> Finding:
-    """Check that the home folder has no copies of packages that the image's kernels and JupyterLab need."""
+    """Check that the home folder has no copies of packages that the image's kernels and JupyterLab use."""
     if not in_session():
-        return Finding("image", "ok", "Only a CML session has a runtime image.")
+        return Finding("image", "ok", "Only CML sessions have a runtime image.")
     there = {
         name: copies[_user_site()] for name in _OF_THE_IMAGE if _user_site() in (copies := _copies(name))
     }
     if not there:
-        return Finding("image", "ok", "The image's own kernel and Jupyter packages are used.")
+        return Finding("image", "ok", "Kernels and JupyterLab use the image's own packages.")
     listed = ", ".join(f"{name} {found}" for name, found in there.items())
     words = (
-        f"{_user_site()} has {listed}. With these, sessions of the project may not start any more. "
-        "Run this once: it removes the copies in your home folder."
+        f"{_user_site()} contains {listed}. With these, sessions of the project may not start. "
+        "Run this command once: it removes the copies in your home folder."
     )
     return Finding("image", "warning", words, pip_command("uninstall", "--yes", *there))
 
 
 def dashboard() -> Finding:
-    """Check for what a scheduler needs to show its dashboard."""
+    """Check that the packages for the scheduler's dashboard are installed."""
     return optional("dashboard", "warning", "dashboard", "Without it, schedulers have no dashboard.")
 
 

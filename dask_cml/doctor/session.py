@@ -17,21 +17,21 @@ _LONGEST_ANSWER = 300
 
 
 def platform() -> Finding:
-    """Check that the platform's module can be imported."""
+    """Check that this process can import the platform's module."""
     from dask_cml.errors import NotOnCML
 
     try:
         module = _module()
     except NotOnCML:
         if not in_session():
-            words = "Neither cml.workers_v1 nor cdsw can be imported: this is not a CML session."
+            words = "Cannot import cml.workers_v1 or cdsw: not in a CML session."
             return Finding("platform", "wrong", words, "export DASK_CML__PLATFORM=local")
         words = f"{sys.executable} cannot import cml.workers_v1: it is not the runtime's own Python."
         runtime = getattr(sys, "_base_executable", None) or "python3"
         return Finding("platform", "wrong", words, shlex.join([runtime, "-m", "dask", "cml", "doctor"]))
     if _is_local():
         return Finding("platform", "ok", "The local platform runs sessions as processes of this machine.")
-    return Finding("platform", "ok", f"{module.__name__} can be imported.")
+    return Finding("platform", "ok", f"{module.__name__} is available.")
 
 
 def _module() -> Any:
@@ -46,12 +46,12 @@ def _is_local() -> bool:
 
 
 def in_session() -> bool:
-    """Whether this process runs in a session of CML."""
+    """Return whether this process runs in a CML session."""
     return bool(os.environ.get("CDSW_ENGINE_ID"))
 
 
 def launches_sessions() -> bool:
-    """Whether clusters that are made here consist of sessions of CML."""
+    """Return whether clusters that this process creates consist of CML sessions."""
     from dask_cml.errors import NotOnCML
 
     try:
@@ -61,14 +61,14 @@ def launches_sessions() -> bool:
 
 
 def key() -> Finding:
-    """Check that the environment has the key that the Workers API asks for."""
+    """Check that the environment contains the API key that the Workers API requires."""
     if os.environ.get("CDSW_API_KEY"):
         return Finding("key", "ok", "CDSW_API_KEY is set.")
     if not launches_sessions():
         return Finding("key", "ok", "Only CML needs CDSW_API_KEY.")
     words = (
-        "CDSW_API_KEY is not set, and the Workers API fails without it. CML sets it in every session: "
-        "start a new session, or look for what removes it from the environment."
+        "CDSW_API_KEY is not set, and the Workers API requires it. CML sets it in every session: "
+        "start a new session, or find out what removes it from the environment."
     )
     return Finding("key", "wrong", words)
 
@@ -91,18 +91,18 @@ def sessions() -> Finding | list[Finding]:
 
 
 def configuration() -> Finding:
-    """Check every option in Dask's configuration."""
+    """Check all options in Dask's configuration."""
     from dask_cml.options import Options
 
     try:
         Options.read()
     except (ValueError, TypeError) as error:
         return Finding("configuration", "wrong", f"{error}.", f"{dask_command()} config list")
-    return Finding("configuration", "ok", "Every option below cml is valid.")
+    return Finding("configuration", "ok", "All options below cml are valid.")
 
 
 def state_directory() -> Finding:
-    """Check that the folder of the clusters' records is private, ours, and can be written."""
+    """Check that the folder for the clusters' records belongs to this user, is private, and is writable."""
     from dask_cml.options import state_directory
     from dask_cml.private import NotPrivate, check_folder, move_aside
 
@@ -125,12 +125,12 @@ def state_directory() -> Finding:
         probe.write_text("written")
         probe.unlink()
     except OSError as error:
-        return _state("wrong", f"{there} cannot be written: {error}.", f"df -h {shlex.quote(str(there))}")
+        return _state("wrong", f"Cannot write to {there}: {error}.", f"df -h {shlex.quote(str(there))}")
     if launches_sessions() and not directory.resolve().is_relative_to(Path.home().resolve()):
         words = f"{directory} is outside {Path.home()}, the only folder that all sessions share."
         return _state("wrong", words, 'export DASK_CML__STATE_DIRECTORY="$HOME/.dask-cml"')
     if there != directory:
-        return _state("ok", f"The first cluster creates {directory}.")
+        return _state("ok", f"The first cluster will create {directory}.")
     return _state("ok", f"{directory} is yours, private and writable.")
 
 
