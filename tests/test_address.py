@@ -264,5 +264,7 @@ async def test_an_error_of_the_connection_names_the_cluster_and_its_scheduler(pl
 
 
 async def test_an_address_that_is_a_name_is_not_to_listen_at():
-    with pytest.raises(ValueError, match=r"invalid address cml://lab to listen at: expected tcp:// or tls://"):
+    with pytest.raises(
+        ValueError, match=r"invalid address cml://lab to listen at: expected tcp:// or tls://"
+    ):
         await listen("cml://lab", print)

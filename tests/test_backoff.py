@@ -30,7 +30,7 @@ def told():
 
 @pytest.fixture
 def backoff(clock, told):
-    return Backoff("the cluster mine", told.append)
+    return Backoff("cluster mine", told.append)
 
 
 def test_the_first_failure_costs_no_time_and_each_further_one_twice_as_much(backoff, clock):
@@ -47,7 +47,7 @@ def test_the_first_failure_costs_no_time_and_each_further_one_twice_as_much(back
 
 def test_failures_are_told_until_a_worker_arrives(backoff, told):
     backoff.failed("it ended", 3)
-    assert told == ["A worker failed: it ended (and 2 more)"]
+    assert told == ["Worker failed: it ended (and 2 more)"]
     assert backoff.words == "it ended (and 2 more)"
     backoff.arrived()
     assert backoff.words is None
@@ -59,7 +59,7 @@ def test_after_too_many_failures_in_a_row_nothing_is_launched_until_the_next_wis
     n = len(told) - 1
     assert backoff.pause == math.inf
     assert backoff.words == f"no new workers after {n} failures in a row: it ended"
-    assert told[-1] == f"The cluster mine launches {backoff.words}. scale() makes it try again."
+    assert told[-1] == f"Cluster mine launches {backoff.words}. To try again, call cluster.scale(n)"
     backoff.reset()
     assert (backoff.pause, backoff.words, backoff.gave_up) == (0, None, False)
 
@@ -67,12 +67,12 @@ def test_after_too_many_failures_in_a_row_nothing_is_launched_until_the_next_wis
 def test_a_quota_is_told_once_and_tried_again_later(backoff, told, clock):
     for _ in range(2):
         backoff.refused(3, 5, "quota")
-    assert told == ["The cluster mine has 3 of 5 workers granted: quota"]
+    assert told == ["Cluster mine launched 3 of 5 workers: quota"]
     assert backoff.affordable(9, 3, []) == 3
     clock.now += 3600
     assert backoff.affordable(9, 3, []) == 4
     backoff.granted(3)
-    assert backoff.words == "3 of 5 workers granted: quota"
+    assert backoff.words == "3 of 5 workers launched: quota"
     backoff.granted(4)
     assert backoff.words is None
 

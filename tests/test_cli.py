@@ -149,7 +149,7 @@ def test_a_refused_launch_is_told_in_the_platforms_words(platform):
     run("create", "--name", "small")
     platform.configure(quota={"cpu": 2, "memory": 100})
     error = run("scale", "small", 3, code=1)
-    assert "1 of 3 workers granted" in error
+    assert "1 of 3 workers launched" in error
     assert "exceeded quota" in error
     run("delete", "--all")
 

@@ -303,7 +303,7 @@ def test_no_cluster_is_made_when_the_program_has_ended(platform, all_stopped):
     """
     returned, out, err = Program(code).ends()
     assert (returned, err) == (0, "")
-    assert "the program ends" in out
+    assert "the program is exiting" in out
     all_stopped(1)
 
 

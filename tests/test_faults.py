@@ -352,4 +352,4 @@ async def test_a_quota_met_by_a_hundred_launches_is_not_asked_for_each(platform,
         await holds(lambda: complete(cluster, 2))
         assert cluster._fleet.group().target == 2
         assert len(launches) <= 3 + dask.config.get("cml.api.threads")
-        assert told(cluster).count("2 of 100 workers granted") == 1
+        assert told(cluster).count("launched 2 of 100 workers") == 1

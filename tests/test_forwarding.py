@@ -241,7 +241,7 @@ async def test_other_hosts_are_refused_in_words(port):
     for host in hosts:
         status, words = await ask(port, Host=host)
         assert status == 403, host
-        assert f"does not answer requests for the host {host or ''!r}" in words
+        assert f"refuses requests for host {host or ''!r}" in words
         assert "cml.forward-hosts" in words
 
 

@@ -58,7 +58,7 @@ async def test_a_frozen_worker_that_is_retired_holds_up_nobody(platform, holds, 
         await cluster.scale_down([frozen])
         cluster.scale(2)
         await holds(lambda: len(cluster._arrived) == 2)
-        await holds(lambda: f"waits until other workers have the data of {frozen}" in told(cluster))
+        await holds(lambda: f"waiting for other workers to copy the data of {frozen}" in told(cluster))
         assert f"waiting for the data of {frozen}" in repr(cluster)
         # Another manager, which knows nothing of it, counts its session as any other.
         async with CMLCluster.from_name(cluster.name, quiet=True, asynchronous=True) as other:
@@ -89,7 +89,7 @@ async def test_a_frozen_worker_is_given_up_in_time_and_its_results_are_computed_
         freeze(session)
         await cluster.scale_down([frozen])
         await holds(lambda: frozen not in cluster.workers)
-        assert f"The worker {frozen} is given up: it has not answered for 2 s" in told(cluster)
+        assert f"Worker {frozen} abandoned: no answer for 2 s" in told(cluster)
         await holds(lambda: session not in live(platform))
         assert await client.gather(future) == 3
 
@@ -133,7 +133,7 @@ async def test_a_worker_that_hands_over_slowly_but_answers_is_waited_for(
         assert slow in cluster.workers
         gate.touch()
         await holds(lambda: slow not in cluster.workers)
-        assert "given up" not in told(cluster)
+        assert "abandoned" not in told(cluster)
         assert (await client.gather(future)).made == made
     assert made.read_text() == "once\n"
 

@@ -155,7 +155,7 @@ async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):
     platform.configure(quota={"nvidia_gpu": 1})
     async with make(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster:
         cluster.scale(3, worker_group="gpu")
-        await holds(lambda: "gpu: 1 of 3 workers granted" in (cluster._reconciler.problem or ""))
+        await holds(lambda: "gpu: 1 of 3 workers launched" in (cluster._reconciler.problem or ""))
         cluster.scale(2)
         await holds(
             lambda: (
@@ -168,7 +168,7 @@ async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):
         )
         assert cluster._reconciler.backoffs.affordable(5) == 5
         assert cluster._reconciler.backoffs.affordable(5, "gpu") == 1
-        assert "The group gpu of the cluster mine has 1 of 3 workers granted" in told(cluster)
+        assert "Group gpu of cluster mine launched 1 of 3 workers" in told(cluster)
     platform.configure(quota={})
 
 

@@ -231,7 +231,9 @@ def test_tasks_that_need_what_no_group_offers_are_told():
 
 def test_tasks_for_a_group_without_workers_are_told_until_it_is_scaled():
     tasks = [work(1, unrunnable=1, GPU=0.5)]
-    words = ["1 task needs GPU=0.5; the worker group gpu offers it and has no workers"]
+    words = ["1 task needs GPU=0.5; worker group gpu offers it, but has no workers: "
+        "call cluster.scale(1, worker_group='gpu')"
+    ]
     assert [*unmet(Snapshot(tasks, [supply(), gpus(adapts=False)]), []).values()] == words
     assert not unmet(Snapshot(tasks, [supply(), gpus(adapts=False, target=1)]), [])
     assert not unmet(Snapshot(tasks, [supply(), gpus()]), [])
@@ -240,8 +242,8 @@ def test_tasks_for_a_group_without_workers_are_told_until_it_is_scaled():
 def test_tasks_for_workers_that_are_not_to_come_are_told():
     snapshot = Snapshot(restricted={("mine-7",): 1, ("mine-8", "mine-9"): 2, ("mine-1",): 3})
     assert [*unmet(snapshot, ["mine-0", "mine-1"]).values()] == [
-        "1 task is restricted to mine-7, which the cluster lacks",
-        "2 tasks are restricted to mine-8 or mine-9, which the cluster lacks",
+        "1 task is restricted to mine-7, which the cluster does not have",
+        "2 tasks are restricted to mine-8 or mine-9, which the cluster does not have",
     ]
 
 

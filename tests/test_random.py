@@ -390,7 +390,7 @@ class Episode:
                 return False
             # A worker whose data no other could take stays, and the cluster wants one more from then on.
             logs = self.cluster._cluster_manager_logs[told:]
-            stays = any("stays: no other worker" in line for _, line in logs)
+            stays = any("kept: no other worker" in line for _, line in logs)
             targets = {name: each.n_workers for name, each in self.cluster.worker_groups.items()}
             return self.has(wanted) or (stays and self.has(targets))
 

@@ -45,7 +45,7 @@ def test_a_session_that_keeps_one_of_its_workers_is_not_lost(platform, light, lo
             for name in ("mine-0-0", "mine-1-0")
         ]
         cluster.scale(1)
-        until(lambda: "stays: no other worker can take its data" in str(cluster.get_logs()["Cluster"]))
+        until(lambda: "kept: no other worker can take its data" in str(cluster.get_logs()["Cluster"]))
         until(lambda: len(cluster.scheduler_info["workers"]) == 3 and cluster._fleet.group().target == 2)
         later = time.monotonic() + 1
         until(lambda: time.monotonic() > later)

@@ -154,7 +154,7 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
         for n, fault in enumerate(["fails", "succeeds", "hangs"], start=1):
             platform.inject(fault)
             cluster.scale(1)
-            until(lambda n=n: told(cluster).count("A worker failed") == n)
+            until(lambda n=n: told(cluster).count("Worker failed") == n)
         platform.inject("hangs")
         # This one is to be evicted, and has its time until then.
         cluster._launcher.options = dataclasses.replace(cluster._launcher.options, worker_timeout=600.0)
@@ -166,7 +166,7 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
         until(lambda: session in told(cluster))
         platform.configure(quota={"sessions": 2})
         cluster.scale(3)
-        until(lambda: "granted" in told(cluster))
+        until(lambda: "1 of 3 workers" in told(cluster))
         cluster.scale(0)
         until(lambda: not cluster.workers)
         platform.configure(quota={"sessions": 1}, over_quota="wait")
@@ -187,7 +187,7 @@ def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, u
         for pid in processes.pids(cluster.workers["night-2"].session_id):
             os.kill(pid, signal.SIGSTOP)
         cluster.sync(cluster.scale_down, ["night-2"])
-        until(lambda: "given up" in told(cluster))
+        until(lambda: "abandoned" in told(cluster))
         assert len(held.result()) == 10**6
         held.cancel()
         # The scheduler can best do without the worker that holds least.
@@ -196,7 +196,7 @@ def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, u
         [scattered] = client.scatter([bytes(10**6)], workers=["night-1"])
         wait(computed)
         cluster.scale(1)
-        until(lambda: "stays" in told(cluster))
+        until(lambda: "kept" in told(cluster))
         [session] = [each.id for each in cluster.sessions if each.name == "night-1"]
         platform.evict(session)
         assert len(computed.result()) == 10**6

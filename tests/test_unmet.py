@@ -42,14 +42,15 @@ async def test_a_need_is_told_once_however_many_tasks_have_it():
     await unmet.look()
     assert unmet.words == "5 tasks need FPGA=1, which no worker group offers"
     assert told == [
-        "The cluster mine cannot run all tasks: 3 tasks need FPGA=1, which no worker group offers"
+        "Cluster mine cannot run all tasks: 3 tasks need FPGA=1, which no worker group offers"
     ]
 
 
 async def test_what_is_met_and_comes_again_is_told_again():
     unmet, fleet, client, told = watched()
     client.needs = [(1, {"GPU": 1})]
-    words = "1 task needs GPU=1; the worker group gpu offers it and has no workers"
+    words = "1 task needs GPU=1; worker group gpu offers it, but has no workers: "
+    words += "call cluster.scale(1, worker_group='gpu')"
     await unmet.look()
     assert unmet.words == words
     fleet.resize(1, group="gpu")
@@ -58,7 +59,7 @@ async def test_what_is_met_and_comes_again_is_told_again():
     fleet.resize(0, group="gpu")
     await unmet.look()
     assert unmet.words == words
-    assert told == [f"The cluster mine cannot run all tasks: {words}"] * 2
+    assert told == [f"Cluster mine cannot run all tasks: {words}"] * 2
 
 
 async def test_a_need_beside_another_is_told_alone():
@@ -79,7 +80,7 @@ async def test_tasks_for_workers_that_are_there_or_on_their_way_are_no_trouble()
     assert unmet.words is None
     client.restricted.append((1, ["tcp://10.0.0.8:1"]))
     await unmet.look()
-    assert unmet.words == "1 task is restricted to tcp://10.0.0.8:1, which the cluster lacks"
+    assert unmet.words == "1 task is restricted to tcp://10.0.0.8:1, which the cluster does not have"
 
 
 async def test_who_does_not_lead_asks_and_says_nothing():

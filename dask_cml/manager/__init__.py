@@ -1,1 +1,1 @@
-"""What runs in the process that manages a cluster."""
+"""The code of the process that manages a cluster."""

@@ -1,4 +1,4 @@
-"""Adaptive scaling of a worker group by the tasks that need it, for sessions that take long to start."""
+"""Adaptive scaling of a worker group by the tasks that need it, with sessions that start slowly."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LAST_STARTS = 20
 
 
 def stop_adapting(adaptive: Adaptive, reason: str) -> None:
-    """Stop adaptive scaling, and give the reason to a class that takes one.
+    """Stop adaptive scaling, and pass the reason to a class that accepts one.
 
     Parameters
     ----------
     adaptive : distributed.deploy.Adaptive
-        Of any class; Dask's takes a reason from distributed 2024.11 on.
+        An instance of any class. Dask's own class accepts a reason since distributed 2024.11.
     reason : str
         The reason, for the log.
     """
@@ -37,24 +37,24 @@ def stop_adapting(adaptive: Adaptive, reason: str) -> None:
 
 
 class _Lull:
-    """The times without any work.
+    """Pauses without any work.
 
     Attributes
     ----------
     looks : int
-        How many looks in a row have found no work.
+        Number of looks in a row that found no work.
     last : float
-        How many seconds the last time without work took that has ended; infinite if there was none.
+        Duration of the last pause that has ended, in seconds. Infinite if there was none.
     """
 
     def __init__(self) -> None:
         self.looks, self.last = 0, math.inf
-        # The time before the first work says nothing on when work comes again.
+        # The time before the first work does not count as a pause.
         self._since = -math.inf
         self._worked = False
 
     def look(self, has_work: bool, now: float) -> None:
-        """Note whether there is work now."""
+        """Record whether work exists now."""
         if has_work:
             if self.looks:
                 self.last = now - self._since
@@ -66,32 +66,33 @@ class _Lull:
 
 
 class CMLAdaptive(Adaptive):
-    """Dask's Adaptive, made for sessions that take from seconds to minutes to start, and for resources.
+    """Dask's Adaptive for resources, and for sessions that take seconds to minutes to start.
 
-    It scales one worker group by the tasks that need it: those that ask for resources which it offers, or
-    those that ask for none. It counts worker sessions, not the Dask workers in them; ``minimum`` and
-    ``maximum`` are sessions, too. It goes by the *start time*, from the launch of a session until its Dask
-    worker registers, which it learns from the scheduler's session first, and then from the group's own.
+    It scales one worker group by the tasks that need it: those that ask for its resources, or those that ask
+    for none. It counts worker sessions, not their Dask workers, and so do ``minimum`` and ``maximum``. Its
+    decisions depend on the *start time* of a session: from its launch until its Dask worker connects. It
+    takes the start time from the scheduler's session at first, and then from the group's own sessions.
 
-    - It launches as many sessions as are needed to finish the work that is known within a while after they
-      have come. What is there, or on its way, works until then: nothing is launched for work that will be
-      over before.
-    - That while is ``target_duration``, or a quarter of the start time if that is longer. Once there are more
-      than ``minimum`` sessions the work gets on without others. Another one must be worth its start, so the
-      while is ``target_duration`` and half of the start time, and twice the ``target_duration`` at least.
-    - No session on its way is closed while work waits. While there is less work, a session that is not needed
-      is kept for ``wait_count`` times ``interval`` and as long as another one would take to start.
-    - If there is no work at all, it is kept for ``wait_count`` times ``interval`` only, unless the last such
-      pause was shorter than a start.
+    - It launches as many sessions as are needed to finish the known work within a time span after their
+    start.
+      Present and starting sessions work until then, so it launches nothing for work that will be done before.
+    - The time span is ``target_duration``, or a quarter of the start time if that is longer. With more than
+      ``minimum`` sessions, an additional session must be worth its start. The time span is then
+      ``target_duration`` plus half of the start time, or at least twice ``target_duration``.
+    - It closes no starting session while work waits. When work decreases, it keeps unneeded sessions for
+      ``wait_count`` times ``interval`` plus the start time.
+    - Without any work, it keeps them for ``wait_count`` times ``interval`` only, unless the last such pause
+    was
+      shorter than the start time.
 
     Parameters
     ----------
     cluster : dask_cml.CMLCluster
-        The cluster to scale.
+        The cluster.
     worker_group : str
-        The worker group.
+        The worker group to scale. Default: the default group.
     **kwargs
-        As for :class:`distributed.deploy.Adaptive`, whose defaults these are.
+        Arguments of :class:`distributed.deploy.Adaptive`, with its defaults.
 
     Examples
     --------
@@ -111,31 +112,31 @@ class CMLAdaptive(Adaptive):
 
     @property
     def plan(self) -> set[Any]:
-        """The sessions that should exist."""
+        """The wanted sessions."""
         fleet = self.cluster._fleet
         return set(fleet.group(self._group).keys) if self._group in fleet.groups else set()
 
     @property
     def requested(self) -> set[Any]:
-        """The planned ones, because those not launched yet are closed like others that are not there."""
+        """The wanted sessions, because sessions that are not launched yet are closed like starting ones."""
         return self.plan
 
     @property
     def observed(self) -> set[Any]:
-        """The sessions of which a Dask worker has registered."""
+        """The wanted sessions of which a Dask worker is connected."""
         return self.cluster._arrived & self.plan
 
     @property
     def start_time(self) -> float:
-        """How long a session takes to start, in seconds, as far as is known."""
+        """The start time of a session, in seconds. 0 if none has started yet."""
         if self._starts:
             return fmean(self._starts)
         return getattr(self.cluster.scheduler, "start_time", None) or 0.0
 
     async def target(self) -> int:
-        """Return how many sessions there should be for the work that is known."""
+        """Return how many sessions the known work needs."""
         fleet = self.cluster._fleet
-        # Several groups that adapt share one look.
+        # Groups that adapt share one answer.
         answer = await self.cluster._client.demand(fleet.name, max_age=(self.interval or 0.0) / 2)
         snapshot = Snapshot.of(answer, fleet.states)
         arrived, workers, now = self.observed, self.cluster.workers, monotonic()
@@ -160,7 +161,7 @@ class CMLAdaptive(Adaptive):
         )
 
     async def safe_target(self) -> int:
-        """Return the same within ``minimum`` and ``maximum``, and what the quota allowed lately."""
+        """Return the target within ``minimum`` and ``maximum``, and within what the quota allowed lately."""
         try:
             target = await super().safe_target()
         except (OSError, asyncio.TimeoutError) as error:
@@ -168,7 +169,7 @@ class CMLAdaptive(Adaptive):
             logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
             return len(self.plan)
         if self._group not in self.cluster._fleet.groups:
-            return 0  # it was deleted meanwhile
+            return 0  # the group was deleted meanwhile
         return self.cluster._reconciler.backoffs.affordable(target, self._group)
 
     def _learn(self, arrived: set[Any], now: float) -> None:
@@ -179,20 +180,20 @@ class CMLAdaptive(Adaptive):
         self._seen = arrived
 
     async def workers_to_close(self, target: int) -> list[str]:
-        """Return the sessions to close to have `target` of them."""
+        """Return the sessions to close so that `target` remain."""
         plan, more = self.plan, self._workers_to_close_kwargs
         n = len(plan) - target
-        # The scheduler does not know which busy ones do what another group should. Idle ones come first.
+        # The scheduler does not know which busy sessions run another group's tasks. Close idle ones first.
         lent = [key for key in self._lent if key in plan][: max(0, n - max(0, len(plan) - self._busy))]
         chosen = await self.cluster._reconciler.choose(n - len(lent), self.worker_key, self._group, **more)
         return [*dict.fromkeys([*lent, *chosen])]
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
-        """Have `n` sessions."""
-        # The reconciler tries again and logs the error; Adaptive before 2024.11 would stop.
+        """Scale to `n` sessions."""
+        # The reconciler logs the error and tries again. Adaptive before 2024.11 would stop.
         with contextlib.suppress(OSError):
             await self.cluster._resize(n, self, self._group)
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
-        """Close these sessions; their data moves to others first."""
+        """Close these sessions after moving their data to others."""
         await self.cluster.scale_down(workers, self)

@@ -1,4 +1,4 @@
-"""The end of clusters with the interpreter, whichever way that ends."""
+"""Shuts down clusters when the interpreter exits, in any way."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dask_cml.options import Options
 
 logger = logging.getLogger(__name__)
 
-#: More than close() takes if the platform does not answer.
+#: Seconds. More than close() takes if the platform does not answer.
 _TIMEOUT = 60.0
 
 
 class Endable(Protocol):
-    """A cluster, as the interpreter's end sees it."""
+    """A cluster that is to shut down when the interpreter exits."""
 
     options: Options
 
     def _end_now(self, timeout: float) -> None:
-        """Close the cluster, or stop its sessions by plain calls where its event loop is gone."""
+        """Close the cluster or, without its event loop, stop its sessions by blocking calls."""
 
     def _forget(self) -> None:
-        """Leave the cluster to the process that this one was forked from."""
+        """Leave the cluster to the parent process, after a fork."""
 
 
 _clusters: dict[Endable, weakref.ref[threading.Thread]] = {}
@@ -37,17 +37,17 @@ _fork = threading.local()
 
 
 def end_at_exit(cluster: Endable) -> None:
-    """End this cluster with the interpreter, if it is not closed before.
+    """Shut down a cluster when the interpreter exits, unless it is closed before.
 
     Raises
     ------
     CMLError
-        If the interpreter is ending already.
+        If the interpreter is exiting already.
     """
     _clusters[cluster] = weakref.ref(threading.current_thread())
     if _is_over:
         _clusters.pop(cluster, None)
-        raise CMLError(f"the cluster {cluster.options.name} is not started: the program ends")
+        raise CMLError(f"cluster {cluster.options.name} not started: the program is exiting")
     _mind_sigterm()
 
 
@@ -58,14 +58,14 @@ def no_longer_end_at_exit(cluster: Endable) -> None:
 
 
 def unclosed() -> list[Any]:
-    """Return the clusters of this process, as far as they are not closed."""
+    """Return the clusters of this process that are not closed."""
     return [*_clusters]
 
 
 def _mind_sigterm() -> None:
-    """Let SIGTERM end the program as sys.exit does while there are clusters, unless it is minded already."""
+    """While clusters exist, let SIGTERM exit the program like sys.exit, unless the program handles it."""
     if threading.current_thread() is not threading.main_thread():
-        return  # Python lets no other set handlers
+        return  # only the main thread can set handlers
     handler = signal.getsignal(signal.SIGTERM)
     if _clusters and handler is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit)
@@ -75,7 +75,7 @@ def _mind_sigterm() -> None:
 
 def _exit(signum: int, _: Any) -> None:
     if _clusters:
-        # By default no exit function would run. What a shell tells of a program that a signal ended:
+        # By default, no exit function would run. This is a shell's exit code for a program ended by a signal.
         raise SystemExit(128 + signum)
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
@@ -86,7 +86,7 @@ def _end_all() -> None:
     terminated = False
     try:
         _wait_for_makers()
-    except SystemExit:  # if it went further, the interpreter would not tell thread pools that this is the end
+    except SystemExit:  # if it propagated, the interpreter would not inform thread pools of the exit
         terminated = True
     _is_over = True
     if minded := signal.getsignal(signal.SIGTERM) is _exit:
@@ -95,13 +95,13 @@ def _end_all() -> None:
         _end(cluster)
     if minded:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if terminated:  # the interpreter would go on to wait for the threads
+    if terminated:  # otherwise, the interpreter would wait for the threads
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wait_for_makers() -> None:
-    """Wait for the threads that made clusters and may still use them; the interpreter waits for them, too."""
-    # But not for those of thread pools: they wait to be told that this is the end.
+    """Wait for the threads that created clusters and may still use them, as the interpreter does itself."""
+    # Do not wait for threads of thread pools: they run until the interpreter informs them of the exit.
     exempt = {threading.current_thread(), *executors._threads_queues}
     while makers := {ref() for ref in [*_clusters.values()]} - exempt:
         maker = makers.pop()
@@ -113,13 +113,13 @@ def _wait_for_makers() -> None:
 def _end(cluster: Endable) -> None:
     try:
         cluster._end_now(_TIMEOUT)
-    except CMLError as error:  # it has tried all that there is to try
+    except CMLError as error:  # all retries have failed
         logger.error("%s", error)
     _clusters.pop(cluster, None)
 
 
 def _hold_sigterm() -> None:
-    # Python drops what a new child gets before it is ready for its handlers, but the child is to end.
+    # Python drops signals that a new child gets before it is ready for its handlers, but SIGTERM must end it.
     _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 
@@ -128,7 +128,7 @@ def _release_sigterm() -> None:
 
 
 def _forget_all() -> None:
-    """Leave the clusters to the process that this one was forked from."""
+    """Leave the clusters to the parent process, after a fork."""
     for cluster in _clusters:
         cluster._forget()
     _clusters.clear()
@@ -136,7 +136,7 @@ def _forget_all() -> None:
     _release_sigterm()
 
 
-# Thread pools are shut down before atexit functions run, the platform's own as well as ours: nothing
-# could be stopped from there. Of these functions the last registered runs first, so ours runs before those.
+# Thread pools shut down before atexit functions run, also the platform's own, so those functions could stop
+# nothing. Functions registered here run in reverse order of registration, so this one runs before the pools'.
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_forget_all)

@@ -1,4 +1,4 @@
-"""How long a manager waits after what went wrong, and the words for it."""
+"""The pauses of a manager after failures, and their descriptions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 class Backoff:
-    """Count failures in a row of one worker group, and remember what the platform granted to it.
+    """Counts failures in a row of one worker group, and keeps how many sessions the platform launched for it.
 
     Parameters
     ----------
     name : str
-        What the log calls the group, such as ``the cluster mine``.
+        The group's name in the log, such as ``cluster mine``.
     log : callable
         Gets each line for the user.
 
     Examples
     --------
-    >>> backoff = Backoff("the cluster mine", print)
+    >>> backoff = Backoff("cluster mine", print)
     >>> backoff.failed("the worker's session 1 ended", 1)
-    A worker failed: the worker's session 1 ended
+    Worker failed: the worker's session 1 ended
     >>> backoff.words
     "the worker's session 1 ended"
     >>> backoff.arrived()
@@ -43,7 +43,7 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Forget failures and refusals, as the user's own wish to scale does."""
+        """Forget failures and refusals, because the user has scaled the group."""
         self._failures, self._not_before = 0, 0.0
         self._ceiling: tuple[int, float] | None = None
         self._failure: str | None = None
@@ -51,62 +51,62 @@ class Backoff:
 
     @property
     def words(self) -> str | None:
-        """What is wrong: failures until a worker arrives, a quota until it grants more."""
+        """The problem: failures until a worker connects, or a refusal until more sessions are launched."""
         return self._failure or self._shortage
 
     @property
     def gave_up(self) -> bool:
-        """Whether no worker is launched any more, after too many failures, until :meth:`reset`."""
+        """Whether no workers are launched until :meth:`reset`, after too many failures."""
         return self._failures >= self._limit
 
     @property
     def pause(self) -> float:
-        """Seconds until the next launch may be tried; infinite after too many failures."""
+        """Seconds until the next launch. Infinite after too many failures."""
         return float("inf") if self.gave_up else max(0.0, self._not_before - time.monotonic())
 
     def arrived(self) -> None:
-        """Note that a worker arrived: failures begin to count anew."""
+        """Record that a worker connected, which resets the count of failures."""
         self._failures, self._failure = 0, None
 
     def failed(self, reason: str, n: int) -> None:
-        """Note that `n` workers failed at once, which counts as one failure."""
+        """Record that `n` workers failed together, which counts as one failure."""
         self._failures += 1
         pause = min(_FIRST_PAUSE * 2 ** (self._failures - 1), _LONGEST_PAUSE)
         self._not_before = time.monotonic() + (pause if self._failures > 1 else 0)
         more = f" (and {n - 1} more)" if n > 1 else ""
         self._failure = f"{reason}{more}"
-        self._log(f"A worker failed: {self._failure}")
+        self._log(f"Worker failed: {self._failure}")
         if self.gave_up:
             self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
-            self._log(f"{self._name} launches {self._failure}. scale() makes it try again.")
+            self._log(f"{self._name} launches {self._failure}. To try again, call cluster.scale(n)")
 
     def refused(self, granted: int, asked: int, reason: str) -> None:
-        """Note that the platform granted only some of the sessions that were asked for."""
+        """Record that the platform launched only some of the requested sessions."""
         known = self._ceiling is not None and self._ceiling[0] == granted
         self._ceiling = (granted, time.monotonic())
-        self._shortage = f"{granted} of {asked} workers granted: {reason}"
+        self._shortage = f"{granted} of {asked} workers launched: {reason}"
         if not known:
-            self._log(f"{self._name} has {self._shortage}")
+            self._log(f"{self._name} launched {granted} of {asked} workers: {reason}")
 
     def granted(self, n: int) -> None:
-        """Note that the platform granted `n` sessions in all."""
+        """Record that the platform has launched `n` sessions in total."""
         if self._ceiling is None or n > self._ceiling[0]:
             self._shortage = None
 
     def affordable(self, n: int, wanted: int, waits: Collection[float]) -> int:
-        """Return how many of `n` sessions may be asked for, given what the platform allowed lately.
+        """Return how many of `n` sessions to ask for, given how many the platform launched lately.
 
-        After ``cml.quota-retry`` one more than was granted is tried. When sessions have waited for room for
-        as long, no more are asked for than there are.
+        After ``cml.quota-retry``, ask for one more than were launched. If sessions have waited for room for
+        longer than that, ask for no more than exist.
 
         Parameters
         ----------
         n : int
-            Sessions.
+            Number of sessions to launch.
         wanted : int
-            Sessions that are wanted already.
+            Number of sessions that are wanted already.
         waits : collection of float
-            For how many seconds sessions have waited for room.
+            For each session that waits for room, the time it has waited, in seconds.
         """
         if any(waited > self._quota_pause for waited in waits):
             n = min(n, wanted)
@@ -117,7 +117,7 @@ class Backoff:
 
 
 class Backoffs:
-    """The backoff of each worker group: what fails or is refused in one is tried in the others.
+    """The backoff of each worker group. A failure or refusal in one group does not affect the others.
 
     Parameters
     ----------
@@ -131,19 +131,19 @@ class Backoffs:
         self._fleet = fleet
         self._log = log
         self._backoffs: dict[str, Backoff] = {}
-        self.of()  # a setting that is not allowed is found now
+        self.of()  # raise the error of an invalid setting now
 
     def of(self, group: str = DEFAULT_GROUP) -> Backoff:
-        """Return what is known of a group."""
+        """Return the backoff of a group."""
         if group not in self._backoffs:
-            of_group = f"the group {group} of " if group != DEFAULT_GROUP else ""
-            name = f"{of_group}the cluster {self._fleet.name}"
+            of_group = f"group {group} of " if group != DEFAULT_GROUP else ""
+            name = f"{of_group}cluster {self._fleet.name}"
             self._backoffs[group] = Backoff(name, self._log)
         return self._backoffs[group]
 
     @property
     def words(self) -> str | None:
-        """What is wrong, by group."""
+        """The problems, by group."""
         words = {group: self.of(group).words for group in self._fleet.groups}
         told = [
             each if group == DEFAULT_GROUP else f"{group}: {each}" for group, each in words.items() if each
@@ -152,12 +152,12 @@ class Backoffs:
 
     @property
     def shortest_pause(self) -> float | None:
-        """Seconds until the next launch may be tried in a group that pauses; None if none does."""
+        """Seconds until the next launch in a group that pauses. None if no group pauses."""
         pauses = [self.of(group).pause for group in self._fleet.groups]
         return min(filter(None, pauses), default=None)
 
     def affordable(self, n: int, group: str = DEFAULT_GROUP) -> int:
-        """Return how many of `n` sessions of a group may be asked for; see :meth:`Backoff.affordable`."""
+        """Return how many of `n` sessions of a group to ask for; see :meth:`Backoff.affordable`."""
         keys = self._fleet.group(group).keys
         waits = [waited for key, waited in self._fleet.waits.items() if key in keys]
         return self.of(group).affordable(n, len(keys), waits)

@@ -1,8 +1,8 @@
-"""The scheduler's dashboard at a port of this machine, through the scheduler's own comm port.
+"""Forwards the scheduler's dashboard to a port of this machine, through the scheduler's own comm port.
 
-The dashboard listens on the loopback of the scheduler's session, where only the platform's https entry finds
-it. For each connection that a browser makes to the forwarder, a Dask connection of its own is made to the
-scheduler, where the plugin connects it with the dashboard; TLS and its keys are those of the cluster.
+The dashboard listens on the loopback of the scheduler's session, which only the platform's https entry
+reaches. For each connection of a browser, the forwarder opens a Dask connection to the scheduler, with the
+cluster's keys. There the plugin connects it to the dashboard.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dask_cml.wire import CHUNK, FORWARD, Tunnel, unbuffered
 logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT = 5.0
-#: Browsers connect before they ask, and do not ask always.
+#: Seconds. Browsers connect before they send a request, and some send none.
 _FIRST_REQUEST_TIMEOUT = 60.0
 _HEAD = """\
 HTTP/1.1 {status}\r
@@ -37,22 +37,22 @@ Connection: close\r
 
 
 class DashboardForwarder:
-    """Listens on a free port of 127.0.0.1, and leads to the dashboard of a scheduler.
+    """Listens on a port of 127.0.0.1, and forwards connections to the dashboard of a scheduler.
 
-    The scheduler needs its plugin, :class:`~dask_cml.scheduler.plugin.CMLSchedulerPlugin`. A scheduler that
-    is gone is told to browsers as ``502 Bad Gateway``, and requests of foreign pages as ``403 Forbidden``;
-    see :class:`~dask_cml.manager.http_guard.HostGuard`.
+    The scheduler must have the plugin :class:`~dask_cml.scheduler.plugin.CMLSchedulerPlugin`. If the
+    scheduler cannot be reached, browsers get ``502 Bad Gateway``. Requests from other sites' pages get ``403
+    Forbidden``; see :class:`~dask_cml.manager.http_guard.HostGuard`.
 
     Parameters
     ----------
     address : str
-        The scheduler's.
+        The scheduler's address.
     connection_args : mapping, optional
-        As ``Security.get_connection_args("client")`` returns them.
+        The result of ``Security.get_connection_args("client")``.
     timeout : float
-        Seconds within which the scheduler must accept a connection.
+        Time limit for the scheduler to accept a connection, in seconds. Default 30.
     port : int
-        The port to listen on. Default: a free one.
+        The port to listen on. Default: any free port.
 
     Examples
     --------
@@ -88,23 +88,23 @@ class DashboardForwarder:
 
     @property
     def link(self) -> str:
-        """The dashboard's address for a browser on this machine."""
+        """The dashboard's URL for a browser on this machine."""
         return f"http://127.0.0.1:{self.port}/status"
 
     async def start(self) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises
         ------
         OSError
-            If the port is taken.
+            If the port is in use.
         """
         if self._server is None:
             self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, backlog=512)
             self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Stop to listen, and end all connections."""
+        """Stop listening, and close all connections."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -112,7 +112,7 @@ class DashboardForwarder:
             await server.wait_closed()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._server is None:  # it was accepted just before the end
+        if self._server is None:  # the connection was accepted just before close()
             writer.transport.abort()
             return
         task = asyncio.create_task(self._serve(reader, writer))
@@ -129,16 +129,16 @@ class DashboardForwarder:
             tunnel = Tunnel(comm, requests, unbuffered(writer))
             await tunnel.run()
         except Refused as refused:
-            logger.info("A request to the dashboard of %s is refused: %s", self.address, refused)
+            logger.info("Request to the dashboard of %s refused: %s", self.address, refused)
             if tunnel is None or not tunnel.delivered:
                 await _answer(reader, writer, refused.status, str(refused))
         except (OSError, TimeoutError, asyncio.TimeoutError) as error:
-            logger.debug("A connection to the dashboard of %s ends: %r", self.address, error)
+            logger.debug("Connection to the dashboard of %s ended: %r", self.address, error)
             if tunnel is None or not tunnel.delivered:
-                words = f"The Dask scheduler at {self.address} is not there: {error!r}"
+                words = f"Cannot reach the Dask scheduler at {self.address}: {error!r}"
                 await _answer(reader, writer, "502 Bad Gateway", words)
         except Exception:
-            logger.exception("A connection to the dashboard of %s failed", self.address)
+            logger.exception("Connection to the dashboard of %s failed", self.address)
         finally:
             writer.transport.abort()
 
@@ -149,21 +149,21 @@ class DashboardForwarder:
 
 
 async def connect_dashboard(address: str, connection_args: Mapping[str, Any], timeout: float) -> Comm:
-    """Connect to a scheduler such that the bytes of the connection are those of one with its dashboard.
+    """Open a connection to a scheduler that the scheduler connects to its dashboard.
 
     Parameters
     ----------
     address : str
-        The scheduler's.
+        The scheduler's address.
     connection_args : mapping
-        As ``Security.get_connection_args("client")`` returns them.
+        The result of ``Security.get_connection_args("client")``.
     timeout : float
-        Seconds within which the scheduler must accept the connection.
+        Time limit for the scheduler to accept the connection, in seconds.
 
     Raises
     ------
     OSError, asyncio.TimeoutError
-        If it does not, or has no dashboard.
+        If the scheduler does not accept the connection, or has no dashboard.
     """
 
     async def ask() -> Comm:
@@ -173,7 +173,7 @@ async def connect_dashboard(address: str, connection_args: Mapping[str, Any], ti
             await comm.write({"op": FORWARD})
             answer = await comm.read()
             if not isinstance(answer, dict):
-                raise OSError("it has no plugin that forwards its dashboard")
+                raise OSError("the scheduler has no plugin that forwards its dashboard")
             if answer.get("status") != "OK":
                 raise OSError(answer.get("message", answer.get("status")))
         except BaseException:
@@ -187,14 +187,14 @@ async def connect_dashboard(address: str, connection_args: Mapping[str, Any], ti
 async def _answer(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: str, words: str
 ) -> None:
-    """Tell a browser why there is no dashboard, as far as it listens."""
+    """Send the reason to a browser, if it still listens."""
 
     async def answer() -> None:
         body = f"{words}\n".encode()
         writer.write(_HEAD.format(status=status, length=len(body)).encode() + body)
         await writer.drain()
         writer.write_eof()
-        while await reader.read(CHUNK):  # the system would take the answer back if the request were not read
+        while await reader.read(CHUNK):  # the system drops the answer if the request is not read to its end
             pass
 
     with contextlib.suppress(OSError, asyncio.TimeoutError):

@@ -1,4 +1,4 @@
-"""Dask's SpecCluster, with the manager's state in the place of its own."""
+"""Dask's SpecCluster with the manager's state instead of its own."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dask_cml.sessions.process import CMLScheduler, CMLWorker
 
 
 class FleetCluster(SpecCluster):
-    """A SpecCluster whose workers are those of a fleet, and which the reconciler corrects.
+    """A SpecCluster with the workers of a fleet, which the reconciler corrects.
 
     Attributes
     ----------
     options : Options
-        The cluster's.
+        The cluster's options.
     """
 
     options: Options
@@ -42,17 +42,17 @@ class FleetCluster(SpecCluster):
     _watch_worker_status_task: Any
 
     def _spec(self, processes: int) -> dict[str, Any]:
-        """Return SpecCluster's template of a worker session; it counts the Dask workers in it."""
+        """Return SpecCluster's template of a worker session, by which it counts the Dask workers."""
         group = {"group": dask_names("", processes)} if processes > 1 else {}
         return {"cls": CMLWorker, "options": {}, **group}
 
     @property
     def _arrived(self) -> set[str]:
-        """The worker sessions of which a Dask worker has registered."""
+        """The worker sessions of which a Dask worker is connected."""
         return self._fleet.arrived(self.observed)
 
     def _n_arrived(self, group: Group) -> int:
-        """Return how many sessions of a worker group have arrived, given its state."""
+        """Return how many sessions of a worker group are connected, given the group's state."""
         return len(self._arrived & group.keys.keys())
 
     @property
@@ -67,28 +67,28 @@ class FleetCluster(SpecCluster):
                 await self._reconciler.step()
 
     async def _carry_out(self) -> None:
-        """Make the sessions what they should be, or return when the cluster closes."""
+        """Reconcile the sessions once. Return early if the cluster closes."""
         step = self._correct_state()
         await asyncio.wait([step])
         if not step.cancelled():
             step.result()
 
     def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a coroutine function; an error of the platform comes without the frames of the event loop."""
+        """Call a coroutine function. Remove the event loop's frames from errors of the platform."""
         try:
             return super().sync(func, *args, **kwargs)
         except CMLError as error:
             raise without_frames(error) from None
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
-        # SpecCluster closes a lost worker after a while and leaves it at that; the reconciler replaces it.
+        # SpecCluster closes a lost worker after a while, without a replacement. The reconciler replaces it.
         if op == "remove":
             self.scheduler_info["workers"].pop(msg, None)
         else:
             Cluster._update_worker_status(self, op, msg)
         self._reconciler.poke()
 
-    # -- SpecCluster sets these; here they show what the fleet and the launcher have.
+    # -- SpecCluster sets these attributes. Here they come from the fleet and the launcher.
 
     @property
     def worker_spec(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class FleetCluster(SpecCluster):
 
     @property
     def workers(self) -> dict[str, CMLWorker]:
-        """The worker sessions by name, also those that are not wanted any more."""
+        """The worker sessions by name, including those that are no longer wanted."""
         return self._fleet.workers
 
     @workers.setter
@@ -111,18 +111,18 @@ class FleetCluster(SpecCluster):
 
     @property
     def scheduler(self) -> CMLScheduler:
-        """The scheduler's session; None before the start."""
+        """The scheduler's session. None before the start."""
         return self._launcher.scheduler  # type: ignore[return-value]  # as in SpecCluster
 
     @scheduler.setter
     def scheduler(self, _: Any) -> None:
         pass
 
-    # -- Cluster sets these; the scheduler client has them.
+    # -- Cluster sets these attributes. Here they come from the scheduler client.
 
     @property
     def scheduler_info(self) -> dict[str, Any]:
-        """What the scheduler said of itself and its workers."""
+        """The scheduler's last information on itself and its workers."""
         return self._client.info
 
     @scheduler_info.setter
@@ -131,7 +131,7 @@ class FleetCluster(SpecCluster):
 
     @property
     def scheduler_comm(self) -> Any:
-        """The connection to the scheduler; None before the start."""
+        """The connection to the scheduler. None before the start."""
         return self._client.comm
 
     @scheduler_comm.setter

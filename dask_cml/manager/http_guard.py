@@ -1,8 +1,8 @@
-"""Which requests of browsers are passed on to a server that trusts all who reach it.
+"""Checks which requests of browsers may reach a server that trusts all its clients.
 
-A browser on this machine sends requests to 127.0.0.1 for any page of the web. A page whose own name leads to
-127.0.0.1 by now may even read the answers, and such requests have that name as their Host. A page of another
-origin may open WebSockets and post forms, and its requests have it as their Origin.
+For any web page, a browser on this machine sends requests to 127.0.0.1. A page whose own name resolves to
+127.0.0.1 by now can even read the answers. Such requests have that name as their Host. A page of another
+origin can open WebSockets and post forms. Such requests have it as their Origin.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from urllib.parse import urlsplit
 
 _REQUEST_LINE = re.compile(rb"([A-Z]+) \S+ HTTP/1\.[01]")
 _SAFE = (b"GET", b"HEAD", b"OPTIONS")
-#: What says where a request ends and whom it is for is there once at most.
+#: Headers that decide where a request ends and which server it is for. Each may occur once.
 _ONCE = (b"host", b"origin", b"content-length", b"upgrade")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class Refused(Exception):
-    """A request that is not passed on.
+    """A request that is refused.
 
     Parameters
     ----------
     words : str
-        Why, for the one who asks.
+        The reason, for the client.
     status : str
         The HTTP status.
     """
@@ -39,18 +39,18 @@ class Refused(Exception):
 
 
 class HostGuard:
-    """Knows by which names a server on this machine may be asked.
+    """Checks the Host and the Origin of requests.
 
-    These are ``localhost`` and this machine's own name; addresses of numbers, which no page can have lead
-    elsewhere; in a CML session, the names below its domain; and those that are given. Ports do not matter,
-    because tunnels and proxies have ports of their own.
+    Valid hosts are ``localhost``, this machine's name, IP addresses, which no page can redirect, the names
+    below CML's domain in a CML session, and additional ones. Ports are not checked, because tunnels and
+    proxies have ports of their own.
 
     Parameters
     ----------
     hosts : collection of str
-        More names, such as that of a JupyterHub.
+        Additional host names, such as that of a JupyterHub.
     server : str
-        What answers, in words.
+        The server's name, for messages.
     """
 
     def __init__(self, hosts: Collection[str] = (), server: str = "The dashboard") -> None:
@@ -58,36 +58,36 @@ class HostGuard:
         self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
         engine, domain = os.environ.get("CDSW_ENGINE_ID"), os.environ.get("CDSW_DOMAIN", "").lower()
         self._domain = f".{domain}" if domain else None
-        #: The pages of this session itself.
+        #: Hosts of this session's own pages.
         own = f"{engine}.{domain}".lower()
         self._pages = {own, f"read-only-{own}"} if engine and domain else set()
 
     def check(self, method: bytes, headers: dict[bytes, bytes]) -> None:
-        """Refuse a request that another page may have had sent.
+        """Refuse a request that another page may have sent.
 
         Parameters
         ----------
         method : bytes
-            The request's.
+            The method of the request.
         headers : dict of bytes to bytes
             Its headers, with names in lower case.
 
         Raises
         ------
         Refused
-            With the reason.
+            If the request is refused. The error contains the reason.
         """
         host = headers.get(b"host", b"").decode("latin-1")
         if not self._is_known(_split(f"//{host}")[0]):
             raise Refused(
-                f"{self._server} does not answer requests for the host {host!r}. If it is your proxy, name "
-                "it in Dask's configuration before you create the cluster: cml.forward-hosts"
+                f"{self._server} refuses requests for host {host!r}. If this is your proxy, add it to "
+                "cml.forward-hosts in Dask's configuration, and create the cluster again"
             )
         if method in _SAFE and b"upgrade" not in headers:
             return
         origin = headers.get(b"origin", b"").decode("latin-1")
         if b"origin" in headers and not self._is_same(origin, host):
-            raise Refused(f"{self._server} does not take orders from pages of {origin!r}")
+            raise Refused(f"{self._server} refuses requests from pages of {origin!r}")
 
     def _is_known(self, name: str | None) -> bool:
         if not name:
@@ -110,7 +110,7 @@ class HostGuard:
 
 
 def _split(url: str) -> tuple[str | None, int | None, str]:
-    """Return host, port and scheme; None for a host that is none."""
+    """Return host, port and scheme of a URL. The host is None if it is invalid."""
     try:
         parts = urlsplit(url)
         if parts.netloc != url.partition("//")[2] or "@" in parts.netloc:
@@ -121,16 +121,16 @@ def _split(url: str) -> tuple[str | None, int | None, str]:
 
 
 class CheckedRequests:
-    """The bytes of a connection on which a browser asks, each request checked before any byte of it is read.
+    """The bytes of a browser's connection. Each request is checked before any of its bytes is returned.
 
-    What follows a request for another protocol, a WebSocket, is read as it is.
+    After a request for another protocol, such as WebSocket, all bytes are returned unchecked.
 
     Parameters
     ----------
     reader : StreamReader
-        Where they come from.
+        The connection's reader.
     guard : HostGuard
-        Checks them.
+        Checks the requests.
     """
 
     def __init__(self, reader: asyncio.StreamReader, guard: HostGuard) -> None:
@@ -141,23 +141,23 @@ class CheckedRequests:
         self._upgraded = False
 
     async def begin(self) -> bool:
-        """Wait for a request; return whether there is one.
+        """Wait for a request. Return False if the connection ends first.
 
         Raises
         ------
         Refused
-            If it is not passed on.
+            If the request is refused.
         """
         self._head = await self._next()
         return bool(self._head)
 
     async def read(self, n: int) -> bytes:
-        """Return bytes of the requests, at most `n` except for the head of one; none at the end.
+        """Return bytes of the requests: the head of one, or at most `n`. Return no bytes at the end.
 
         Raises
         ------
         Refused
-            If the next request is not passed on.
+            If the next request is refused.
         """
         if self._head:
             head, self._head = self._head, b""
@@ -183,13 +183,13 @@ class CheckedRequests:
         self._guard.check(method, headers)
         length = headers.get(b"content-length", b"0")
         if b"transfer-encoding" in headers or not length.isdigit():
-            raise Refused("A request's body needs its length", "411 Length Required")
+            raise Refused("The request's body lacks a Content-Length", "411 Length Required")
         self._body, self._upgraded = int(length), b"upgrade" in headers
         return head
 
 
 def _parse(head: bytes) -> tuple[bytes, dict[bytes, bytes]]:
-    """Return a request's method and headers; whatever two readers may understand differently is refused."""
+    """Return a request's method and headers. Refuse a request that two readers may understand differently."""
     first, *lines = head[:-4].split(b"\r\n")
     line = _REQUEST_LINE.fullmatch(first)
     headers: dict[bytes, bytes] = {}

@@ -1,4 +1,4 @@
-"""A cluster's sessions: a new cluster's start, a rebuilt one's from its record, and each further worker."""
+"""The sessions of a cluster: the start of a new cluster, the takeover of a running one, and new workers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from dask_cml.sessions.workers_api import WorkersAPI
 
 
 class Launcher:
-    """Make the sessions of one cluster, each with the cluster's options, folder and keys.
+    """Creates the sessions of one cluster, with the cluster's options, folder and keys.
 
     Parameters
     ----------
     api : WorkersAPI
         Launches and stops sessions.
     options : Options
-        The cluster's.
+        The cluster's options.
     folder : Path
         The cluster's folder on the project file system.
     fleet : Fleet
@@ -42,11 +42,11 @@ class Launcher:
     Attributes
     ----------
     security : distributed.Security or None
-        The cluster's keys, as files.
+        The cluster's keys, in files.
     scheduler : CMLScheduler or None
-        The scheduler; None before the start.
+        The scheduler. None before the start.
     display : StartDisplay or None
-        Where the start is shown.
+        The display of the start.
     """
 
     def __init__(self, api: WorkersAPI, options: Options, folder: Path, fleet: Fleet[CMLWorker]) -> None:
@@ -64,14 +64,14 @@ class Launcher:
         Parameters
         ----------
         take_name : coroutine function
-            Makes the cluster's folder. It raises ClusterExists if another cluster has the name.
+            Creates the cluster's folder. Raises ClusterExists if another cluster has the name.
         show : bool
-            Whether to show what is waited for.
+            Whether to show the progress.
 
         Raises
         ------
         ClusterExists, LaunchRefused, SessionFailed, SchedulerTimeout
-            As :class:`dask_cml.CMLCluster` says.
+            As in :class:`dask_cml.CMLCluster`.
         """
         self.security, files = await asyncio.to_thread(tls.as_files, self.options.security, self.folder)
         await take_name()
@@ -87,10 +87,10 @@ class Launcher:
         tasks: list[asyncio.Future[Any]] = []
         has_started = False
         try:
-            # The scheduler's first: where sessions wait for room, workers would take its place.
+            # The scheduler's session first: where sessions wait for room, workers could take its room.
             await self.scheduler.launch()
             following = asyncio.create_task(self._follow(workers.values()))
-            # The workers right after it: a session takes long to start. They find the scheduler by its file.
+            # Then the workers at once, because sessions start slowly. They wait for the scheduler file.
             tasks += [asyncio.ensure_future(p) for p in (self.scheduler, *workers.values())]
             await asyncio.gather(*tasks)
             has_started = True
@@ -100,7 +100,7 @@ class Launcher:
                 await self.display.end(has_started)
 
     async def _follow(self, workers: Collection[CMLWorker]) -> None:
-        """Take in what the platform lists of the workers, until cancelled or the platform fails."""
+        """Update the workers from the platform's list, until cancelled or the platform fails."""
         while True:
             listing = await self.api.sessions()
             for worker in workers:
@@ -112,20 +112,21 @@ class Launcher:
         Parameters
         ----------
         record : Record
-            The cluster's.
+            The cluster's record.
 
         Raises
         ------
         CMLError
             If its scheduler does not answer.
         """
-        # As long as Dask's clients wait: a busy scheduler may need it, and one that is gone refuses at once.
+        # As long as Dask's clients wait: a busy scheduler may need it. Without a scheduler this fails at
+        # once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
         if not await probe.is_alive(record, timeout=patience):
-            address = record.scheduler_address or "whose address is not known yet"
+            address = record.scheduler_address or "an unknown address"
             raise CMLError(
-                f"the scheduler of the cluster {record.name!r}, {address}, does not answer; "
-                f"`dask cml delete {shlex.quote(record.name)}` ends what may be left of it"
+                f"the scheduler of cluster {record.name!r} does not answer at {address}: to stop its "
+                f"sessions, run `dask cml delete {shlex.quote(record.name)}`"
             )
         self.security = record.get_security()
         self.scheduler = self.make_scheduler()
@@ -139,16 +140,16 @@ class Launcher:
             self._fleet.follow(len(group.keys), group=group.name)
 
     def make_scheduler(self) -> CMLScheduler:
-        """Return a scheduler, unlaunched."""
+        """Return a scheduler that is not launched yet."""
         return CMLScheduler(self.api, self.options, self.folder, self.security)
 
     def make_worker(self, key: str) -> CMLWorker:
-        """Return a worker, unlaunched.
+        """Return a worker that is not launched yet.
 
         Parameters
         ----------
         key : str
-            Its name.
+            The worker's name.
         """
         address = None if self.scheduler is None else self.scheduler.address
         options = self._fleet.options_of(key)
@@ -157,14 +158,14 @@ class Launcher:
         )
 
     def attach(self, key: str, session_id: str, owner: str | None = None) -> None:
-        """Take a worker over that another manager has launched.
+        """Take over a worker that another manager launched.
 
         Parameters
         ----------
         key : str
-            Its name.
+            The worker's name.
         session_id : str
-            Its session's id.
+            The id of its session.
         owner : str, optional
             The id of the session with which it ends.
         """
@@ -173,14 +174,14 @@ class Launcher:
         self._fleet.attach(key, worker)
 
     def detach(self, key: str) -> None:
-        """Forget a worker that another manager has stopped."""
+        """Forget a worker that another manager stopped."""
         worker = self._fleet.drop(key)
         if worker is not None and worker.session_id is not None:
             self.api.forget(worker.session_id)
 
     def plans(self) -> str:
-        """Return what the scheduler's session and the next one of each worker group are launched with."""
-        if self.security is None:  # the paths, for what is not started; no file is written
+        """Return the plans of the scheduler's session and of the next session of each worker group."""
+        if self.security is None:  # plans need only the paths, so no file is written
             self.security, _ = tls.as_files(self.options.security, self.folder)
         scheduler = self.scheduler or self.make_scheduler()
         new = [self.make_worker(group.new_key) for group in self._fleet.states]

@@ -1,7 +1,7 @@
-"""How many sessions each worker group needs for the work that is known, as functions of a snapshot.
+"""The number of sessions that each worker group needs for the known work, as functions of a snapshot.
 
-Tasks that need the same resources grow one group, the one that offers least beyond their needs. So work
-that needs no GPU brings no sessions with GPUs.
+Tasks with the same needs scale up one group, the one that offers the least beyond their needs. So tasks that
+need no GPU launch no sessions with GPUs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from dask_cml.manager.group import Group
 
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
-#: The workers that stay must have a limit of so many times the managed bytes.
+#: The remaining workers must have a limit of this many times the managed bytes.
 _FULL, _MEMORY_RATIO = 0.6, 2
-#: In start times, the least work that makes a session worth its launch: of the first ones, and on top of
-#: ``target_duration`` of those that come to others, which get on with the work meanwhile.
+#: The least work that makes a session worth its launch, in start times: of the first sessions, and in
+#: addition to ``target_duration`` of further ones, because the first ones work meanwhile.
 _FIRST, _MORE = 0.25, 0.5
-#: Against the errors of sums and quotients of fractions.
+#: Tolerance for rounding errors.
 _ROUNDING = 1e-6
 
 
@@ -32,11 +32,11 @@ class Work:
     resources : mapping of str to float
         The needs of each task.
     tasks : int
-        How many tasks run or could run now.
+        Number of tasks that run or could run now.
     seconds : float
-        How long one thread would take for all.
+        Time that one thread would take for all of them, in seconds.
     unrunnable : int
-        How many of them no worker can run now.
+        Number of these tasks that no connected worker can run.
     """
 
     resources: Mapping[str, float]
@@ -47,26 +47,32 @@ class Work:
 
 @dataclass(frozen=True)
 class Supply:
-    """What a worker group offers and has.
+    """The size and the state of a worker group.
 
     Parameters
     ----------
     name : str
         The group's name.
-    processes, nthreads : int
-        Dask workers of a session, and the threads of all of them.
+    processes : int
+        Number of Dask workers in a session.
+    nthreads : int
+        Number of threads in a session, of all its Dask workers together.
     resources : mapping of str to float
-        What the Dask workers of a session offer in all. Each offers an even share.
+        Resources of a session. Its Dask workers share them evenly.
     adapts : bool
         Whether the group scales with the work.
     target : int
-        How many sessions are asked for.
-    sessions, busy : int
-        How many sessions the scheduler knows, and how many of them process tasks.
+        Number of requested sessions.
+    sessions : int
+        Number of sessions that the scheduler knows.
+    busy : int
+        Number of these sessions that process tasks.
     lent : sequence of int
-        The numbers of busy sessions that only process tasks which need no resources and would lose little.
-    managed, limit : int
-        The bytes that these sessions hold, and those that they may hold.
+        The numbers of busy sessions that only process tasks without needs, and would lose little.
+    managed : int
+        Number of bytes that these sessions hold.
+    limit : int
+        Number of bytes that these sessions may hold.
     """
 
     name: str
@@ -82,7 +88,7 @@ class Supply:
     limit: int = 0
 
     def slots(self, needs: Mapping[str, float]) -> int:
-        """Return how many tasks with these needs a session runs at a time; 0 if it can run none."""
+        """Return how many tasks with these needs a session runs at once. Return 0 if it can run none."""
         slots = self.nthreads // self.processes
         for name, need in needs.items():
             if need > 0:
@@ -93,16 +99,16 @@ class Supply:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the scheduler and the fleet know at one moment.
+    """The state of the scheduler and the fleet at one moment.
 
     Parameters
     ----------
     work : sequence of Work
         The tasks, by their needs.
     supplies : sequence of Supply
-        The worker groups, the default one first.
+        The worker groups, the default group first.
     restricted : mapping
-        How many tasks only certain workers may run, none of which can now, by names of these.
+        For the names of workers of which none is connected, the number of tasks that only they may run.
     """
 
     work: Sequence[Work] = ()
@@ -111,7 +117,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, answer: Mapping[str, Any], groups: Iterable[Group]) -> Snapshot:
-        """Return the snapshot of a scheduler's answer, see ``known_demand``, and a fleet's groups."""
+        """Return the snapshot of a scheduler's answer, see ``known_demand``, and the groups of a fleet."""
         return cls(
             work=[
                 Work(
@@ -138,51 +144,51 @@ class Snapshot:
         )
 
     def supply(self, group: str) -> Supply:
-        """Return the supply of a group, which is empty if there is no such group."""
+        """Return the supply of a group. It is empty if the group does not exist."""
         return next((each for each in self.supplies if each.name == group), Supply(group))
 
     def work_of(self, group: str) -> list[Work]:
-        """Return the work that grows a group."""
+        """Return the work that scales up a group."""
         return [work for work in self.work if self._group_for(work.resources) == group]
 
     def lent(self, group: str) -> Sequence[int]:
-        """Return the numbers of the sessions that only do what another group's sessions should."""
+        """Return the numbers of the sessions that only process tasks of another group."""
         home = self._group_for({})
         return self.supply(group).lent if home not in (group, None) and self.supply(home).sessions else ()
 
     def engaged(self, group: str) -> int:
-        """Return how many sessions must stay because they are busy."""
+        """Return how many sessions are needed because they are busy."""
         return self.supply(group).busy - len(self.lent(group))
 
     def has_work(self, group: str) -> bool:
-        """Return whether any work is known for a group, or done by it."""
+        """Return whether a group has work, or processes any."""
         return bool(self.work_of(group) or self.engaged(group))
 
     def _group_for(self, needs: Mapping[str, float]) -> str | None:
-        """Return the group that tasks with these needs grow; None if no group with workers can run them."""
+        """Return the group that tasks with these needs scale up. Return None if no group can run them."""
         able = [each for each in self.supplies if each.slots(needs) and (each.adapts or each.target)]
         closest = min(able, key=lambda each: _excess(each, needs), default=None)
         return None if closest is None else closest.name
 
 
 def _excess(supply: Supply, needs: Mapping[str, float]) -> tuple[int, bool, float]:
-    """Return how badly a group suits needs: it offers other resources, has a fixed size, or offers more."""
+    """Return how badly a group fits needs: it offers other resources, has a fixed size, or offers more."""
     others = sum(name not in needs for name, offered in supply.resources.items() if offered)
     more = sum(supply.resources.get(name, 0.0) - need for name, need in needs.items())
     return others, not supply.adapts, more
 
 
 def sessions_to_finish(supply: Supply, work: Iterable[Work], duration: float) -> int:
-    """Return how many sessions finish the work within a duration, and never more than have something to do.
+    """Return how many sessions finish the work within a duration. Each of them has something to do.
 
     Parameters
     ----------
     supply : Supply
-        Of a group that can run the work.
+        A group that can run the work.
     work : iterable of Work
         The work.
     duration : float
-        In seconds.
+        The duration, in seconds.
 
     Examples
     --------
@@ -190,15 +196,15 @@ def sessions_to_finish(supply: Supply, work: Iterable[Work], duration: float) ->
     >>> sessions_to_finish(supply, [Work({"GPU": 1}, tasks=12, seconds=600)], 10)
     6
     """
-    #: Tasks that run at the same time: those of each need, and all of them by threads and by resources.
+    #: Tasks that run at the same time: by each need, and in total by threads and by resources.
     at_once = [(each, min(each.tasks, each.seconds / duration)) for each in work]
-    # A task that needs most of a Dask worker's share leaves the rest of it to nobody.
+    # No other task can use the remainder of a Dask worker's share.
     sessions = [n / supply.slots(each.resources) for each, n in at_once]
     sessions.append(sum(n for _, n in at_once) / supply.slots({}))
     for name, offered in supply.resources.items():
         if offered > 0:
             sessions.append(sum(n * each.resources.get(name, 0.0) for each, n in at_once) / offered)
-    # Any work is worth a session, however short.
+    # Any work needs a session, however short it is.
     return max(math.ceil(max(sessions) - _ROUNDING), any(each.tasks for each, _ in at_once))
 
 
@@ -213,7 +219,7 @@ def sessions_wanted(
     target_duration: float,
     minimum: int = 0,
 ) -> int:
-    """Return how many sessions a group should have, given how long a session takes to start.
+    """Return how many sessions a group should have, given the start time of a session.
 
     Parameters
     ----------
@@ -221,16 +227,18 @@ def sessions_wanted(
         The tasks and the groups.
     group : str
         The name of a group that adapts.
-    arrived, planned : int
-        How many of its wanted sessions have arrived, and how many are wanted in all.
+    arrived : int
+        Number of wanted sessions that are connected.
+    planned : int
+        Number of all wanted sessions.
     underway : collection of float
-        For each session that was launched and has not arrived, the seconds since then.
+        For each launched session that is not connected, the time since its launch, in seconds.
     start_time : float
-        Seconds from a launch until the arrival.
+        Time from a launch until the session is connected, in seconds.
     target_duration : float
-        Seconds within which the work should be done.
+        Time within which the work should be finished, in seconds.
     minimum : int
-        The least number of sessions, which need not be worth their start.
+        Minimum number of sessions. These need not be worth their start.
     """
     if planned <= minimum:
         duration = max(target_duration, _FIRST * start_time)
@@ -239,28 +247,28 @@ def sessions_wanted(
     useful = _useful_sessions(snapshot, group, duration, arrived)
     if useful <= arrived:
         return useful
-    # What is there, or will come before a session that is launched now, does some of the work.
+    # Present sessions, and those that start before a session launched now, do some of the work.
     done_meanwhile = arrived * start_time + sum(min(age, start_time) for age in underway)
     needed = useful - math.ceil(done_meanwhile / duration)
-    # There are never more sessions than tasks. So this is for few long ones.
+    # The number of sessions never exceeds that of tasks. This is for a few long tasks.
     needed = max(needed, _useful_sessions(snapshot, group, start_time + duration, arrived))
     return max(planned, min(useful, needed))
 
 
 def _useful_sessions(snapshot: Snapshot, group: str, duration: float, arrived: int) -> int:
-    """Return how many sessions finish the work of a group in time, and hold what the group holds."""
+    """Return how many sessions finish the work of a group in time, and can hold the group's data."""
     supply = snapshot.supply(group)
     useful = sessions_to_finish(supply, snapshot.work_of(group), duration)
     if supply.managed > _FULL * supply.limit > 0:
         useful = max(useful, 2 * supply.sessions)
-    # The scheduler also counts sessions that are not wanted any more, until they have gone.
+    # The scheduler also counts sessions that are no longer wanted, until they have ended.
     return max(useful, min(arrived, _sessions_to_keep(snapshot, group)))
 
 
 def _sessions_to_keep(snapshot: Snapshot, group: str) -> int:
-    """Return how many sessions of a group must stay, for what they do or for what is held."""
+    """Return how many sessions of a group must be kept, for their tasks or for their data."""
     held: float = _MEMORY_RATIO * sum(each.managed for each in snapshot.supplies)
-    # Each group that looks at this snapshot must find the same: no two count on the same memory.
+    # All groups must find the same in this snapshot, so that no two of them count on the same memory.
     for each in sorted(snapshot.supplies, key=lambda each: each.adapts):
         stay = each.sessions
         if each.adapts and held <= 0:
@@ -274,14 +282,14 @@ def _sessions_to_keep(snapshot: Snapshot, group: str) -> int:
 
 
 def unmet(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
-    """Return in words which tasks no worker can run, and none that is to come; by their reasons.
+    """Return descriptions of the tasks that no present or future worker can run, by their reasons.
 
     Parameters
     ----------
     snapshot : Snapshot
         The tasks and the groups.
     expected : collection of str
-        The names and addresses of all workers that are wanted.
+        The names and addresses of all wanted workers.
 
     Examples
     --------
@@ -297,7 +305,7 @@ def unmet(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
             found[f"{needs}{why}"] = f"{_tasks(n)} {'needs' if n == 1 else 'need'} {needs}{why}"
     for names, n in snapshot.restricted.items():
         if not any(name in expected for name in names):
-            to = f"restricted to {' or '.join(names)}, which the cluster lacks"
+            to = f"restricted to {' or '.join(names)}, which the cluster does not have"
             found[to] = f"{_tasks(n)} {'is' if n == 1 else 'are'} {to}"
     return found
 
@@ -309,7 +317,8 @@ def _why_unmet(snapshot: Snapshot, needs: Mapping[str, float]) -> str | None:
     if not able:
         return ", which no worker group offers"
     closest = min(able, key=lambda each: _excess(each, needs))
-    return f"; the worker group {closest.name} offers it and has no workers"
+    command = f"cluster.scale(1, worker_group={closest.name!r})"
+    return f"; worker group {closest.name} offers it, but has no workers: call {command}"
 
 
 def _tasks(n: int) -> str:

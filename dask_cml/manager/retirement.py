@@ -1,4 +1,4 @@
-"""Workers that hand over what they hold before their sessions are stopped."""
+"""Retirement of workers: they move their data to others before their sessions are stopped."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from dask_cml.options import setting
 
 logger = logging.getLogger(__name__)
 
-#: Most workers hand over in less. Until then nothing is launched, so that their room in a quota is free.
+#: Seconds. Most workers move their data in less. Until then nothing is launched, to free their quota first.
 _USUAL = 2.0
-#: From then on the user is told what is waited for.
+#: Seconds after which the user is informed of the wait.
 _LONG = 10.0
 
 
 class Retirements(Collection[str]):
-    """Retire workers in tasks of their own, so that a worker which does not answer holds up nobody.
+    """Retires workers in tasks, so that a worker that does not answer blocks nothing else.
 
-    It contains the keys of the worker sessions that are being retired. Dask takes no worker back that is
-    being retired, so these are not wanted workers any more.
+    Contains the keys of the worker sessions that are being retired. Dask cannot reverse a retirement, so
+    these sessions are no longer wanted.
 
     Parameters
     ----------
     fleet : Fleet
         The cluster's workers.
     client : SchedulerClient
-        Retires them.
+        Retires the workers.
     leads : callable
-        Returns whether this manager leads: the one that does decides which workers stay.
+        Returns whether this manager leads. The leader decides which workers are kept.
     log : callable
         Gets each line for the user.
     poke : callable
-        Called when workers are retired.
+        Called after workers are retired.
     """
 
     def __init__(
@@ -73,20 +73,20 @@ class Retirements(Collection[str]):
         return len(self._tasks)
 
     def here(self, keys: Collection[str]) -> set[str]:
-        """Return the sessions whose Dask workers are all connected; of one that stays, one is enough."""
+        """Return the sessions whose Dask workers are all connected. For a kept session, one is enough."""
         observed = self._client.observed
         whole = {key for key in keys if observed.issuperset(self._fleet.dask_names(key))}
         return whole | (self._stay & {*self._present(keys)})
 
     @property
     def words(self) -> str | None:
-        """What is waited for, if that takes long."""
+        """The workers whose retirement takes long. None if there are none."""
         now = time.monotonic()
         late = [key for key in self._present(self) if now - self._since.get(key, now) > _LONG]
         return f"waiting for the data of {', '.join(late)}" if late else None
 
     async def carry_on(self, unwanted: Collection[str]) -> set[str]:
-        """Begin to retire unwanted workers, and return those whose sessions can be stopped.
+        """Start to retire unwanted workers, and return those whose sessions can be stopped.
 
         Parameters
         ----------
@@ -104,12 +104,12 @@ class Retirements(Collection[str]):
         return {key for key in unwanted if key in self._over or key not in waiting}
 
     async def close(self) -> None:
-        """Wait for no worker any more."""
+        """Stop waiting for workers."""
         self._closed = True
         await cancel(*self._tasks.values())
 
     def _present(self, keys: Collection[str]) -> list[str]:
-        """Return those of which the scheduler has a Dask worker."""
+        """Return the keys of sessions with a Dask worker that is connected to the scheduler."""
         observed = self._client.observed
         return sorted(key for key in keys if not observed.isdisjoint(self._fleet.dask_names(key)))
 
@@ -119,32 +119,32 @@ class Retirements(Collection[str]):
             left = await self._hand_over(names)
             if not self._leads():
                 return
-            # If no other is wanted, an order to close the last worker is all that is left to obey. Another
-            # one that is wanted may connect later.
+            # With scale(0), the last worker stops even if its data is lost. If others are wanted, one of
+            # them may connect later and take the data.
             stays = left if self._fleet.keys else set()
             self._stay = (self._stay - keys) | (stays & self._fleet.workers.keys())
             for key in stays & self._stay:
                 self._fleet.keep(key)
-                self._log(f"The worker {key} stays: no other worker can take its data")
+                self._log(f"Worker {key} kept: no other worker can take its data")
             self._over |= keys - stays
             self._poke()
         except OSError as error:
-            # The next step tries again: nothing says that the data is elsewhere.
-            logger.info("The workers %s are not retired yet: %r", sorted(keys), error)
+            # The next step tries again, because the data may still be in these workers.
+            logger.info("Workers %s not retired yet: %r", sorted(keys), error)
         except Exception:
-            logger.exception("The workers %s are not retired yet", sorted(keys))
+            logger.exception("Workers %s not retired yet", sorted(keys))
         finally:
             for key in keys:
                 self._tasks.pop(key, None)
                 self._since.pop(key, None)
 
     async def _hand_over(self, names: dict[str, str]) -> set[str]:
-        """Have workers hand over what they hold; return the keys of those that hold what no other can take.
+        """Move the data of workers to others. Return the keys of the sessions whose data no other can take.
 
         Parameters
         ----------
         names : dict
-            The keys of the sessions by the names of the Dask workers in them.
+            For the name of each Dask worker, the key of its session.
         """
         asked = names.keys() & self._client.observed
         asking = asyncio.ensure_future(self._client.retire(asked))
@@ -152,17 +152,17 @@ class Retirements(Collection[str]):
             heard = await self._client.last_heard(names)
             if not await _is_done(asking, min(_LONG, self._limit)):
                 late = ", ".join(self._present(set(names.values())))
-                self._log(f"The cluster {self._fleet.name} waits until other workers have the data of {late}")
+                self._log(f"Cluster {self._fleet.name} waiting for other workers to copy the data of {late}")
             while not await _is_done(asking, self._limit):
                 before, heard = heard, await self._client.last_heard(names)
-                # A slow worker is waited for, as long as it answers. What a frozen one holds can be had from
-                # nobody, and its session costs: two minutes are silence enough, of a scheduler, too. Dask
+                # Wait for a slow worker as long as it answers. The data of a frozen worker is out of reach,
+                # and its session uses quota: two minutes of silence are enough, also of the scheduler. Dask
                 # itself would wait for five.
                 silent = {name for name in heard if heard[name] == before.get(name)}
                 with contextlib.suppress(OSError, asyncio.TimeoutError):
                     await self._client.drop(silent)
                     for key in sorted({names[name] for name in silent}):
-                        self._log(f"The worker {key} is given up: it has not answered for {self._limit:g} s")
+                        self._log(f"Worker {key} abandoned: no answer for {self._limit:g} s")
             retired = asking.result()
         finally:
             await cancel(asking)

@@ -1,4 +1,4 @@
-"""How many worker sessions a wish for threads or memory comes to."""
+"""The number of worker sessions for a number of threads or an amount of memory."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dask_cml.options import Options
 def sessions_for(
     options: Options, n: int, memory: float | str | None = None, cores: float | None = None
 ) -> int:
-    """Return the number of sessions that is at least `n` and has at least so much in all.
+    """Return the number of sessions that is at least `n`, and has at least the memory and the threads in all.
 
     Parameters
     ----------
     options : Options
         The size of a session.
     n : int
-        Worker sessions.
+        Number of worker sessions.
     memory : float or str, optional
-        In GiB or as a string such as ``"100 GiB"``.
+        Total memory, in GiB or as a string such as ``"100 GiB"``.
     cores : float, optional
-        Threads.
+        Total number of threads.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that is not allowed.
+        If an argument is invalid.
     """
     n = integer("n", n, 0)
     if memory is not None:
@@ -44,21 +44,25 @@ def bounds(
     cores: tuple[float | None, float | None],
     memory: tuple[float | str | None, float | str | None],
 ) -> tuple[int, float]:
-    """Return the least and the greatest number of sessions for adaptive scaling.
+    """Return the minimum and maximum number of sessions for adaptive scaling.
 
     Parameters
     ----------
     options : Options
         The size of a session.
-    minimum, maximum : float or None
-        Worker sessions.
-    cores, memory : tuple
-        The least and the greatest number of threads and amount of memory in all; each may be None.
+    minimum : float or None
+        Minimum number of worker sessions.
+    maximum : float or None
+        Maximum number of worker sessions.
+    cores : tuple
+        Minimum and maximum of the total number of threads. Each may be None.
+    memory : tuple
+        Minimum and maximum of the total memory. Each may be None.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that is not allowed.
+        If an argument is invalid.
     """
     least = integer("minimum", minimum or 0, 0)
     most: float = math.inf

@@ -1,4 +1,4 @@
-"""Tasks that no worker of the cluster runs, now or later."""
+"""Tasks that no worker of the cluster can run, now or later."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 class UnmetWork:
-    """Look now and then for tasks that need what no worker offers, and log why they wait.
+    """Looks regularly for tasks that need more than any worker offers, and logs why they wait.
 
     Parameters
     ----------
     fleet : Fleet
-        The worker groups, and what they offer.
+        The worker groups with their resources.
     client : SchedulerClient
         Asks the scheduler for its tasks.
     leads : callable
-        Says whether this manager leads. Others stay silent.
+        Returns whether this manager leads. Other managers log nothing.
     log : callable
         Gets each line for the user.
 
@@ -34,7 +34,7 @@ class UnmetWork:
     Attributes
     ----------
     words : str or None
-        Which tasks wait, and for what.
+        Which tasks wait, and why.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class UnmetWork:
             try:
                 await self.look()
             except (OSError, asyncio.TimeoutError) as error:
-                logger.info("The tasks of %s are not known: %r", self._fleet.name, error)
+                logger.info("Tasks of cluster %s not checked: %r", self._fleet.name, error)
             except Exception:
-                logger.exception("The tasks of %s are not known", self._fleet.name)
+                logger.exception("Tasks of cluster %s not checked", self._fleet.name)
 
     async def look(self) -> None:
         """Look once.
@@ -77,14 +77,14 @@ class UnmetWork:
             answer = await self._client.demand(self._fleet.name, max_age=self._interval / 2)
             found = unmet(Snapshot.of(answer, self._fleet.states), self._expected)
         self.words = "; ".join(found.values()) or None
-        # Their number changes often, and is no news.
+        # The numbers of tasks change often: log each reason once.
         for reason in found.keys() - self._told:
-            self._log(f"The cluster {self._fleet.name} cannot run all tasks: {found[reason]}")
+            self._log(f"Cluster {self._fleet.name} cannot run all tasks: {found[reason]}")
         self._told = {*found}
 
     @property
     def _expected(self) -> set[str]:
-        """The names, addresses and hosts of Dask workers that are there or are wanted."""
+        """The names, addresses and hosts of Dask workers that are connected or wanted."""
         keys = self._fleet.keys
         known = self._client.info["workers"]
         return {

@@ -1,4 +1,4 @@
-"""What the platform says of sessions that nobody misses yet."""
+"""Watches for sessions that the platform lists as ended but the scheduler still counts as connected."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """Look at the platform's list now and then, for a node that goes says goodbye to nobody.
+    """Looks regularly at the platform's list, because a node that fails closes no connections.
 
-    The scheduler takes a worker to be there as long as its connection is not known to be broken, which takes
-    ``distributed.comm.timeouts.tcp`` when nothing comes any more. The platform knows within a second.
+    The scheduler counts a worker as connected until its connection breaks. If packets stop, that takes
+    ``distributed.comm.timeouts.tcp``. The platform notices within a second.
 
     Parameters
     ----------
     fleet : Fleet
-        The workers that are watched. Each manager can watch those that its own session launched.
+        The workers. A manager can watch those that its own session launched.
     api : WorkersAPI
         Lists the sessions.
     client : SchedulerClient
-        Drops their Dask workers.
+        Drops the Dask workers of ended sessions.
     poke : callable
-        Called when it has dropped some.
+        Called after some were dropped.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Watch:
             try:
                 await self._look()
             except (CMLError, OSError, asyncio.TimeoutError) as error:
-                logger.info("The sessions of %s are not watched: %r", self._fleet.name, error)
+                logger.info("Sessions of cluster %s not watched: %r", self._fleet.name, error)
             except Exception:
-                logger.exception("The sessions of %s are not watched", self._fleet.name)
+                logger.exception("Sessions of cluster %s not watched", self._fleet.name)
 
     async def _look(self) -> None:
         listing = await self._api.sessions()
         ended = [key for key, worker in self._fleet.workers.items() if worker.update(listing)]
         names = {name for key in ended for name in self._fleet.dask_names(key)}
         if believed := names & self._client.observed:
-            logger.info("The sessions of %s have ended, and the scheduler drops them", sorted(believed))
+            logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(believed))
             await self._client.drop(believed)
             self._poke()
