@@ -366,7 +366,7 @@ async def _start_workers(
             if end.done():
                 end.result()
             for worker in [*missing.values()]:
-                if what := worker.late("register", options.worker_timeout):
+                if what := worker.late("connect", options.worker_timeout):
                     raise CMLError(await worker.failure(what))
         arrival.result()
     finally:

@@ -298,7 +298,7 @@ def test_a_worker_that_does_not_register_is_an_error(workers_v1, scheduler, othe
     workers_v1.inject("hangs", skip=1)
     with (
         dask.config.set({"cml.worker-timeout": "10s"}),
-        pytest.raises(RuntimeError, match="did not register within 10 s, its status is running"),
+        pytest.raises(RuntimeError, match="did not connect within 10 s, its status is running"),
     ):
         run_dask_workers(get_scheduler_url(scheduler), 2, 1, 1)
     assert left(workers_v1, other) == [scheduler[0]["id"]]

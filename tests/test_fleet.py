@@ -180,7 +180,7 @@ def test_workers_of_several_processes_have_their_sessions_name():
 def test_a_closed_cluster_takes_no_wishes(wish):
     fleet = of(1)
     fleet.close()
-    with pytest.raises(CMLError, match="cannot scale the cluster mine: it is closed"):
+    with pytest.raises(CMLError, match="cannot scale cluster mine: it is closed"):
         wish(fleet)
     assert not fleet.follow(3)
     fleet.clear()

@@ -305,7 +305,7 @@ async def test_a_manager_says_that_another_one_has_ended_the_cluster(platform, h
         ending, seeing = (other, maker) if elsewhere else (maker, other)
         await ending.close()
         await holds(lambda: seeing.status == Status.closed)
-        assert manager_log(seeing)[-1] == "The cluster shared ends: another process has ended it"
+        assert manager_log(seeing)[-1] == "Cluster shared shut down: another process shut it down"
 
 
 @pytest.mark.slow

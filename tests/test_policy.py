@@ -231,7 +231,8 @@ def test_tasks_that_need_what_no_group_offers_are_told():
 
 def test_tasks_for_a_group_without_workers_are_told_until_it_is_scaled():
     tasks = [work(1, unrunnable=1, GPU=0.5)]
-    words = ["1 task needs GPU=0.5; worker group gpu offers it, but has no workers: "
+    words = [
+        "1 task needs GPU=0.5; worker group gpu offers it, but has no workers: "
         "call cluster.scale(1, worker_group='gpu')"
     ]
     assert [*unmet(Snapshot(tasks, [supply(), gpus(adapts=False)]), []).values()] == words

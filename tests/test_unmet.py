@@ -41,9 +41,7 @@ async def test_a_need_is_told_once_however_many_tasks_have_it():
     client.needs = [(5, {"FPGA": 1})]
     await unmet.look()
     assert unmet.words == "5 tasks need FPGA=1, which no worker group offers"
-    assert told == [
-        "Cluster mine cannot run all tasks: 3 tasks need FPGA=1, which no worker group offers"
-    ]
+    assert told == ["Cluster mine cannot run all tasks: 3 tasks need FPGA=1, which no worker group offers"]
 
 
 async def test_what_is_met_and_comes_again_is_told_again():

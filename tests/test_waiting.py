@@ -76,7 +76,7 @@ async def test_twenty_workers_where_two_have_room(platform, room, holds):
         row, text = listing
         assert (row["workers"], row["waiting"]) == (2, 18)
         assert "2 (18 waiting for room, " in text
-        assert told(cluster).count("waits for room for 18 of 20 worker sessions") == 1
+        assert told(cluster).count("waiting for room for 18 of 20 worker sessions") == 1
         assert "failed" not in told(cluster)
         assert {each.id for each in cluster.sessions} == before
         assert len(platform.sessions()) == 21

@@ -152,11 +152,11 @@ async def test_a_stop_that_hangs_holds_up_no_launch(simulated, monkeypatch):
 async def test_a_closed_cluster_says_so(simulated):
     mine = await simulated()
     await mine.close()
-    with pytest.raises(CMLError, match=f"cannot scale the cluster {mine.name}: it is closed"):
+    with pytest.raises(CMLError, match=f"cannot scale cluster {mine.name}: it is closed"):
         mine.scale(1)
-    with pytest.raises(CMLError, match=f"cannot scale the cluster {mine.name}: it is closed"):
+    with pytest.raises(CMLError, match=f"cannot scale cluster {mine.name}: it is closed"):
         mine.adapt()
-    with pytest.raises(CMLError, match=f"cannot scale the cluster {mine.name}: it is closed"):
+    with pytest.raises(CMLError, match=f"cannot scale cluster {mine.name}: it is closed"):
         await mine.scale_down(["any"])
     assert simulated.platform.live == []
 

@@ -121,7 +121,7 @@ async def test_unknown_launch_options_are_refused_by_name_before_any_call(newer)
         ValueError, match=r"'colour', 'zone': expected parameters of the installed launch_workers: n, cpu, "
     ):
         await api.launch("mine", SIZE, "pass", options=options)
-    with pytest.raises(ValueError, match="colour, zone"):
+    with pytest.raises(ValueError, match="'colour', 'zone'"):
         api.check_options(options)
     api.check_options(["kernel"])
     assert stub.calls == []
@@ -170,18 +170,18 @@ WRONG = [
     ("launch_workers", [{"message": "context deadline exceeded"}], "context deadline exceeded"),
     ("launch_workers", [{"message": "Rate limit exceeded"}], "Rate limit exceeded"),
     ("launch_workers", UNAUTHORIZED, "Unauthorized"),
-    ("launch_workers", [{}], "with a dict instead"),
-    ("launch_workers", [{"id": None}], "with a dict instead"),
-    ("launch_workers", [], "with a list instead"),
-    ("launch_workers", None, "with a NoneType instead"),
+    ("launch_workers", [{}], "with a dict instead of a session"),
+    ("launch_workers", [{"id": None}], "with a dict instead of a session"),
+    ("launch_workers", [], "with a list instead of a session"),
+    ("launch_workers", None, "with a NoneType instead of a session"),
     ("list_workers", UNAUTHORIZED, "Unauthorized"),
     ("list_workers", {"message": "Internal Server Error"}, "Internal Server Error"),
-    ("list_workers", ["stub000000000000"], "with a list instead"),
-    ("list_workers", None, "with a NoneType instead"),
+    ("list_workers", ["stub000000000000"], "with a list instead of a session"),
+    ("list_workers", None, "with a NoneType instead of a session"),
     ("stop_workers", UNAUTHORIZED, "Unauthorized"),
     ("stop_workers", [UNAUTHORIZED], "Unauthorized"),
-    ("stop_workers", [], "with a NoneType instead"),
-    ("stop_workers", None, "with a NoneType instead"),
+    ("stop_workers", [], "with a NoneType instead of a session"),
+    ("stop_workers", None, "with a NoneType instead of a session"),
 ]
 
 

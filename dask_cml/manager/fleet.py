@@ -1,9 +1,9 @@
-"""The state of a cluster's workers: how many are asked for, which, and the sessions that they run in.
+"""The state of a cluster's workers: how many are requested, which ones, and their sessions.
 
 All parts of a manager share one :class:`Fleet`. Users change it from any thread, the manager's tasks from the
-event loop. Therefore each change is one method, which holds the lock from its check to its end, and what the
-properties return are snapshots. Nothing here waits: a caller decides by a snapshot, does its I/O without the
-lock, and hands the result to a method that looks again.
+event loop. So each change is one method, which holds the lock from its check to its end, and properties
+return snapshots. No method waits: a caller decides by a snapshot, does its I/O without the lock, and passes
+the result to a method that checks again.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from dask_cml.options import Options
 
 
 class Launched(Protocol):
-    """A launched session, as :class:`dask_cml.CMLWorker` is one."""
+    """A launched session, such as :class:`dask_cml.CMLWorker`."""
 
     @property
     def waits_for(self) -> float | None:
-        """For how many seconds the session has waited for room; None if it does not wait."""
+        """Time for which the session has waited for room, in seconds. None if it does not wait."""
 
 
 W = TypeVar("W", bound=Launched)
 
 
 class Fleet(Generic[W]):
-    """What a cluster is asked for, and what it has.
+    """The requested and the existing workers of a cluster.
 
-    For each worker group, the *target* is how many worker sessions are asked for; the *keys* are the names of
-    those that are wanted. There are never fewer keys than the target. Those above it are picked later, with
-    the scheduler's help, by :meth:`trim`. The *workers* are the sessions of all groups, by key, also those
-    that are not wanted any more.
+    For each worker group, the *target* is the number of requested worker sessions. The *keys* are the names
+    of the wanted sessions, never fewer than the target. If there are more, :meth:`trim` removes some later,
+    with the scheduler's help. The *workers* are the sessions of all groups by key, including those that are
+    no longer wanted.
 
     Parameters
     ----------
     options : Options
-        The cluster's.
+        The cluster's options.
     groups : mapping of str to Options, optional
-        Those of worker groups beside the default one.
+        The options of its worker groups, except the default group.
 
     Examples
     --------
@@ -68,7 +68,7 @@ class Fleet(Generic[W]):
 
     @property
     def groups(self) -> list[str]:
-        """The names of the worker groups, the default one first."""
+        """The names of the worker groups, the default group first."""
         with self._lock:
             return [*self._groups]
 
@@ -78,12 +78,12 @@ class Fleet(Generic[W]):
         return DEFAULT_GROUP if found is None else found[0]
 
     def group(self, name: str = DEFAULT_GROUP) -> Group:
-        """Return the state of a worker group, which changes no more.
+        """Return a copy of the state of a worker group.
 
         Raises
         ------
         ValueError
-            If there is none. So do all methods that take a group.
+            If the group does not exist. All methods with a group raise this error.
         """
         with self._lock:
             group = self._group(name)
@@ -96,7 +96,7 @@ class Fleet(Generic[W]):
             return [self.group(name) for name in self._groups]
 
     def options_of(self, key: str) -> Options:
-        """Return the options of a session's group; those of the default one if its group has gone."""
+        """Return the options of a session's group. If the group was removed, return the default group's."""
         group = self._groups.get(self.group_of(key))
         return self._groups[DEFAULT_GROUP].options if group is None else group.options
 
@@ -108,20 +108,20 @@ class Fleet(Generic[W]):
 
     @property
     def workers(self) -> dict[str, W]:
-        """The sessions by name, also those that are not wanted any more."""
+        """The sessions by name, including those that are no longer wanted."""
         with self._lock:
             return dict(self._workers)
 
     @property
     def wanted_workers(self) -> dict[str, W]:
-        """The sessions that are wanted, by name."""
+        """The wanted sessions, by name."""
         with self._lock:
             wanted = {*self.keys}
             return {key: worker for key, worker in self._workers.items() if key in wanted}
 
     @property
     def unwanted_workers(self) -> dict[str, W]:
-        """The sessions that are not wanted any more, by name."""
+        """The sessions that are no longer wanted, by name."""
         with self._lock:
             wanted = {*self.keys}
             return {key: worker for key, worker in self._workers.items() if key not in wanted}
@@ -142,18 +142,18 @@ class Fleet(Generic[W]):
         return dask_names(key, self.options_of(key).processes)
 
     def arrived(self, observed: Collection[object]) -> set[str]:
-        """Return the wanted sessions of which the scheduler knows a worker, given the names that it knows."""
+        """Return the wanted sessions with a Dask worker among the names that the scheduler knows."""
         return {key for key in self.keys if not set(self.dask_names(key)).isdisjoint(observed)}
 
     @property
     def waits(self) -> dict[str, float]:
-        """For how many seconds wanted sessions have waited for room, of those that wait."""
+        """For each wanted session that waits for room, the time it has waited, in seconds."""
         absent = {key: each for key, each in self.wanted_workers.items() if key not in self._registered}
         waits = {key: worker.waits_for for key, worker in absent.items()}
         return {key: waited for key, waited in waits.items() if waited is not None}
 
     def has_registered(self, key: str) -> bool:
-        """Return whether all Dask workers of a session have registered once."""
+        """Return whether all Dask workers of a session have been connected once."""
         return key in self._registered
 
     def _group(self, name: str) -> Group:
@@ -164,15 +164,16 @@ class Fleet(Generic[W]):
     # -- wishes
 
     def resize(self, n: int, driver: object | None = None, group: str = DEFAULT_GROUP) -> bool:
-        """Ask for `n` worker sessions.
+        """Request `n` worker sessions.
 
         Parameters
         ----------
         n : int
-            Worker sessions.
+            Number of worker sessions.
         driver : object, optional
-            The adaptive scaling that asks, see :meth:`drive`. Default: the user, who ends adaptive scaling.
-            The result is whether it counts: a driver that was replaced meanwhile has no say any more.
+            The adaptive scaling that requests them, see :meth:`drive`. Default: the user, which stops
+            adaptive scaling. If another driver has replaced this one, the request is ignored, and the result
+            is False.
         group : str
             The worker group.
 
@@ -190,7 +191,7 @@ class Fleet(Generic[W]):
             return True
 
     def remove(self, keys: Iterable[str], driver: object | None = None) -> bool:
-        """Ask for the end of these sessions. Parameters, result and errors are those of :meth:`resize`."""
+        """Request that these sessions stop. Parameters, result and errors are those of :meth:`resize`."""
         with self._lock:
             names = {key: self.group_of(key) for key in keys}
             asked = [self._groups[name] for name in {*names.values()} & self._groups.keys()]
@@ -201,14 +202,14 @@ class Fleet(Generic[W]):
             return bool(counts)
 
     def add_group(self, name: str, options: Options) -> None:
-        """Add a worker group, which has no sessions yet.
+        """Add a worker group without sessions.
 
         Raises
         ------
         CMLError
             If the cluster is closed.
         ValueError
-            If there is a group of this name.
+            If a group with this name exists.
         """
         with self._lock:
             self._check_open()
@@ -217,19 +218,19 @@ class Fleet(Generic[W]):
             self._groups[name] = Group(name, options)
 
     def end_group(self, name: str) -> None:
-        """Ask for the end of a worker group and all its sessions."""
+        """Request that a worker group and all its sessions stop."""
         with self._lock:
             self.resize(0, group=name)
             self._groups[name].keys.clear()
             self._groups[name].ends = True
 
     def forget_group(self, name: str) -> None:
-        """Forget a worker group that has gone. Its sessions, if any, are not wanted any more."""
+        """Forget a worker group that was removed. Its remaining sessions are no longer wanted."""
         with self._lock:
             self._groups.pop(name, None)
 
     def forget_ended_group(self, name: str) -> bool:
-        """Forget a worker group that ends, unless it has sessions yet; return whether it is gone."""
+        """Forget a worker group that is to be removed, unless it has sessions. Return whether it is gone."""
         with self._lock:
             there = {self.group_of(key) for key in self._workers}
             if name in self._groups and (name in there or not self._groups[name].ends):
@@ -238,7 +239,7 @@ class Fleet(Generic[W]):
             return True
 
     def drive(self, driver: object | None, group: str = DEFAULT_GROUP) -> None:
-        """Let `driver` scale from now on, until the user scales or another driver takes over; None: nobody.
+        """Let `driver` scale until the user scales or another driver takes over. None: no driver scales.
 
         Raises
         ------
@@ -251,7 +252,7 @@ class Fleet(Generic[W]):
             self._group(group).driver = driver
 
     def release(self, driver: object) -> None:
-        """Let `driver` scale no more, if it is one that does."""
+        """Let `driver` no longer scale."""
         with self._lock:
             for group in [each for each in self._groups.values() if each.driver is driver]:
                 group.driver = None
@@ -263,19 +264,19 @@ class Fleet(Generic[W]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CMLError(f"cannot scale the cluster {self.name}: it is closed")
+            raise CMLError(f"cannot scale cluster {self.name}: it is closed")
 
-    # -- what the manager finds
+    # -- results of the manager's work
 
     def trim(self, chosen: Iterable[str], group: str = DEFAULT_GROUP) -> list[str]:
-        """Take the first of the chosen out of the wanted ones, as far as they are too many; return these."""
+        """Remove as many of the chosen sessions from the wanted ones as exceed the target. Return these."""
         with self._lock:
             trimmed = self._group(group)
             wanted = [key for key in chosen if key in trimmed.keys]
             return trimmed.discard(wanted[: max(0, trimmed.excess)])
 
     def replace(self, keys: Iterable[str]) -> list[str]:
-        """Put new sessions in the place of some; return those that were still wanted."""
+        """Replace sessions by new ones. Return those that were still wanted."""
         with self._lock:
             gone, lost = [], [*keys]
             for group in self._groups.values():
@@ -284,17 +285,17 @@ class Fleet(Generic[W]):
             return gone
 
     def refuse(self, keys: Iterable[str], wish: int, group: str = DEFAULT_GROUP) -> tuple[int, int] | None:
-        """Lower the target, because the platform refuses sessions, to what it granted or less.
+        """Lower the target, because the platform refused sessions, to the number that it launched or less.
 
-        The result is how many are granted, of how many that were wanted; None if nothing changed.
+        Return how many sessions it launched, and how many were wanted. Return None if nothing changed.
 
         Parameters
         ----------
         keys : iterable of str
             The sessions that were to be launched.
         wish : int
-            The group's ``wishes`` when their launch began. If the user asked again since then, nothing
-            changes here, and the manager asks the platform again.
+            The group's ``wishes`` when the launch started. If the user has scaled the group since then,
+            nothing changes, and the manager tries again.
         group : str
             The worker group.
         """
@@ -305,7 +306,7 @@ class Fleet(Generic[W]):
             return refused.lower([key for key in keys if key not in self._workers])
 
     def keep(self, key: str) -> None:
-        """Want a session again that could not hand over its data, and its group."""
+        """Want a session, and its group, again, because no other worker can take its data."""
         with self._lock:
             if group := self._groups.get(self.group_of(key)):
                 group.keys[key] = None
@@ -313,14 +314,14 @@ class Fleet(Generic[W]):
                 group.claim_pending, group.ends = True, False
 
     def registered(self, keys: Collection[str]) -> set[str]:
-        """Note sessions all of whose Dask workers have registered; return those that are new."""
+        """Record sessions whose Dask workers are all connected. Return those that are new."""
         with self._lock:
             new = {*keys} - self._registered
             self._registered = self._registered.union(keys) & self._workers.keys()
             return new
 
     def launched(self, key: str, worker: W) -> None:
-        """Note a session that was launched, wanted or not any more."""
+        """Record a launched session, wanted or not."""
         with self._lock:
             self._workers[key] = worker
 
@@ -332,7 +333,7 @@ class Fleet(Generic[W]):
     # -- other managers
 
     def take_claims(self) -> dict[str, int]:
-        """Return the targets of the groups that this manager was asked to scale since the last call."""
+        """Return the targets of the groups that the user has scaled since the last call."""
         with self._lock:
             claims = {group.name: group.target for group in self._groups.values() if group.claim_pending}
             for name in claims:
@@ -340,40 +341,40 @@ class Fleet(Generic[W]):
             return claims
 
     def claim(self, groups: Iterable[str]) -> None:
-        """Have the targets of groups told to the other managers, as when the user asked for them."""
+        """Send the targets of groups to the other managers, as if the user had scaled them."""
         with self._lock:
             for name in groups:
                 if name in self._groups:
                     self._groups[name].claim_pending = True
 
     def attach(self, key: str, worker: W) -> None:
-        """Take over a session that another manager has launched."""
+        """Take over a session that another manager launched."""
         with self._lock:
             self._workers[key] = worker
             found = read_name(self.name, key)
             if group := self._groups.get(self.group_of(key)):
                 group.keys.setdefault(key)
-                if found is not None:  # no two sessions get the same name, whoever launches them
+                if found is not None:  # no two sessions may get the same name, from different managers
                     group.number = max(group.number, found[1] + 1)
 
     def drop(self, key: str) -> W | None:
-        """Forget a session that another manager has stopped, and return it."""
+        """Forget a session that another manager stopped, and return it."""
         with self._lock:
             for group in self._groups.values():
                 group.discard([key])
             return self._workers.pop(key, None)
 
     def follow(self, target: int, keys: Iterable[str] | None = None, group: str = DEFAULT_GROUP) -> bool:
-        """Take over what another manager was asked for, and return whether that was done.
+        """Take over the target from another manager. Return whether that was done.
 
-        It is not while this manager has a claim of its own to tell.
+        Return False while this manager has a target of its own to send.
 
         Parameters
         ----------
         target : int
-            How many worker sessions it wants.
+            Number of worker sessions.
         keys : iterable of str, optional
-            Which, if that is settled. Default: this manager picks them, for it leads.
+            The names of the sessions. Default: this manager chooses them, because it leads.
         group : str
             The worker group.
         """
@@ -385,12 +386,12 @@ class Fleet(Generic[W]):
             return True
 
     def close(self) -> None:
-        """Take no more wishes."""
+        """Refuse requests from now on."""
         with self._lock:
             self._closed = True
 
     def clear(self) -> None:
-        """Forget all sessions, wanted or not."""
+        """Forget all sessions."""
         with self._lock:
             self._workers.clear()
             for group in self._groups.values():

@@ -1,4 +1,4 @@
-"""What one worker group of a cluster is asked for."""
+"""The state of one worker group of a cluster."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class WorkerGroup:
     name : str
         The group's name.
     n_workers : int
-        Worker sessions that are asked for.
+        Number of requested worker sessions.
     n_arrived : int
-        Those of which a Dask worker has registered.
+        Number of worker sessions of which a Dask worker is connected.
     size : SessionSize
         Virtual CPUs, memory in GiB, and GPUs of each session.
     nthreads : int
-        Threads of each session.
+        Number of threads in each session.
     processes : int
-        Dask workers in each session.
+        Number of Dask workers in each session.
     resources : dict of str to float
-        What the workers of a session offer to tasks, in all.
+        Resources of each session. Its Dask workers share them evenly.
     """
 
     name: str
@@ -42,31 +42,31 @@ class WorkerGroup:
 
 @dataclass
 class Group:
-    """The state of a worker group. Only its fleet changes it, under the fleet's lock.
+    """The state of a worker group. Only the fleet changes it, with the fleet's lock.
 
     Parameters
     ----------
     name : str
         The group's name.
     options : Options
-        The cluster's, with the values of this group.
+        The cluster's options, with the values of this group.
 
     Attributes
     ----------
     target : int
-        How many worker sessions are asked for.
+        Number of requested worker sessions.
     keys : dict
         The names of the wanted sessions, the oldest first.
     number : int
-        That of the next session.
+        The number of the next session.
     wishes : int
-        How often the user asked.
+        How often the user has scaled the group.
     claim_pending : bool
-        Whether this manager was asked to scale and did not tell the others yet.
+        Whether this manager has scaled the group, and must inform the others.
     driver : object or None
-        The adaptive scaling that has a say.
+        The adaptive scaling that scales the group.
     ends : bool
-        Whether the group goes when its last session has gone.
+        Whether to remove the group after its last session.
     """
 
     name: str
@@ -81,29 +81,29 @@ class Group:
 
     @property
     def excess(self) -> int:
-        """How many more sessions are wanted than the target says, because none was picked to go yet."""
+        """Number of wanted sessions above the target, because none was chosen to stop yet."""
         return len(self.keys) - self.target
 
     @property
     def new_key(self) -> str:
-        """The name that the next session will get."""
+        """The name of the next session."""
         return session_name(self.options.name, self.name, self.number)
 
     def grow(self) -> None:
-        """Name new sessions, as far as there are too few."""
+        """Add names of new sessions up to the target."""
         while self.excess < 0:
             self.keys[self.new_key] = None
             self.number += 1
 
     def discard(self, keys: Collection[str]) -> list[str]:
-        """Take sessions out of the wanted ones; return those that were wanted."""
+        """Remove sessions from the wanted ones. Return those that were wanted."""
         gone = [key for key in keys if key in self.keys]
         for key in gone:
             del self.keys[key]
         return gone
 
     def take_wish(self, driver: object | None) -> bool:
-        """Note that the user asked, or adaptive scaling did; return whether that has a say."""
+        """Record that the user or adaptive scaling scales the group. Return whether to comply."""
         if driver is None:
             self.driver = None
             self.wishes += 1
@@ -113,7 +113,7 @@ class Group:
         return True
 
     def lower(self, refused: Collection[str]) -> tuple[int, int]:
-        """Want refused sessions no more; return how many are granted, of how many that were wanted."""
+        """Remove refused sessions from the wanted ones. Return how many remain, and how many were wanted."""
         asked = len(self.keys)
         self.discard(refused)
         granted = len(self.keys)
@@ -122,7 +122,7 @@ class Group:
         return granted, asked
 
     def follow(self, target: int, keys: Iterable[str] | None) -> None:
-        """Take over what another manager was asked for; without keys, this one picks them."""
+        """Take over the target from another manager. Without keys, this manager chooses them."""
         self.target = target
         self.ends = self.ends and not target
         if keys is None:

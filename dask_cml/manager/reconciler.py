@@ -1,4 +1,4 @@
-"""What keeps a cluster at the workers that it was asked for."""
+"""Keeps a cluster at the requested number of workers."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL = 3.0
 
-#: The platform stops sessions in less, as a rule. Until then nothing is launched, so that their room is free.
+#: Seconds within which the platform usually stops sessions. Until then nothing is launched, to free quota.
 _STOPS_WITHIN = 5.0
-#: So long a scheduler may be silent whose session the platform does not list here, as it lists to a session
-#: only those that this one launched.
+#: Seconds without an answer from the scheduler, after which the manager disconnects if the platform does not
+#: list the scheduler's session here. The platform lists a session only to the session that launched it.
 _SILENCE = 120.0
-#: Within which the record goes of a cluster that another process ends, after its scheduler's end.
+#: Seconds within which the record disappears of a cluster that another process deletes, after its scheduler.
 _DELETED_WITHIN = 3.0
 
 
 class Outcome(Enum):
-    """Why a cluster is not kept any more."""
+    """Why the manager stops keeping a cluster."""
 
     ENDED = "the scheduler's session has ended"
     OUT_OF_SIGHT = "nothing says whether the scheduler still runs"
 
 
 class Reconciler:
-    """Compare the wanted workers with their sessions and with what the scheduler sees, and act.
+    """Compares the wanted workers with their sessions and with the scheduler's workers, and acts.
 
-    :meth:`step` makes the fleet's sessions agree with what it is asked for, and :meth:`run` finds those that
-    are lost and puts others in their place. Both decide by a snapshot of the fleet, do their I/O, and hand
-    the result to a method of the fleet, which looks again.
+    :meth:`step` launches and stops sessions until they match the fleet's keys. :meth:`run` finds lost
+    sessions and replaces them. Both decide by a snapshot of the fleet, do their I/O, and pass the result to
+    a method of the fleet, which checks again.
 
     Parameters
     ----------
@@ -65,19 +65,19 @@ class Reconciler:
     client : SchedulerClient
         Asks the scheduler.
     launcher : Launcher
-        Makes sessions.
+        Creates sessions.
     leadership : Leadership
-        Says whether this manager leads.
+        Knows whether this manager leads.
     record_keeper : RecordKeeper
-        Says whether another process has removed the cluster.
+        Knows whether another process has removed the cluster.
     correct_state : callable
-        Begins :meth:`step`, so that it never runs twice at a time, and returns its future.
+        Starts :meth:`step`, never twice at a time, and returns its future.
     log : callable
         Gets each line for the user.
     watch : bool
-        Whether to look for lost nodes, too.
+        Whether to look for nodes that have failed, too.
     interval : float, optional
-        Seconds between two looks while nothing changes. Default 3.
+        Time between two looks while nothing changes, in seconds. Default 3.
     """
 
     def __init__(
@@ -116,22 +116,22 @@ class Reconciler:
         self._unmet = UnmetWork(fleet, client, lambda: leadership.leads, log, self._interval)
 
     def poke(self, *_: object) -> None:
-        """Look again now. To be called in the event loop."""
+        """Look again now. Call this in the event loop."""
         self._changed.set()
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, in words."""
+        """The current problem, as a clause. None if there is none."""
         return (
             self._end or self.backoffs.words or self._outage or self._retirements.words or self._unmet.words
         )
 
     async def run(self) -> Outcome:
-        """Keep the cluster for as long as its scheduler is there, and return why it is not kept any more."""
+        """Keep the cluster until its scheduler ends. Return why it ended."""
         watching = [asyncio.create_task(each.run()) for each in (self._unmet, self._watch) if each]
         try:
             while (outcome := await self._look()) is None:
-                # What is on its way is looked at as often as the platform is asked.
+                # While sessions start, look as often as the platform may be asked.
                 on_its_way = self._missing_since.keys() - self._fleet.waits.keys()
                 interval = 0.1 if on_its_way else self._interval
                 pause = min(interval, self.backoffs.shortest_pause or interval)
@@ -142,12 +142,12 @@ class Reconciler:
             await cancel(*watching)
 
     async def close(self) -> None:
-        """Wait for nothing any more that :meth:`step` has begun."""
+        """Stop waiting for all that :meth:`step` has started."""
         await self._retirements.close()
         await cancel(*self._stops)
 
     async def _look(self) -> Outcome | None:
-        """Find what is lost, replace it, and make the sessions agree."""
+        """Find lost sessions, replace them, and run a step."""
         self._changed.clear()
         try:
             self._lost, outcome = await self._find_lost()
@@ -155,11 +155,11 @@ class Reconciler:
                 return outcome
             await self._correct_state()
         except CallFailed:
-            pass  # the outage is told once, however long it lasts
+            pass  # _tell_outage logs it once
         except CMLError as error:
-            logger.warning("The cluster %s cannot be looked after: %s", self._fleet.name, error)
+            logger.warning("Cannot manage cluster %s: %s", self._fleet.name, error)
         except Exception:
-            logger.exception("The cluster %s cannot be looked after", self._fleet.name)
+            logger.exception("Cannot manage cluster %s", self._fleet.name)
         finally:
             self._lost = {}
         self._tell_outage()
@@ -168,14 +168,14 @@ class Reconciler:
     def _tell_outage(self) -> None:
         before, self._outage = self._outage, self._api.problem
         if self._outage and not before:
-            logger.warning("The cluster %s cannot be looked after: %s", self._fleet.name, self._outage)
+            logger.warning("Cannot manage cluster %s: %s", self._fleet.name, self._outage)
         elif before and not self._outage:
-            logger.warning("The cluster %s is looked after again", self._fleet.name)
+            logger.warning("Managing cluster %s again", self._fleet.name)
 
-    # -- what is lost
+    # -- lost sessions
 
     async def _find_lost(self) -> tuple[dict[str, str], Outcome | None]:
-        """Return the workers that are not to be waited for any more, each with the reason."""
+        """Return the workers to replace, each with the reason."""
         now = time.monotonic()
         if scheduler_answers := await self._client.refresh():
             self._heard = time.monotonic()
@@ -197,11 +197,11 @@ class Reconciler:
         if not scheduler_answers:
             if scheduler.session_id not in listing and now - self._heard > _SILENCE:
                 self._end = (
-                    f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and the "
-                    "platform does not tell this session what became of the scheduler's, "
-                    f"{scheduler.session_id}"
+                    f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and CML does "
+                    f"not list its session {scheduler.session_id} here; to check it, run "
+                    "`dask cml list`"
                 )
-                self._log(f"The cluster {self._fleet.name} is left: {self.problem}")
+                self._log(f"Disconnected from cluster {self._fleet.name}: {self.problem}")
                 return {}, Outcome.OUT_OF_SIGHT
             return {}, None
         ended = {key for key, worker in workers.items() if worker.update(listing)}
@@ -214,16 +214,16 @@ class Reconciler:
         assert scheduler is not None
         unharmed = scheduler.info.get("status") in ("succeeded", "stopped")
         if unharmed and await self._record_keeper.is_removed(_DELETED_WITHIN):
-            self._end = "another process has ended it"
+            self._end = "another process shut it down"
         else:
             self._end = await scheduler.failure("ended")
-        self._log(f"The cluster {self._fleet.name} ends: {self.problem}")
+        self._log(f"Cluster {self._fleet.name} shut down: {self.problem}")
 
     def _tell_waiting(self) -> None:
         waits = self._fleet.waits
         if waits and not self._told_waiting:
             n = f"{len(waits)} of {len(self._fleet.keys)} worker sessions"
-            self._log(f"The cluster {self._fleet.name} waits for room for {n}")
+            self._log(f"Cluster {self._fleet.name} waiting for room for {n}")
         self._told_waiting = bool(waits)
 
     def _why_late(self, key: str, worker: CMLWorker) -> str | None:
@@ -233,23 +233,23 @@ class Reconciler:
             if now - self._missing_since[key] > patience:
                 return "lost a Dask worker"
         elif worker.runs_for > worker.options.worker_timeout:
-            return f"did not register within {worker.options.worker_timeout:g} s"
+            return f"did not connect within {worker.options.worker_timeout:g} s"
         return None
 
     def _replace(self, lost: dict[str, str]) -> None:
-        """Put others in the place of lost workers, which are then not lost any more."""
+        """Replace lost workers in the fleet."""
         workers = self._fleet.workers
-        # A session that ended well after it had come was closed on purpose, as when a client retires it.
+        # A session that succeeds after it was connected was closed on purpose, for example by a client.
         closed = {
             key
             for key in lost.keys() & workers.keys()
             if self._fleet.has_registered(key) and workers[key].info.get("status") == "succeeded"
         }
-        # What was not wanted any more while the platform was asked has ended on purpose.
+        # A session that was unwanted before the platform listed it has ended on purpose.
         gone = self._fleet.replace(lost)
         for key in gone:
             if key in closed:
-                self._log(f"The worker {key} was closed; another one takes its place")
+                self._log(f"Worker {key} closed; launching a replacement")
         for group in self._fleet.groups:
             failed = [key for key in gone if key not in closed and self._fleet.group_of(key) == group]
             if failed:
@@ -258,9 +258,9 @@ class Reconciler:
     # -- the sessions
 
     async def step(self) -> None:
-        """Make the sessions agree with the wanted workers, once, as far as the platform does its part."""
+        """Launch and stop sessions until they match the wanted workers, as far as the platform answers."""
         with contextlib.suppress(CallFailed):
-            # Only now that this manager has heard that it leads: another one may have stopped them.
+            # Not before this manager knows that it leads: another leader may have stopped these workers.
             self._replace(self._lost)
             await self._shrink()
             await self._close_unwanted()
@@ -273,20 +273,20 @@ class Reconciler:
         group: str = DEFAULT_GROUP,
         **more: Any,
     ) -> list[str]:
-        """Pick the `n` sessions of a worker group whose end costs least.
+        """Choose the `n` sessions of a worker group that cost least to stop.
 
-        Those that wait for room come first, then those that have not arrived yet.
+        Sessions that wait for room come first, then those that are not connected yet.
 
         Parameters
         ----------
         n : int
-            Sessions.
+            Number of sessions.
         worker_key : callable, optional
-            Groups workers that are closed together or not at all, so that they may be fewer.
+            Groups workers that are closed together or not at all. Then the result may be fewer than `n`.
         group : str
             The worker group.
         **more
-            For ``Scheduler.workers_to_close``.
+            Arguments of ``Scheduler.workers_to_close``.
         """
         wanted, waits = [*self._fleet.group(group).keys], self._fleet.waits
         present = self._fleet.arrived(self._client.observed)
@@ -297,7 +297,7 @@ class Reconciler:
         if not n:
             return chosen
 
-        # Also those of other groups and those that are being retired, which the scheduler may name first.
+        # Include workers of other groups and retiring ones, because the scheduler may name these first.
         workers = {name: key for key in self._fleet.workers for name in self._fleet.dask_names(key)}
 
         def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
@@ -313,20 +313,21 @@ class Reconciler:
         return chosen + list(dict.fromkeys(order))[:n]
 
     async def _shrink(self) -> None:
-        """Take those out of the wanted workers that scale() found to be too many."""
-        self._fleet.replace(self._retirements)  # another manager that led meanwhile counts these
+        """Remove excess sessions from the wanted ones, after scale()."""
+        self._fleet.replace(self._retirements)  # another manager that led meanwhile wants these
         for group in self._fleet.groups:
             while (excess := self._fleet.group(group).excess) > 0:
                 self._fleet.trim(await self.choose(excess, group=group), group)
 
     async def _close_unwanted(self) -> None:
-        """Stop the sessions of workers that are not wanted and hold nothing any more."""
+        """Stop the sessions of unwanted workers that hold no data any more."""
         fleet = self._fleet
         retired = await self._retirements.carry_on(fleet.unwanted_workers.keys())
-        # It may have found that some are wanted nevertheless, and another manager may have stopped others.
+        # Some may be wanted again because of their data, and another manager may have stopped others.
         closing = {key: worker for key, worker in fleet.unwanted_workers.items() if key in retired}
         kept = [worker for key, worker in fleet.workers.items() if key not in closing]
-        # Also what nobody has, such as half a session of a refused launch that could not be stopped then.
+        # Also sessions without a worker, such as the engine of a refused launch that could not be stopped
+        # before.
         known = {each.session_id for each in (self._launcher.scheduler, *kept) if each is not None}
         known.update(*self._stops.values())
         if ids := self._api.live - known:
@@ -337,7 +338,7 @@ class Reconciler:
                 fleet.stopped(key)
 
     async def _stop(self, ids: set[str]) -> None:
-        """Stop sessions in a task of its own, so that a call which hangs holds up no other."""
+        """Stop sessions in a task, so that a call that hangs blocks no other."""
         task = asyncio.create_task(self._api.stop(*sorted(ids)))
         self._stops[task] = ids
         task.add_done_callback(self._stopped)
@@ -382,7 +383,8 @@ class Reconciler:
                 else:
                     fleet.launched(key, worker)
 
-        # No more than the API takes at once, so that a quota met by a hundred launches is not asked for each.
+        # As many at once as the API allows, so that an exhausted quota refuses only a few of a hundred
+        # launches.
         await asyncio.gather(*[launch() for _ in range(self._api.threads)])
         for group, keys in missing.items():
             if group in refusals:

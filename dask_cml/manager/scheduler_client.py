@@ -1,6 +1,6 @@
-"""What a manager asks of the scheduler.
+"""A manager's requests to the scheduler.
 
-Nothing else in a manager reads what Dask keeps of the scheduler, or waits for its answers.
+Only this module reads the state that Dask keeps of the scheduler, and waits for the scheduler's answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: An answer may take so long, and only so long once the connection for changes has ended.
+#: Seconds for an answer: normally, and after the connection for changes has ended.
 _ANSWER_TIMEOUT, _GONE_TIMEOUT = 10.0, 1.0
 
 
@@ -32,16 +32,16 @@ class _Answer:
 
 
 class SchedulerClient:
-    """A manager's connection to the scheduler, with a limit to every wait.
+    """A manager's connection to the scheduler, with a time limit for every answer.
 
     Attributes
     ----------
     info : mapping
-        What the scheduler said of itself and its workers, as ``Scheduler.identity`` does.
+        The last information of the scheduler on itself and its workers, from ``Scheduler.identity``.
     comm : distributed.core.rpc or None
-        The connection; None before :meth:`connect`.
+        The connection. None before :meth:`connect`.
     connection_args : dict
-        What connections to the scheduler need, e.g. its keys.
+        Arguments of connections to the scheduler, such as its keys.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class SchedulerClient:
         self.comm = rpc(address, connection_args=self.connection_args)
 
     def listen(self, changes: asyncio.Future[None]) -> None:
-        """Learn of the scheduler's end by the task that hears of its workers: it ends with its connection.
+        """Notice the scheduler's end by the task that receives changes of its workers and ends with it.
 
         Parameters
         ----------
@@ -69,7 +69,7 @@ class SchedulerClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the scheduler tells of workers that come and go."""
+        """Whether the scheduler sends changes of its workers."""
         return self._changes is not None and not self._changes.done()
 
     @property
@@ -78,7 +78,7 @@ class SchedulerClient:
         return {worker["name"] for worker in self.info["workers"].values()}
 
     async def ask(self, call: Coroutine[Any, Any, T]) -> T:
-        """Wait for what the scheduler answers, but not for long once it is most likely gone.
+        """Wait for an answer of the scheduler. Wait only briefly if the scheduler has probably ended.
 
         Parameters
         ----------
@@ -88,7 +88,7 @@ class SchedulerClient:
         Raises
         ------
         OSError, asyncio.TimeoutError
-            If it does not answer.
+            If the scheduler does not answer.
         """
         asking: asyncio.Future[Any] = asyncio.ensure_future(call)
         try:
@@ -101,10 +101,10 @@ class SchedulerClient:
             asking.cancel()
 
     async def refresh(self) -> bool:
-        """Learn the scheduler's workers; return whether it answers.
+        """Update the scheduler's workers. Return whether the scheduler answers.
 
-        Dask's worker-status plugin tells changes as they come, but to one manager only: another one that
-        connects takes its place without a word.
+        Dask's worker-status plugin sends changes at once, but only to one manager. Another one that connects
+        replaces it silently.
         """
         try:
             ncores = await self.ask(self.comm.ncores())
@@ -115,28 +115,28 @@ class SchedulerClient:
         return True
 
     async def sync(self, **message: Any) -> dict[str, Any]:
-        """Tell what has changed here, and return what all managers agree on; see ``CMLSchedulerPlugin``.
+        """Send changes, and return the state that all managers share; see ``CMLSchedulerPlugin``.
 
         Raises
         ------
         OSError, asyncio.TimeoutError
             If the scheduler does not answer.
         ValueError
-            If it does not know this manager.
+            If the scheduler does not know this manager.
         """
         return await self.ask(self.comm.cml_sync(**message))
 
     async def demand(self, cluster: str, max_age: float = 0.0) -> dict[str, Any]:
-        """Return the work that the scheduler knows, and the sessions of the cluster; see ``known_demand``.
+        """Return the work that the scheduler knows, and the cluster's sessions; see ``known_demand``.
 
-        All who ask at once share one answer, or its error: the first asks, and the others wait for it.
+        Concurrent callers share one answer, or its error.
 
         Parameters
         ----------
         cluster : str
             The cluster's name.
         max_age : float
-            Seconds. A younger answer is used again.
+            Maximum age of an answer to use again, in seconds.
 
         Raises
         ------
@@ -159,16 +159,16 @@ class SchedulerClient:
     async def cheapest(
         self, n: int, key: Callable[[WorkerState], Hashable] | None = None, **more: Any
     ) -> list[str]:
-        """Return the names of `n` Dask workers whose end costs least; none if the scheduler does not answer.
+        """Return the names of `n` Dask workers that cost least to close. Return none without an answer.
 
         Parameters
         ----------
         n : int
-            Dask workers.
+            Number of Dask workers.
         key : callable, optional
             Groups workers that are closed together or not at all.
         **more
-            For ``Scheduler.workers_to_close``.
+            Arguments of ``Scheduler.workers_to_close``.
         """
         pickled = pickle.dumps(key) if key else None
         try:
@@ -178,25 +178,25 @@ class SchedulerClient:
         return list(names)
 
     async def retire(self, names: Collection[str]) -> set[str]:
-        """Have Dask workers hand over their data and close, however long that takes.
+        """Move the data of Dask workers to others and close them, without a time limit.
 
         Returns
         -------
         set of str
-            The names of those that did.
+            The names of the closed workers.
         """
-        # SpecCluster hands names over where addresses are meant (`retire_workers(workers=...)`), so its
-        # workers are closed with the data on them.
+        # SpecCluster passes names instead of addresses (`retire_workers(workers=...)`), so its workers are
+        # closed with their data.
         retired = await self.comm.retire_workers(names=sorted(names))
         return {info["name"] for info in retired.values()}
 
     async def drop(self, names: Collection[str]) -> None:
-        """Have the scheduler take Dask workers for lost, so that their tasks run elsewhere.
+        """Make the scheduler count Dask workers as lost, so that their tasks run elsewhere.
 
         Parameters
         ----------
         names : collection of str
-            Their names.
+            The names of the workers.
 
         Raises
         ------
@@ -209,9 +209,9 @@ class SchedulerClient:
             await self.ask(self.comm.unregister(address=address, stimulus_id=stimulus))
 
     async def last_heard(self, names: Collection[str]) -> dict[str, float]:
-        """Return when the scheduler heard of Dask workers, by its own clock, by their names.
+        """Return when the scheduler last heard of Dask workers, by its own clock, by their names.
 
-        It is empty while the scheduler does not answer.
+        The result is empty if the scheduler does not answer.
         """
         try:
             scheduler = await self.ask(self.comm.identity())

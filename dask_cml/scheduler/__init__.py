@@ -1,1 +1,1 @@
-"""What runs inside the scheduler's process."""
+"""The code that runs in the scheduler's process."""

@@ -1,7 +1,7 @@
-"""Spread tasks that need resources among the workers that offer these.
+"""Spreads tasks that need resources among the workers that offer them.
 
-Dask gives all tasks that wait for a resource to the first worker that comes with it. Its work stealing moves
-tasks to idle workers only, and no worker is idle while other tasks are queued.
+Dask gives all tasks that wait for a resource to the first worker that offers it. Its work stealing moves
+tasks only to idle workers, and no worker is idle while other tasks are queued.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from distributed.scheduler import Scheduler, TaskState, WorkerState
 
 from dask_cml.scheduler.demand import Needs, duration_of, needs_of, restriction_of
 
-#: So many tasks of all workers are looked at, and so many of each at least.
+#: Maximum number of tasks to look at, of all workers together, and minimum for each worker.
 _MOST, _LEAST = 5000, 10
 _ROUNDING = 1e-6
 
@@ -25,7 +25,7 @@ def spread(scheduler: Scheduler) -> None:
     Parameters
     ----------
     scheduler : Scheduler
-        The scheduler. Its work stealing moves the tasks: one that has begun stays where it is.
+        The scheduler. Its work stealing moves the tasks, except those that run already.
     """
     stealing = scheduler.extensions.get("stealing")
     offering = [worker for worker in scheduler.running if worker.resources]
@@ -61,13 +61,13 @@ def spread(scheduler: Scheduler) -> None:
 
 
 def _slots(worker: WorkerState, needs: Needs) -> int:
-    """Return how many tasks with these needs a worker runs at a time."""
+    """Return how many tasks with these needs a worker runs at once."""
     offers = [worker.resources.get(name, 0.0) / need for name, need in needs if need > 0]
     return math.floor(min([worker.nthreads, *offers]) + _ROUNDING)
 
 
 def _last(worker: WorkerState, tasks: list[TaskState], n: int) -> list[TaskState]:
-    """Return the tasks that a worker runs last, all but `n` of them; none that is running."""
+    """Return the tasks that a worker runs last: all but the first `n`, without running ones."""
     running = {task.key for task in worker.executing}
     return [
         task for task in sorted(tasks, key=lambda task: task.priority or ())[n:] if task.key not in running

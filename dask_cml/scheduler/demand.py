@@ -1,6 +1,6 @@
-"""What work a scheduler knows, by the resources that it needs, and what is there to do it.
+"""The work that a scheduler knows, by the resources it needs, and the sessions that can do it.
 
-Dask's ``Scheduler.adaptive_target`` ignores resources, so it cannot say which sessions the work needs.
+Dask's ``Scheduler.adaptive_target`` ignores resources, so it does not know which sessions the work needs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from distributed.scheduler import Scheduler, TaskState, WorkerState
 
 from dask_cml.naming import read_name
 
-#: More tasks than these are judged by an even sample of them. Queued ones need no more, as they differ in
-#: their durations only: the scheduler does not queue a task that needs resources.
+#: Maximum numbers of tasks to look at. Of more, an even sample is enough. Queued tasks need fewer, because
+#: they differ in their durations only: the scheduler queues no tasks that need resources.
 _MOST_QUEUED, _MOST_OTHERS = 100, 2000
-#: Of those that a worker processes, however many workers there are.
+#: Minimum number of tasks to look at for each worker.
 _LEAST = 3
-#: Different needs, and different restrictions to workers, in one answer.
+#: Maximum numbers of different needs, and of different restrictions to workers, in one answer.
 _MOST_NEEDS, _MOST_RESTRICTIONS = 100, 20
-#: Of a restriction's workers and hosts.
+#: Maximum number of workers and hosts to name for one restriction.
 _MOST_NAMES = 3
-#: A session is lent if it only processes few tasks that need none of its resources, and not for long.
+#: A session is lent if it processes at most this many tasks, which need none of its resources, for less than
+#: this many seconds.
 _MOST_LENT, _LENT_SECONDS = 100, 10.0
 
 _STATES = ("unrunnable", "queued", "processing")
@@ -34,7 +35,7 @@ Needs = tuple[tuple[str, float], ...]
 
 
 class _Work:
-    """Tasks by what they need."""
+    """Tasks by their needs."""
 
     def __init__(self) -> None:
         self._known: dict[Needs, dict[str, float]] = {}
@@ -73,14 +74,14 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     -------
     dict
         ``work`` lists, for each need of resources: ``resources`` by name; the numbers of tasks that are
-        ``unrunnable`` because no worker can run them now, ``queued``, and ``processing``; and their
-        ``seconds`` by Dask's own durations.
+        ``unrunnable`` because no connected worker can run them, ``queued``, and ``processing``; and their
+        duration in ``seconds`` by Dask's own estimates.
         ``restricted`` lists unrunnable tasks that only certain workers may run, which are not in ``work``:
         ``names`` of some of these workers or hosts, and the number of ``tasks``.
-        ``groups`` has, for each worker group that has sessions: the number of ``sessions``; that of the
-        ``busy`` ones, which process tasks or are part of a shuffle; the numbers of ``lent`` ones in their
-        names, which are busy with nothing but a few tasks that need no resources and have not run for long;
-        the ``managed`` bytes and the memory ``limit`` in bytes.
+        ``groups`` contains, for each worker group with sessions: the number of ``sessions``; the number of
+        ``busy`` ones, which process tasks or take part in a shuffle; the numbers of ``lent`` ones in their
+        names, which only process a few short tasks without needs; the ``managed`` bytes and the memory
+        ``limit`` in bytes.
     """
     work = _Work()
     restricted: dict[tuple[str, ...], float] = {}
@@ -115,11 +116,11 @@ def _add_processing(work: _Work, scheduler: Scheduler, worker: WorkerState) -> N
     running = len(worker.processing) - len(worker.long_running)
     most = max(_LEAST, _MOST_OTHERS // len(scheduler.workers))
     tasks, _ = _sample(worker.processing, most)
-    # As in Dask's occupancy, tasks that have left their thread by secede() need none.
+    # As in Dask's occupancy, tasks that have left their thread by secede() count nothing.
     durations = {task: duration_of(scheduler, task) for task in tasks if task not in worker.long_running}
     total = sum(durations.values())
     for task, duration in durations.items():
-        # The occupancy also has the time of transfers.
+        # The occupancy includes the time of transfers.
         seconds = worker.occupancy * duration / total if total else 0.0
         if not restriction_of(task):
             work.add(needs_of(task), "processing", running / len(durations), seconds)
@@ -154,20 +155,20 @@ def _is_lent(worker: WorkerState, closable: set[str]) -> bool:
 
 
 def _sample(tasks: Collection[TaskState], most: int) -> tuple[list[TaskState], float]:
-    """Return about as many tasks as asked for, or all, and how many each stands for."""
-    # A prime number finds all of those that come in turns.
+    """Return a sample of about `most` tasks, or all, and the number of tasks that each one represents."""
+    # A prime step includes all kinds of tasks that alternate.
     step = next(n for n in count(-(-len(tasks) // most) or 1) if all(n % d for d in range(2, isqrt(n) + 1)))
     sample = [*islice(tasks, 0, None, step)]
     return sample, len(tasks) / len(sample) if sample else 0.0
 
 
 def needs_of(task: TaskState) -> Needs:
-    """Return what resources a task needs, and how much of each."""
+    """Return the resources that a task needs, with the amounts."""
     return tuple(sorted(task.resource_restrictions.items())) if task.resource_restrictions else ()
 
 
 def restriction_of(task: TaskState) -> tuple[str, ...]:
-    """Return some of the workers and hosts that alone may run a task; none if all may."""
+    """Return some of the workers and hosts that a task is restricted to. Return none if any may run it."""
     if task.loose_restrictions or not (task.worker_restrictions or task.host_restrictions):
         return ()
     names = {*(task.worker_restrictions or ()), *(task.host_restrictions or ())}
@@ -175,9 +176,9 @@ def restriction_of(task: TaskState) -> tuple[str, ...]:
 
 
 def duration_of(scheduler: Scheduler, task: TaskState) -> float:
-    """Return how long a task takes, as the scheduler's occupancy has it."""
+    """Return the duration of a task, as in the scheduler's occupancy, in seconds."""
     prefix = task.prefix
     if prefix.duration_average >= 0:
         return float(prefix.duration_average)
-    # One that was observed to run, and has not ended yet.
+    # Some tasks with this prefix are running, but none has finished yet.
     return float(2 * prefix.max_exec_time if prefix.max_exec_time > 0 else scheduler.UNKNOWN_TASK_DURATION)

@@ -1,7 +1,7 @@
-"""Checks of what managers send to the scheduler.
+"""Checks of messages from managers to the scheduler.
 
-The scheduler's port takes messages from every program that reaches it, also from broken or hostile ones. What
-is not what a manager sends is refused as a whole, before anything changes.
+The scheduler's port takes messages from all programs that reach it, including faulty and hostile ones. The
+checks refuse an invalid message as a whole, before anything changes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dask_cml.checks import is_session_id
 from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME
 
-#: Of workers, of sessions, of whatever a message counts or lists.
+#: Maximum number of items in a message, and of workers and sessions.
 _MOST = 100_000
 _MOST_GROUPS = 1_000
 _LONGEST_TEXT = 300
@@ -21,19 +21,19 @@ _MOST_INFO = 20
 
 
 def check_manager(value: object) -> None:
-    """Refuse what cannot be a manager's id.
+    """Refuse a value that is not the id of a manager.
 
     Raises
     ------
     ValueError
-        That says what was expected. So do all functions of this module.
+        If the value is invalid. All functions of this module raise this error.
     """
     if not isinstance(value, str) or not re.fullmatch(r"[\w.-]{1,64}", value):
         raise _invalid("manager", value, "1 to 64 letters and digits")
 
 
 def check_info(value: object) -> None:
-    """Refuse what is more than a few words on a manager."""
+    """Refuse a value that is not a short description of a manager."""
     allowed = f"a mapping of at most {_MOST_INFO} names to text or numbers"
     if not isinstance(value, Mapping) or len(value) > _MOST_INFO:
         raise _invalid("info", value, allowed)
@@ -43,19 +43,19 @@ def check_info(value: object) -> None:
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuse what is not a span of time."""
+    """Refuse a value that is not a duration."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LONGEST_TIME:
         raise _invalid(name, value, "seconds as a number above 0")
 
 
 def check_orphan_timeout(value: object) -> None:
-    """Refuse what is neither a span of time nor None."""
+    """Refuse a value that is neither a duration nor None."""
     if value is not None:
         check_seconds("orphan_timeout", value)
 
 
 def check_wanted(value: object) -> None:
-    """Refuse what does not give a number of worker sessions, or None, for worker groups' names."""
+    """Refuse a value that is not a mapping of worker groups to numbers of worker sessions, or None."""
     allowed = f"a mapping of worker groups to whole numbers from 0 to {_MOST}, or None"
     if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
         raise _invalid("wanted", value, allowed)
@@ -66,8 +66,8 @@ def check_wanted(value: object) -> None:
 
 
 def check_adapts(value: object) -> None:
-    """Refuse what does not give the limits of adaptive scaling for worker groups' names."""
-    allowed = "a mapping of worker groups to a minimum from 0 and a maximum that is not less"
+    """Refuse a value that is not a mapping of worker groups to limits of adaptive scaling."""
+    allowed = "a mapping of worker groups to a minimum of at least 0 and a maximum of at least the minimum"
     if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
         raise _invalid("adapts", value, allowed)
     for group, limits in value.items():
@@ -80,7 +80,7 @@ def check_adapts(value: object) -> None:
 
 
 def check_launched(value: object) -> None:
-    """Refuse what does not give a session's id for each worker's name."""
+    """Refuse a value that is not a mapping of workers' names to session ids."""
     allowed = "a mapping of workers' names to sessions' ids"
     if not isinstance(value, Mapping) or len(value) > _MOST:
         raise _invalid("launched", value, allowed)
@@ -90,7 +90,7 @@ def check_launched(value: object) -> None:
 
 
 def check_owners(value: object) -> None:
-    """Refuse what does not name an owner for workers' names."""
+    """Refuse a value that is not a mapping of workers' names to owners."""
     allowed = "a mapping of workers' names to the ids of their sessions' owners"
     if not isinstance(value, Mapping) or len(value) > _MOST:
         raise _invalid("owners", value, allowed)
@@ -100,13 +100,13 @@ def check_owners(value: object) -> None:
 
 
 def check_cluster(value: object) -> None:
-    """Refuse what cannot be a cluster's name."""
+    """Refuse a value that is not the name of a cluster."""
     if not _is_text(value):
         raise _invalid("cluster", value, "a cluster's name")
 
 
 def check_names(name: str, value: object) -> None:
-    """Refuse what is not a list of workers' names."""
+    """Refuse a value that is not a list of workers' names."""
     if not isinstance(value, (list, tuple)) or len(value) > _MOST or not all(map(_is_text, value)):
         raise _invalid(name, value, "a list of workers' names")
 

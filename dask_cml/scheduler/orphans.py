@@ -1,4 +1,4 @@
-"""When a scheduler has neither a manager nor a client any more, so that its cluster is an orphan."""
+"""Finds out when a cluster is an orphan: its scheduler has neither a manager nor a client."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distributed.scheduler import ClientState
 
 from dask_cml.wire import SERVES, WATCHES
 
-# The scheduler's own logs, as cluster.get_logs() returns them, are those below this name.
+# The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 _LATE = 2.0
-#: A client whose network is silent rather than closed is gone after so long: it sends a heartbeat every 5 s,
-#: or less often when there are very many.
+#: Seconds after which a client with a silent network counts as disconnected. Clients send a heartbeat every
+#: 5 s, or less often if there are very many.
 _CLIENT_SILENCE = 60.0
-#: These are no programs of users: Dask's own for tasks that nobody waits for, and those of tasks in workers.
+#: Not users' programs: Dask's own client for tasks that nobody waits for, and clients of tasks in workers.
 _NO_USERS = ("fire-and-forget", "Client-worker-")
 
 
@@ -33,19 +33,19 @@ class _Manager:
 
     @property
     def keeps(self) -> bool:
-        """Whether the cluster is no orphan while this manager is there."""
+        """Whether this manager keeps the cluster from being an orphan."""
         return not self.info.get(WATCHES)
 
 
 class OrphanWatch:
-    """Knows which managers and clients are there, and since when there are none.
+    """Tracks which managers and clients are connected, and since when there are none.
 
     Parameters
     ----------
     clients : mapping of str to ClientState
-        The scheduler's, as they are at each look.
+        The scheduler's clients, which may change.
     timeout : float or None
-        Seconds without a manager and without a client after which a cluster is an orphan. None: never.
+        Time without a manager and a client after which a cluster is an orphan, in seconds. None: never.
     """
 
     def __init__(self, clients: Mapping[str, ClientState], timeout: float | None) -> None:
@@ -57,18 +57,18 @@ class OrphanWatch:
         self._looked = time.monotonic()
 
     def hear(self, manager: str, info: Mapping[str, Any], silence: float, comm: Comm) -> None:
-        """Note that a manager is there.
+        """Record a manager's heartbeat.
 
         Parameters
         ----------
         manager : str
-            Its id.
+            The manager's id.
         info : mapping
-            What it tells of itself.
+            The manager's description of itself.
         silence : float
-            Seconds after which it is gone if nothing more is heard of it.
+            Time without a heartbeat after which the manager counts as disconnected, in seconds.
         comm : Comm
-            When it closes, the manager is gone.
+            The manager's connection. When it closes, the manager is disconnected.
         """
         if manager not in self._managers:
             logger.info("Manager %s connected: %s", manager, dict(info))
@@ -77,7 +77,7 @@ class OrphanWatch:
             self._alone_since = None
 
     def has(self, manager: str) -> bool:
-        """Return whether a manager is there, by its id."""
+        """Return whether the manager with this id is connected."""
         return manager in self._managers and not self._managers[manager].comm.closed()
 
     @property
@@ -86,7 +86,7 @@ class OrphanWatch:
         return any(each.info.get(SERVES) and not each.comm.closed() for each in self._managers.values())
 
     def look(self, now: float) -> bool:
-        """Look who is there, and return whether the cluster is an orphan.
+        """Check which managers and clients are connected. Return whether the cluster is an orphan.
 
         Parameters
         ----------
@@ -97,13 +97,13 @@ class OrphanWatch:
         self._looked = now
         seen = {key: client.last_seen for key, client in self._scheduler_clients.items()}
         seen = {key: each for key, each in seen.items() if not key.startswith(_NO_USERS)}
-        # Not the age of last_seen: that would be wrong when the clock is set.
+        # Not the age of last_seen, which would be wrong after the clock is set.
         old = self._clients
         self._clients = {
             key: old[key] if key in old and old[key][0] == each else (each, now) for key, each in seen.items()
         }
         if late:
-            # The process or its loop stood still: what was sent meanwhile is heard only now.
+            # The process or its event loop was stopped: heartbeats from that time arrive only now.
             self._alone_since = None
             self._clients = {key: (each, now) for key, each in seen.items()}
             for manager in self._managers.values():

@@ -1,7 +1,7 @@
-"""What runs in the scheduler: it ends a cluster that nobody has any more, and shows its dashboard.
+"""The scheduler plugin: it shuts down orphans, shares state among managers, and forwards the dashboard.
 
-A scheduler that ends with its maker preloads the plugin, for the maker may be killed before it
-connects. A manager registers the plugin where it is not there, and says every few seconds that it is; see
+A scheduler that ends with its creator preloads the plugin, because the creator may be killed before it
+connects. Managers register the plugin otherwise, and send a heartbeat every few seconds; see
 :mod:`dask_cml.manager.presence`.
 """
 
@@ -33,7 +33,7 @@ from dask_cml.scheduler.orphans import OrphanWatch
 from dask_cml.scheduler.shared_state import SharedState
 from dask_cml.wire import DEMAND, FORWARD, HEARTBEAT, SYNC, Tunnel, unbuffered
 
-# The scheduler's own logs, as cluster.get_logs() returns them, are those below this name.
+# The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 NAME = "dask-cml"
@@ -42,12 +42,12 @@ _LOOK_INTERVAL = 0.5
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
-    """Ends a scheduler that has no manager and no client, says what work it knows, and carries its dashboard.
+    """Shuts down an orphan, reports the known work, and forwards the dashboard.
 
     Parameters
     ----------
     orphan_timeout : float or None
-        Seconds without a manager and without a client after which the scheduler closes. None: never.
+        Time without a manager and a client after which the scheduler closes, in seconds. None: never.
     """
 
     name = NAME
@@ -57,8 +57,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._orphan_timeout = orphan_timeout
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Add the handlers to the scheduler, and begin to look who is there."""
-        # Here nothing may wait: another registration would come in between.
+        """Add the handlers to the scheduler, and start to look for managers and clients."""
+        # Without an await, because another registration could come in between.
         self._scheduler = scheduler
         self._watch = OrphanWatch(scheduler.clients, self._orphan_timeout)
         self._state = SharedState(self._watch.has)
@@ -74,7 +74,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._beating = asyncio.create_task(self._keep_beating())
 
     async def close(self) -> None:
-        """End with the scheduler."""
+        """Stop all tasks when the scheduler closes."""
         self._looking.stop()
         self._spreading.stop()
         await cancel(self._beating)
@@ -86,25 +86,25 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def heartbeat(
         self, comm: Comm, manager: str, info: Mapping[str, Any], silence: float, **more: Any
     ) -> dict[str, Any]:
-        """Note that a manager is there, for as long as it keeps its connection; return ``orphan_timeout``.
+        """Record a manager's heartbeat. Return ``orphan_timeout``.
 
         Parameters
         ----------
         comm : Comm
-            When it closes, the manager is gone.
+            The manager's connection. When it closes, the manager is disconnected.
         manager : str
-            Its id.
+            The manager's id.
         info : mapping
-            What it tells of itself.
+            The manager's description of itself.
         silence : float
-            Seconds after which it is gone if nothing more is heard of it.
+            Time without a heartbeat after which the manager counts as disconnected, in seconds.
         **more
-            ``orphan_timeout``, if it is to be changed.
+            ``orphan_timeout``, to change it.
 
         Raises
         ------
         ValueError
-            If this is not what a manager sends. Nothing changes then.
+            If the message is invalid. Nothing changes then.
         """
         messages.check_manager(manager)
         messages.check_info(info)
@@ -116,7 +116,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return {"orphan_timeout": self._watch.timeout}
 
     def demand(self, cluster: str) -> dict[str, Any]:
-        """Return the work that the scheduler knows, and the sessions of a cluster, as ``known_demand`` does.
+        """Return the work that the scheduler knows, and the sessions of a cluster, from ``known_demand``.
 
         Parameters
         ----------
@@ -126,7 +126,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         Raises
         ------
         ValueError
-            If this is not what a manager sends.
+            If the message is invalid.
         """
         messages.check_cluster(cluster)
         return known_demand(self._scheduler, cluster)
@@ -158,11 +158,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     async def _look(self) -> None:
         if self._watch.look(time.monotonic()):
             reason = f"orphaned: no manager and no client for {self._watch.timeout:g} s"
-            logger.warning("The scheduler closes: %s", reason)
+            logger.warning("Scheduler closed: %s", reason)
             await self._scheduler.close(reason=reason)
 
     async def _keep_beating(self) -> None:
-        """Leave signs of life in the cluster's folder, where the scheduler has written its file."""
+        """Leave signs of life in the cluster's folder, if the scheduler writes its scheduler file there."""
         while self._scheduler.scheduler_file:
             await asyncio.to_thread(pulse.beat, Path(self._scheduler.scheduler_file).parent)
             await asyncio.sleep(pulse.INTERVAL)
@@ -170,24 +170,24 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     # -- the dashboard
 
     async def forward(self, comm: Comm, **more: Any) -> Any:
-        """Connect a comm with the dashboard, and carry bytes until both have ended.
+        """Connect a comm to the dashboard, and carry bytes until both directions have ended.
 
         Parameters
         ----------
         comm : Comm
-            It is used for nothing else any more.
+            The connection, which is then used for nothing else.
         """
         try:
-            # The dashboard and nothing else: whoever asks has no say in where this leads.
+            # Only to the dashboard: the message cannot choose another port.
             reader, writer = await asyncio.open_connection("127.0.0.1", self._dashboard_port())
         except OSError as error:
-            return {"status": "error", "message": f"its dashboard does not answer: {error}"}
+            return {"status": "error", "message": f"the scheduler's dashboard does not answer: {error}"}
         self._forwards.add(comm)
         try:
             await comm.write({"status": "OK"})
             await Tunnel(comm, reader, unbuffered(writer)).run()
         except OSError as error:
-            logger.debug("A connection to the dashboard ends: %r", error)
+            logger.debug("Connection to the dashboard ended: %r", error)
         finally:
             self._forwards.discard(comm)
             comm.abort()
@@ -203,6 +203,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
 
 async def dask_setup(scheduler: Scheduler) -> None:
-    """Have the plugin from the scheduler's first moment on, as ``dask scheduler --preload`` calls it."""
+    """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
     plugin = CMLSchedulerPlugin(setting("orphan-timeout", seconds))
     await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

@@ -1,10 +1,10 @@
-"""What the managers of one cluster have in common, kept by its scheduler.
+"""The state that the managers of one cluster share, in its scheduler.
 
-Dask's scheduler tells changes of its workers to one manager only, and nobody tells a manager what another
-one wants. So one of them leads: it alone launches and stops sessions. For each worker group, it goes by the
-number that was asked for last, whichever manager was asked. The others follow and show what there is. A
-manager that is asked to scale leads from then on; when the leader goes, the next that is heard of takes over.
-The limits of adaptive scaling are kept beyond the manager that scales, for another one to go on.
+Dask's scheduler sends changes of its workers to one manager only, and managers do not know each other's
+targets. So one of them leads: only the leader launches and stops sessions. For each worker group, it uses
+the number that was requested last, from any manager. The others follow. A manager that is asked to scale
+becomes the leader. If the leader disconnects, the next manager that sends a heartbeat takes over. The limits
+of adaptive scaling are kept when their manager disconnects, so that another one can continue.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dask_cml.scheduler import messages
 
 @dataclass
 class SharedState:
-    """The state of one cluster as its managers share it.
+    """The state of one cluster that its managers share.
 
     Parameters
     ----------
     is_here : callable
-        Says of a manager, by its id, whether it is there.
+        Returns whether the manager with an id is connected.
     """
 
     is_here: Callable[[str], bool]
@@ -43,36 +43,36 @@ class SharedState:
         owners: Mapping[str, str] | None = None,
         adapts: Mapping[str, Mapping[str, float]] | None = None,
     ) -> dict[str, Any]:
-        """Take in what a manager tells, and return what it should know.
+        """Take a manager's changes, and return the current state.
 
         Parameters
         ----------
         manager : str
-            Who tells it.
+            The manager's id.
         wanted : mapping of str to int, optional
-            It was asked for so many sessions of these worker groups, and leads from now on. None: the group
-            has gone.
+            For worker groups that this manager was asked to scale, the number of sessions. The manager leads
+            from now on. None: the group was removed.
         launched : mapping of str to str, optional
-            Worker sessions that it launched: session id by worker name.
+            For the name of each worker that it launched, the id of its session.
         gone : sequence of str
-            Names of workers whose sessions it has stopped.
+            The names of workers whose sessions it has stopped.
         owners : mapping of str to str, optional
-            The owners of sessions that it launched, by worker name.
+            For the name of each worker that it launched, the owner of its session.
         adapts : mapping of str to mapping, optional
             The ``minimum`` and ``maximum`` of the groups in `wanted` that it scales adaptively.
 
         Returns
         -------
         dict
-            ``leader``, ``wanted``, ``sessions`` and ``owners``, as they are now. ``asked`` has the manager
-            that was asked to scale each group last; the leader may be another one since then. ``adapts`` has
-            the limits of each group that adapts, with ``attended``: whether the manager is there that scales
-            it.
+            The current ``leader``, ``wanted``, ``sessions`` and ``owners``. ``asked`` contains for each
+            group the manager that was asked last to scale it; the leader may have changed since then.
+            ``adapts`` contains the limits of each adaptive group, with ``attended``: whether the manager
+            that scales it is connected.
 
         Raises
         ------
         ValueError
-            If this is not what a manager sends, or not from one that is here. Nothing changes then.
+            If the message is invalid, or its manager is not connected. Nothing changes then.
         """
         messages.check_manager(manager)
         messages.check_launched(launched or {})
@@ -81,7 +81,7 @@ class SharedState:
         messages.check_wanted(wanted or {})
         messages.check_adapts(adapts or {})
         if not self.is_here(manager):
-            raise ValueError(f"invalid manager={manager!r}: expected one that sends heartbeats")
+            raise ValueError(f"invalid manager={manager!r}: expected a manager that sends heartbeats")
         self.sessions.update(launched or {})
         self.owners.update(owners or {})
         for name in gone:

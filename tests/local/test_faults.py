@@ -279,15 +279,15 @@ def test_cleared_faults_hit_nothing(platform):
         ("nonsense", {}, "refused, fails"),
         ("fails", {"times": 0}, "times"),
         ("fails", {"skip": -1}, "skip"),
-        ("fails", {"seconds": 1}, "no seconds"),
-        ("fails", {"status": 503}, "no status"),
+        ("fails", {"seconds": 1}, "invalid seconds=1: expected None"),
+        ("fails", {"status": 503}, "invalid status=503: expected None"),
         ("fails", {"function": "list_workers"}, "function"),
         ("slow", {}, "seconds"),
         ("slow", {"seconds": -1}, "seconds"),
         ("invisible", {}, "seconds"),
         ("error", {"function": "nonsense"}, "launch_workers"),
         ("answer", {"function": "stop_workers"}, "status"),
-        ("error", {"message": "no"}, "no message"),
+        ("error", {"message": "no"}, "invalid message='no': expected None"),
     ],
 )
 def test_faults_that_make_no_sense_are_refused(platform, kind, options, words):

@@ -164,7 +164,7 @@ def test_sessions_end_with_the_process_that_is_their_engine(platform, until):
     code = f"from dask_cml import local\nwith local.engine('mine'): {LAUNCH}; {FOREVER}"
     with started(code) as mine:
         until(lambda: statuses(platform) == {("mine", ""): "running"})
-        with pytest.raises(ValueError, match="does not end with a process"):
+        with pytest.raises(ValueError, match="other than an engine"):
             platform.end_engine("mine")
         mine.kill()
     until(lambda: statuses(platform) == {("mine", ""): "stopped"})
