@@ -5,8 +5,7 @@ For new code, use :class:`~dask_cml.CMLCluster`: it launches all sessions at onc
 workers, encrypts, and stops its sessions itself.
 
 **These clusters are open**, like the prototype's: anyone who reaches the scheduler can run code as you. They
-have no keys, because the values that the functions return cannot contain them. ``cml.security`` has no
-effect.
+have no keys, because the functions cannot return them. ``cml.security`` has no effect.
 
 Apart from the functions' parameters, the clusters use Dask's configuration like a CMLCluster
 (``cml.platform``, ``cml.env``, ``cml.worker-args`` and so on). Each function that launches sessions writes
@@ -153,9 +152,8 @@ def run_scheduler(
     Raises
     ------
     RuntimeError
-        If the session is refused or fails, waits for room longer than ``cml.pending-timeout`` (15 minutes),
-        or runs and its scheduler does not answer within ``cml.scheduler-timeout`` (90 s). The session is
-        stopped then.
+        If the session is refused, fails, or exceeds ``cml.pending-timeout`` (15 minutes) or
+        ``cml.scheduler-timeout`` (90 s). The session is stopped then.
     TypeError, ValueError
         If an argument is invalid. Nothing is launched then.
 
@@ -187,8 +185,7 @@ def get_scheduler_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
     Raises
     ------
     RuntimeError
-        If the platform does not list the session with an address. It lists it only to the session that
-        launched it.
+        If the platform lists no address of the session. It lists it only to the session that launched it.
 
     See Also
     --------
@@ -249,9 +246,8 @@ def run_dask_workers(
     Raises
     ------
     RuntimeError
-        If a session is refused or fails, waits for room longer than ``cml.pending-timeout`` (15 minutes), or
-        runs and its worker does not connect within ``cml.worker-timeout`` (10 minutes). All sessions of this
-        call are stopped then.
+        If a session is refused, fails, or exceeds ``cml.pending-timeout`` (15 minutes) or
+        ``cml.worker-timeout`` (10 minutes). All sessions of this call are stopped then.
     TypeError, ValueError
         If an argument is invalid. Nothing is launched then.
 
