@@ -240,7 +240,7 @@ async def test_a_cluster_whose_maker_died_before_its_scheduler_answered_is_not_w
     gone = dataclasses.replace(Maker.this_process(), pid=2**22 + 1)
     store.claim(Record("soon", maker=gone))
     with pytest.raises(
-        NoSuchCluster, match="ended before the scheduler answered; run `dask cml delete soon`"
+        NoSuchCluster, match="ended before the scheduler answered: run `dask cml delete soon`"
     ):
         await asyncio.wait_for(Client("cml://soon", asynchronous=True, timeout=600), 60)
 

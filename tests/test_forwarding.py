@@ -321,7 +321,7 @@ async def test_scheduler_that_is_gone_is_a_bad_gateway_until_it_is_back():
     async with DashboardForwarder(f"tcp://127.0.0.1:{port}", timeout=0.5) as forwarder:
         page = await get(forwarder.port)
         assert (page.code, page.reason) == (502, "Bad Gateway")
-        assert f"tcp://127.0.0.1:{port} is not there".encode() in page.body
+        assert f"Cannot reach the Dask scheduler at tcp://127.0.0.1:{port}".encode() in page.body
         forwarder._timeout = 60
         async with scheduler(port=port) as running:
             assert (await get(forwarder.port, "/health")).body == b"ok"

@@ -120,7 +120,7 @@ async def test_workers_that_the_user_retires_are_replaced_and_no_failure(simulat
             await eventually(lambda gone=before[0]: gone not in mine.worker_spec and has(mine, 2))
     assert "failed" not in told(mine)
     assert "problem" not in repr(mine)
-    assert "was closed" in told(mine)
+    assert "closed; launching a replacement" in told(mine)
 
 
 async def test_workers_that_a_client_restarts_are_replaced_and_no_failure(simulated):
