@@ -53,14 +53,14 @@ _HOMES = {
 }
 
 
-# Clients that are given the plain address of a cluster find its keys. As one of Dask's defaults this would
-# not last: that of distributed, which may be imported later, would take its place.
+# Clients find a cluster's keys by its plain address. One of Dask's defaults would not last: the default of
+# distributed, which may be imported later, would replace it.
 if dask.config.get("distributed.client.security-loader", None) is None:
     dask.config.set({"distributed.client.security-loader": "dask_cml.address.load_security"})
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for only then: the command line and the local platform need little of it."""
+    """Import an attribute on demand, because the command line and the local platform need only a few."""
     if name == "__version__":
         return import_module("importlib.metadata").version("dask-cml")
     if name not in __all__:

@@ -25,106 +25,115 @@ from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options
 from dask_cml.records import store
 from dask_cml.records.record import Record
 
-#: Seconds between two looks at whether the sessions of a deleted worker group are gone.
+#: Seconds between two checks whether the sessions of a deleted worker group have ended.
 _GROUP_INTERVAL = 0.1
 
 
 class CMLCluster(ShownCluster):
     """A Dask cluster on CML worker sessions.
 
-    The scheduler runs in a session of its own, each worker session runs one Dask worker or several. The
-    cluster keeps what it is asked for: sessions that fail, are evicted or never come are replaced. Every
-    session that it launched is stopped with it.
+    The scheduler runs in a session of its own. Each worker session runs one or more Dask workers. The cluster
+    replaces sessions that fail, are evicted or do not start. When it is closed, it stops all its sessions.
 
-    Every argument that is None is taken from Dask's configuration, ``cml.<argument with dashes>``.
+    Arguments that are None are taken from Dask's configuration: ``cml.<argument with dashes>``.
 
     Parameters
     ----------
     n_workers : int, optional
-        Worker sessions at the start. Default 0.
+        Number of worker sessions launched with the cluster. Default 0.
     cpu : float, optional
         Virtual CPUs of a worker session. Default 1.
     memory : float or str, optional
         Memory of a worker session, in GiB, or a string such as ``"16 GiB"``. Default 2.
     nvidia_gpu : int, optional
-        GPUs of a worker session. Default 0.
+        Number of GPUs of a worker session. Default 0.
     nthreads : int, optional
-        Threads of a worker session, shared evenly by its processes. Default: as many as `cpu`.
+        Number of threads of a worker session, shared evenly by its processes. Default: as many as `cpu`.
     processes : int, optional
-        Dask workers in a worker session. Default 1, or one for each GPU with ``dask cuda worker``.
+        Number of Dask workers in a worker session. Default 1. With ``dask cuda worker``, one for each GPU.
     resources : mapping of str to float, optional
-        What the workers of a session offer in all to tasks as ``client.submit(f, resources={"GPU": 1})``.
-        Its processes share it evenly. Default: ``GPU``, as many as `nvidia_gpu`.
-    scheduler_cpu, scheduler_memory, scheduler_nvidia_gpu : optional
-        As `cpu`, `memory` and `nvidia_gpu`, of the scheduler's session. Default 1, 2 and 0.
+        Resources of a worker session, for tasks such as ``client.submit(f, resources={"GPU": 1})``. Its
+        processes share them evenly. Default: ``GPU``, as many as `nvidia_gpu`.
+    scheduler_cpu : float, optional
+        Virtual CPUs of the scheduler's session. Default 1.
+    scheduler_memory : float or str, optional
+        Memory of the scheduler's session, in GiB, or a string such as ``"4 GiB"``. Default 2.
+    scheduler_nvidia_gpu : int, optional
+        Number of GPUs of the scheduler's session. Default 0.
     env : mapping of str to str, optional
-        Environment variables of every session.
-    worker_args, scheduler_args : sequence of str, optional
-        More command-line arguments of ``dask worker`` and ``dask scheduler``.
+        Environment variables of all sessions. Default: none.
+    worker_args : sequence of str, optional
+        Additional command-line arguments of ``dask worker``. Default: none.
+    scheduler_args : sequence of str, optional
+        Additional command-line arguments of ``dask scheduler``. Default: none.
     worker_class : str, optional
-        As ``dask worker --worker-class``.
+        Class of the Dask workers, as in ``dask worker --worker-class``. Default: Dask's own.
     worker_command : sequence of str, optional
-        The command that runs a session's workers. Default ``["dask", "worker"]``. The other one is
-        ``["dask", "cuda", "worker"]``, which starts a Dask worker for each GPU.
-    launch_options, scheduler_launch_options : mapping, optional
-        More parameters of the platform's ``launch_workers``, e.g. ``accelerator_label_id``: those of a worker
-        session, and those of the scheduler's.
+        Command that starts the Dask workers of a session. Default ``["dask", "worker"]``. With
+        ``["dask", "cuda", "worker"]``, one Dask worker for each GPU.
+    launch_options : mapping, optional
+        Additional parameters of CML's ``launch_workers`` for a worker session, such as
+        ``accelerator_label_id``. Default: none.
+    scheduler_launch_options : mapping, optional
+        Additional parameters of CML's ``launch_workers`` for the scheduler's session. Default: none.
     worker_groups : mapping of str to mapping, optional
-        More groups of worker sessions by name, each with the arguments of :meth:`add_worker_group`.
+        Additional worker groups by name, each with arguments of :meth:`add_worker_group`. Default: none.
     name : str, optional
-        The cluster's name. Default: a random one.
+        Name of the cluster. Default: a random name.
     create_mode : {"create", "connect", "create-or-connect"}, optional
-        ``"create"``, the default, creates a cluster and fails if its `name` is taken. ``"connect"`` connects
-        to the running cluster of this name. ``"create-or-connect"`` does either.
-        A running cluster keeps its options, and lives on when an object that connected to it goes, as with
-        :meth:`from_name`: :meth:`close` ends it, the end of ``with`` or of the process does not, unless
-        ``shutdown_on_close=True`` is given.
+        ``"create"`` creates a cluster, and fails if its `name` is in use. ``"connect"`` connects to the
+        running cluster with this name. ``"create-or-connect"`` does either. Default ``"create"``.
+        A running cluster keeps its options. As with :meth:`from_name`, :meth:`close` shuts it down, but it
+        keeps running after the ``with`` block or the process, unless ``shutdown_on_close=True`` is given.
     security : bool or distributed.Security, optional
-        True, the default: TLS with keys made for this cluster, which go with it. Clients, other managers and
-        ``dask cml`` find them. False: whoever reaches the scheduler can use the cluster. A Security: your own
-        keys.
+        True: TLS with the cluster's own keys, which clients, other managers and ``dask cml`` find. False:
+        anyone who reaches the scheduler can use the cluster. A Security: your own keys. Default True.
     pending_timeout : float or str, optional
-        Seconds, or a string such as ``"15 minutes"``, for which the scheduler's session may wait for room and
-        start. Default 15 minutes. Worker sessions wait as long as they are wanted.
+        Time limit for the scheduler's session to get room and start, in seconds, or a string such as
+        ``"15 minutes"``. Default 15 minutes. Worker sessions have no such limit.
     scheduler_timeout : float or str, optional
-        Seconds within which the scheduler must answer once its session runs. Default 90 s.
+        Time limit for the scheduler to answer after its session runs, in seconds or as a string. Default 90
+        s.
     worker_timeout : float or str, optional
-        Seconds within which a worker must have registered once its session runs, else it is replaced. Default
-        10 minutes.
+        Time limit for a worker to connect after its session runs, in seconds or as a string. After that, the
+        cluster replaces the session. Default 10 minutes.
     idle_timeout : float or str, optional
-        After which the scheduler ends an idle cluster. Default: never.
+        Idle time after which the scheduler shuts the cluster down, in seconds or as a string. Default: never.
     orphan_timeout : float or str, optional
-        So long without its maker, another manager or any client, and the cluster ends itself. Default 5
-        minutes. It does not hold with ``shutdown_on_close=False``.
+        Time without a connected client or manager after which the cluster shuts down, in seconds or as a
+        string. Ignored with ``shutdown_on_close=False``. Default 5 minutes.
     log_directory : path, optional
-        A folder on the project file system for the sessions' logs, which stay there. Default: the cluster's
-        own folder, which the cluster removes at its end.
+        Folder on the project file system for the sessions' logs, which remain there. Default: the cluster's
+        own folder, which the cluster removes when it shuts down.
     shutdown_on_close : bool, optional
-        False: the cluster runs on after this object and this process, until the CML session ends that
-        launched it. Default True.
+        Whether to stop all sessions when this object is closed or its process exits. If False, the cluster
+        keeps running until the CML session that launched it ends. Default True.
     forward_dashboard : bool, optional
-        Whether ``dashboard_link`` is a port of this machine that leads to the dashboard. Default False.
+        Whether this machine forwards the dashboard on a local port, which ``dashboard_link`` then names.
+        Default False.
     platform : {"auto", "local"}, optional
-        ``"local"`` is the platform for laptops and tests. Default ``"auto"``, CML itself.
+        Platform that launches sessions. ``"auto"`` is CML. ``"local"`` is for laptops and tests. Default
+        ``"auto"``.
     asynchronous : bool
-        Whether this is used with ``await`` in a running event loop.
+        Whether the cluster is used with ``await`` in a running event loop. Default False.
     loop : tornado.ioloop.IOLoop, optional
-        The event loop to use.
+        The event loop. Default: a new one in a thread or, if `asynchronous`, the running one.
     silence_logs : int, str or False
-        The logging level below which Dask's logs are not shown in this process. Default ``logging.WARNING``.
+        Logging level below which this process shows none of Dask's logs. Default ``logging.WARNING``.
     quiet : bool
-        Whether to print nothing about what happens to the sessions.
+        Whether to print no messages about the sessions. Default False.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument that is not allowed, before anything is launched.
+        If an argument is invalid. Nothing is launched then.
     NotOnCML
-        If there is no platform.
+        If this is not a CML session, and `platform` is not ``"local"``.
     LaunchRefused
-        If a session of the start is refused, e.g. for a quota. No session is left then.
+        If CML refuses to launch a session, for example because a quota is exhausted. All sessions are stopped
+        then.
     SessionFailed
-        If the scheduler's session ends before it answers.
+        If the scheduler's session ends before the scheduler answers.
     SchedulerTimeout
         If the scheduler does not answer in time.
 
@@ -204,29 +213,35 @@ class CMLCluster(ShownCluster):
         silence_logs: int | str | bool | None = logging.WARNING,
         quiet: bool = False,
     ) -> CMLCluster:
-        """Rebuild the manager of a cluster that another process of the project has made.
+        """Connect to a running cluster that another process of the project created.
 
-        The cluster runs on when this object goes, with its ``with`` block or its process; :meth:`close`
-        ends it. CML stops a worker with the session that launched it, so those that this object launches end
-        with the session of this process.
+        The cluster keeps running after this object's ``with`` block or process. :meth:`close` shuts it down.
+        CML stops a worker session with the session that launched it, so workers that this object launches
+        end with this process's session.
 
         Parameters
         ----------
         name : str
-            The cluster's.
+            Name of the cluster.
         shutdown_on_close : bool
-            Whether the cluster ends with this object.
+            Whether to stop all sessions at the end of the ``with`` block or the process. Default False.
         forward_dashboard : bool, optional
-            As for a new cluster.
-        asynchronous, loop, silence_logs, quiet
-            As for a new cluster.
+            Whether this machine forwards the dashboard on a local port. Default False.
+        asynchronous : bool
+            Whether the cluster is used with ``await`` in a running event loop. Default False.
+        loop : tornado.ioloop.IOLoop, optional
+            The event loop. Default: a new one in a thread or, if `asynchronous`, the running one.
+        silence_logs : int, str or False
+            Logging level below which this process shows none of Dask's logs. Default ``logging.WARNING``.
+        quiet : bool
+            Whether to print no messages about the sessions. Default False.
 
         Raises
         ------
         NoSuchCluster
-            If there is none of this name. It lists those that there are.
+            If no cluster has this name. The message lists the existing clusters.
         CMLError
-            If its scheduler does not answer.
+            If the scheduler does not answer.
 
         Examples
         --------
@@ -246,7 +261,7 @@ class CMLCluster(ShownCluster):
 
     @classmethod
     def _from_record(cls, record: Record, **arguments: Any) -> CMLCluster:
-        """Do the same, without a look at the file system."""
+        """Connect to the cluster of a record, without reading files."""
         return cls(**record.options, name=record.name, create_mode="create", **arguments, _record=record)
 
     # -- scaling
@@ -258,26 +273,25 @@ class CMLCluster(ShownCluster):
         cores: float | None = None,
         worker_group: str = DEFAULT_GROUP,
     ) -> Awaitable[None] | None:
-        """Scale a worker group to `n` sessions; its adaptive scaling ends.
+        """Scale a worker group to `n` sessions, and stop its adaptive scaling.
 
-        This returns at once. The scheduler picks the workers to close, and moves what they hold to others
-        first.
+        Returns at once. The scheduler chooses the workers to close, and first moves their data to others.
 
         Parameters
         ----------
         n : int
-            Worker sessions.
+            Number of worker sessions. Default 0.
         memory : float or str, optional
-            At least so much memory in all, in GiB or as a string such as ``"100 GiB"``.
+            Minimum total memory, in GiB, or a string such as ``"100 GiB"``. Default: none.
         cores : float, optional
-            At least so many threads in all.
+            Minimum total number of threads. Default: none.
         worker_group : str
-            The worker group.
+            The worker group. Default: the default group.
 
         Raises
         ------
         TypeError, ValueError
-            For an argument that is not allowed.
+            If an argument is invalid.
 
         Examples
         --------
@@ -293,19 +307,19 @@ class CMLCluster(ShownCluster):
         return NoOpAwaitable() if self.asynchronous else None
 
     async def _resize(self, n: int, driver: object, group: str = DEFAULT_GROUP) -> None:
-        """Scale a group to `n` sessions for adaptive scaling, which goes on."""
+        """Scale a group to `n` sessions for adaptive scaling, which continues."""
         if self._fleet.resize(n, driver, group):
             await self._carry_out()
 
     async def scale_down(self, workers: Iterable[str], driver: object | None = None) -> None:
-        """Close worker sessions, after their data has been moved.
+        """Close worker sessions after moving their data to others.
 
         Parameters
         ----------
         workers : iterable of str
-            Names of sessions, or of Dask workers in them.
+            Names of sessions or of Dask workers.
         driver : Adaptive, optional
-            The adaptive scaling that asks; it goes on. Default: the user.
+            The adaptive scaling that requests it, which continues. Default: the user.
         """
         keys = {name: key for key in self._fleet.keys for name in self._fleet.dask_names(key)}
         if self._fleet.remove({keys.get(worker, worker) for worker in workers}, driver):
@@ -324,27 +338,34 @@ class CMLCluster(ShownCluster):
         Adaptive: type[Adaptive] = CMLAdaptive,
         **kwargs: Any,
     ) -> Adaptive:
-        """Scale a worker group with the work that only it can do, or it best.
+        """Scale a worker group by the tasks that need it.
 
         Parameters
         ----------
-        minimum, maximum : int, optional
-            Worker sessions.
-        minimum_cores, maximum_cores : int, optional
-            Threads in all.
-        minimum_memory, maximum_memory : float or str, optional
-            Memory in all, in GiB or as a string such as ``"100 GiB"``.
+        minimum : int, optional
+            Minimum number of worker sessions. Default 0.
+        maximum : int, optional
+            Maximum number of worker sessions. Default: unlimited.
+        minimum_cores : int, optional
+            Minimum total number of threads. Default: none.
+        maximum_cores : int, optional
+            Maximum total number of threads. Default: unlimited.
+        minimum_memory : float or str, optional
+            Minimum total memory, in GiB, or a string such as ``"100 GiB"``. Default: none.
+        maximum_memory : float or str, optional
+            Maximum total memory, in GiB or as a string. Default: unlimited.
         worker_group : str
-            The worker group. Several can adapt at once.
+            The worker group. Several can adapt at once. Default: the default group.
         Adaptive : type, optional
-            Another class than :class:`CMLAdaptive`, for the default group.
+            Class of the adaptive scaling, which only the default group can choose. Default
+            :class:`CMLAdaptive`.
         **kwargs
-            For the class, e.g. ``interval``, ``wait_count`` and ``target_duration``.
+            Arguments of the class, such as ``interval``, ``wait_count`` and ``target_duration``.
 
         Raises
         ------
         TypeError, ValueError
-            For an argument that is not allowed.
+            If an argument is invalid.
 
         Examples
         --------
@@ -359,7 +380,7 @@ class CMLCluster(ShownCluster):
         )
         if worker_group != DEFAULT_GROUP and not issubclass(Adaptive, CMLAdaptive):
             raise ValueError(message("Adaptive", Adaptive, f"a CMLAdaptive for the group {worker_group!r}"))
-        self._fleet.drive(None, worker_group)  # the adaptive scaling before has no say any more
+        self._fleet.drive(None, worker_group)  # the previous adaptive scaling must not scale any more
         if worker_group == DEFAULT_GROUP:
             adaptive = Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
         else:
@@ -370,7 +391,7 @@ class CMLCluster(ShownCluster):
         self._adaptives[worker_group] = adaptive
         self._fleet.drive(adaptive, worker_group)
         self._reconciler.backoffs.of(worker_group).reset()
-        # Tells the claim at once: another manager may scale soon, and the last wish counts.
+        # Inform the other managers at once: another one may scale soon, and the last request counts.
         self.loop.add_callback(self._correct_state)
         return adaptive
 
@@ -395,25 +416,44 @@ class CMLCluster(ShownCluster):
     ) -> Any:
         """Add a group of worker sessions with a size and options of its own.
 
+        Arguments that are None are taken from the cluster. `nthreads`, `processes` and `resources` follow
+        from `cpu`, `nvidia_gpu` and `worker_command` if these are given.
+
         Parameters
         ----------
         name : str
-            The group's name: letters, digits, ``_`` and ``-``. Its Dask workers are named with it.
+            Name of the group: letters, digits, ``_`` and ``-``. The names of its Dask workers contain it.
         n_workers : int
-            Worker sessions at the start.
-        cpu, memory, nvidia_gpu, nthreads, processes, resources, worker_class, worker_command, worker_args, \
-        launch_options : optional
-            As for the cluster. Default: the cluster's. `nthreads`, `processes` and `resources` follow from
-            this group's `cpu`, `nvidia_gpu` and `worker_command` if these are given.
+            Number of worker sessions to launch. Default 0.
+        cpu : float, optional
+            Virtual CPUs of a session.
+        memory : float or str, optional
+            Memory of a session, in GiB, or a string such as ``"16 GiB"``.
+        nvidia_gpu : int, optional
+            Number of GPUs of a session.
+        nthreads : int, optional
+            Number of threads of a session.
+        processes : int, optional
+            Number of Dask workers in a session.
+        resources : mapping of str to float, optional
+            Resources of a session, for tasks that ask for them.
+        worker_class : str, optional
+            Class of the Dask workers.
+        worker_command : sequence of str, optional
+            Command that starts the Dask workers of a session.
+        worker_args : sequence of str, optional
+            Additional command-line arguments of ``dask worker``.
         env : mapping of str to str, optional
-            Environment variables, added to the cluster's.
+            Environment variables, in addition to the cluster's.
+        launch_options : mapping, optional
+            Additional parameters of CML's ``launch_workers``.
 
         Raises
         ------
         TypeError, ValueError
-            For an argument that is not allowed, or a group of this name.
+            If an argument is invalid, or a group with this name exists.
         CMLError
-            If the cluster does not run.
+            If the cluster is not running.
 
         Examples
         --------
@@ -428,27 +468,27 @@ class CMLCluster(ShownCluster):
         return self.sync(self._add_worker_group, group_name("name", name), options)
 
     def delete_worker_group(self, name: str) -> Any:
-        """Stop all sessions of a worker group and delete it. Its workers hand over their data first.
+        """Delete a worker group, and stop all its sessions after moving their data to other workers.
 
         Parameters
         ----------
         name : str
-            The group's name.
+            Name of the group.
 
         Raises
         ------
         ValueError
-            If there is no such group, or it is the default one.
+            If no such group exists, or it is the default group.
         CMLError
-            If the group stays, because no other worker can take its data, or because it is scaled meanwhile.
+            If no other worker can take the data, or the group is scaled meanwhile. The group remains then.
         """
         if name == DEFAULT_GROUP or name not in self._fleet.groups:
-            raise ValueError(message("name", name, "a worker group of the cluster, and not the default one"))
+            raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
         return self.sync(self._delete_worker_group, name)
 
     async def _add_worker_group(self, name: str, options: Options) -> None:
         if self.status != Status.running:
-            raise CMLError(f"cannot add a worker group to the cluster {self.name}: it is {self.status.name}")
+            raise CMLError(f"cannot add a worker group to cluster {self.name}: it is {self.status.name}")
         self._fleet.add_group(name, options)
         try:
             await self._record_keeper.add_group(name, options.group_arguments())
@@ -464,11 +504,11 @@ class CMLCluster(ShownCluster):
         self._fleet.end_group(name)
         while not self._leadership.forget_ended_group(name):
             if self.status != Status.running:
-                raise CMLError(f"the worker group {name!r} stays: the cluster {self.name} closes")
+                raise CMLError(f"worker group {name!r} not deleted: cluster {self.name} is closing")
             if not self._fleet.group(name).ends:
                 raise CMLError(
-                    f"the worker group {name!r} of the cluster {self.name} stays: no other worker can take "
-                    "its data, or it was scaled meanwhile"
+                    f"worker group {name!r} of cluster {self.name} not deleted: no other worker can take its "
+                    "data, or it was scaled meanwhile"
                 )
             await self._carry_out()
             await asyncio.sleep(_GROUP_INTERVAL)
@@ -478,24 +518,24 @@ class CMLCluster(ShownCluster):
     # -- end
 
     def close(self, timeout: float | None = None) -> Awaitable[None] | None:
-        """Stop every session and close the cluster, unless it was made with ``shutdown_on_close=False``.
+        """Shut the cluster down: stop all sessions, unless it was created with ``shutdown_on_close=False``.
 
-        One that :meth:`from_name` gave is ended, too; see :meth:`leave`.
+        This also shuts down a cluster from :meth:`from_name`. To keep it running, call :meth:`leave`.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds after which to wait no longer.
+            Maximum time to wait, in seconds. Default: unlimited.
 
         Raises
         ------
         CMLError
-            If the platform did not stop sessions. It names them.
+            If CML did not stop some sessions. The message names them.
         """
         return self._end(timeout, self.shutdown_on_close or self._adopts)
 
     def leave(self) -> Awaitable[None] | None:
-        """Close this object only: scheduler and workers run on.
+        """Close this object only. The scheduler and the workers keep running.
 
         Examples
         --------

@@ -127,7 +127,7 @@ async def test_a_group_whose_data_no_connected_worker_can_take_stays(platform, h
         platform.configure(start_delay=600)
         cluster.scale(1)
         await holds(lambda: "mine-0" in cluster.workers)
-        with pytest.raises(CMLError, match="'big' of the cluster mine stays"):
+        with pytest.raises(CMLError, match="'big' of cluster mine not deleted"):
             await cluster.delete_worker_group("big")
         assert await held == "data"
         assert cluster.worker_groups["big"].n_workers == 1
@@ -145,7 +145,7 @@ async def test_a_group_that_is_scaled_while_it_is_deleted_stays(holds, monkeypat
             cluster.scale(1, worker_group="big")
 
         cluster._carry_out = late
-        with pytest.raises(CMLError, match="'big' of the cluster mine stays"):
+        with pytest.raises(CMLError, match="'big' of cluster mine not deleted"):
             await cluster.delete_worker_group("big")
         await holds(lambda: cluster.worker_groups["big"].n_arrived == 1)
         assert "big" in store.read("mine").groups

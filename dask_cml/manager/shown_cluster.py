@@ -1,4 +1,4 @@
-"""What a cluster shows of itself: its sessions, worker groups, addresses and logs, in words and in HTML."""
+"""The parts of a cluster that users inspect: sessions, worker groups, addresses, logs and representations."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dask_cml.sessions.session_logs import SessionLogs
 
 
 class ShownCluster(ManagedCluster):
-    """A managed cluster with the methods by which users look at it."""
+    """A managed cluster with the methods by which users inspect it."""
 
     @property
     def sessions(self) -> list[Session]:
-        """The cluster's sessions, the scheduler's first, as last heard of."""
+        """The cluster's sessions by their last known state, the scheduler's first."""
         processes = [self.scheduler, *[*self.workers.values()]]
         return [p.session for p in processes if p is not None and p.session is not None]
 
     @property
     def worker_groups(self) -> dict[str, WorkerGroup]:
-        """The worker groups by name, the default one first.
+        """The worker groups by name, the default group first.
 
         Examples
         --------
@@ -52,14 +52,14 @@ class ShownCluster(ManagedCluster):
 
     @property
     def scheduler_address(self) -> str:
-        """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by that."""
+        """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by the name."""
         address: str = super().scheduler_address
         has_keys = self.scheduler_comm and self._launcher.security is not None
         return cluster_address(self.name) if has_keys else address
 
     @property
     def dashboard_link(self) -> str:
-        """Where the platform serves the scheduler's dashboard; empty if there is none."""
+        """The URL of the scheduler's dashboard. Empty without a dashboard."""
         if self.scheduler is None or "dashboard" not in self.scheduler_info.get("services", {}):
             return ""
         if self._forwarder is not None:
@@ -70,27 +70,29 @@ class ShownCluster(ManagedCluster):
     def get_logs(
         self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
     ) -> Any:
-        """Return what the cluster has reported, and the logs of its sessions, ended ones too.
+        """Return the cluster's log, and the logs of its sessions, including ended ones.
 
         Parameters
         ----------
-        cluster, scheduler : bool
-            Whether to include the cluster manager's log and the scheduler's.
+        cluster : bool
+            Whether to include the cluster's own log. Default True.
+        scheduler : bool
+            Whether to include the scheduler's log. Default True.
         workers : bool or iterable of str
-            Whether to include the workers' logs; or which, by the names of sessions, the names of Dask
-            workers or their addresses.
+            Whether to include the workers' logs. Or the workers to include: names of sessions, names of Dask
+            workers, or addresses. Default True.
 
         Returns
         -------
         dict of str to str
-            The logs of ``"Cluster"``, ``"Scheduler"`` and each worker session by its name, the oldest line
-            first. They are what the sessions print: the output of tasks, too. Of a log longer than 1 MiB this
-            is the end.
+            The logs by ``"Cluster"``, ``"Scheduler"`` and the names of worker sessions, the oldest line
+            first. They contain the output of the sessions, including that of tasks. Of each log, the last
+            MiB.
 
         Raises
         ------
         ValueError
-            If there is no such worker. It lists those that there are.
+            If a worker does not exist. The message lists the existing ones.
 
         Examples
         --------
@@ -113,18 +115,18 @@ class ShownCluster(ManagedCluster):
         return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
 
     def usage(self) -> Any:
-        """Return the hours of the cluster's sessions so far, by worker group, ended sessions included.
+        """Return the hours of the cluster's sessions so far, by worker group, including ended sessions.
 
-        A session counts from its launch, or if it waited for room from when it got it. It counts until a
-        manager stops it or finds that it has ended: hours without any manager are an upper bound. Sizes are
+        A session counts from its launch or, if it waited for room, from the end of its wait. It counts until
+        a manager stops it or notices its end, so hours without any manager are an upper bound. Sizes are
         those of the options, even if a resource profile in `launch_options` sets others. After
-        :meth:`close` the result is that of the cluster's whole life.
+        :meth:`close`, the result covers the cluster's whole lifetime.
 
         Returns
         -------
         Usage
-            A dict of :class:`SessionHours` by the names of worker groups, and ``"scheduler"``; ``total`` is
-            their sum. It prints as a table. With ``asynchronous=True`` it is awaited.
+            A dict of :class:`SessionHours` by the names of worker groups, and ``"scheduler"``. ``total`` is
+            their sum. Its ``repr`` is a table. With ``asynchronous=True``, await the result.
 
         Raises
         ------
@@ -144,7 +146,7 @@ class ShownCluster(ManagedCluster):
 
     @property
     def n_pending(self) -> int:
-        """How many of the wanted worker sessions have not arrived yet."""
+        """Number of wanted worker sessions that are not connected yet."""
         return len(self._fleet.keys) - len(self._arrived)
 
     @property
@@ -177,10 +179,10 @@ class ShownCluster(ManagedCluster):
         return super()._repr_html_(cluster_status=(cluster_status or "") + rows)
 
     def job_script(self) -> str:
-        """Return what the scheduler's session and a worker's are launched with.
+        """Return the code, size and environment of the scheduler's session and of a worker session.
 
-        The values of environment variables are hidden. It launches nothing; with ``asynchronous=True`` a
-        cluster launches nothing before it is awaited.
+        Values of environment variables are hidden. Nothing is launched. With ``asynchronous=True``, a cluster
+        launches nothing before it is awaited.
 
         Examples
         --------
@@ -191,7 +193,7 @@ class ShownCluster(ManagedCluster):
         return self._launcher.plans()
 
     def get_snippet(self) -> str:
-        """Return the code by which another process of the project gets this cluster; dask-ctl shows it.
+        """Return code by which another process of the project connects to this cluster. dask-ctl shows it.
 
         Examples
         --------
