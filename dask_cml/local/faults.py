@@ -55,8 +55,7 @@ def inject(
         - ``"refused"``: the answer is the dict of an exceeded quota. Its ``engineId`` is the id of an engine
           that stays in status ``scheduling`` until it is stopped.
         - ``"fails"``: the session runs for a moment, without its code, and ends as ``failed``.
-        - ``"succeeds"``: the same, but it ends as ``succeeded``, as CML reports a command that does not
-        exist.
+        - ``"succeeds"``: the same, but it ends as ``succeeded``, as CML reports for a missing command.
         - ``"hangs"``: it runs until it is stopped, without its code.
         - ``"stuck"``: its status stays ``scheduling`` until it is stopped.
         - ``"invisible"``: ``list_workers`` omits it for `seconds` after its launch.

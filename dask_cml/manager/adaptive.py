@@ -74,16 +74,15 @@ class CMLAdaptive(Adaptive):
     takes the start time from the scheduler's session at first, and then from the group's own sessions.
 
     - It launches as many sessions as are needed to finish the known work within a time span after their
-    start.
-      Present and starting sessions work until then, so it launches nothing for work that will be done before.
+      start. Present and starting sessions work until then, so it launches nothing for work that will be done
+      before.
     - The time span is ``target_duration``, or a quarter of the start time if that is longer. With more than
       ``minimum`` sessions, an additional session must be worth its start. The time span is then
       ``target_duration`` plus half of the start time, or at least twice ``target_duration``.
     - It closes no starting session while work waits. When work decreases, it keeps unneeded sessions for
       ``wait_count`` times ``interval`` plus the start time.
     - Without any work, it keeps them for ``wait_count`` times ``interval`` only, unless the last such pause
-    was
-      shorter than the start time.
+      was shorter than the start time.
 
     Parameters
     ----------

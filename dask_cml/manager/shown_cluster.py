@@ -52,7 +52,7 @@ class ShownCluster(ManagedCluster):
 
     @property
     def scheduler_address(self) -> str:
-        """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by the name."""
+        """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by it."""
         address: str = super().scheduler_address
         has_keys = self.scheduler_comm and self._launcher.security is not None
         return cluster_address(self.name) if has_keys else address
