@@ -53,7 +53,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!dask_cml).*"), ("py:class", r"dask_cml\..
 
 
 def hide_private_parameters(app, what, name, documented, options, signature, returned):
-    return (re.sub(r", _\w+=\w+", "", signature) if signature else signature), returned
+    return (re.sub(r", _\w+=\w+(\([^()]*\))?", "", signature) if signature else signature), returned
 
 
 def setup(app):
