@@ -26,13 +26,13 @@ async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsy
         async with cell as again, Client(again, asynchronous=True) as client:
             assert again.scheduler_address == first.scheduler_address
             assert await client.submit(sum, [1, 2]) == 3
-            assert "Connected to the running cluster lab\n" in capsys.readouterr().out
+            assert "Connected to running cluster lab\n" in capsys.readouterr().out
         assert again.status == Status.closed
         # Other options than the cluster's do not change it, and that is told.
         async with make(cpu=2, processes=2, create_mode="connect") as other:
             assert (other.options.cpu, other.options.processes) == (1, 1)
             assert (
-                "Connected to the running cluster lab; it keeps its cpu, processes" in capsys.readouterr().out
+                "Connected to running cluster lab; it keeps its cpu, processes" in capsys.readouterr().out
             )
             other.scale(2)
             await holds(lambda: len(first.scheduler_info["workers"]) == 2)

@@ -339,7 +339,7 @@ async def test_a_session_that_only_the_scheduler_was_told_of_is_not_taken_over(p
         cluster.scale(0)
         await holds(lambda: other not in {each["id"] for each in live(platform)})
         assert await cluster._leadership.sync()
-    assert caplog.text.count(f"told-7's session {foreign} is not taken over") == 1
+    assert caplog.text.count(f"Session {foreign} of told-7 not taken over") == 1
     [left] = [each["id"] for each in platform.sessions() if not each["stop_requested"]]
     assert left == foreign
     platform.stop_workers(foreign)

@@ -274,7 +274,7 @@ async def test_plugin_that_is_refused_is_an_error_that_says_so():
         running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0")
     async with running:
         presence = Presence(running.address)
-        with pytest.raises(CMLError, match=r"refuses the plugin: .*explicitly disallowed"):
+        with pytest.raises(CMLError, match=r"refused dask-cml's plugin: .*explicitly disallowed"):
             await presence.start()
         await presence.close()
 

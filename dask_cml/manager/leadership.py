@@ -1,4 +1,4 @@
-"""One manager among those that a cluster may have."""
+"""Agreement among the managers of a cluster."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dask_cml.sessions.process import CMLWorker
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which a manager that adapted has left; its connection may only have broken.
+#: Seconds after which the manager of an adaptive group counts as gone. Its connection may only have broken.
 _ALONE = 5.0
 
 
 class Leadership:
-    """Agree with the other managers of a cluster on who leads, how many workers there should be, and which.
+    """Agrees with the other managers of a cluster on the leader, the number of workers, and their sessions.
 
     Parameters
     ----------
@@ -32,23 +32,23 @@ class Leadership:
     client : SchedulerClient
         Asks the scheduler, through which managers agree.
     launcher : Launcher
-        Takes over what other managers launch.
+        Takes over sessions that other managers launched.
     record_keeper : RecordKeeper
-        Knows which sessions are the cluster's.
+        Knows the sessions in the cluster's record.
     leads : bool
-        Whether this manager leads to begin with, as the creator does.
+        Whether this manager leads at first, as the creator does.
     on_overruled : callable
-        Called with the name of a worker group when another manager was asked to scale it, after this one.
+        Called with the name of a worker group after another manager has scaled it.
     on_unattended : callable, optional
-        Called with the name of a worker group, a minimum and a maximum when the manager has left that scaled
-        the group adaptively between these. Default: the group keeps its sessions.
+        Called with the name of a worker group, a minimum and a maximum, after the manager has left that
+        scaled the group adaptively between them. Default: the group keeps its sessions.
 
     Attributes
     ----------
     served : bool
         Whether a manager is there that goes on to adapt when others leave.
     tasks_done : int
-        How many tasks the scheduler has seen done, as last heard of.
+        Number of tasks that the scheduler has completed, when it answered last.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class Leadership:
         self._alone_since: dict[str, float] = {}
 
     async def join(self, presence: Presence) -> None:
-        """Have the plugin in the scheduler, and say from now on that this manager is there."""
+        """Register the scheduler's plugin, and send heartbeats from now on."""
         self._presence = presence
         await presence.start()
 
     async def sync(self) -> bool:
-        """Tell what has changed here and learn what has changed elsewhere; return whether this one leads."""
+        """Exchange changes with the other managers. Return whether this manager leads."""
         fleet, workers = self._fleet, self._fleet.workers
         if any(w.session_id and self._known.get(key) != w.session_id for key, w in workers.items()):
-            await self._record_keeper.write()  # others take over only what the record names
+            await self._record_keeper.write()  # others take over only sessions in the record
             workers = fleet.workers
         here = {key: w.session_id for key, w in workers.items() if w.session_id}
         launched = {key: each for key, each in here.items() if self._known.get(key) != each}
@@ -105,7 +105,7 @@ class Leadership:
                 owners={key: owner for key in launched if (owner := workers[key].owner)},
                 gone=[key for key in self._known if key not in here],
             )
-        except (OSError, asyncio.TimeoutError, ValueError):  # ValueError: it does not know this manager
+        except (OSError, asyncio.TimeoutError, ValueError):  # ValueError: unknown manager
             fleet.claim(claims)
             self._gone_groups |= gone_groups
             return False
@@ -113,10 +113,10 @@ class Leadership:
         sessions = await self._trusted(state["sessions"], here)
         leads = state["leader"] == self.id
         if leads and not self.leads:
-            logger.info("This manager of the cluster %s leads from now on", fleet.name)
+            logger.info("This manager of cluster %s leads from now on", fleet.name)
         before, self._asked = self._asked, state["asked"]
         for group in fleet.groups:
-            # Not when another one leads: it may have gone again since it was asked, as `dask cml scale` does.
+            # A new leader alone does not overrule: it may have disconnected since, as `dask cml scale` does.
             overruled = before.get(group) == self.id != self._asked.get(group)
             if overruled and not fleet.group(group).claim_pending:
                 self._on_overruled(group)
@@ -134,16 +134,16 @@ class Leadership:
         return leads
 
     def limits(self, group: str) -> Mapping[str, float] | None:
-        """Return between which numbers of sessions a manager scales a worker group adaptively, if one does.
+        """Return the limits of a worker group's adaptive scaling. Return None without adaptive scaling.
 
-        The keys are ``minimum`` and ``maximum``. It may have left, and nobody scales the group since then.
+        The keys are ``minimum`` and ``maximum``. The manager that scales may have left: then nobody scales.
         """
         asked_here = self._fleet.group(group).claim_pending
         return self._own_limits(group) or (None if asked_here else self._adapts.get(group))
 
     def _own_limits(self, group: str) -> dict[str, float] | None:
-        """Return between which numbers of sessions this manager scales a group adaptively, if it does."""
-        with contextlib.suppress(ValueError):  # the group is deleted meanwhile
+        """Return the limits between which this manager scales a group adaptively, if it does."""
+        with contextlib.suppress(ValueError):  # the group was deleted meanwhile
             driver = self._fleet.group(group).driver
             if driver is not None:
                 return {limit: getattr(driver, limit) for limit in ("minimum", "maximum")}
@@ -157,15 +157,15 @@ class Leadership:
         self._alone_since = {group: self._alone_since.get(group, now) for group in alone}
         for group in [group for group, since in self._alone_since.items() if now - since >= _ALONE]:
             limits = self._adapts[group]
-            with contextlib.suppress(ValueError, CMLError):  # the group is deleted, or this manager closes
+            with contextlib.suppress(ValueError, CMLError):  # the group was deleted, or this manager closes
                 known = self._fleet.group(group)
                 if known.driver is None and not known.claim_pending:
                     self._on_unattended(group, limits["minimum"], limits["maximum"])
 
     def forget_ended_group(self, name: str) -> bool:
-        """Forget a worker group that has ended, and let the next sync tell the other managers.
+        """Forget a worker group that has ended, and let the next sync inform the other managers.
 
-        It returns whether the group has: not while it has sessions, or if it is wanted again.
+        Return False while the group has sessions, or if it is wanted again.
         """
         if not self._fleet.forget_ended_group(name):
             return False
@@ -174,10 +174,10 @@ class Leadership:
         return True
 
     async def _learn_groups(self, wanted: Collection[str]) -> None:
-        """Add worker groups that another manager has added, and forget those that it has deleted."""
+        """Add worker groups that other managers have added, and forget those that they have deleted."""
         if new := set(wanted) - {*self._fleet.groups} - self._gone_groups:
             recorded = await asyncio.to_thread(self._record_keeper.groups)
-            for name in new & recorded.keys():  # others may come a moment later
+            for name in new & recorded.keys():  # others may be recorded a moment later
                 with contextlib.suppress(ValueError, CMLError):  # this manager adds it itself, or closes
                     self._fleet.add_group(name, self._launcher.options.of_group(recorded[name]))
         self._told |= {*self._fleet.groups} & {*wanted}
@@ -188,9 +188,9 @@ class Leadership:
                 self._told.discard(name)
 
     async def _trusted(self, told: Mapping[str, str], here: Collection[str]) -> dict[str, str]:
-        """Leave out sessions that the cluster's record does not name: anybody may tell the scheduler of some.
+        """Omit sessions that are not in the cluster's record, because any program can send names of sessions.
 
-        The record may name them a moment later, so the next sync looks again.
+        The record may contain them a moment later, so the next sync looks again.
         """
         if told.keys() <= set(here):
             return dict(told)
@@ -198,7 +198,7 @@ class Leadership:
         new = {(key, each) for key, each in told.items() if key not in here}
         passed_over = {(key, each) for key, each in new if recorded.get(each) != key}
         for key, session_id in passed_over - self._passed_over:
-            logger.info("%s's session %s is not taken over: the record does not name it", key, session_id)
+            logger.info("Session %s of %s not taken over: it is not in the record", session_id, key)
         self._passed_over = passed_over
         return {key: each for key, each in told.items() if (key, each) not in passed_over}
 
@@ -208,12 +208,12 @@ class Leadership:
         Parameters
         ----------
         **change
-            ``orphan_timeout``, if it is to be changed.
+            ``orphan_timeout``, to change it.
         """
         if self._presence is not None:
             await self._presence.close(**change)
 
     @property
     def id(self) -> str:
-        """Tells this manager from others."""
+        """The id of this manager."""
         return self._presence.id if self._presence is not None else ""

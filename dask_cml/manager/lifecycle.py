@@ -1,4 +1,4 @@
-"""The life of a cluster: its start, its keeping and its end, on top of what Dask's SpecCluster is."""
+"""The lifecycle of a cluster: its start, its management and its shutdown, based on Dask's SpecCluster."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
-#: Seconds between two looks of a manager that observes, and two heartbeats: a process may observe many
-#: clusters, and asks no scheduler more often than every two seconds on average.
+#: Seconds between two looks of an observer, and between two of its heartbeats. A process may observe many
+#: clusters, and asks each scheduler at most every two seconds on average.
 _OBSERVER_INTERVAL, _OBSERVER_BEAT = 7.5, 10.0
-#: Dask keeps writing a cluster's name and class into the scheduler. A manager that only looks need not do so.
+#: Seconds. Dask keeps writing a cluster's name and class into the scheduler, which an observer need not do.
 _SYNC_SECONDS, _OBSERVERS_SYNC_SECONDS = 1.0, 3600.0
 
 
 class ManagedCluster(FleetCluster):
-    """A cluster from its start to its end, without the methods that are for users.
+    """A cluster from its start to its shutdown, without the methods for users.
 
-    It puts the manager's parts together.
+    Assembles the parts of the manager.
 
     Parameters
     ----------
     options : Options
-        The cluster's.
+        The cluster's options.
     given : mapping
-        Those of them that are arguments of the constructor, as given.
+        The options that are arguments of the constructor, unchecked.
     record : Record, optional
-        The record of a running cluster to take over. Default: a new cluster.
+        The record of a running cluster to connect to. Default: create a cluster.
     role : ManagerRole or None
-        Why this process manages it, if it is not the user's program.
+        The role of this process. None: the program of a user.
     asynchronous, loop, silence_logs, quiet
-        As for :class:`dask_cml.CMLCluster`.
+        As in :class:`dask_cml.CMLCluster`.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class ManagedCluster(FleetCluster):
         silence_logs: int | str | bool | None,
         quiet: bool,
     ) -> None:
-        # What ends a cluster is needed even if this constructor fails.
+        # The attributes for a shutdown are needed even if this constructor fails.
         self.status = Status.closed
         self._pid = os.getpid()
         self.options = options
         self._given = given
-        #: The adaptive scaling of each worker group, also what has stopped.
+        #: The adaptive scaling of each worker group, including stopped ones.
         self._adaptives: dict[str, Adaptive] = {}
         self._api = WorkersAPI(load_platform(self.options.platform))
         self._api.check_options(self.options.scheduler_launch_options, "scheduler_launch_options")
@@ -98,7 +98,7 @@ class ManagedCluster(FleetCluster):
         self._client = SchedulerClient()
         self._role = role or ManagerRole()
         self._assemble(record)
-        if record is None:  # otherwise it takes over what another process has launched
+        if record is None:  # otherwise, the fleet gets the sessions that other managers launched
             for group in self._fleet.states:
                 self._fleet.resize(group.options.n_workers, group=group.name)
         self._starting: asyncio.Task[None] | None = None
@@ -120,7 +120,7 @@ class ManagedCluster(FleetCluster):
                 shutdown_on_close=self.options.shutdown_on_close,
                 scheduler_sync_interval=_OBSERVERS_SYNC_SECONDS if self._role.observes else _SYNC_SECONDS,
             )
-        except BaseException as error:  # Ctrl-C, too, must leave no session
+        except BaseException as error:  # also Ctrl-C must leave no session behind
             self._end(None, shutdown=not self._adopts)
             if isinstance(error, KeyboardInterrupt):
                 self._show_interrupt()
@@ -131,7 +131,7 @@ class ManagedCluster(FleetCluster):
     # -- start
 
     def _assemble(self, record: Record | None) -> None:
-        """Put the parts of the manager together: for a new cluster, or for the one of this record."""
+        """Assemble the parts of the manager: for a new cluster, or for the cluster of a record."""
         self._adopts = record is not None
         self._folder = state_directory() / self.options.name
         groups = self.options.groups()
@@ -165,7 +165,7 @@ class ManagedCluster(FleetCluster):
 
     async def _start(self) -> None:
         if self.status in (Status.closing, Status.closed):
-            raise CMLError(f"the cluster {self.name} is closed")
+            raise CMLError(f"cluster {self.name} is closed")
         if self._starting is None:
             self.status = Status.starting
             self._starting = asyncio.create_task(self._start_once())
@@ -175,15 +175,15 @@ class ManagedCluster(FleetCluster):
             closed_meanwhile = self._closing is not None
             await self._close(shutdown=not self._adopts)
             if closed_meanwhile:
-                raise CMLError(f"the cluster {self.name} was closed while it started") from None
+                raise CMLError(f"cluster {self.name} was closed while it started") from None
             self._show_interrupt()
             raise
         except BaseException as error:
-            # SpecCluster's `__await__` does not close a cluster whose start fails, and its `_start` makes a
-            # bare RuntimeError of every error.
+            # SpecCluster's `__await__` does not close a cluster whose start fails, and its `_start` replaces
+            # every error by a RuntimeError.
             await self._close(shutdown=not self._adopts)
             if isinstance(error, LaunchRefused):
-                # A smaller cluster, asked for at once, must not be refused for what is being stopped.
+                # Sessions that are stopping must not keep the user from creating a smaller cluster at once.
                 await self._api.wait_until_ended(self._api.names)
             if isinstance(error, CMLError):
                 raise without_frames(error) from None
@@ -208,7 +208,7 @@ class ManagedCluster(FleetCluster):
         self._client.connect(self.scheduler.address, arguments)
         await Cluster._start(self)
         self._client.listen(self._watch_worker_status_task)
-        # From now on other processes can take part.
+        # From now on, other processes can connect.
         await self._record_keeper.write(scheduler_id=str(self.scheduler_info["id"]))
         if not (self._adopts or self.shutdown_on_close):
             self._log(lifetime(self.name))
@@ -224,7 +224,7 @@ class ManagedCluster(FleetCluster):
         patience: float | None = Presence.KEEP
         if not self._adopts:
             patience = self.options.orphan_timeout if self.shutdown_on_close else None
-        # One that only looks does not keep an orphan alive.
+        # An observer does not keep an orphan running.
         info = {WATCHES: self._role.observes, SERVES: self._role.serves}
         interval = {"interval": _OBSERVER_BEAT} if self._role.observes else {}
         return Presence(
@@ -245,11 +245,11 @@ class ManagedCluster(FleetCluster):
         record = await wait_until_running(name, timeout)
         differing = self.options.differing(given, record.options)
         kept = f"; it keeps its {', '.join(differing)}" if differing else ""
-        self._log(f"Connected to the running cluster {name}{kept}")
+        self._log(f"Connected to running cluster {name}{kept}")
         self.options = self.options.of_running(record.options, bool(given["shutdown_on_close"]))
         self.shutdown_on_close = self.options.shutdown_on_close
         self.new_spec = self._spec(self.options.processes)
-        # What was asked of a cluster that is not created is not asked of the one that runs.
+        # Requests to a cluster that was not created do not apply to the running one.
         self._assemble(record)
         await self._rebuild()
 
@@ -259,7 +259,7 @@ class ManagedCluster(FleetCluster):
         await self._record_keeper.take_name(options, keys, groups)
         self._record_keeper.start()
         if others := [repr(each.options.name) for each in unclosed() if each is not self]:
-            self._log(f"This process has other clusters open, each with its sessions: {', '.join(others)}")
+            self._log(f"This process has other open clusters, with their own sessions: {', '.join(others)}")
 
     async def _rebuild(self) -> None:
         assert self._record_keeper.record is not None
@@ -274,30 +274,30 @@ class ManagedCluster(FleetCluster):
             await self._start()
         await self._carry_out()
         if self.status != Status.running:
-            raise CMLError(f"the cluster {self.name} was closed meanwhile")
+            raise CMLError(f"cluster {self.name} was closed meanwhile")
         return self
 
-    # -- keeping
+    # -- management
 
     def _stop_overruled(self, group: str) -> None:
-        """Adapt a worker group no more, because another manager scales it."""
+        """Stop the adaptive scaling of a worker group, because another manager scales it."""
         if (adaptive := self._adaptives.get(group)) is not None:
             self._fleet.release(adaptive)
             stop_adapting(adaptive, "another manager scales the cluster")
 
     def _go_on_adapting(self, group: str, minimum: float, maximum: float) -> None:
-        """Adapt a worker group, because the manager has left that did."""
-        logger.info("The cluster %s: adaptive scaling of the group %s taken over", self.name, group)
+        """Scale a worker group adaptively, because the manager that did has left."""
+        logger.info("Adaptive scaling of group %s of cluster %s taken over", group, self.name)
         self.adapt(minimum=minimum, maximum=maximum, worker_group=group)
 
-    # -- end
+    # -- shutdown
 
     def _end(self, timeout: float | None, shutdown: bool) -> Awaitable[None] | None:
         if self.asynchronous:
             return self.sync(self._close, shutdown, callback_timeout=timeout)
         if self._is_a_forks_copy:
             return None
-        with self._close_lock:  # the second of two threads would wait for a loop that the first has stopped
+        with self._close_lock:  # a second thread would wait for a loop that the first one has stopped
             try:
                 if self.status != Status.closed:
                     self.sync(self._close, shutdown, callback_timeout=timeout)
@@ -319,7 +319,7 @@ class ManagedCluster(FleetCluster):
         await asyncio.shield(self._closing)
 
     async def _close_once(self, shutdown: bool) -> None:
-        # Not SpecCluster's, which retires every worker first and waits long for a scheduler that is gone.
+        # Not SpecCluster's, which retires all workers first and waits long for a scheduler that has ended.
         for adaptive in self._adaptives.values():
             stop_adapting(adaptive, "the cluster closes")
         self.status = Status.closing
@@ -332,8 +332,8 @@ class ManagedCluster(FleetCluster):
         try:
             if not shutdown:
                 await self._hand_over()
-            # First, because a scheduler that ends does not answer, and that is waited for.
-            # A cluster that stays is no orphan without its creator.
+            # Before the goodbye, because a scheduler that shuts down does not answer, which takes time.
+            # A cluster that keeps running is no orphan without its creator.
             stays = not (shutdown or self._adopts)
             await self._leadership.close(**({"orphan_timeout": None} if stays else {}))
             if shutdown:
@@ -353,45 +353,45 @@ class ManagedCluster(FleetCluster):
             no_longer_end_at_exit(self)
 
     async def _hand_over(self) -> None:
-        """Leave the sessions to other managers; what these do not know of is stopped."""
-        if self._leadership.id:  # what was asked for last, and launched for it, may not be told yet
+        """Leave the sessions to other managers. The sessions that these do not know are stopped."""
+        if self._leadership.id:  # send the last request, and the sessions launched for it
             await self._leadership.sync()
-        if self._record_keeper.gone:  # nobody can take them over any more
+        if self._record_keeper.gone:  # no other manager can take them over
             return
         processes = (self.scheduler, *self.workers.values())
         self._api.forget(*[p.session_id for p in processes if p is not None and p.session_id])
 
     async def _say_goodbye(self) -> None:
-        """Let the scheduler tell its workers and clients that it ends, if it is there."""
+        """Ask the scheduler to inform its workers and clients of its end, if it answers."""
         if self.scheduler_comm is not None:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(self.scheduler_comm.terminate(), _GOODBYE_TIMEOUT)
 
     def _end_with(self, keeping: asyncio.Task[Outcome]) -> None:
-        """Close when the reconciler says that there is nothing to keep."""
+        """Close when the reconciler stops keeping the cluster."""
         if not keeping.cancelled() and keeping.exception() is None and self._closing is None:
             shutdown = keeping.result() == Outcome.ENDED
             self._closing = asyncio.create_task(self._close_once(shutdown))
 
     def _end_now(self, timeout: float) -> None:
-        """Close with the interpreter."""
+        """Close when the interpreter exits."""
         try:
             if self.loop.asyncio_loop.is_running():
                 self._end(timeout, self.shutdown_on_close)
-        except CMLError as error:  # it has tried all that there is to try
+        except CMLError as error:  # all retries have failed
             logger.error("%s", error)
         except Exception as error:
-            logger.info("The cluster %s is ended by plain calls, after %r", self.name, error)
-        # The loop may be gone, as after asyncio.run; then this is all that can be done, and enough.
+            logger.info("Sessions of cluster %s stopped without its event loop: %r", self.name, error)
+        # The event loop may have ended, as after asyncio.run. Then this is enough.
         if self.status != Status.closed and self.shutdown_on_close:
             self._record_keeper.end_now()
         self._forget()
 
     def _forget(self) -> None:
-        """Leave the cluster to others, as a forked process does."""
+        """Leave the cluster to other processes, after a fork."""
         self.status = Status.closed
 
     @property
     def _is_a_forks_copy(self) -> bool:
-        """Whether this is in a fork of the cluster's process, whose end must not be the cluster's."""
+        """Whether this process is a fork of the cluster's process. Its exit does not end the cluster."""
         return self._pid != os.getpid()

@@ -1,4 +1,4 @@
-"""A manager's side of the plugin in the scheduler: registers it, and says that the manager is there."""
+"""A manager's side of the scheduler plugin: registers it, and sends heartbeats."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 logger = logging.getLogger(__name__)
 
 _BEAT_INTERVAL = 2.0
-#: A manager whose network is silent rather than closed is gone after so long.
+#: Seconds after which a manager with a silent network counts as disconnected.
 _MANAGER_SILENCE = 15.0
 _CLOSE_TIMEOUT = 2.0
 
 
 class Presence:
-    """A manager's side: has the plugin registered, and says that the manager is there until it is closed.
+    """Registers the scheduler plugin, and sends heartbeats until it is closed.
 
     Parameters
     ----------
     address : str
-        The scheduler's.
+        The scheduler's address.
     connection_args : mapping, optional
-        As ``Security.get_connection_args("client")`` returns them.
+        The result of ``Security.get_connection_args("client")``.
     orphan_timeout : float or None, optional
-        Seconds without a manager and without a client after which the scheduler closes; None means never.
-        Not given: it stays what another manager said, and is never if this is the first one.
+        Time without a manager and a client after which the scheduler closes, in seconds. None: never.
+        Default: the value of other managers, or never if there are none.
     info : mapping, optional
-        What the scheduler is to know of this manager, beside its host and process id.
+        Information on this manager for the scheduler, in addition to its host and process id.
     interval : float
-        Seconds between two heartbeats.
+        Time between two heartbeats, in seconds.
 
     Attributes
     ----------
     id : str
-        Tells this manager from others.
+        The id of this manager.
 
     Examples
     --------
@@ -74,19 +74,19 @@ class Presence:
         self._orphan_timeout = orphan_timeout
         self._interval = interval
         self._silence = max(_MANAGER_SILENCE, 4 * interval)
-        # A connection of its own: nothing else is in front of a heartbeat, and its end is the manager's.
+        # A connection of its own: no other message delays a heartbeat, and its end marks the manager's end.
         self._scheduler = rpc(address, connection_args=dict(connection_args or {}))
         self._beating: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Register the plugin, and begin to send heartbeats.
+        """Register the plugin, and start to send heartbeats.
 
         Raises
         ------
         OSError
             If the scheduler cannot be reached.
         CMLError
-            If it does not take the plugin.
+            If the scheduler refuses the plugin.
         """
         change = {} if self._orphan_timeout is self.KEEP else {"orphan_timeout": self._orphan_timeout}
         await self._beat(register=True, **change)
@@ -94,12 +94,12 @@ class Presence:
             self._beating = asyncio.create_task(self._keep_beating())
 
     async def close(self, **change: float | None) -> None:
-        """Close the connection, by which the scheduler knows that this manager is gone.
+        """Close the connection, by which the scheduler notices that this manager has left.
 
         Parameters
         ----------
         **change
-            ``orphan_timeout``, if it is to be changed and the scheduler is there to hear it.
+            ``orphan_timeout``, to change it first, if the scheduler answers.
         """
         beating, self._beating = self._beating, None
         await cancel(beating)
@@ -118,7 +118,7 @@ class Presence:
                 heard = True
             except (OSError, asyncio.TimeoutError, CMLError) as error:
                 if heard:
-                    logger.debug("The scheduler does not hear that this manager is there: %r", error)
+                    logger.debug("Heartbeat to the scheduler failed: %r", error)
                 heard = False
 
     async def _beat(self, register: bool = False, **change: float | None) -> None:
@@ -138,5 +138,5 @@ class Presence:
             raise
         except Exception as error:
             raise CMLError(
-                f"the scheduler at {self._scheduler.address} refuses the plugin: {error}"
+                f"the scheduler at {self._scheduler.address} refused dask-cml's plugin: {error}"
             ) from error

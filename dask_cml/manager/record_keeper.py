@@ -1,4 +1,4 @@
-"""What keeps a cluster's record true."""
+"""Keeps a cluster's record up to date."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from dask_cml.sessions.workers_api import WorkersAPI
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL = 0.2
-#: How long to rest after the record is written, in times of what that took, and in seconds at most.
+#: Pause after the record is written: a multiple of the time that it took, and its maximum in seconds.
 _REST, _LONGEST_REST = 9, 1.0
-#: Seconds between two looks at which sessions wait for room.
+#: Seconds between two checks which sessions wait for room.
 _WAITING_INTERVAL = 2.0
 
 
 class RecordKeeper:
-    """Write every session that this manager launches into the cluster's record as soon as its id is known.
+    """Writes each session that this manager launches into the cluster's record as soon as its id is known.
 
-    The maker of the cluster also writes who and where the scheduler is. What another manager has launched,
-    that one writes; whoever stops a session writes that it has ended.
+    The cluster's creator also writes the scheduler's address. Each manager writes the sessions that it
+    launched. A manager that stops a session writes its end.
 
     Parameters
     ----------
     name : str
         The cluster's name.
     api : WorkersAPI
-        Knows every session that this manager has launched or taken over.
+        Knows all sessions that this manager has launched or taken over.
     fleet : Fleet
-        Has the workers.
+        The cluster's workers.
     scheduler : callable
-        Returns the scheduler's process; None if there is none yet.
+        Returns the scheduler's process, or None before it exists.
     record : Record, optional
-        The record of a cluster that another process has made.
+        The record of a cluster that another process created.
     role : ManagerRole, optional
-        Why this process manages the cluster.
+        The role of this process.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class RecordKeeper:
     ) -> None:
         self.record = record
         self._role = role or ManagerRole()
-        #: Whether another process had ended the cluster when this one wrote last.
+        #: Whether the record did not exist any more at the last write, because another process deleted the
+        #: cluster.
         self.gone = False
         self._makes = record is None
         self._name, self._api, self._fleet, self._scheduler = name, api, fleet, scheduler
@@ -88,21 +89,21 @@ class RecordKeeper:
         security: Mapping[str, str] | None,
         groups: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Make the record of a new cluster.
+        """Create the record of a new cluster.
 
         Parameters
         ----------
         options : mapping
-            The cluster's, as JSON can hold them.
+            The cluster's options, for JSON.
         security : mapping of str to str, or None
-            Where its keys are.
+            The paths of its keys.
         groups : mapping of str to mapping
-            The options of its worker groups beside the default one, by name.
+            The options of its worker groups by name, except the default group.
 
         Raises
         ------
         ClusterExists
-            If there is a live cluster of this name.
+            If a running cluster has this name.
         """
         maker = Maker.this_process(self._role.user, self._role.serves)
         record = Record(self._name, maker=maker, options=options, security=security, groups=groups)
@@ -110,33 +111,33 @@ class RecordKeeper:
         self.record = record
 
     def start(self) -> None:
-        """Keep the record from now on."""
+        """Start to keep the record."""
         self._writing = asyncio.Lock()
         self._api.on_change = self.poke
         self._task = asyncio.create_task(self._run())
 
     def poke(self) -> None:
-        """Write the record, because something has changed. To be called in the event loop."""
+        """Write the record soon, because something has changed. Call this in the event loop."""
         self._changed.set()
 
     async def close(self) -> None:
-        """Write it for the last time, if the cluster has got as far."""
+        """Write the record for the last time, if it exists."""
         if self._task is not None:
             await cancel(self._task)
             await self.write()
 
     async def is_removed(self, timeout: float) -> bool:
-        """Wait until another process has removed the record, as the end of a cluster does.
+        """Wait until another process has removed the record, which it does when it deletes the cluster.
 
         Parameters
         ----------
         timeout : float
-            Seconds to wait.
+            Maximum time to wait, in seconds.
 
         Returns
         -------
         bool
-            Whether it is gone.
+            Whether the record was removed.
         """
         deadline = time.monotonic() + timeout
         while await asyncio.to_thread(self._read) is not None:
@@ -146,35 +147,35 @@ class RecordKeeper:
         return True
 
     def sessions(self) -> Mapping[str, str]:
-        """Return what each session was launched as, by its id, whoever did so; by plain calls."""
+        """Return the names of all managers' sessions, by id. Blocks."""
         record = self._read()
         return {} if record is None else record.sessions
 
     def groups(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the options of each worker group by its name, whichever manager added it; by plain calls."""
+        """Return the options of all managers' worker groups, by name. Blocks."""
         record = self._read()
         return {} if record is None else record.groups
 
     async def add_group(self, name: str, options: Mapping[str, Any]) -> None:
-        """Write a new worker group.
+        """Write a new worker group into the record.
 
         Raises
         ------
         NoSuchCluster
-            If another process has ended the cluster.
+            If another process has deleted the cluster.
         ValueError
-            If there is a group of this name.
+            If a group with this name exists.
         """
         assert self.record is not None
         await asyncio.to_thread(store.add_group, name, options, self._name, id=self.record.id)
 
     async def remove_group(self, name: str) -> None:
-        """Take a worker group out; the errors are those of :meth:`add_group`."""
+        """Remove a worker group from the record. The errors are those of :meth:`add_group`."""
         assert self.record is not None
         await asyncio.to_thread(store.remove_group, name, self._name, id=self.record.id)
 
     def _read(self) -> Record | None:
-        """Return the record as it is now; None if there is none, or another cluster's under this name."""
+        """Return the current record. Return None if it was removed, or another cluster has its name."""
         if self.record is None:
             return None
         try:
@@ -184,17 +185,17 @@ class RecordKeeper:
         return record if record.id == self.record.id else None
 
     def usage(self) -> Usage:
-        """Return what the cluster has used so far, or until its end; by plain calls.
+        """Return the cluster's usage so far, or until its end. Blocks.
 
         Raises
         ------
         NoSuchCluster
-            If there is no record yet, or another process has removed it.
+            If the record does not exist yet, or another process has removed it.
         """
         return self._usage or usage(self._name, "" if self.record is None else self.record.id)
 
     async def end(self) -> None:
-        """Stop every session of the cluster, whoever launched it, and then remove the record.
+        """Stop all sessions of the cluster, from all managers, and then remove the record.
 
         Raises
         ------
@@ -204,12 +205,12 @@ class RecordKeeper:
         if self._task is None or self.record is None:
             await self._api.close()
         else:
-            with contextlib.suppress(OSError, CMLError):  # it goes with the record
+            with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
                 self._usage = await asyncio.to_thread(self.usage)
             await stop_and_remove(replace(self.record, sessions={}), self._api)
 
     def end_now(self) -> None:
-        """Do the same by plain calls."""
+        """Do the same as :meth:`end` by blocking calls."""
         if self._task is None or self.record is None:
             self._api.end()
         else:
@@ -217,22 +218,23 @@ class RecordKeeper:
 
     async def _run(self) -> None:
         while True:
-            # Nobody tells that a session waits for room any more, or does not.
+            # No event reports that a session starts or stops waiting for room, so look regularly.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _WAITING_INTERVAL)
             self._changed.clear()
             begin = time.monotonic()
             await self.write()
-            # While thousands of sessions are launched one after the other, most is not to write their record.
+            # While thousands of sessions are launched one by one, spend only a small share of the time on
+            # writing.
             await asyncio.sleep(min(_REST * (time.monotonic() - begin), _LONGEST_REST))
 
     async def write(self, scheduler_id: str | None = None) -> None:
-        """Write what has changed, now. What hinders that is logged.
+        """Write changes now. Log errors.
 
         Parameters
         ----------
         scheduler_id : str, optional
-            What the scheduler calls itself, as soon as it has answered.
+            The scheduler's own id, as soon as it has answered.
         """
         self._scheduler_id = scheduler_id or self._scheduler_id
         try:
@@ -241,9 +243,9 @@ class RecordKeeper:
             self.gone = False
         except NoSuchCluster:
             self.gone = True
-            logger.info("The record of the cluster %s is gone: another process ends it", self._name)
+            logger.info("Record of cluster %s removed: another process is deleting the cluster", self._name)
         except (OSError, CMLError) as error:
-            logger.warning("The record of the cluster %s cannot be written: %s", self._name, error)
+            logger.warning("Record of cluster %s not written: %s", self._name, error)
 
     async def _write(self) -> None:
         assert self.record is not None
@@ -260,22 +262,22 @@ class RecordKeeper:
             self.record = record
 
     def _store(self, write: Callable[[], None]) -> None:
-        with self._storing:  # what was cancelled may go on in its thread, and is older
+        with self._storing:  # a cancelled write, which is older, may continue in its thread
             write()
 
     def _processes(self) -> dict[str, CMLProcess]:
-        """Return those of the cluster that are launched, by their sessions."""
+        """Return the launched processes of the cluster, by the ids of their sessions."""
         processes = (self._scheduler(), *self._fleet.workers.values())
         return {p.session_id: p for p in processes if p is not None and p.session_id}
 
     def _changes(self, processes: Mapping[str, CMLProcess], sessions: Mapping[str, str]) -> Changes:
         new = [each for each in sessions.keys() - self._written if not _is_adopted(processes.get(each))]
         for each in new:
-            # A name says the same at each try.
+            # Every retry writes the same file name.
             self._launches.setdefault(each, self._launch(each, sessions[each], processes.get(each)))
         waiting = {each for each, process in processes.items() if process.waits_for is not None}
         scheduling = {each for each, process in processes.items() if process.is_scheduling}
-        # What another session has launched, and the platform does not list here, that one knows.
+        # Only the manager that launched a session knows it, if the platform does not list it here.
         known = {
             each
             for each, process in processes.items()
@@ -289,7 +291,8 @@ class RecordKeeper:
             waiting=(waiting & sessions.keys()) - self._waiting,
             began=dict.fromkeys((self._waiting & known) - scheduling, now),
         )
-        # A process is forgotten when its session is stopped, and may know when that had ended by itself.
+        # A process is forgotten after its session is stopped, but it may know when the session ended by
+        # itself.
         self._seen = {**self._seen, **processes}
         self._seen = {each: process for each, process in self._seen.items() if each not in ended}
         return changes
@@ -308,7 +311,7 @@ class RecordKeeper:
         )
 
     def _as_it_is(self, record: Record) -> Record:
-        """Return the record with what is known of the scheduler."""
+        """Return the record with the current information on the scheduler."""
         scheduler = self._scheduler()
         session = None if scheduler is None else scheduler.session
         return replace(
@@ -321,7 +324,7 @@ class RecordKeeper:
 
 
 def _end_of(process: CMLProcess | None, now: int) -> int:
-    """Return when a session ended: when the platform says, or now."""
+    """Return when a session ended: the platform's time, or now."""
     finished = None if process is None else moment(process.info, "finished_at")
     return now if finished is None else min(now, int(finished.timestamp()))
 

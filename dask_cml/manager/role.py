@@ -1,4 +1,4 @@
-"""Why a process manages a cluster."""
+"""The role of a process that manages a cluster."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ManagerRole:
-    """What distinguishes a manager from that of a user's program, which keeps its cluster while it runs.
+    """How a manager differs from that of a user's program, which keeps its cluster while it runs.
 
     Parameters
     ----------
     observes : bool
-        Whether it only looks: it does not keep an orphan alive.
+        Whether it only observes: it does not keep an orphan running.
     serves : bool
-        Whether it stays when others leave, and then goes on to adapt.
+        Whether it stays when others leave, and then continues to adapt.
     user : str or None
-        For whom it creates a cluster. Default: whoever runs this process.
+        The user for whom it creates a cluster. Default: the user of this process.
     """
 
     observes: bool = False
