@@ -1,4 +1,4 @@
-"""The options of a cluster as users meet them: what ``cml.yaml`` and ``cml-schema.yaml`` say of each."""
+"""The options of a cluster for users: their descriptions from ``cml.yaml`` and ``cml-schema.yaml``."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ import yaml
 
 Kind = Literal["flag", "words", "pairs", "choice", "integer", "number", "text"]
 
-#: What concerns the process that creates a cluster and stays, not a cluster that is left to itself.
+#: Options for a process that creates a cluster and stays, which do not apply to unattended clusters.
 OF_STAYING_MAKERS = ("create-mode", "shutdown-on-close", "orphan-timeout", "forward-dashboard")
-#: How the shell and the form say None where the configuration may hold another default.
+#: The word for None in the shell and the form, where the configuration may contain another default.
 NEVER = "never"
-#: After which a cluster shuts down that nobody may look after, unless that is given.
+#: Default idle time after which an unattended cluster shuts down.
 UNATTENDED_IDLE_TIMEOUT = "1 hour"
 _GROUP_OR_KEY = re.compile(r"^  (?:# (.+)|([\w-]+):.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class DescribedOption:
-    """An option with its words.
+    """An option with its description.
 
     Parameters
     ----------
     key : str
         Its key below ``cml``, such as ``n-workers``.
     title : str
-        A noun phrase, for a form.
+        Its title in a form, a noun phrase.
     text : str
-        One sentence or more; backquotes enclose code.
+        Its description, in sentences. Backquotes enclose code.
     kind : str
-        What is asked for: ``words`` for a command line, ``pairs`` for lines ``NAME=VALUE``.
+        The kind of its value: ``words`` for a command line, ``pairs`` for lines ``NAME=VALUE``.
     choices : tuple of str
-        What a ``choice`` may be.
+        The valid values of a ``choice``.
     group : str
-        The heading in ``cml.yaml`` that the option stands below.
+        Its heading in ``cml.yaml``.
     """
 
     key: str
@@ -96,18 +96,18 @@ def _kind(about: dict[str, Any]) -> Kind:
 
 
 def described_options(arguments: Collection[str]) -> list[DescribedOption]:
-    """Return those options that are arguments of a method, in the schema's order.
+    """Return the options that are arguments of a method, in the schema's order.
 
     Parameters
     ----------
     arguments : collection of str
-        Their names. Those of :data:`OF_STAYING_MAKERS` are left out.
+        The names of the arguments. The result omits those of :data:`OF_STAYING_MAKERS`.
     """
     return [each for each in _all() if each.argument in arguments and each.key not in OF_STAYING_MAKERS]
 
 
 def unattended_text(option: DescribedOption) -> str:
-    """Return the words about an option of a cluster that nobody may look after, see `options.unattended`."""
+    """Return the description of an option for an unattended cluster, see `options.unattended`."""
     if option.key != "idle-timeout":
         return option.text
     ours = f'By default {UNATTENDED_IDLE_TIMEOUT}; "{NEVER}" is allowed.'
@@ -115,7 +115,7 @@ def unattended_text(option: DescribedOption) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a command line, as a shell splits them.
+    """Split a command line into words, like a shell.
 
     Raises
     ------
@@ -125,16 +125,16 @@ def words(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"expected words for a shell: {error}") from None
+        raise ValueError(f"expected a command line: {error}") from None
 
 
 def pairs(argument: str, lines: Iterable[str]) -> dict[str, Any]:
-    """Return what texts ``NAME=VALUE`` say: JSON where a value is some, else text; of ``env`` text alone.
+    """Parse texts ``NAME=VALUE``: values are JSON if possible, else text. Values of ``env`` are text.
 
     Raises
     ------
     ValueError
-        For a text without ``=``. The words do not repeat it: it may be a secret.
+        If a text lacks ``=``. The message does not contain the text, which may be secret.
     """
     lines = [*lines]
     if any("=" not in line for line in lines):

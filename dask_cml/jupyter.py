@@ -1,7 +1,7 @@
-"""A Jupyter server extension: all clusters of the project in dask-labextension's sidebar.
+"""A Jupyter server extension that lists all clusters of the project in dask-labextension's sidebar.
 
-By itself the sidebar lists what it has made. This adds those of the project's records, made in a notebook, by
-``dask cml`` or by another Jupyter server, each with a manager of its own in the Jupyter server.
+By itself, the sidebar lists the clusters that it created. This adds those in the project's records: from
+notebooks, ``dask cml`` and other Jupyter servers. Each has a manager of its own in the Jupyter server.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from dask_cml.cluster import CMLCluster
 from dask_cml.observers import Observed, Observers
 from dask_cml.records.record import Record
 
-#: So long a cluster that was closed stays in the list: whoever has pressed SHUTDOWN takes it out himself.
+#: Seconds for which a closed cluster stays listed, because the sidebar removes it itself after SHUTDOWN.
 _GRACE = 1.0
-#: So long one that the sidebar has made stays there when it has ended otherwise, for SHUTDOWN to find it.
+#: Seconds for which a cluster from the sidebar stays listed after it ended otherwise, for SHUTDOWN to find
+#: it.
 _ENDED = 30.0
-#: The sidebar knows a cluster by its id, which should be the same after the server has started again.
+#: The sidebar identifies a cluster by an id, which should be the same after the server restarts.
 _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")
 
 
 class SidebarExtension(ExtensionApp):
-    """What the Jupyter server loads and stops."""
+    """The extension that the Jupyter server loads and stops."""
 
     name = "dask_cml"
-    interval = Float(2.0, help="Seconds between two looks at the records of the clusters.").tag(config=True)
+    interval = Float(2.0, help="Time between two looks at the clusters' records, in seconds.").tag(
+        config=True
+    )
 
     def initialize_handlers(self) -> None:
-        """Begin as soon as the server runs, when all other extensions are loaded."""
+        """Start when the server runs and has loaded all other extensions."""
         self._sidebar: Sidebar | None = None
         IOLoop.current().add_callback(self._begin)
 
@@ -46,15 +49,15 @@ class SidebarExtension(ExtensionApp):
         manager = find_manager(self.serverapp.web_app.settings)
         if manager is None:
             self.log.info(
-                "dask-cml: dask-labextension is not loaded, or not as it is known here, so that it lists no "
-                "more clusters than it makes itself"
+                "dask-labextension is missing, disabled or unsupported; the sidebar lists only clusters that "
+                "it created. To check it, run `dask cml doctor`"
             )
             return
         self._sidebar = Sidebar(manager, self.interval)
         self._sidebar.start()
 
     async def stop_extension(self) -> None:
-        """End with the server; the clusters that others have made run on."""
+        """Stop with the server. Clusters of other creators keep running."""
         if self._sidebar is not None:
             await self._sidebar.close()
 
@@ -64,15 +67,15 @@ def _jupyter_server_extension_points() -> list[dict[str, Any]]:
 
 
 def find_manager(settings: Mapping[str, Any]) -> Any:
-    """Return dask-labextension's ``DaskClusterManager``; None if there is none that is known here.
+    """Return dask-labextension's ``DaskClusterManager``. Return None if it is missing or unsupported.
 
     Parameters
     ----------
     settings : mapping
-        Of the server's web application.
+        Settings of the server's web application.
     """
-    # Newer releases keep it in the settings, the others in a module; to import that would make the clusters
-    # of `labextension.initial`, also where the extension is disabled.
+    # Newer releases keep it in the settings, others in a module. Importing that module would create the
+    # clusters of `labextension.initial`, even if the extension is disabled.
     module = sys.modules.get("dask_labextension.manager")
     manager = settings.get("dask_cluster_manager", getattr(module, "manager", None))
     parts = [getattr(manager, name, None) for name in ("_clusters", "_cluster_names", "_adaptives")]
@@ -80,14 +83,14 @@ def find_manager(settings: Mapping[str, Any]) -> Any:
 
 
 class Sidebar(Observers):
-    """Keep what dask-labextension lists in step with the records of the project's clusters.
+    """Keeps dask-labextension's list in step with the records of the project's clusters.
 
     Parameters
     ----------
     manager : DaskClusterManager
-        As `find_manager` returns it.
+        The result of `find_manager`.
     interval : float
-        Seconds between two looks at the records.
+        Time between two looks at the records, in seconds.
 
     Examples
     --------
@@ -102,28 +105,28 @@ class Sidebar(Observers):
         self._ended_since: dict[str, float] = {}
 
     def manager(self, record: Record, **arguments: Any) -> CMLCluster:
-        """Return a manager that carries the dashboard to a port of this machine, where the sidebar looks."""
+        """Return a manager that forwards the dashboard to a port of this machine, for the sidebar."""
         return super().manager(record, forward_dashboard=True, **arguments)
 
     def joined(self, observed: Observed) -> None:
-        """List a cluster."""
+        """Add a cluster to the list."""
         listed = _id(observed.record)
         self._manager._clusters[listed] = observed.cluster
         self._manager._cluster_names[listed] = observed.record.name
 
     async def left(self, observed: Observed, at_end: bool) -> None:
-        """Take a cluster out of the list."""
+        """Remove a cluster from the list."""
         if self._manager._clusters.get(_id(observed.record)) is observed.cluster:
             await asyncio.sleep(0 if at_end else _GRACE)
             self._drop(_id(observed.record))
 
     def looked(self) -> None:
-        """Take out of the list what has ended otherwise."""
+        """Remove clusters from the list that have ended otherwise."""
         self._drop_ended()
         self._drop_stopped()
 
     def _drop_ended(self) -> None:
-        """Take out of the list what the sidebar has made and what has ended otherwise."""
+        """Remove clusters from the list that the sidebar created and that have ended otherwise."""
         listed = self._manager._clusters
         added = {_id(each.record) for each in self.observed.values()}
         now = time.monotonic()
@@ -136,7 +139,7 @@ class Sidebar(Observers):
         self._ended_since = {key: since for key, since in self._ended_since.items() if key in listed}
 
     def _drop_stopped(self) -> None:
-        """Forget adaptive scaling that has ended because another manager scales."""
+        """Forget adaptive scaling that stopped because another manager scales."""
         adaptives = self._manager._adaptives
         for cluster_id, adaptive in [*adaptives.items()]:
             cluster = self._manager._clusters.get(cluster_id)
@@ -150,5 +153,5 @@ class Sidebar(Observers):
 
 
 def _id(record: Record) -> str:
-    """Return the id by which the sidebar knows a cluster."""
+    """Return the id of a cluster in the sidebar."""
     return str(uuid.uuid5(_IDS, record.id))

@@ -1,4 +1,4 @@
-"""A manager for each cluster of the project's records, for a process that shows them all."""
+"""Managers for all clusters in the project's records, for a process that shows them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from dask_cml.records.record import Record
 
 logger = logging.getLogger(__name__)
 
-#: A scheduler that did not answer is asked again after so long, or when its record changes.
+#: Seconds after which a scheduler that did not answer is asked again, unless its record changes before.
 _RETRY = 15.0
-#: A cluster whose scheduler is gone is ended by its managers, if they can see it; after so long it is left.
+#: Seconds after which an observer leaves a cluster whose scheduler does not answer. Its managers shut it
+#: down.
 _LOST = 30.0
-#: What becomes of clusters that end meanwhile, or of records that are wrong, is no error of the process.
+#: Errors that occur when a cluster ends meanwhile, or its record is invalid.
 EXPECTED = (CMLError, OSError, asyncio.TimeoutError, ValueError, TypeError)
 
 
 @dataclass
 class Observed:
-    """A cluster of the records that nothing else in this process manages.
+    """A cluster in the records that no other part of this process manages.
 
     Parameters
     ----------
     record : Record
-        The cluster's, as read last.
+        The cluster's last known record.
     cluster : CMLCluster or None
-        Its manager; None while its scheduler does not answer.
+        Its manager. None while its scheduler does not answer.
     finding : Finding or None
-        What the last look at a cluster without a manager has found.
+        The result of the last look at a cluster without a manager.
     """
 
     record: Record
@@ -52,14 +53,14 @@ class Observed:
 
 
 class Observers:
-    """Observe each cluster of the project's records. A subclass shows them.
+    """Observes all clusters in the project's records. A subclass shows them.
 
-    Each cluster is looked after by a task of its own, so that none waits for another's scheduler.
+    Each cluster has a task of its own, so that none waits for another one's scheduler.
 
     Parameters
     ----------
     interval : float
-        Seconds between two looks at the records.
+        Time between two looks at the records, in seconds.
 
     Attributes
     ----------
@@ -79,27 +80,27 @@ class Observers:
         return (await probe.look([record]))[record.name]
 
     def manager(self, record: Record, **arguments: Any) -> CMLCluster:
-        """Return a manager for a running cluster, not started yet."""
+        """Return a manager for a running cluster. It is not started yet."""
         arguments = {"shutdown_on_close": False, "_role": ManagerRole(observes=True), **arguments}
         return CMLCluster._from_record(record, asynchronous=True, quiet=True, **arguments)
 
     def joined(self, observed: Observed) -> None:
-        """Show a cluster that has a manager from now on."""
+        """Show a cluster, which now has a manager."""
 
     async def left(self, observed: Observed, at_end: bool) -> None:
-        """Show no more of a cluster's manager, which is closed; `at_end`: with all others."""
+        """Stop showing a cluster, whose manager is closed. `at_end`: all clusters are closed."""
 
     def looked(self) -> None:
-        """Go on after a look at the records."""
+        """React to a look at the records."""
 
     # -- the looks
 
     def start(self) -> None:
-        """Begin. To be called in the event loop."""
+        """Start to observe. Call this in the event loop."""
         self._looking = asyncio.create_task(self._look_for_ever())
 
     async def close(self) -> None:
-        """Leave all clusters as they are."""
+        """Stop observing. The clusters keep running."""
         await cancel(self._looking)
         observed = self.observed.values()
         await cancel(*[each.task for each in observed])
@@ -110,9 +111,9 @@ class Observers:
             try:
                 await self._look()
             except EXPECTED as error:
-                logger.warning("The records of the clusters cannot be read: %s", error)
+                logger.warning("Records of clusters not read: %s", error)
             except Exception:
-                logger.exception("The list of clusters is not kept")
+                logger.exception("List of clusters not updated")
             await asyncio.sleep(self._interval)
 
     async def _look(self) -> None:
@@ -133,7 +134,7 @@ class Observers:
         self.looked()
 
     async def _tend(self, observed: Observed, there: bool) -> None:
-        """Have a manager for a cluster that runs, and none for one that is gone."""
+        """Create a manager for a cluster that runs. Close the manager of a cluster that has ended."""
         try:
             cluster = observed.cluster
             if cluster is None:
@@ -142,9 +143,9 @@ class Observers:
             elif not there or cluster.status == Status.closed or await self._is_lost(observed):
                 await self._leave(observed)
         except EXPECTED as error:
-            logger.info("The cluster %s is not shown: %s", observed.record.name, error)
+            logger.info("Cluster %s not shown: %s", observed.record.name, error)
         except Exception:
-            logger.exception("The cluster %s is not shown", observed.record.name)
+            logger.exception("Cluster %s not shown", observed.record.name)
 
     async def _join(self, observed: Observed) -> None:
         observed.not_before = time.monotonic() + _RETRY
@@ -164,7 +165,7 @@ class Observers:
         observed.cluster, observed.not_before = None, time.monotonic() + _RETRY
 
     async def _is_lost(self, observed: Observed) -> bool:
-        """Whether a cluster's scheduler has been gone for long, though the cluster's record is there."""
+        """Return whether a cluster's scheduler has not answered for long, although its record exists."""
         assert observed.cluster is not None
         if observed.cluster._client.connected or await probe.is_alive(observed.record):
             observed.lost_since = None

@@ -31,9 +31,7 @@ async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsy
         # Other options than the cluster's do not change it, and that is told.
         async with make(cpu=2, processes=2, create_mode="connect") as other:
             assert (other.options.cpu, other.options.processes) == (1, 1)
-            assert (
-                "Connected to running cluster lab; it keeps its cpu, processes" in capsys.readouterr().out
-            )
+            assert "Connected to running cluster lab; it keeps its cpu, processes" in capsys.readouterr().out
             other.scale(2)
             await holds(lambda: len(first.scheduler_info["workers"]) == 2)
         with pytest.raises(ClusterExists):

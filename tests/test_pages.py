@@ -246,7 +246,7 @@ def test_a_filled_form_is_read_as_arguments():
     ("texts", "words"),
     [
         ({"env": "s3cr3t"}, "invalid env: expected NAME=VALUE"),
-        ({"worker_args": "'s3cr3t"}, "invalid worker_args: expected words for a shell"),
+        ({"worker_args": "'s3cr3t"}, "invalid worker_args: expected a command line"),
         ({"create_mode": "connect"}, "invalid option 'create_mode'"),
     ],
 )
