@@ -107,8 +107,11 @@ def _read(name: str) -> Record:
         where = f"{error}; searched in {state_directory()}"
         raise NoSuchCluster(where, error.name, error.known) from None
     if record.scheduler_address is None and record.maker.lives() is False:
-        why = f"the creator of cluster {name!r} ended before the scheduler answered"
-        raise NoSuchCluster(f"{why}: run `dask cml delete {shlex.quote(name)}`", name)
+        raise NoSuchCluster(
+            f"the creator of cluster {name!r} ended before the scheduler answered: run "
+            f"`dask cml delete {shlex.quote(name)}`",
+            name,
+        )
     return record
 
 
