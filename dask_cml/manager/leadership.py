@@ -46,7 +46,7 @@ class Leadership:
     Attributes
     ----------
     served : bool
-        Whether a manager is there that goes on to adapt when others leave.
+        Whether a manager is connected that continues to adapt when others leave.
     tasks_done : int
         Number of tasks that the scheduler has completed, when it answered last.
     """

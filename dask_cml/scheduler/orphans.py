@@ -82,7 +82,7 @@ class OrphanWatch:
 
     @property
     def served(self) -> bool:
-        """Whether a manager is there that stays when others leave, and goes on to adapt."""
+        """Whether a manager is connected that stays when others leave, and continues to adapt."""
         return any(each.info.get(SERVES) and not each.comm.closed() for each in self._managers.values())
 
     def look(self, now: float) -> bool:

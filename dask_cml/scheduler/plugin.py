@@ -132,23 +132,23 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return known_demand(self._scheduler, cluster)
 
     def sync(self, **message: Any) -> dict[str, Any]:
-        """Take in what a manager tells, and return what it should know.
+        """Take a manager's changes, and return the current state.
 
         Parameters
         ----------
         **message
-            As for ``SharedState.sync``.
+            Arguments of ``SharedState.sync``.
 
         Returns
         -------
         dict
-            What that returns; ``served``, whether a manager is there that goes on to adapt when others leave;
-            and ``tasks_done``, a number that only grows while the scheduler runs.
+            The result of ``SharedState.sync``; ``served``, whether a manager is connected that continues to
+            adapt when others leave; and ``tasks_done``, a number that only increases.
 
         Raises
         ------
         TypeError, ValueError
-            If this is not what a manager sends.
+            If the message is invalid.
         """
         state = self._state.sync(**message)
         prefixes = self._scheduler.task_prefixes.values()
