@@ -308,7 +308,7 @@ def test_two_clusters_side_by_side(platform, capsys):
         assert of_one.submit(sum, [1, 2]).result() == 3
         assert of_two.submit(sum, [3, 4]).result() == 7
         assert one.scheduler_address != two.scheduler_address
-        told = [line for line in capsys.readouterr().out.splitlines() if "other clusters" in line]
+        told = [line for line in capsys.readouterr().out.splitlines() if "other open clusters" in line]
         assert told == ["This process has other open clusters, with their own sessions: 'one'"]
         two.close()
         assert of_one.submit(sum, [5, 6]).result() == 11

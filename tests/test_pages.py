@@ -161,7 +161,7 @@ async def test_pages_are_for_users(ask):
 async def test_what_is_not_there_has_a_page_that_says_so(ask):
     unknown = await ask("clusters/none")
     assert unknown.code == 404
-    assert "there is no cluster named &#39;none&#39;" in unknown.body.decode()
+    assert "no cluster named &#39;none&#39;" in unknown.body.decode()
     other = await ask("nowhere/at/all")
     assert other.code == 404
     assert "The page has no such address" in other.body.decode()
@@ -269,7 +269,7 @@ async def test_the_form_creates_a_cluster_for_its_user():
     [
         ({"n_workers": "many"}, 400, "invalid n_workers='many'"),
         ({"env": "A"}, 400, "invalid env: expected NAME=VALUE"),
-        ({"name": "etl"}, 409, "there is a cluster named 'etl' already"),
+        ({"name": "etl"}, 409, "a cluster named 'etl' exists already"),
         ({"nvidia_gpu": "1"}, 503, "exceeded quota"),
     ],
 )
