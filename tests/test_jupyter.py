@@ -295,7 +295,7 @@ def test_two_servers_list_each_other_s_clusters(server, shared_platform, new, tm
 def test_server_without_labextension_is_told_so_once(platform, tmp_path):
     disabled = "--ServerApp.jpserver_extensions=dask_labextension=False"
     with JupyterServer(tmp_path, FACTORY, arguments=[disabled]) as server:
-        until(lambda: "dask-labextension is not loaded" in server.log)
+        until(lambda: "dask-labextension is missing" in server.log)
         assert server.ask("GET", "dask/clusters")[0] == 404
         server.stop()
     assert server.log.count("dask-labextension is not loaded") == 1
