@@ -298,7 +298,7 @@ def test_server_without_labextension_is_told_so_once(platform, tmp_path):
         until(lambda: "dask-labextension is missing" in server.log)
         assert server.ask("GET", "dask/clusters")[0] == 404
         server.stop()
-    assert server.log.count("dask-labextension is not loaded") == 1
+    assert server.log.count("dask-labextension is missing") == 1
     assert "Traceback" not in server.log
 
 
