@@ -21,6 +21,8 @@ from dask_cml.serve.board import Board
 logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
+#: Of a request's body.
+_MOST_BYTES = 2**20
 #: Of CML, in the order in which they are tried; the page is served where the port is that it listens on.
 _PORTS = ("CDSW_APP_PORT", "CDSW_READONLY_PORT")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -77,7 +79,7 @@ async def serve(port: int | None, on_start: Callable[[str, bool], None], open_br
     sockets = bind_sockets(port_of_session() if port is None else port, _HOST)
     access = Access(sockets[0].getsockname()[1])
     board = Board()
-    server = HTTPServer(make_application(board, access))
+    server = HTTPServer(make_application(board, access), max_body_size=_MOST_BYTES)
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)
     board.start()
