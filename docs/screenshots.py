@@ -87,6 +87,7 @@ def take_page(chrome: Any, server: PageServer) -> None:
     assert server.ask("POST", "api/clusters", options)[0] in (201, 202)
     with Client("cml://churn-model") as client:
         running = start_work(client)
+        running[100].result()
         limits = {"minimum": 1, "maximum": 2}
         assert server.ask("POST", "api/clusters/churn-model/adapt", limits)[0] == 200
         page = chrome.new_context(viewport={"width": 1280, "height": 350}).new_page()

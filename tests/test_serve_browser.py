@@ -227,13 +227,16 @@ def test_a_form_that_is_refused_says_why_and_then_creates_the_cluster(opened, se
     shared_platform.configure(quota={"sessions": 0})
     page.get_by_role("button", name="Create").click()
     page.get_by_role("alert").filter(has_text="quota").wait_for()
-    shared_platform.configure(quota=None)
+    shared_platform.configure(quota=None, start_delay=4)  # longer than the form waits
     page.get_by_label("Worker sessions").fill("1")
     page.locator("summary", has_text="Every session").click()
     page.get_by_label("Environment variables").fill("GREETING=hello there\nEMPTY=")
     page.get_by_role("button", name="Create").click()
     page.wait_for_url("**/clusters/created")
-    page.get_by_role("heading", name="created").wait_for()
+    shared_platform.configure(start_delay=0)
+    page.locator(".status", has_text="starting").first.wait_for()
+    page.locator("#dashboard summary").click()  # it comes when the cluster runs
+    page.locator("#view iframe").wait_for()
     has_workers(page, 1)
     server.until_runs("created", 1)
     with Client("cml://created") as client:
@@ -246,7 +249,7 @@ def test_a_form_that_is_refused_says_why_and_then_creates_the_cluster(opened, se
 def test_a_cluster_is_deleted_after_a_question(opened, server, shared_platform):
     server.create("short")
     ids = {*store.read("short").sessions}
-    page = opened("clusters/short")
+    other, page = opened("clusters/short"), opened("clusters/short")
     page.get_by_role("button", name="Delete…").click()
     page.keyboard.press("Escape")
     page.get_by_role("dialog").wait_for(state="detached")
@@ -255,6 +258,7 @@ def test_a_cluster_is_deleted_after_a_question(opened, server, shared_platform):
     page.get_by_role("button", name="Delete", exact=True).click()
     page.wait_for_url(server.url)
     row(page, "short").wait_for(state="detached")
+    other.get_by_role("heading", name="No such cluster").wait_for()
     until(lambda: all(each["status"] in ENDED for each in shared_platform.sessions() if each["id"] in ids))
 
 

@@ -40,7 +40,7 @@ let seen = new Date();
 async function look() {
     try {
         const answer = await fetch(location.href, {headers: {"X-Live": "1"}});
-        if (!answer.ok && answer.status !== 404) throw new Error(answer.status);
+        if (answer.status >= 500) throw new Error(answer.status); // others have words for people
         const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
         for (const region of document.querySelectorAll("[data-live]")) {
             const drawn = fresh.querySelector(`[data-live="${region.dataset.live}"]`);
@@ -152,62 +152,68 @@ function refuse(form, words) {
     field.focus();
 }
 
-// ---- The dashboard is loaded when it is looked at.
+// ---- What is folded comes and goes with the cluster's state, so the document listens for it.
 
-const dashboard = document.getElementById("dashboard");
-const pane = document.getElementById("pane");
+document.addEventListener("toggle", (event) => {
+    if (event.target.id === "dashboard") showPane();
+    if (event.target.id === "logs") readLog();
+}, true);
 
+document.addEventListener("change", (event) => {
+    if (event.target.id === "pane") showPane();
+    if (event.target.id === "log") readLog();
+});
+
+// The dashboard is loaded when it is looked at, and only then.
 function showPane() {
+    const pane = document.getElementById("pane");
     const frame = document.createElement("iframe");
     frame.src = pane.value;
     frame.title = pane.selectedOptions[0].text;
-    document.getElementById("view").replaceChildren(...(dashboard.open ? [frame] : []));
+    const open = document.getElementById("dashboard").open;
+    document.getElementById("view").replaceChildren(...(open ? [frame] : []));
 }
-
-dashboard?.addEventListener("toggle", showPane);
-pane?.addEventListener("change", showPane);
 
 // ---- Logs
 
 const MOST_CHARACTERS = 1_000_000;
-const logs = document.getElementById("logs");
-const log = document.getElementById("log");
 let read = {};
 
 function showLog(name) {
+    const logs = document.getElementById("logs");
     logs.open = true;
-    log.value = name;
+    document.getElementById("log").value = name;
     logs.scrollIntoView();
     readLog();
     document.getElementById("log-text").focus({preventScroll: true});
 }
 
 async function readLog() {
-    if (!logs?.open || !logs.isConnected) return;
-    const session = log.value;
+    const logs = document.getElementById("logs");
+    if (!logs?.open) return;
+    const chosen = document.getElementById("log");
     const place = document.getElementById("log-text");
-    const follow = document.getElementById("follow").checked;
-    const begins = session !== read.session;
-    if (!begins && !follow) return;
-    const query = new URLSearchParams({session});
-    if (!begins) query.set("offset", read.offset);
+    const session = chosen.value;
+    const begins = session !== read.session || place !== read.place;
+    if (!begins && !document.getElementById("follow").checked) return;
+    const {offset} = read;
+    const query = new URLSearchParams(begins ? {session} : {session, offset});
     const answer = await fetch(`${logs.dataset.url}?${query}`).catch(() => null);
-    if (session !== log.value) return; // another one was chosen meanwhile
+    const found = answer?.ok ? await answer.json() : null;
+    // Another one was chosen meanwhile, or another answer was faster.
+    if (session !== chosen.value || (!begins && offset !== read.offset)) return;
     const state = document.getElementById("log-state");
-    if (!answer?.ok) {
+    if (!found) {
         state.textContent = "The log cannot be read.";
         return;
     }
-    const found = await answer.json();
-    if (session !== log.value || (!begins && read.offset !== Number(query.get("offset")))) return;
+    // Whoever reads further up is left there.
+    const follows = begins || place.scrollHeight - place.scrollTop - place.clientHeight < 50;
     const text = (begins ? "" : place.textContent) + found.text;
     if (begins || found.text) place.textContent = text.slice(-MOST_CHARACTERS);
-    if (follow && (begins || found.text)) place.scrollTop = place.scrollHeight;
-    read = {session, offset: found.offset};
+    if (follows) place.scrollTop = place.scrollHeight;
+    read = {session, place, offset: found.offset};
     state.textContent = text ? "" : "The log is empty.";
 }
-
-logs?.addEventListener("toggle", readLog);
-log?.addEventListener("change", readLog);
 
 if (document.querySelector("[data-live]")) setTimeout(live, INTERVAL);
