@@ -1,4 +1,4 @@
-"""What the traceback of an error shows: its words, and the frames of the user's code."""
+"""The traceback of an error: its message, and the frames of the user's code."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
-#: Packages whose frames explain nothing to the reader of an error of the platform.
+#: Packages whose frames do not help to understand an error of the platform.
 _OURS = frozenset({"IPython", "asyncio", "concurrent", "dask_cml", "distributed", "tornado"})
 
 _Error = TypeVar("_Error", bound=BaseException)
 
 
 def without_frames(error: _Error) -> _Error:
-    """Return an error without the frames that it has passed so far, for ``raise … from None``.
+    """Return an error without its frames so far, for ``raise … from None``.
 
-    The words of an error of the platform are complete. The calls that met it follow in the log, at the level
-    ``DEBUG``.
+    The message of an error of the platform is complete. The log contains the frames, at the level ``DEBUG``.
     """
     logger.debug("%s", error, exc_info=error)
     return error.with_traceback(None)

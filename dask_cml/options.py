@@ -332,17 +332,17 @@ def state_directory() -> Path:
 
 @contextmanager
 def unattended(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give the arguments of a cluster that is created for others to use: it shuts down when it was idle long.
+    """Yield the arguments of an unattended cluster, which shuts down after an idle time by default.
 
     Parameters
     ----------
     arguments : mapping
-        Of the cluster. An ``idle_timeout`` of ``"never"`` is what no argument and no configuration would be.
+        Arguments of the cluster. An ``idle_timeout`` of ``"never"`` disables the default.
 
     Yields
     ------
     dict
-        The arguments for ``CMLCluster``, to be called within the context.
+        The arguments of ``CMLCluster``, which must be called in this context.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     config: dict[str, Any] = {}

@@ -12,10 +12,10 @@ def this_session() -> str | None:
 
 
 def this_user() -> str | None:
-    """Return the name of the user who runs this process; None if it has none."""
+    """Return the name of this process's user. Return None if the user has no name."""
     try:
         return os.environ.get("CDSW_CREATOR") or getpass.getuser()
-    except (KeyError, OSError):  # as where the uid has no name
+    except (KeyError, OSError):  # the user id has no name
         return None
 
 

@@ -175,20 +175,20 @@ class SessionLogs:
                 raise
 
     def part(self, session: str, begin: int | None = None) -> tuple[str, int]:
-        """Return a part of a log, and where the next one begins.
+        """Return a part of a log, and the position of the next part.
 
         Parameters
         ----------
         session : str
-            As :meth:`paths` has it.
+            Name of the session, a key of :meth:`paths`.
         begin : int, optional
-            The byte where the part begins; of a log that is shorter it is the first one. Default: such that
-            the part is the end of the log.
+            Position of the part, in bytes. If the log is shorter, the part begins at 0. Default: the end of
+            the log.
 
         Raises
         ------
         ValueError
-            If there is no such log. It lists those that there are.
+            If the log does not exist. The message lists the existing ones.
         """
         paths = self.paths()
         if session not in paths:
