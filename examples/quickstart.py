@@ -1,24 +1,22 @@
-"""Tune a classifier of handwritten digits on a Dask cluster of CML sessions.
+"""Tune a classifier of two spirals on a Dask cluster of CML sessions.
 
 Inside a CML session the cluster's scheduler and workers are CML worker sessions. Anywhere
-else they are processes of this computer, started by dask-cml's local platform. Needs
-scikit-learn.
+else they are processes of this computer, started by dask-cml's local platform.
 """
 
 import os
 import time
 
+import numpy as np
 from dask.distributed import Client, as_completed
-from sklearn.datasets import load_digits
-from sklearn.model_selection import cross_val_score
-from sklearn.svm import SVC
 
 from dask_cml import CMLCluster
 
 PLATFORM = "auto" if "CDSW_ENGINE_ID" in os.environ else "local"
-C = [0.1, 1, 10, 100]
-GAMMA = [0.0001, 0.0003, 0.001, 0.003, 0.01]
-GRID = [(c, gamma) for c in C for gamma in GAMMA]
+POINTS = 900
+WIDTHS = [0.03, 0.1, 0.2, 0.5, 1]
+PENALTIES = [0.01, 0.1, 1, 10]
+GRID = [(penalty, width) for penalty in PENALTIES for width in WIDTHS]
 START = time.monotonic()
 
 
@@ -33,7 +31,7 @@ def main():
             print(f"         {session.role:9} in session {session.id}")
         say(f"Dashboard: {cluster.dashboard_link}")
 
-        say(f"Cross-validating {len(GRID)} support vector machines on 1797 images ...")
+        say(f"Cross-validating {len(GRID)} classifiers of {POINTS} points ...")
         print_table(dict(zip(GRID, client.gather(client.map(accuracy, GRID)), strict=True)))
 
         say("Scaling to 3 workers ...")
@@ -44,26 +42,43 @@ def main():
         cluster.adapt(minimum=1, maximum=3)
         wait_for(cluster, 1)
 
-        say("Three times the work, so it grows ...")
-        watch(cluster, client.map(accuracy, 3 * GRID, pure=False))
+        say("Five times the work, so it grows ...")
+        watch(cluster, client.map(accuracy, 5 * GRID, pure=False))
 
     say("Closed: every session has been stopped.")
 
 
 def accuracy(setting):
-    """Return what share of digits an SVM of these parameters recognises, on a worker."""
-    c, gamma = setting
-    images, digits = load_digits(return_X_y=True)
-    return cross_val_score(SVC(C=c, gamma=gamma), images, digits, cv=3).mean()
+    """Return what share of points a classifier puts on their spiral, on a worker."""
+    penalty, width = setting
+    points, spirals = two_spirals()
+    squares = ((points[:, None] - points) ** 2).sum(axis=2)
+    kernel = np.exp(-squares / width**2)
+    right = []
+    for fold in range(3):
+        test = np.arange(POINTS) % 3 == fold
+        learnt = kernel[~test][:, ~test] + penalty * np.eye((~test).sum())
+        weights = np.linalg.solve(learnt, spirals[~test])
+        right.append(np.sign(kernel[test][:, ~test] @ weights) == spirals[test])
+    return np.concatenate(right).mean()
+
+
+def two_spirals():
+    """Return points on two spirals with noise, and for each the spiral, 1 or -1."""
+    random = np.random.default_rng(0)
+    spirals = np.where(np.arange(POINTS) % 2, 1, -1)
+    angles = 10 * np.sqrt(random.random(POINTS))
+    points = np.stack([np.cos(angles), np.sin(angles)], axis=1) * (spirals * angles / 10)[:, None]
+    return points + random.normal(0, 0.12, points.shape), spirals
 
 
 def print_table(accuracies):
     best = max(accuracies, key=accuracies.get)
-    print("\n  accuracy" + "".join(f"{f'gamma={gamma}':>14}" for gamma in GAMMA))
-    for c in C:
-        cells = (f"{accuracies[c, gamma]:.1%}" for gamma in GAMMA)
-        print(f"{f'C={c}':>10}" + "".join(f"{cell:>14}" for cell in cells))
-    print(f"\n  best: C={best[0]}, gamma={best[1]} with {accuracies[best]:.1%}\n")
+    print("\n     accuracy" + "".join(f"{f'width={width}':>12}" for width in WIDTHS))
+    for penalty in PENALTIES:
+        cells = (f"{accuracies[penalty, width]:.1%}" for width in WIDTHS)
+        print(f"{f'penalty={penalty}':>13}" + "".join(f"{cell:>12}" for cell in cells))
+    print(f"\n  best: penalty={best[0]}, width={best[1]} with {accuracies[best]:.1%}\n")
 
 
 def wait_for(cluster, n, timeout=600):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from types import SimpleNamespace
 
@@ -323,3 +324,13 @@ def test_adaptive_classes_with_and_without_a_reason_are_stopped():
     for kind in (Older, Newer):
         stop_adapting(kind(), "the cluster closes")
     assert stopped == ["no reason", "the cluster closes"]
+
+
+async def test_what_has_stopped_logs_nothing_when_it_is_collected(caplog):
+    adaptive = CMLAdaptive(Cluster(), interval="1s")
+    stop_adapting(adaptive, "the test ends")
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        del adaptive
+        gc.collect()
+    assert caplog.records == []

@@ -109,6 +109,11 @@ class CMLAdaptive(Adaptive):
         self._seen = self.observed
         self._busy, self._lent = 0, list[str]()
 
+    def __del__(self) -> None:
+        # Before distributed 2024.11 one that has stopped logs its end again, when logs are silenced no more.
+        if getattr(self, "periodic_callback", None) is not None:
+            super().__del__()
+
     @property
     def plan(self) -> set[Any]:
         """The wanted sessions."""
