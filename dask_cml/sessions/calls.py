@@ -81,7 +81,8 @@ class Calls:
                     raise
                 words = answers.in_words(error)
                 if pause is None or not answers.may_pass(error):
-                    tries = f" in {self.retries + 1} tries, {time.monotonic() - begin:.0f} s"
+                    n = self.retries + 1
+                    tries = f" in {n} {'try' if n == 1 else 'tries'}, {time.monotonic() - begin:.0f} s"
                     self.troubles[verb] = f"CML did not {what}{tries if pause is None else ''}: {words}"
                     raise CallFailed(self.troubles[verb]) from error
                 logger.info("CML did not %s, next try in %.1f s: %s", what, pause, words)
