@@ -34,6 +34,8 @@ _ERRORS = {
     "WrongAnswer",
 }
 _LEVELS = {"warning", "error", "exception"}
+#: Attributes with what a cluster shows as its problem.
+_PROBLEMS = {"_end", "_failure", "_shortage"}
 _PLACEHOLDER = "\0"
 #: Folders whose messages are not for users of clusters, each with the reason.
 _APART = {
@@ -84,8 +86,10 @@ def said_by(node):
         function, name = node.func, getattr(node.func, "attr", None)
         logs = name in _LEVELS and getattr(function.value, "id", None) == "logger"
         makes = name == "__init__" and isinstance(function.value, ast.Call)
-        if (logs or makes or name == "_log") and node.args:
+        if (logs or makes or name in ("_log", "failure")) and node.args:
             yield text_of(node.args[0]) or ""
+    elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", None) in _PROBLEMS:
+        yield text_of(node.value) or ""
 
 
 def pattern(text, placeholder):
