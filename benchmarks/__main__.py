@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import adapt, close, encryption, forwarding, listing, mixed, scale, serve, start
+from benchmarks import adapt, close, encryption, forwarding, imports, listing, mixed, scale, serve, start
 
 BENCHMARKS = {
     "start": start,
@@ -12,6 +12,7 @@ BENCHMARKS = {
     "close": close,
     "adapt": adapt,
     "mixed": mixed,
+    "imports": imports,
     "listing": listing,
     "forwarding": forwarding,
     "serve": serve,

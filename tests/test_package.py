@@ -69,6 +69,32 @@ def test_importing_it_does_not_import_distributed(module):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def loaded(program):
+    """Return the modules that a program loads."""
+    command = [sys.executable, "-c", f"{program}\nimport sys; print(*sys.modules)"]
+    return {*subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()}
+
+
+def test_importing_it_loads_dask_and_one_module_more():
+    assert loaded("import dask_cml") - loaded("import dask.config") == {"dask_cml"}
+
+
+def test_importing_its_commands_loads_what_they_need_only_when_they_run():
+    added = loaded("import dask_cml.cli") - loaded("import dask.cli")
+    ours = {name for name in added if name.startswith("dask_cml")}
+    assert {name for name in ours if not name.startswith("dask_cml.cli")} == {
+        "dask_cml",
+        "dask_cml.described",
+        "dask_cml.naming",
+    }
+    assert {name.partition(".")[0] for name in added - ours} <= {*sys.stdlib_module_names}
+
+
+def test_importing_a_cluster_loads_no_package_that_dask_does_not():
+    added = loaded("from dask_cml import CMLCluster") - loaded("from distributed import LocalCluster")
+    assert {name.partition(".")[0] for name in added} - {*sys.stdlib_module_names} == {"dask_cml"}
+
+
 def test_the_version_is_that_of_the_installed_distribution():
     assert dask_cml.__version__ == importlib.metadata.version("dask-cml")
 
