@@ -148,7 +148,7 @@ def _order(session: dict[str, Any]) -> tuple[bool, bool]:
 @functools.cache
 def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
+        loader=jinja2.FileSystemLoader(str(_FOLDER / "templates")),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
