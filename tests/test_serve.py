@@ -426,9 +426,9 @@ async def xsrf(server, headers):
 @pytest.mark.parametrize(
     ("headers", "words"),
     [
-        ({"Host": "evil.example"}, "The page does not answer requests for the host 'evil.example'"),
-        ({"Origin": "https://evil.example"}, "The page does not take orders from pages of 'https://evil"),
-        ({"Origin": "null"}, "The page does not take orders from pages of 'null'"),
+        ({"Host": "evil.example"}, "The page refuses requests for host 'evil.example'"),
+        ({"Origin": "https://evil.example"}, "The page refuses requests from pages of 'https://evil"),
+        ({"Origin": "null"}, "The page refuses requests from pages of 'null'"),
     ],
 )
 async def test_foreign_host_and_origin_are_refused(server, headers, words):
@@ -513,7 +513,7 @@ async def test_page_of_a_machine_without_a_platform_says_so(monkeypatch, tmp_pat
     monkeypatch.setenv("DASK_CML__STATE_DIRECTORY", str(tmp_path))
     with dask.config.set({"cml.platform": "auto"}):
         board = Board()
-    assert "this is not a CML session" in board.problem
+    assert "not in a CML session" in board.problem
 
 
 def test_tasks_a_second_are_those_of_the_last_seconds():
