@@ -68,6 +68,7 @@ def take_lab(chrome: Any, folder: Path) -> None:
     with JupyterServer(folder, FACTORY, module="jupyterlab") as server:
         context = chrome.new_context(viewport={"width": 1440, "height": 860})
         lab = Page(context.new_page(), server)
+        take_start(lab)
         take_sidebar(lab)
         take_widget(lab)
 
@@ -116,6 +117,19 @@ def start_work(client: Client) -> list[Any]:
         for n in range(400)
         for name, seconds in STEPS.items()
     ]
+
+
+def take_start(lab: Page) -> None:
+    lab.open()
+    local.configure(start_delay=8)
+    lab.open_notebook("start.ipynb", MAKE.replace("night", "dawn"), "cluster.close()")
+    lab.run_cells()
+    cells = lab.notebook.locator(".jp-Cell")
+    cells.first.locator("td", has_text="starting").nth(3).wait_for()
+    lab.page.mouse.move(0, 0)
+    lab.page.screenshot(path=IMAGES / "start.png", clip=cells.first.bounding_box())
+    local.configure(start_delay=0)
+    cells.first.filter(has_text="Cluster dawn started in").wait_for()
 
 
 def take_sidebar(lab: Page) -> None:

@@ -74,6 +74,7 @@ def test_widget_and_representations(cluster, client):
     assert f"CMLCluster({cluster.name!r}" in repr(cluster) or cluster.name in repr(cluster)
     assert "workers=2" in repr(cluster)
     assert cluster.dashboard_link in cluster._repr_html_()
+    assert "<strong>Status:</strong> running" in cluster._repr_html_()
 
 
 def test_job_script_is_what_is_launched(shared_platform, cluster):

@@ -178,7 +178,7 @@ class Notebook:
     def end(self, line: str) -> None:
         """Show a line in the place of the table."""
         if line or self._handle is not None:
-            self._display(line)
+            self._display(line, render("cml_start.html.j2", title=line, rows=[]) if line else None)
 
     def _display(self, text: str, html: str | None = None) -> None:
         from IPython.display import display
