@@ -34,6 +34,7 @@ def is_session_id(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and _SESSION_ID.fullmatch(value) is not None
 
 
+# By hand: the messages of a validator such as jsonschema lack what is expected, and may repeat secrets.
 def message(argument: str, value: Any, expected: str) -> str:
     """Return the message for an invalid option."""
     return f"invalid {argument}={value!r}: expected {expected}"

@@ -56,7 +56,7 @@ class Tunnel:
 
     The other side of the comm is a tunnel, too. A message of bytes is data, and empty bytes are the end of
     the data. A number confirms how many bytes were passed on; the end counts as one. None ends the
-    connection.
+    connection. It is written by hand, because no library carries bytes through Dask's comms.
 
     Parameters
     ----------

@@ -16,7 +16,6 @@ from dask_cml.naming import DEFAULT_GROUP
 
 #: Seconds between two looks at what a command waits for.
 INTERVAL = 0.2
-_WIDEST = 10_000
 _INTERRUPTED = 130  # as shells say it
 
 
@@ -100,6 +99,7 @@ def progress(state: Callable[[], str]) -> Iterator[None]:
     state : callable
         Returns the words.
     """
+    # By hand: rich takes longer to import than many commands to run, and CML's images lack it.
     if not sys.stderr.isatty():
         yield
         return
@@ -123,7 +123,7 @@ def progress(state: Callable[[], str]) -> Iterator[None]:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, in a terminal with rich if it is installed.
+    """Print a table, in a terminal with bold headings.
 
     Parameters
     ----------
@@ -132,20 +132,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     rows : sequence of sequences of str
         The cells of each row.
     """
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-            from rich.text import Text
-        except ImportError:
-            pass
-        else:
-            table = Table(*columns, box=None, pad_edge=False)
-            for row in rows:
-                table.add_row(*map(Text, row))
-            # A name or a link must not be cut to the terminal's width.
-            Console(width=_WIDEST).print(table, soft_wrap=True)
-            return
+    # By hand: rich takes a quarter of a second to import, and cuts names to the terminal's width.
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in [columns, *rows]:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        click.echo(click.style(line, bold=True) if row is columns else line)

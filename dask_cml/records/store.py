@@ -216,6 +216,7 @@ def _replace(record: Record, folder: int) -> None:
             f"the record of cluster {record.name!r} is too large: expected at most {MOST_BYTES} bytes, got "
             f"{len(content)}; use shorter options"
         )
+    # By hand: libraries for atomic writes take paths, and another folder may have taken the path meanwhile.
     with written(RECORD_FILE, content, folder) as temporary:
         os.replace(temporary, RECORD_FILE, src_dir_fd=folder, dst_dir_fd=folder)
 

@@ -70,6 +70,7 @@ class Calls:
         CallFailed
             If all tries fail because of the platform. Other errors are raised unchanged.
         """
+        # By hand: tenacity would be no shorter, and only one of CML's images has it.
         begin = time.monotonic()
         verb = what.partition(" ")[0]
         for pause in [*self.pauses(), None]:
