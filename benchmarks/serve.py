@@ -40,7 +40,7 @@ from dask_cml.serve.access import TOKEN_VARIABLE
 CLUSTERS, WORKERS = 50, 20
 VIEWERS = (0, 1, 10)
 #: Seconds of each measurement, and between two looks of a viewer.
-SECONDS, POLL = 60.0, 2.0
+SECONDS, POLL = 30.0, 2.0
 #: Seconds after the last look, and some more, until the page knows that nobody looks.
 _UNTIL_ALONE = 35.0
 _POLLS = 25
