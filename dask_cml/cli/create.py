@@ -78,7 +78,7 @@ def _cluster_options(method: str) -> list[click.Parameter]:
             declaration, more = f"--{key}/--no-{key}", {"default": None}
         elif each.kind == "words":
             more = {"callback": _words, "metavar": "ARGUMENTS"}
-            text = f'{text} In one word for the shell: --{key} "--option 1".'
+            text = f'{text} Quote them as one argument: --{key} "--option 1".'
         elif each.kind == "pairs":
             more = {"multiple": True, "callback": _pairs, "metavar": "NAME=VALUE"}
             text = f"{text} May be given more than once."
@@ -121,7 +121,7 @@ def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[
 @click.argument("spec", required=False, type=click.Path(exists=True, dir_okay=False))
 @in_one_line
 def create(spec: str | None, **options: Any) -> None:
-    """Create a cluster that runs on when this command ends, and print its name.
+    """Create a cluster that keeps running when this command ends, and print its name.
 
     The command waits until the scheduler answers and CML grants the workers. The cluster can run until the
     CML session of this command ends. SPEC is a file with arguments, as dask-ctl takes it. Options override

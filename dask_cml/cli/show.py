@@ -83,7 +83,7 @@ def info(name: str, as_json: bool) -> None:
         created=record.created,
         folder=str(state_directory() / name),
         security=record.security is not None,
-        maker=asdict(record.maker),
+        creator=asdict(record.maker),
         sessions=dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1]))),
         owners=record.owners,
     )
@@ -93,7 +93,7 @@ def info(name: str, as_json: bool) -> None:
         row["usage"] = {"groups": groups, "total": asdict(usage.total)}
         click.echo(json.dumps(row, indent=2))
         return
-    row["maker"] = f"process {record.maker.pid} on {record.maker.host}"
+    row["creator"] = f"process {record.maker.pid} on {record.maker.host}"
     row["security"] = "keys of its own" if row["security"] else "none"
     sessions, owners, present = row.pop("sessions"), row.pop("owners"), row.pop("groups") or {}
     n, seconds = row.pop("waiting"), row.pop("waiting_for")
