@@ -47,7 +47,7 @@ class Report:
 
     def save(self, results: Path = RESULTS) -> None:
         """Print the table, and write it for the documentation, and the figures."""
-        rows = [[cell if isinstance(cell, str) else f"{cell:.3g}" for cell in row] for row in self.rows]
+        rows = [[_shown(cell) for cell in row] for row in self.rows]
         table = Table(title=self.title)
         for i, column in enumerate(self.columns):
             table.add_column(column, justify="left" if i == 0 else "right")
@@ -72,6 +72,13 @@ class Report:
         results.mkdir(parents=True, exist_ok=True)
         (results / f"{self.name}.md").write_text(text)
         (results / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _shown(cell: Any) -> str:
+    """Return a table's cell, with three digits if it is a number below 1,000."""
+    if isinstance(cell, str):
+        return cell
+    return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+from docutils import nodes
+
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "dask-cml"
@@ -56,5 +58,13 @@ def hide_private_parameters(app, what, name, documented, options, signature, ret
     return (re.sub(r", _\w+=\w+(\([^()]*\))?", "", signature) if signature else signature), returned
 
 
+def draw_dashes(app, doctree):
+    """Draw the hyphens that Sphinx puts between a parameter and its description."""
+    for text in [*doctree.findall(nodes.Text)]:
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+
+
 def setup(app):
     app.connect("autodoc-process-signature", hide_private_parameters)
+    app.connect("doctree-read", draw_dashes)
