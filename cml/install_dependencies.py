@@ -43,7 +43,10 @@ def packages_of_the_image():
     path = [each for each in sys.path if os.path.realpath(each) not in others]
     found = {}
     for each in metadata.distributions(path=path):
-        found.setdefault(normalized(each.metadata["Name"]), each.version)
+        name, version = each.metadata["Name"], each.metadata["Version"]
+        if name and version:  # else pip was interrupted
+            found.setdefault(normalized(name), version)
+    found.pop("dask-cml", None)  # of a custom image; this clone takes its place
     return found
 
 

@@ -202,7 +202,8 @@ def test_it_installs_no_jupyterlab_where_the_image_has_none(image, tmp_path):
 def test_it_keeps_the_packages_of_an_image_that_no_file_of_constraints_describes(
     image, tmp_path, constraints
 ):
-    write_packages(image, {"jupyterlab": "4.5", "tornado": "6.5"})
+    write_packages(image, {"jupyterlab": "4.5", "tornado": "6.5", "dask_cml": "0.0.1"})
+    (image / "half-1.dist-info").mkdir()  # pip was interrupted
     if constraints:
         Path(f".ci/images/{PYTHON}-jupyterlab.txt").write_text(constraints)
     done, arguments, kept = install(tmp_path)
