@@ -43,9 +43,9 @@ def packages_of_the_image():
     path = [each for each in sys.path if os.path.realpath(each) not in others]
     found = {}
     for each in metadata.distributions(path=path):
-        name, version = each.metadata["Name"], each.metadata["Version"]
-        if name and version:  # else pip was interrupted
-            found.setdefault(normalized(name), version)
+        about = each.metadata or {}  # nothing is there if pip was interrupted
+        if about.get("Name") and about.get("Version"):
+            found.setdefault(normalized(about["Name"]), about["Version"])
     found.pop("dask-cml", None)  # of a custom image; this clone takes its place
     return found
 
