@@ -15,10 +15,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nbformat
 import yaml
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Seconds for what takes a few on a quiet machine.
 PATIENCE = 120.0
@@ -44,8 +47,54 @@ _SETTINGS = {
 _OF_THEMES = "Error Loading Theme"
 
 
-class JupyterServer:
-    """A Jupyter server with a configuration of its own. Leaving the ``with`` block ends it as SIGTERM does.
+class ServerProcess:
+    """A server as a process with a log. Leaving the ``with`` block ends it as SIGTERM does."""
+
+    log_file: Path
+    _command: list[str]
+    _environment: dict[str, str]
+
+    def __enter__(self) -> Self:
+        with self.log_file.open("w") as log:
+            self.process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        try:
+            self._wait()
+            assert self.process.poll() is None
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            print(self.log)
+            raise
+        return self
+
+    def _wait(self) -> None:
+        """Wait until it answers, or has ended."""
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it as a platform or a user does, and wait for it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait()
+            raise AssertionError(f"{type(self).__name__} did not end: {self.log}") from None
+
+    @property
+    def log(self) -> str:
+        """What it has written."""
+        return self.log_file.read_text()
+
+
+class JupyterServer(ServerProcess):
+    """A Jupyter server with a configuration of its own.
 
     Parameters
     ----------
@@ -100,25 +149,11 @@ class JupyterServer:
         }
         self._environment.pop("CDSW_ENGINE_ID", None)
 
-    def __enter__(self) -> JupyterServer:
-        with self.log_file.open("w") as log:
-            self.process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
-        try:
-            until(lambda: self._information() or self.process.poll() is not None)
-            self.url = self._information()["url"].replace("localhost", "127.0.0.1")
-            until(lambda: self.answers("api") or self.process.poll() is not None)
-            assert self.answers("api")
-        except BaseException:
-            self.process.kill()
-            self.process.wait()
-            print(self.log)
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def _wait(self) -> None:
+        until(lambda: self._information() or self.process.poll() is not None)
+        self.url = self._information()["url"].replace("localhost", "127.0.0.1")
+        until(lambda: self.answers("api") or self.process.poll() is not None)
+        assert self.answers("api")
 
     def _information(self) -> dict[str, Any]:
         """Return what the server writes down of itself; nothing, until that is written whole."""
@@ -126,22 +161,6 @@ class JupyterServer:
             return json.loads((self._runtime / f"jpserver-{self.process.pid}.json").read_text())
         except (OSError, ValueError):
             return {}
-
-    def stop(self) -> None:
-        """End it as a platform or a user does, and wait for it."""
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGABRT)
-            self.process.wait()
-            raise AssertionError("the Jupyter server did not end: " + self.log) from None
-
-    @property
-    def log(self) -> str:
-        """What it has written."""
-        return self.log_file.read_text()
 
     def answers(self, path: str) -> bool:
         """Whether it can be reached, and finds something there."""
@@ -358,6 +377,23 @@ class Page:
     def _pane(self, title: str) -> Pane:
         route = f"individual-{title.lower().replace(' ', '-')}"
         return Pane(self.page.frame_locator(f'.dask-DaskDashboard-widget iframe[src*="{route}"]'))
+
+
+@contextmanager
+def pictured(request: Any, folder: Path, server: ServerProcess) -> Iterator[list[Any]]:
+    """Close the browser contexts in a list at the end of a test; if it failed, show what they were like."""
+    contexts: list[Any] = []
+    failed_before = request.session.testsfailed
+    yield contexts
+    failed = request.session.testsfailed > failed_before
+    for n, context in enumerate(contexts):
+        for page in context.pages if failed else ():
+            path = folder / f"{n}.png"
+            page.screenshot(path=path)
+            print(f"{path} shows:\n{page.inner_text('body')}")
+        context.close()
+    if failed:
+        print(server.log)
 
 
 class Pane:

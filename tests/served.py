@@ -6,23 +6,21 @@ import http.client
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lab import PATIENCE, until
+from lab import PATIENCE, ServerProcess, until
 
 _LINK = re.compile(r"http://127\.0\.0\.1:\d+/(?:\?token=\S+)?")
 TOKEN = "correct-horse-battery"
 
 
-class PageServer:
-    """The page as a process. Leaving the ``with`` block ends it as SIGTERM does.
+class PageServer(ServerProcess):
+    """The page as a process.
 
     Parameters
     ----------
@@ -39,6 +37,7 @@ class PageServer:
         self, folder: Path, session: str | None = None, variables: Mapping[str, str] | None = None
     ) -> None:
         self.log_file = folder / "serve.log"
+        self._command = [sys.executable, "-u", "-m", "dask", "cml", "serve"]
         self._environment = {**os.environ, "DASK_CML__PLATFORM": "local", "DASK_CML_SERVE_TOKEN": TOKEN}
         for name in ("CDSW_ENGINE_ID", "CDSW_APP_PORT", "CDSW_READONLY_PORT"):
             self._environment.pop(name, None)
@@ -46,43 +45,11 @@ class PageServer:
             self._environment.update(CDSW_ENGINE_ID=session, CDSW_APP_PORT=str(_free_port()))
         self._environment.update(variables or {})
 
-    def __enter__(self) -> PageServer:
-        command = [sys.executable, "-u", "-m", "dask", "cml", "serve"]
-        with self.log_file.open("w") as log:
-            self.process = subprocess.Popen(
-                command, env=self._environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
-        try:
-            until(lambda: _LINK.search(self.log) or self.process.poll() is not None)
-            assert self.process.poll() is None
-        except BaseException:
-            self.process.kill()
-            self.process.wait()
-            print(self.log)
-            raise
+    def _wait(self) -> None:
+        until(lambda: _LINK.search(self.log) or self.process.poll() is not None)
         #: As the command prints it, with the token.
         self.link = _LINK.search(self.log)[0]
         self.url = self.link.partition("?")[0]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """End it as a platform or a user does, and wait for it."""
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGABRT)
-            self.process.wait()
-            raise AssertionError("the page did not end: " + self.log) from None
-
-    @property
-    def log(self) -> str:
-        """What it has written."""
-        return self.log_file.read_text()
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Make a request with the token; return the answer's status and what it says, JSON parsed."""

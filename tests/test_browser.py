@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from lab import JupyterServer, Page, browser, chromium, until
+from lab import JupyterServer, Page, browser, chromium, pictured, until
 
 from dask_cml.local import network
 from dask_cml.records import store
@@ -55,24 +55,14 @@ def server(sessions, tmp_path_factory):
 @pytest.fixture
 def opened(chrome, server, request, tmp_path):
     """Open JupyterLab; when the test fails, there are pictures of what it was like."""
-    contexts = []
+    with pictured(request, tmp_path, server) as contexts:
 
-    def opened():
-        context = chrome.new_context(viewport={"width": 1400, "height": 900})
-        contexts.append(context)
-        return Page(context.new_page(), server)
+        def opened():
+            context = chrome.new_context(viewport={"width": 1400, "height": 900})
+            contexts.append(context)
+            return Page(context.new_page(), server)
 
-    failed_before = request.session.testsfailed
-    yield opened
-    for n, context in enumerate(contexts):
-        if request.session.testsfailed > failed_before:
-            for page in context.pages:
-                path = tmp_path / f"{n}.png"
-                page.screenshot(path=path)
-                print(f"{path} shows:\n{page.inner_text('body')}")
-        context.close()
-    if request.session.testsfailed > failed_before:
-        print(server.log)
+        yield opened
     assert live(server) == []
 
 

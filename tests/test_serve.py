@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,8 +12,9 @@ from typing import Any
 
 import dask
 import pytest
-from conftest import configured
+from conftest import PATIENCE, configured
 from distributed import Client
+from served import PageServer
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
@@ -446,66 +445,27 @@ def test_token_is_not_that_of_another_start(monkeypatch):
 # -- the process
 
 
-@pytest.fixture
-def process(local_clusters):
-    """Start `dask cml serve` as a process; return it and a program that asks its API."""
-    started = []
-
-    def start():
-        command = [sys.executable, "-m", "dask", "cml", "serve"]
-        environment = {**os.environ, "DASK_CML_SERVE_TOKEN": SECRET}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        started.append(process)
-        link = re.search(r"http://127.0.0.1:(\d+)/\?token=(\S+)", process.stdout.readline())
-        assert link[2] == SECRET
-        access = Access(int(link[1]), SECRET)
-        return process, Server(board=None, access=access)
-
-    yield start
-    for each in started:
-        if each.poll() is None:
-            each.kill()
-        each.communicate()
-
-
-async def until_running(server, name):
-    async def wait():
-        while True:
-            found = (await server.get("/api/clusters"))["clusters"]
-            if any(each["name"] == name and running(each) for each in found):
-                return
-            await asyncio.sleep(0.1)
-
-    await asyncio.wait_for(wait(), 120)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-async def test_clusters_of_the_page_end_with_it_and_the_others_stay(process, platform, number):
-    serving, server = process()
-    await made_elsewhere("day")
-    await server.post("/api/clusters", name="night", n_workers=1)
-    await until_running(server, "night")
-    await until_running(server, "day")
-    serving.send_signal(number)
-    assert await asyncio.to_thread(serving.wait, 120) == 0
+def test_clusters_of_the_page_end_with_it_and_the_others_stay(local_clusters, tmp_path, number):
+    with PageServer(tmp_path) as page:
+        asyncio.run(made_elsewhere("day"))
+        page.create("night", n_workers=1)
+        page.until_runs("day", 0)
+        page.process.send_signal(number)
+        assert page.process.wait(PATIENCE) == 0
     assert [record.name for record in store.records()] == ["day"]
-    await (await CMLCluster.from_name("day", asynchronous=True)).close()
+    CMLCluster.from_name("day", quiet=True).close()
 
 
-async def test_killed_page_takes_its_clusters_up_when_it_starts_again(process, platform):
-    serving, server = process()
-    await server.post("/api/clusters", name="night", n_workers=1)
-    await until_running(server, "night")
-    serving.kill()
-    serving.wait()
-    serving, server = process()
-    await until_running(server, "night")
-    [found] = (await server.get("/api/clusters"))["clusters"]
-    assert (found["name"], found["kept"]) == ("night", True)
-    async with Client("cml://night", asynchronous=True) as client:
-        assert await client.submit(sum, [1, 2]) == 3
-    serving.terminate()
-    assert await asyncio.to_thread(serving.wait, 120) == 0
+def test_killed_page_takes_its_clusters_up_when_it_starts_again(local_clusters, tmp_path):
+    with PageServer(tmp_path) as page:
+        page.create("night", n_workers=1)
+        page.process.kill()
+    with PageServer(tmp_path) as page:
+        page.until_runs("night", 1)
+        assert page.clusters["night"]["kept"]
+        with Client("cml://night") as client:
+            assert client.submit(sum, [1, 2]).result() == 3
     assert store.records() == []
 
 

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from conftest import ENDED
 from distributed import Client
-from lab import PATIENCE, Pane, browser, chromium, until
+from lab import PATIENCE, Pane, browser, chromium, pictured, until
 from served import PageServer
 
 from dask_cml.records import store
@@ -44,33 +44,24 @@ def night(server):
 @pytest.fixture
 def opened(chrome, server, request, tmp_path):
     """Open a page; when the test fails, there are pictures of what it was like."""
-    contexts = []
+    pages = []
+    with pictured(request, tmp_path, server) as contexts:
 
-    def opened(path="", server=server, **more):
-        context = chrome.new_context(viewport={"width": 1280, "height": 900}, **more)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE * 1000)
-        page.errors = []
-        page.on("pageerror", lambda error: page.errors.append(str(error)))
-        page.goto(server.link)
-        if path:
-            page.goto(server.url + path)
-        return page
+        def opened(path="", server=server, **more):
+            context = chrome.new_context(viewport={"width": 1280, "height": 900}, **more)
+            contexts.append(context)
+            page = context.new_page()
+            pages.append(page)
+            page.set_default_timeout(PATIENCE * 1000)
+            page.errors = []
+            page.on("pageerror", lambda error: page.errors.append(str(error)))
+            page.goto(server.link)
+            if path:
+                page.goto(server.url + path)
+            return page
 
-    failed_before = request.session.testsfailed
-    yield opened
-    errors = [error for context in contexts for page in context.pages for error in page.errors]
-    for n, context in enumerate(contexts):
-        if request.session.testsfailed > failed_before:
-            for page in context.pages:
-                path = tmp_path / f"{n}.png"
-                page.screenshot(path=path)
-                print(f"{path} shows:\n{page.inner_text('body')}")
-        context.close()
-    if request.session.testsfailed > failed_before:
-        print(server.log)
-    assert errors == []
+        yield opened
+    assert [error for page in pages for error in page.errors] == []
 
 
 def row(page, name):
