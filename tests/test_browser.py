@@ -121,7 +121,7 @@ def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened
     lab.run_cells()
     item = lab.item("of a notebook")
     lab.lists(item, "Number of Workers: 1")
-    assert_shows(lab.notebook, "of a notebook: the scheduler answered after ")
+    assert_shows(lab.notebook, "Cluster of a notebook started in ")
     stream = lab.open_pane("Task Stream")
     until(lambda: stream.drawn)
     lab.show("mine.ipynb")
