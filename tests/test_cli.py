@@ -235,7 +235,7 @@ def test_logs_of_a_cluster_whose_scheduler_is_gone(write_log):
     assert run("logs", "left") == f"{scheduler}\n{worker}"
     assert run("logs", "left", "left-0") == worker
     assert run("logs", "left", "Scheduler") == scheduler
-    assert run("logs", "left", "left-2") == ""
+    assert run("logs", "left", "left-2") == "No logs of cluster left yet\n"
     assert run("logs", "left", "left-0", "left-1", code=1) == (
         "Error: invalid worker 'left-1': expected one of Scheduler, left-0, left-2\n"
     )

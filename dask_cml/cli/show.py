@@ -154,6 +154,8 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
         if not lasts:
             break
         time.sleep(_FOLLOW_INTERVAL)
+    if shown is None:
+        click.echo(f"No logs of cluster {name} yet", err=True)
     if follow:
         click.echo(f"Cluster {name} shut down", err=True)
 

@@ -1,4 +1,4 @@
-"""What a cluster shows of itself in a notebook, and in words."""
+"""The HTML representation of a cluster, and texts about its sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dask_cml.manager.group import WorkerGroup
 from dask_cml.manager.waiting import waiting
 from dask_cml.sessions.process import Session
 
-# Where Dask looks for the templates of what is shown in notebooks.
+# Dask looks for the templates of HTML representations here.
 TEMPLATE_PATHS.append(str(Path(__file__).parents[1] / "templates"))
 
 
@@ -29,17 +29,17 @@ def sessions_html(
     Parameters
     ----------
     status : str
-        The cluster's.
+        The cluster's status.
     address : str
-        The cluster's, for clients.
+        The cluster's address for clients.
     sessions : collection of Session
-        The cluster's.
+        The cluster's sessions.
     groups : collection of WorkerGroup
-        The cluster's.
+        The cluster's worker groups.
     pending : str
-        How many worker sessions are on their way; may be empty.
+        The text for worker sessions that are not connected yet; may be empty.
     problem : str or None
-        What is wrong.
+        The cluster's current problem.
     """
     return render(
         "cml_sessions.html.j2",
@@ -54,15 +54,15 @@ def sessions_html(
 
 
 def render(template: str, **values: Any) -> str:
-    """Return what a template of dask-cml gives with some values."""
+    """Fill a template of dask-cml with values."""
     return get_template(template).render(**values)
 
 
 def status_of(session: Session) -> str:
-    """Return the status of a session; where it waits for room, it says for how long."""
+    """Return the status of a session; if it waits for room, with the time."""
     return session.status if session.waits_for is None else waiting(session.waits_for)
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text that may hold a session's output."""
+    """Return the first line of a text, without the colon before a session's output."""
     return text.partition("\n")[0].rstrip(":; ")

@@ -1,4 +1,4 @@
-"""Where the start of a cluster is shown: a terminal, a notebook, or one line where nobody watches."""
+"""Screens that show how a cluster starts: a terminal, a notebook, or one line in a file or pipe."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any, Protocol, TextIO
 
 from dask_cml.manager.display import render
 
-#: The cells of a session: its name, its id, its status, and how long it took or has taken.
+#: The cells of a session's row: its name, its id, its status, and its time so far or until it ran.
 Row = tuple[str, str, str, str]
 
 _NO_WIDTH = 80
-#: Two tables that move the cursor would overwrite each other.
+#: Only one cluster at a time shows a table: two would overwrite each other.
 _terminal = threading.Lock()
 
 
 class Screen(Protocol):
-    """Shows one table in place, and one line at the end of it."""
+    """Shows one table in place, and then one line."""
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Show a table in the place of the one before."""
+        """Replace the table."""
 
     def end(self, line: str) -> None:
-        """Show a line in the place of the table; nothing, if it is empty."""
+        """Replace the table by a line. An empty line only removes the table."""
 
 
 def open_screen() -> Screen:
-    """Return the screen of this process. A terminal is free for others when its table has ended."""
+    """Return the screen of this process. A terminal is taken until :meth:`Screen.end`."""
     if _is_notebook():
         return Notebook()
     out = sys.stderr
@@ -43,29 +43,29 @@ def open_screen() -> Screen:
 
 
 def as_lines(title: str, rows: Sequence[Row]) -> list[str]:
-    """Return a table as text."""
+    """Return the lines of a table."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return [title, *("  ".join(["", *row]).rstrip() for row in cells)]
 
 
 class Line:
-    """Only the last line, for what is a file or a pipe.
+    """A file or pipe, which gets only the last line.
 
     Parameters
     ----------
     out : text file or None
-        Where it goes.
+        The file. None: a process without standard error.
     """
 
     def __init__(self, out: TextIO | None) -> None:
         self._out = out
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
     def end(self, line: str) -> None:
-        """Print a line, if it is not empty."""
+        """Write a line, unless it is empty."""
         if line and self._out is not None:
             self._out.write(f"{line}\n")
             self._out.flush()
@@ -88,7 +88,7 @@ class Terminal(Line):
         self._is_free = False
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Show a table in the place of the one before."""
+        """Replace the table."""
         try:
             width = os.get_terminal_size(self._out.fileno()).columns
         except (OSError, ValueError):
@@ -97,7 +97,7 @@ class Terminal(Line):
         self._draw([line[: width - 1] for line in as_lines(title, rows)])
 
     def end(self, line: str) -> None:
-        """Show a line in the place of the table."""
+        """Replace the table by a line."""
         self._draw([])
         super().end(line)
         if not self._is_free:
@@ -132,8 +132,8 @@ class RichTerminal(Terminal):
         from rich.spinner import Spinner
 
         super().__init__(out)
-        self._spinner = Spinner("dots")
-        # What the user's program prints stays with its own streams.
+        self._spinner = Spinner("line")  # ASCII, for terminals without UTF-8
+        # The streams of the user's program stay unchanged.
         self._live = Live(
             console=Console(file=out),
             auto_refresh=False,
@@ -143,7 +143,7 @@ class RichTerminal(Terminal):
         )
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Show a table in the place of the one before."""
+        """Replace the table."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -157,26 +157,26 @@ class RichTerminal(Terminal):
         self._live.update(Group(self._spinner, table), refresh=True)
 
     def end(self, line: str) -> None:
-        """Show a line in the place of the table."""
+        """Replace the table by a line."""
         self._live.stop()
         super().end(line)
 
 
 class Notebook:
-    """One output of a notebook's cell, which is updated in place, so that it is stored once."""
+    """One output of a notebook's cell. It is updated in place, so the notebook stores only its last state."""
 
     def __init__(self) -> None:
         self._handle: Any = None
         self._shown = ""
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Show a table in the place of the one before."""
-        # Not by rich, which needs ipywidgets here, and leaves an output that needs them.
+        """Replace the table."""
+        # Without rich: its live display needs ipywidgets here, and so would the stored output.
         html = render("cml_start.html.j2", title=title, rows=rows)
         self._display("\n".join(as_lines(title, rows)), html)
 
     def end(self, line: str) -> None:
-        """Show a line in the place of the table."""
+        """Replace the table by a line."""
         if line or self._handle is not None:
             self._display(line, render("cml_start.html.j2", title=line, rows=[]) if line else None)
 
@@ -192,6 +192,6 @@ class Notebook:
 
 
 def _is_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook."""
+    """Return whether this process is a notebook's kernel."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     return getattr(get_ipython(), "kernel", None) is not None

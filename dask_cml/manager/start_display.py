@@ -1,9 +1,9 @@
-"""The sessions of a cluster while it starts: one table, kept up to date in place."""
+"""The display of a cluster that starts: one table of its sessions, updated in place."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -14,28 +14,26 @@ from dask_cml.manager.screens import Row, Screen, open_screen
 from dask_cml.manager.waiting import span
 from dask_cml.sessions.process import CMLProcess
 
-logger = logging.getLogger(__name__)
-
 _INTERVAL = 0.25
-#: More sessions are counted in one row.
+#: One row counts all further sessions.
 _MOST_ROWS = 12
-#: Seconds for which a terminal that takes no more output may hold up the start.
+#: Seconds for which a terminal that accepts no output may delay the start.
 _PATIENCE = 1.0
 
 
 class StartDisplay:
-    """Show the sessions of one cluster until it has started.
+    """Shows the sessions of one cluster until it has started.
 
-    A terminal may block, as after Ctrl-S, so a thread writes to it.
+    A terminal may block, for example after Ctrl-S. So a thread writes to it, and not the event loop.
 
     Parameters
     ----------
     name : str
-        The cluster's.
+        The cluster's name.
     processes : collection of CMLProcess
-        The scheduler and the workers of its start.
+        The scheduler, and the workers launched with it.
     open_screen : callable, optional
-        Returns where it is shown. Default: the terminal or the notebook of this process.
+        Returns the screen. Default: that of this process, see :func:`~dask_cml.manager.screens.open_screen`.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class StartDisplay:
         self._started = time.monotonic()
         self._ran_after: dict[str, float] = {}
         self._open_screen = open_screen
-        # What follows is used by threads: under the lock.
+        # Threads use the following attributes, and hold the lock.
         self._lock = threading.Lock()
         self._screen: Screen | None = None
         self._last: str | None = None
@@ -62,12 +60,12 @@ class StartDisplay:
             await asyncio.sleep(_INTERVAL)
 
     async def end(self, has_started: bool) -> None:
-        """Show how long the start took in the place of the sessions; nothing of one that failed.
+        """Replace the table by one line about the start. After a failed start, remove the table.
 
         Parameters
         ----------
         has_started : bool
-            Whether it did not fail.
+            Whether the cluster has started.
         """
         ending = asyncio.ensure_future(
             asyncio.to_thread(self.end_with, self._summary() if has_started else "")
@@ -76,8 +74,9 @@ class StartDisplay:
         ending.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def end_with(self, line: str) -> None:
-        """Show a line in the place of the sessions, by a plain call; the same line is not shown twice."""
-        with self._lock:
+        """Replace the table by a line, in a blocking call. A second call with the same line does nothing."""
+        # The stream may be closed.
+        with self._lock, contextlib.suppress(OSError, ValueError):
             if line != self._last:
                 self._last = line
                 self._screen = self._screen or self._open_screen()
@@ -90,14 +89,15 @@ class StartDisplay:
                 self._screen.show(title, rows)
 
     def rows(self) -> list[Row]:
-        """Return a row for each session, the scheduler's first, or for those that are too many."""
-        rows = [self._row(process) for process in self._processes]
-        if len(rows) <= _MOST_ROWS:
-            return rows
-        others = [*self._processes][_MOST_ROWS - 1 :]
-        counts = Counter(_word(process) for process in others)
-        words = ", ".join(f"{n} {word}" for word, n in counts.most_common())
-        return [*rows[: _MOST_ROWS - 1], (f"{len(others)} more", "", words, "")]
+        """Return a row for each session, the scheduler's first. The last row counts further sessions."""
+        processes = [*self._processes]
+        n = _MOST_ROWS if len(processes) <= _MOST_ROWS else _MOST_ROWS - 1
+        rows = [self._row(process) for process in processes[:n]]
+        if others := processes[n:]:
+            counts = Counter(_word(process) for process in others)
+            words = ", ".join(f"{n} {word}" for word, n in counts.most_common())
+            rows.append((f"{len(others)} more", "", words, ""))
+        return rows
 
     def _row(self, process: CMLProcess) -> Row:
         session = process.session
@@ -116,7 +116,7 @@ class StartDisplay:
 
 
 def _word(process: CMLProcess) -> str:
-    """Return the status of a session without its time."""
+    """Return the status of a session without the time."""
     if process.session is None:
         return "not launched yet"
     return process.session.status if process.waits_for is None else "waiting for room"

@@ -1,4 +1,4 @@
-"""Sessions that wait for room, in words."""
+"""Texts about sessions that wait for room, and about time spans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 
 def span(seconds: float) -> str:
-    """Return a span of time for people."""
+    """Return a time span in words, such as ``3 min``."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds // length:.0f} {unit}"
@@ -14,16 +14,35 @@ def span(seconds: float) -> str:
 
 
 def waiting(seconds: float) -> str:
-    """Return that a session has waited for room for so many seconds."""
+    """Return the text for a session that has waited for room for so many seconds."""
     return f"waiting for room, {span(seconds)}"
 
 
 def waiting_workers(waits: Collection[float]) -> str:
-    """Return how many worker sessions wait for room, and how long the first one has; empty if none does."""
+    """Return the text for worker sessions that wait for room.
+
+    Parameters
+    ----------
+    waits : collection of float
+        How long each has waited, in seconds.
+
+    Returns
+    -------
+    str
+        Their number and the longest wait. Empty if no session waits.
+    """
     return f"{len(waits)} {waiting(max(waits))}" if waits else ""
 
 
 def pending(n: int, waits: Collection[float]) -> str:
-    """Return how many of `n` worker sessions are on their way, and how many wait for room."""
+    """Return the text for worker sessions that are not connected yet.
+
+    Parameters
+    ----------
+    n : int
+        Their number.
+    waits : collection of float
+        How long each session that waits for room has waited, in seconds.
+    """
     n -= len(waits)
     return ", ".join(filter(None, [f"{n} pending" if n > 0 else "", waiting_workers(waits)]))
