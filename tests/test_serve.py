@@ -427,6 +427,7 @@ async def xsrf(server, headers):
     [
         ({"Host": "evil.example"}, "The page refuses requests for host 'evil.example'"),
         ({"Origin": "https://evil.example"}, "The page refuses requests from pages of 'https://evil"),
+        ({"Origin": "https://100%"}, "The page refuses requests from pages of 'https://100%'"),
         ({"Origin": "null"}, "The page refuses requests from pages of 'null'"),
     ],
 )

@@ -34,7 +34,7 @@ def cluster_address(name: str) -> str:
 
 @dataclass(frozen=True)
 class Maker:
-    """The process that made a cluster.
+    """The process that created a cluster.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Maker:
     user : str or None
         The user's name.
     serves : bool or None
-        Whether it is the page of ``dask cml serve``, which takes up what an earlier one has made.
+        Whether it is the page of ``dask cml serve``. A later page keeps the clusters of one that was killed.
     """
 
     host: str

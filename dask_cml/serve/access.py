@@ -84,6 +84,11 @@ def bearer(request: HTTPServerRequest) -> str | None:
     return header[len(_BEARER) :] if header.startswith(_BEARER) else None
 
 
+def words_of(error: HTTPError) -> str | None:
+    """Return what an error says to the user, which tornado keeps as a format for logs."""
+    return error.log_message % error.args if error.log_message else None
+
+
 class Handler(RequestHandler):
     """Answer requests of users only, and none that a page of another origin has sent."""
 
@@ -114,7 +119,7 @@ class Handler(RequestHandler):
         try:
             self.access.guard.check(method, headers)
         except Refused as refused:
-            raise HTTPError(403, str(refused).replace("%", "%%")) from None
+            raise HTTPError(403, str(refused)) from None
         if method == b"GET" and self.access.fits(self.get_query_argument("token", None)):
             self._remember()
             return

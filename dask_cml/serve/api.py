@@ -13,7 +13,7 @@ from tornado.web import HTTPError
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records import operations, store
-from dask_cml.serve.access import Handler
+from dask_cml.serve.access import Handler, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class ApiHandler(Handler):
         _, error, _ = kwargs.get("exc_info", (None, None, None))
         words = self._reason
         if isinstance(error, HTTPError):
-            words = error.log_message or words
+            words = words_of(error) or words
         else:
             for kind, status in _STATUS.items():
                 if isinstance(error, kind):

@@ -44,7 +44,7 @@ _SETTLED: dict[str, Any] = {
     "forward_dashboard": False,
 }
 #: The arguments that a new cluster may be given.
-ALLOWED = tuple(name for name in OPTION_NAMES if name not in _SETTLED)
+_ALLOWED = tuple(name for name in OPTION_NAMES if name not in _SETTLED)
 
 
 @dataclass
@@ -295,8 +295,8 @@ class Board(Observers):
             If the platform refuses the cluster at once, or there is one of its name. A cluster that fails
             later is described as failed.
         """
-        if unknown := [name for name in options if name not in ALLOWED]:
-            raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(ALLOWED)}")
+        if unknown := [name for name in options if name not in _ALLOWED]:
+            raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
         role = ManagerRole(serves=True, user=user)
         with unattended(options) as arguments:
             cluster = CMLCluster(**arguments, **_SETTLED, asynchronous=True, quiet=True, _role=role)

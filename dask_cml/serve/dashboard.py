@@ -87,10 +87,10 @@ class Dashboard(Handler):
             client = self.board.manager_of(name)._client
             comm = await connect_dashboard(client.comm.address, client.connection_args, _TIMEOUT)
         except NoSuchCluster as error:
-            raise HTTPError(404, str(error).replace("%", "%%")) from None
+            raise HTTPError(404, str(error)) from None
         except (OSError, asyncio.TimeoutError, CMLError) as error:
             words = f"The dashboard of the cluster {name} does not answer: {error}"
-            raise HTTPError(502, words.replace("%", "%%")) from None
+            raise HTTPError(502, words) from None
         upgrade = self.request.headers.get("Upgrade", "").lower() == "websocket"
         stream: IOStream = self.detach()
         try:

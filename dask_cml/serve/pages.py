@@ -15,7 +15,7 @@ from tornado.web import HTTPError
 from dask_cml.errors import NoSuchCluster
 from dask_cml.manager.waiting import span
 from dask_cml.serve import form
-from dask_cml.serve.access import Handler
+from dask_cml.serve.access import Handler, words_of
 from dask_cml.serve.api import ApiHandler
 
 _FOLDER = Path(__file__).parent
@@ -69,7 +69,7 @@ class Page(Handler):
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Answer with a page that says what is wrong."""
         error = kwargs.get("exc_info", (None, None, None))[1]
-        words = error.log_message if isinstance(error, HTTPError) else None
+        words = words_of(error) if isinstance(error, HTTPError) else None
         title = _TITLES.get(status_code, HTTPStatus(status_code).phrase)
         self.show("error", title=title, words=words, problem=None)  # not for those who may not look
 
