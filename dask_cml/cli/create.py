@@ -82,6 +82,8 @@ def _cluster_options(method: str) -> list[click.Parameter]:
         elif each.kind == "pairs":
             more = {"multiple": True, "callback": _pairs, "metavar": "NAME=VALUE"}
             text = f"{text} May be given more than once."
+            if key == "worker-groups":
+                text = f"{text} For example: --{key} 'gpu={{\"nvidia-gpu\": 1}}'."
         elif each.kind == "choice":
             more = {"type": click.Choice(each.choices)}
         elif each.kind != "text":
