@@ -57,3 +57,18 @@ def test_a_session_that_keeps_one_of_its_workers_is_not_lost(platform, light, lo
         assert cluster._reconciler.problem is None
         assert len(platform.sessions()) == 3
         assert [counter.add(1).result(120) for counter in counters] == [1, 1]
+
+
+def test_a_kept_session_that_lacks_a_worker_is_replaced_when_others_can_take_its_data(platform, light, until):
+    patience = dask.config.set({"distributed.deploy.lost-worker-timeout": "300ms"})
+    options = {"cpu": 2, "processes": 2, "worker_args": [], "platform": "local", "quiet": True}
+    with patience, CMLCluster(n_workers=1, name="mine", **options) as cluster, Client(cluster) as client:
+        client.wait_for_workers(2, timeout=120)
+        data = client.submit(lambda: [1, 2], workers=["mine-0-1"], pure=False)
+        assert data.result(120) == [1, 2]
+        until(lambda: cluster._fleet.has_registered("mine-0"))
+        client.retire_workers(names=["mine-0-0"])
+        until(lambda: "Worker mine-0 kept: no other worker" in str(cluster.get_logs()["Cluster"]))
+        until(lambda: "mine-0" not in cluster.workers)
+        until(lambda: len(cluster.scheduler_info["workers"]) == 2 * cluster._fleet.group().target == 4)
+        assert data.result(120) == [1, 2]

@@ -230,25 +230,25 @@ async def test_workers_are_scaled_and_adapted_by_group(server):
     assert [group["adapts"] for group in answer.json["groups"]] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        ("scale", {}, "invalid body: expected n, a whole number"),
-        ("scale", {"n": -1}, "invalid n=-1: expected "),
-        ("scale", {"n": "2"}, "invalid n='2': expected a whole number"),
-        ("scale", {"n": True}, "invalid n=True: expected a whole number"),
-        ("scale", {"n": 1, "worker_group": "gpu"}, "invalid worker_group='gpu': expected one of 'default'"),
-        ("scale", {"n": 1, "group": "gpu"}, "invalid 'group' in the body: expected n, worker_group"),
-        ("adapt", {"minimum": 3, "maximum": 1}, "invalid m"),
-        ("adapt", {"maximum": "many"}, "invalid maximum='many': expected a whole number or null"),
-    ],
-)
-async def test_bad_numbers_are_refused_in_words(server, path, body, words):
+BAD_NUMBERS = [
+    ("scale", {}, "invalid body: expected n, a whole number"),
+    ("scale", {"n": -1}, "invalid n=-1: expected "),
+    ("scale", {"n": "2"}, "invalid n='2': expected a whole number"),
+    ("scale", {"n": True}, "invalid n=True: expected a whole number"),
+    ("scale", {"n": 1, "worker_group": "gpu"}, "invalid worker_group='gpu': expected one of 'default'"),
+    ("scale", {"n": 1, "group": "gpu"}, "invalid 'group' in the body: expected n, worker_group"),
+    ("adapt", {"minimum": 3, "maximum": 1}, "invalid m"),
+    ("adapt", {"maximum": "many"}, "invalid maximum='many': expected a whole number or null"),
+]
+
+
+async def test_bad_numbers_are_refused_in_words(server):
     await server.post("/api/clusters", name="night")
     await server.until("night", running)
-    answer = await server.ask("POST", f"/api/clusters/night/{path}", body)
-    assert answer.status == 400
-    assert answer.json["error"].startswith(words)
+    for path, body, words in BAD_NUMBERS:
+        answer = await server.ask("POST", f"/api/clusters/night/{path}", body)
+        assert answer.status == 400, body
+        assert answer.json["error"].startswith(words)
     assert (await server.cluster("night"))["n_workers"] == 0
 
 
@@ -446,7 +446,14 @@ def test_token_is_not_that_of_another_start(monkeypatch):
 # -- the process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 def test_clusters_of_the_page_end_with_it_and_the_others_stay(local_clusters, tmp_path, number):
     with PageServer(tmp_path) as page:
         asyncio.run(made_elsewhere("day"))

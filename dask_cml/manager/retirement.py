@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
 from dask_cml.aio import cancel
@@ -60,7 +60,10 @@ class Retirements(Collection[str]):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._since: dict[str, float] = {}
         self._over: set[str] = set()
-        self._stay: set[str] = set()
+        #: The kept sessions, and for each the Dask workers that were there when none could take its data.
+        self._stay: dict[str, frozenset[str]] = {}
+        #: What moves the data of kept sessions that are wanted all the same.
+        self._retries: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
     def __contains__(self, key: object) -> bool:
@@ -74,9 +77,7 @@ class Retirements(Collection[str]):
 
     def here(self, keys: Collection[str]) -> set[str]:
         """Return the sessions whose Dask workers are all connected. For a kept session, one is enough."""
-        observed = self._client.observed
-        whole = {key for key in keys if observed.issuperset(self._fleet.dask_names(key))}
-        return whole | (self._stay & {*self._present(keys)})
+        return self._whole(keys) | (self._stay.keys() & {*self._present(keys)})
 
     @property
     def words(self) -> str | None:
@@ -96,38 +97,49 @@ class Retirements(Collection[str]):
         self._over &= set(unwanted)
         begin = {key for key in self._present(unwanted) if key not in self._over and key not in self}
         if begin and not self._closed:
-            task = asyncio.create_task(self._retire(begin))
+            await cancel(*(self._retries[key] for key in begin & self._retries.keys()))
+            task = asyncio.create_task(self._carry_out(begin, self._tasks, self._retire))
             self._tasks.update(dict.fromkeys(begin, task))
             self._since.update(dict.fromkeys(begin, time.monotonic()))
             await asyncio.wait([task], timeout=_USUAL)
+        if (again := self._incomplete() - set(unwanted)) and not self._closed:
+            task = asyncio.create_task(self._carry_out(again, self._retries, self._retry))
+            self._retries.update(dict.fromkeys(again, task))
         waiting = self._present(self)
         return {key for key in unwanted if key in self._over or key not in waiting}
+
+    def _incomplete(self) -> set[str]:
+        """Return the kept sessions that lack a Dask worker, if other workers have connected since."""
+        observed = self._client.observed
+        return {
+            key
+            for key in self._present(self._stay)
+            if not (key in self or key in self._retries or observed <= self._stay[key] or self._whole([key]))
+        }
 
     async def close(self) -> None:
         """Stop waiting for workers."""
         self._closed = True
-        await cancel(*self._tasks.values())
+        await cancel(*self._tasks.values(), *self._retries.values())
+
+    def _whole(self, keys: Collection[str]) -> set[str]:
+        """Return the sessions whose Dask workers are all connected."""
+        observed = self._client.observed
+        return {key for key in keys if observed.issuperset(self._fleet.dask_names(key))}
 
     def _present(self, keys: Collection[str]) -> list[str]:
         """Return the keys of sessions with a Dask worker that is connected to the scheduler."""
         observed = self._client.observed
         return sorted(key for key in keys if not observed.isdisjoint(self._fleet.dask_names(key)))
 
-    async def _retire(self, keys: set[str]) -> None:
-        names = {name: key for key in keys for name in self._fleet.dask_names(key)}
+    async def _carry_out(
+        self,
+        keys: set[str],
+        tasks: dict[str, asyncio.Task[None]],
+        work: Callable[[set[str]], Awaitable[None]],
+    ) -> None:
         try:
-            left = await self._hand_over(names)
-            if not self._leads():
-                return
-            # With scale(0), the last worker stops even if its data is lost. If others are wanted, one of
-            # them may connect later and take the data.
-            stays = left if self._fleet.keys else set()
-            self._stay = (self._stay - keys) | (stays & self._fleet.workers.keys())
-            for key in stays & self._stay:
-                self._fleet.keep(key)
-                self._log(f"Worker {key} kept: no other worker can take its data")
-            self._over |= keys - stays
-            self._poke()
+            await work(keys)
         except OSError as error:
             # The next step tries again, because the data may still be in these workers.
             logger.info("Workers %s not retired yet: %r", sorted(keys), error)
@@ -135,17 +147,37 @@ class Retirements(Collection[str]):
             logger.exception("Workers %s not retired yet", sorted(keys))
         finally:
             for key in keys:
-                self._tasks.pop(key, None)
+                tasks.pop(key, None)
                 self._since.pop(key, None)
 
-    async def _hand_over(self, names: dict[str, str]) -> set[str]:
-        """Move the data of workers to others. Return the keys of the sessions whose data no other can take.
+    async def _retire(self, keys: set[str]) -> None:
+        left = await self._hand_over(keys)
+        if not self._leads():
+            return
+        # With scale(0), the last worker stops even if its data is lost. If others are wanted, one of
+        # them may connect later and take the data.
+        stays = left if self._fleet.keys else set()
+        self._note(keys, stays & self._fleet.workers.keys())
+        for key in stays & self._stay.keys():
+            self._fleet.keep(key)
+            self._log(f"Worker {key} kept: no other worker can take its data")
+        self._over |= keys - stays
+        self._poke()
 
-        Parameters
-        ----------
-        names : dict
-            For the name of each Dask worker, the key of its session.
-        """
+    async def _retry(self, keys: set[str]) -> None:
+        """Move the data of incomplete sessions, so that whole ones replace them."""
+        self._note(keys, await self._hand_over(keys))
+        self._poke()
+
+    def _note(self, keys: set[str], stays: set[str]) -> None:
+        """Note which of these sessions hold data that no worker can take now."""
+        for key in keys - stays:
+            self._stay.pop(key, None)
+        self._stay.update(dict.fromkeys(stays, frozenset(self._client.observed)))
+
+    async def _hand_over(self, keys: set[str]) -> set[str]:
+        """Move the data of sessions to others. Return the keys of those whose data no other can take."""
+        names = {name: key for key in keys for name in self._fleet.dask_names(key)}
         asked = names.keys() & self._client.observed
         asking = asyncio.ensure_future(self._client.retire(asked))
         try:
