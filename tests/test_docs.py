@@ -282,6 +282,7 @@ def test_the_examples_of_a_modules_docstrings_run(project, module):
         run_examples([module])
 
 
+@pytest.mark.slow
 def test_the_examples_that_speak_of_a_cluster_run(project, monkeypatch):
     # A new cluster says that there are others.
     monkeypatch.setattr("dask_cml.manager.lifecycle.unclosed", list)

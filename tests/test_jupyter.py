@@ -155,6 +155,7 @@ def live_sessions_of(platform):
 # -- what others make
 
 
+@pytest.mark.slow
 def test_cluster_of_a_shell_is_listed_by_its_name_steered_and_shut_down(
     server, environment, leaves_no_session
 ):
@@ -211,6 +212,7 @@ def test_shutdown_in_the_sidebar_ends_the_cluster_of_another_program(server, lea
     assert server.clusters == {}
 
 
+@pytest.mark.slow
 def test_what_the_sidebar_makes_is_listed_once(server, new, leaves_no_session):
     with CMLCluster(name="first", platform="local", quiet=True):
         model = new()

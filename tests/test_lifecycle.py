@@ -144,6 +144,7 @@ def frozen(session):
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(platform):
     await asyncio.to_thread(make_and_kill)
     sessions = live(platform)

@@ -59,6 +59,7 @@ def test_a_session_that_keeps_one_of_its_workers_is_not_lost(platform, light, lo
         assert [counter.add(1).result(120) for counter in counters] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_kept_session_that_lacks_a_worker_is_replaced_when_others_can_take_its_data(platform, light, until):
     patience = dask.config.set({"distributed.deploy.lost-worker-timeout": "300ms"})
     options = {"cpu": 2, "processes": 2, "worker_args": [], "platform": "local", "quiet": True}

@@ -306,6 +306,7 @@ async def test_lost_worker_of_a_cluster_without_a_manager_is_replaced(server, pl
     await server.ask("DELETE", "/api/clusters/day")
 
 
+@pytest.mark.slow
 async def test_cluster_goes_on_to_adapt_when_the_manager_that_did_has_left(server, monkeypatch):
     monkeypatch.setattr(leadership, "_ALONE", 0.0)
     await made_elsewhere("day")
@@ -327,6 +328,7 @@ async def test_cluster_goes_on_to_adapt_when_the_manager_that_did_has_left(serve
     await server.ask("DELETE", "/api/clusters/day")
 
 
+@pytest.mark.slow
 async def test_orphan_is_not_kept_alive_by_looking(server, platform):
     code = (
         "import os, signal; from dask_cml import CMLCluster; "

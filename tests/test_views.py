@@ -269,6 +269,7 @@ def test_a_terminal_shows_the_sessions_and_then_one_line():
     assert re.search(ENDED + "\r\n$", output)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("light")
 def test_a_notebook_keeps_one_output(platform, monkeypatch, tmp_path):
     for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
