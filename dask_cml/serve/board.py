@@ -19,7 +19,7 @@ from dask_cml.cluster import CMLCluster
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
 from dask_cml.manager.role import ManagerRole
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.observers import EXPECTED, Observers
+from dask_cml.observers import EXPECTED, Observed, Observers
 from dask_cml.options import OPTION_NAMES, setting, unattended
 from dask_cml.records import operations, probe
 from dask_cml.records.probe import Finding
@@ -241,20 +241,23 @@ class Board(Observers):
                 return views.failed(name, kept.created, kept.user, str(kept.failure))
             rate = self._rates.get(name, TaskRate())
             return views.managed(kept.cluster, kept.created, kept.user, True, rate, usage)
-        for each in self.observed.values():
-            if each.record.name == name:
-                record, cluster = each.record, each.cluster
-                if cluster is None or cluster.status != Status.running:
-                    return views.recorded(record, each.finding, usage)
-                rate = self._rates.get(name, TaskRate())
-                keeps = cluster.shutdown_on_close
-                return views.managed(cluster, record.created, record.maker.user, keeps, rate, usage)
+        if (observed := self._observed_as(name)) is not None:
+            record, cluster = observed.record, observed.cluster
+            if cluster is None or cluster.status != Status.running:
+                return views.recorded(record, observed.finding, usage)
+            rate = self._rates.get(name, TaskRate())
+            keeps = cluster.shutdown_on_close
+            return views.managed(cluster, record.created, record.maker.user, keeps, rate, usage)
         raise NoSuchCluster(name, (*self._names(),))
 
     def _record(self, name: str) -> Record | None:
         if (kept := self._kept.get(name)) is not None:
             return kept.cluster._record_keeper.record if kept.failure is None else None
-        return next((each.record for each in self.observed.values() if each.record.name == name), None)
+        observed = self._observed_as(name)
+        return None if observed is None else observed.record
+
+    def _observed_as(self, name: str) -> Observed | None:
+        return next((each for each in self.observed.values() if each.record.name == name), None)
 
     def _names(self) -> set[str]:
         return {*self._kept, *(each.record.name for each in self.observed.values())}

@@ -24,6 +24,14 @@ from dask_cml.records.usage import Usage
 
 #: Seconds over which tasks are counted.
 _RATE_SECONDS = 15.0
+#: What a cluster without a manager shows of its workers.
+_NO_MANAGER: Mapping[str, Any] = {
+    "n_arrived": 0,
+    "threads": None,
+    "memory": None,
+    "kept": False,
+    "tasks_per_second": None,
+}
 
 
 class TaskRate:
@@ -118,11 +126,7 @@ def recorded(record: Record, finding: Finding | None, usage: Usage | None) -> di
         "problem": None if status in ("running", "starting") else finding.why,
         "groups": [_recorded_group(name, each) for name, each in groups.items()],
         "n_workers": sum(each != SCHEDULER for each in record.sessions.values()),
-        "n_arrived": 0,
-        "threads": None,
-        "memory": None,
-        "kept": False,
-        "tasks_per_second": None,
+        **_NO_MANAGER,
     }
 
 
@@ -135,11 +139,7 @@ def failed(name: str, created: str, user: str | None, problem: str) -> dict[str,
         "problem": problem,
         "groups": [],
         "n_workers": 0,
-        "n_arrived": 0,
-        "threads": None,
-        "memory": None,
-        "kept": False,
-        "tasks_per_second": None,
+        **_NO_MANAGER,
     }
 
 
