@@ -9,6 +9,7 @@ import dask.config
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
+    from dask_cml.display.group import WorkerGroup
     from dask_cml.errors import (
         ClusterExists,
         CMLError,
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
         SessionFailed,
     )
     from dask_cml.manager.adaptive import CMLAdaptive
-    from dask_cml.manager.group import WorkerGroup
     from dask_cml.records.usage import SessionHours, Usage
-    from dask_cml.sessions.process import CMLScheduler, CMLWorker, Session
+    from dask_cml.sessions.process import CMLScheduler, CMLWorker
+    from dask_cml.sessions.session import Session
 
 __all__ = [
     "CMLAdaptive",
@@ -46,10 +47,10 @@ _HOMES = {
     "CMLCluster": "cluster",
     "CMLScheduler": "sessions.process",
     "CMLWorker": "sessions.process",
-    "Session": "sessions.process",
+    "Session": "sessions.session",
     "SessionHours": "records.usage",
     "Usage": "records.usage",
-    "WorkerGroup": "manager.group",
+    "WorkerGroup": "display.group",
 }
 
 

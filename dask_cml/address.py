@@ -71,7 +71,7 @@ class CMLConnector(Connector):
             If the scheduler cannot be reached.
         """
         record = await _running(unquote(address))
-        scheduler = record.scheduler_address
+        scheduler = record.scheduler.address
         assert scheduler is not None
         _schedulers[address] = scheduler
         if (security := record.get_security()) is not None:  # reads the key files
@@ -92,7 +92,7 @@ async def _running(name: str) -> Record:
     """Return the record of a cluster. Wait until it contains the scheduler's address."""
     while True:
         record = await asyncio.to_thread(_read, name)
-        if record.scheduler_address is not None:
+        if record.scheduler.address is not None:
             return record
         if record.id not in _warned:  # Dask's error after the time-out does not say why
             _warned.add(record.id)
@@ -106,7 +106,7 @@ def _read(name: str) -> Record:
     except errors.NoSuchCluster as error:
         where = f"{error}; searched in {state_directory()}"
         raise NoSuchCluster(where, error.name, error.known) from None
-    if record.scheduler_address is None and record.maker.lives() is False:
+    if record.scheduler.address is None and record.maker.lives() is False:
         raise NoSuchCluster(
             f"the creator of cluster {name!r} ended before the scheduler answered: run "
             f"`dask cml delete {shlex.quote(name)}`",
@@ -161,12 +161,12 @@ def load_security(info: dict[str, Any]) -> Security | None:
         if scheme == SCHEME:
             records = [store.read(unquote(location))]
         else:
-            records = [each for each in store.records() if each.scheduler_address == info["address"]]
+            records = [each for each in store.records() if each.scheduler.address == info["address"]]
     except errors.NoSuchCluster:
         return None  # connecting raises the error
     except (OSError, ValueError, TypeError) as error:
         logger.warning("Keys for %s not found: %s", info["address"], error)
         return None
     # Another cluster may have had the address before. A cluster's keys are written before its address.
-    found = [record for record in records if record.security and record.scheduler_address]
+    found = [record for record in records if record.security and record.scheduler.address]
     return max(found, key=lambda record: record.created).get_security() if found else None

@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from dask.utils import parse_timedelta
 from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
-from distributed.deploy.cluster import Cluster
+from distributed.deploy.spec import SpecCluster
 from distributed.security import Security
-from distributed.utils import NoOpAwaitable
+from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
 from dask_cml.checks import group_name, message
+from dask_cml.display.group import WorkerGroup
+from dask_cml.display.html import first_line, sessions_html
 from dask_cml.errors import CMLError
-from dask_cml.manager.adaptive import CMLAdaptive, stop_adapting
-from dask_cml.manager.role import ManagerRole
-from dask_cml.manager.shown_cluster import ShownCluster
-from dask_cml.manager.sizing import bounds, sessions_for
-from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.frames import without_frames
+from dask_cml.manager.adaptive import CMLAdaptive
+from dask_cml.manager.dashboard import DashboardForwarder
+from dask_cml.manager.manager import Manager
+from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options
 from dask_cml.records import store
-from dask_cml.records.record import Record
+from dask_cml.sessions.process import CMLWorker
+from dask_cml.sessions.session import Session
+from dask_cml.sessions.session_logs import SessionLogs
+from dask_cml.sizing import bounds, sessions_for
 
-#: Seconds between two checks whether the sessions of a deleted worker group have ended.
-_GROUP_INTERVAL = 0.1
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_WAIT_INTERVAL = 0.05
 
 
-class CMLCluster(ShownCluster):
+class _OfManager:
+    """An attribute of Dask's classes that the manager owns. Their assignments change nothing."""
+
+    def __init__(self, read: Callable[[Manager], Any]) -> None:
+        self._read = read
+
+    def __get__(self, cluster: CMLCluster | None, owner: type) -> Any:
+        return self if cluster is None else self._read(cluster.manager)
+
+    def __set__(self, cluster: CMLCluster, value: Any) -> None:
+        pass
+
+
+class CMLCluster(SpecCluster):
     """A Dask cluster on CML worker sessions.
 
     The scheduler runs in a session of its own. Each worker session runs one or more Dask workers. The cluster
@@ -184,22 +207,51 @@ class CMLCluster(ShownCluster):
         loop: Any = None,
         silence_logs: int | str | bool | None = logging.WARNING,
         quiet: bool = False,
-        _record: Record | None = None,
-        _role: ManagerRole | None = None,
     ) -> None:
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}
-        options = Options.read(**given)
-        super().__init__(
-            options.inheriting() if _record is None else options,
-            given,
-            record=_record,
-            role=_role,
+        options = Options.read(**given).inheriting()
+        self._begin(
+            lambda **more: Manager(options, given, show=not quiet, **more),
             asynchronous=asynchronous,
             loop=loop,
             silence_logs=silence_logs,
             quiet=quiet,
         )
+
+    def _begin(
+        self,
+        make_manager: Callable[..., Manager],
+        *,
+        asynchronous: bool = False,
+        loop: Any = None,
+        silence_logs: int | str | bool | None = logging.WARNING,
+        quiet: bool = False,
+    ) -> None:
+        """Begin with a manager. Without a running event loop, start."""
+        self._silence = contextlib.ExitStack()
+        if silence_logs:
+            self._silence.enter_context(silence_logging_cmgr(level=silence_logs))
+        self._forwarder: DashboardForwarder | None = None
+        self._close_lock = threading.Lock()
+        self.manager = make_manager(log=self._log)
+        try:
+            SpecCluster.__init__(
+                self,
+                worker={"cls": CMLWorker, "options": {}},
+                asynchronous=asynchronous,
+                loop=loop,
+                name=self.manager.options.name,
+                shutdown_on_close=self.manager.shutdown_on_close,
+            )
+        except BaseException as error:  # also Ctrl-C must leave no session behind
+            self._end(None, shutdown=not self.manager.adopts)
+            if isinstance(error, KeyboardInterrupt):
+                self.manager.show_interrupt()
+            if isinstance(error, (CMLError, KeyboardInterrupt)):
+                raise without_frames(error) from None
+            raise
+        self.quiet = quiet
 
     @classmethod
     def from_name(  # type: ignore[override]
@@ -249,10 +301,13 @@ class CMLCluster(ShownCluster):
         ...     print(cluster.name)
         mine
         """
-        return cls._from_record(
-            store.read(name),
-            shutdown_on_close=shutdown_on_close,
-            forward_dashboard=forward_dashboard,
+        return cls.of_manager(
+            lambda **more: Manager.adopt(
+                store.read(name),
+                shutdown_on_close=shutdown_on_close,
+                forward_dashboard=forward_dashboard,
+                **more,
+            ),
             asynchronous=asynchronous,
             loop=loop,
             silence_logs=silence_logs,
@@ -260,9 +315,19 @@ class CMLCluster(ShownCluster):
         )
 
     @classmethod
-    def _from_record(cls, record: Record, **arguments: Any) -> CMLCluster:
-        """Connect to the cluster of a record, without reading files."""
-        return cls(**record.options, name=record.name, create_mode="create", **arguments, _record=record)
+    def of_manager(cls, make_manager: Callable[..., Manager], **arguments: Any) -> Self:
+        """Return a cluster with a manager of its own.
+
+        Parameters
+        ----------
+        make_manager : callable
+            Returns the manager. Gets its argument ``log``.
+        **arguments
+            ``asynchronous``, ``loop``, ``silence_logs`` and ``quiet`` of the class.
+        """
+        cluster = cls.__new__(cls)
+        cluster._begin(make_manager, **arguments)
+        return cluster
 
     # -- scaling
 
@@ -298,32 +363,25 @@ class CMLCluster(ShownCluster):
         >>> cluster.scale(2)
         >>> cluster.scale(memory="4 GiB")
         """
-        n = sessions_for(self._fleet.group(worker_group).options, n, memory, cores)
-        self._fleet.resize(n, group=worker_group)
-        if isinstance(adaptive := self._adaptives.get(worker_group), CMLAdaptive):
-            stop_adapting(adaptive, "scale() was called")
-        self._reconciler.backoffs.of(worker_group).reset()
-        self.loop.add_callback(self._correct_state)
+        self.manager.wishes.scale(
+            sessions_for(self.manager.fleet.group(worker_group).options, n, memory, cores), worker_group
+        )
         return NoOpAwaitable() if self.asynchronous else None
 
-    async def _resize(self, n: int, driver: object, group: str = DEFAULT_GROUP) -> None:
-        """Scale a group to `n` sessions for adaptive scaling, which continues."""
-        if self._fleet.resize(n, driver, group):
-            await self._carry_out()
+    def scale_up(self, n: int) -> Awaitable[None] | None:  # type: ignore[override]
+        """Scale the default group to `n` sessions; see :meth:`scale`."""
+        return self.scale(n)
 
-    async def scale_down(self, workers: Iterable[str], driver: object | None = None) -> None:
+    async def scale_down(self, workers: Iterable[str]) -> None:
         """Close worker sessions after moving their data to others.
 
         Parameters
         ----------
         workers : iterable of str
             Names of sessions or of Dask workers.
-        driver : Adaptive, optional
-            The adaptive scaling that requests it, which continues. Default: the user.
         """
-        keys = {name: key for key in self._fleet.keys for name in self._fleet.dask_names(key)}
-        if self._fleet.remove({keys.get(worker, worker) for worker in workers}, driver):
-            await self._carry_out()
+        self.manager.wishes.remove([*workers])
+        await self.manager.wishes.settle()
 
     def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
         self,
@@ -372,27 +430,18 @@ class CMLCluster(ShownCluster):
         >>> adaptive = cluster.adapt(1, 10)
         """
         minimum, maximum = bounds(
-            self._fleet.group(worker_group).options,
+            self.manager.fleet.group(worker_group).options,
             minimum,
             maximum,
             cores=(minimum_cores, maximum_cores),
             memory=(minimum_memory, maximum_memory),
         )
-        if worker_group != DEFAULT_GROUP and not issubclass(Adaptive, CMLAdaptive):
+        if issubclass(Adaptive, CMLAdaptive):
+            kwargs["worker_group"] = worker_group
+        elif worker_group != DEFAULT_GROUP:
             raise ValueError(message("Adaptive", Adaptive, f"a CMLAdaptive for the group {worker_group!r}"))
-        self._fleet.drive(None, worker_group)  # the previous adaptive scaling must not scale any more
-        if worker_group == DEFAULT_GROUP:
-            adaptive = Cluster.adapt(self, Adaptive=Adaptive, minimum=minimum, maximum=maximum, **kwargs)
-        else:
-            if before := self._adaptives.get(worker_group):
-                stop_adapting(before, "adapt() was called")
-            kwargs.update(minimum=minimum, maximum=maximum, worker_group=worker_group)
-            adaptive = Adaptive(self, **kwargs)
-        self._adaptives[worker_group] = adaptive
-        self._fleet.drive(adaptive, worker_group)
-        self._reconciler.backoffs.of(worker_group).reset()
-        # Inform the other managers at once: another one may scale soon, and the last request counts.
-        self.loop.add_callback(self._correct_state)
+        adaptive = Adaptive(self, minimum=minimum, maximum=maximum, **kwargs)
+        self.manager.wishes.adapt(adaptive, worker_group)
         return adaptive
 
     # -- worker groups
@@ -464,8 +513,7 @@ class CMLCluster(ShownCluster):
         arguments = locals()
         given = {each: arguments[each] for each in GROUP_OPTIONS}
         options = self.options.of_group(given)
-        self._api.check_options(options.launch_options)
-        return self.sync(self._add_worker_group, group_name("name", name), options)
+        return self.sync(self.manager.wishes.add_group, group_name("name", name), options)
 
     def delete_worker_group(self, name: str) -> Any:
         """Delete a worker group, and stop all its sessions after moving their data to other workers.
@@ -482,38 +530,283 @@ class CMLCluster(ShownCluster):
         CMLError
             If no other worker can take the data, or the group is scaled meanwhile. The group remains then.
         """
-        if name == DEFAULT_GROUP or name not in self._fleet.groups:
+        if name == DEFAULT_GROUP or name not in self.manager.fleet.groups:
             raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
-        return self.sync(self._delete_worker_group, name)
+        return self.sync(self.manager.wishes.delete_group, name)
 
-    async def _add_worker_group(self, name: str, options: Options) -> None:
-        if self.status != Status.running:
-            raise CMLError(f"cannot add a worker group to cluster {self.name}: it is {self.status.name}")
-        self._fleet.add_group(name, options)
+    # -- what the cluster is
+
+    status = _OfManager(lambda manager: manager.status)
+    options = _OfManager(lambda manager: manager.options)
+    security = _OfManager(lambda manager: manager.security)
+    scheduler = _OfManager(lambda manager: manager.scheduler)
+    workers = _OfManager(lambda manager: manager.fleet.workers)
+    scheduler_info = _OfManager(lambda manager: manager.state.scheduler_info)
+    scheduler_comm = _OfManager(lambda manager: manager.state.scheduler_comm)
+    _adaptive = _OfManager(lambda manager: manager.wishes.adaptive())
+
+    @property
+    def worker_spec(self) -> dict[str, Any]:
+        """The wanted worker sessions by name, as in Dask's SpecCluster. A copy: use :meth:`scale`."""
+        states = self.manager.fleet.states
+        return {name: self._spec(group.options) for group in states for name in group.names}
+
+    @worker_spec.setter
+    def worker_spec(self, value: Any) -> None:
+        if value:
+            raise AttributeError("worker_spec is a copy: use scale() and add_worker_group()")
+
+    def new_worker_spec(self) -> dict[str, Any]:
+        """Return the name and the form of the next worker of the default group. Nothing is launched."""
+        group = self.manager.fleet.group()
+        return {session_name(self.name, group.name, group.number): self._spec(group.options)}
+
+    def _spec(self, options: Options) -> dict[str, Any]:
+        """Return SpecCluster's form of a worker session, by which it counts the Dask workers."""
+        spec: dict[str, Any] = {"cls": CMLWorker, "options": {"nthreads": options.nthreads}}
+        return {**spec, "group": dask_names("", options.processes)} if options.processes > 1 else spec
+
+    def _threads_per_worker(self) -> int:
+        return self.options.nthreads
+
+    def _memory_per_worker(self) -> int:
+        return int(self.options.memory * 2**30)
+
+    @property
+    def _cluster_class_name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The cluster's sessions by their last known state, the scheduler's first."""
+        return self.manager.state.sessions
+
+    @property
+    def worker_groups(self) -> dict[str, WorkerGroup]:
+        """The worker groups by name, the default group first.
+
+        Examples
+        --------
+        >>> cluster.worker_groups["default"].n_workers
+        2
+        """
+        return self.manager.state.groups
+
+    @property
+    def scheduler_address(self) -> str:
+        """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by it."""
+        return self.manager.state.address or "<Not Connected>"
+
+    @property
+    def dashboard_link(self) -> str:
+        """The URL of the scheduler's dashboard. Empty without a dashboard."""
+        if self.scheduler is None or "dashboard" not in self.scheduler_info.get("services", {}):
+            return ""
+        if self._forwarder is not None:
+            return self._forwarder.link
+        session = self.scheduler.session
+        return f"{session.app_url.rstrip('/')}/status" if session and session.app_url else ""
+
+    def get_logs(
+        self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
+    ) -> Any:
+        """Return the cluster's log, and the logs of its sessions, including ended ones.
+
+        Parameters
+        ----------
+        cluster : bool
+            Whether to include the cluster's own log. Default True.
+        scheduler : bool
+            Whether to include the scheduler's log. Default True.
+        workers : bool or iterable of str
+            Whether to include the workers' logs. Or the workers to include: names of sessions, names of Dask
+            workers, or addresses. Default True.
+
+        Returns
+        -------
+        dict of str to str
+            The logs by ``"Cluster"``, ``"Scheduler"`` and the names of worker sessions, the oldest line
+            first. They contain the output of the sessions, including that of tasks. Of each log, the last
+            MiB.
+
+        Raises
+        ------
+        ValueError
+            If a worker does not exist. The message lists the existing ones.
+
+        Examples
+        --------
+        >>> print(cluster.get_logs()["mine-0"])
+        2... - distributed.nanny - INFO - ...Start Nanny at: ...
+        """
+        return self.sync(self._get_logs, cluster=cluster, scheduler=scheduler, workers=workers)
+
+    async def _get_logs(
+        self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
+    ) -> Logs:
+        reported = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
+        names = {address: info["name"] for address, info in self.scheduler_info["workers"].items()}
+        if not isinstance(workers, bool):
+            workers = [workers] if isinstance(workers, str) else workers
+            workers = [names.get(worker, worker) for worker in workers]
+        processes = {name: group.processes for name, group in self.worker_groups.items()}
+        folder = self.manager.state.folder
+        logs = SessionLogs(self.name, folder, self.options.log_directory, processes)
+        found = await asyncio.to_thread(logs.read, scheduler, workers, [*self.workers])
+        return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
+
+    def usage(self) -> Any:
+        """Return the hours of the cluster's sessions so far, by worker group, including ended sessions.
+
+        A session counts from its launch or, if it waited for room, from the end of its wait. It counts until
+        a manager stops it or notices its end, so hours without any manager are an upper bound. Sizes are
+        those of the options, even if a resource profile in `launch_options` sets others. After
+        :meth:`close`, the result covers the cluster's whole lifetime.
+
+        Returns
+        -------
+        Usage
+            A dict of :class:`SessionHours` by the names of worker groups, and ``"scheduler"``. ``total`` is
+            their sum. Its ``repr`` is a table. With ``asynchronous=True``, await the result.
+
+        Raises
+        ------
+        NoSuchCluster
+            If another process has deleted the cluster.
+
+        Examples
+        --------
+        >>> cluster.usage()
+        group      sessions  hours  vCPU hours  GiB hours  GPU hours
+        scheduler         1   0...
+        default           ...
+        total             ...
+        """
+        usage = self.manager.state.usage
+        return asyncio.to_thread(usage) if self.asynchronous else usage()
+
+    @property
+    def n_pending(self) -> int:
+        """Number of wanted worker sessions that are not connected yet."""
+        return self.manager.state.n_pending
+
+    def __repr__(self) -> str:
+        text, state = super().__repr__(), self.manager.state
+        n = len(self.scheduler_info["workers"])
+        words = [state.scheduler_wait, "" if self.status == Status.running else self.status.name]
+        if state.n_pending:
+            text = text.replace(f"workers={n}", f"workers={n} ({state.pending})", 1)
+        if self.status == Status.running and not state.connected:
+            words.append("not connected to the scheduler")
+        if state.problem:
+            words.append(f"problem: {first_line(state.problem)}")
+        return ", ".join([text[:-1], *filter(None, words)]) + ")"
+
+    def _repr_html_(self, cluster_status: str | None = None) -> str:
+        state = self.manager.state
+        rows = sessions_html(
+            self.status.name,
+            self.scheduler_address,
+            state.sessions,
+            state.groups.values(),
+            state.pending,
+            state.problem,
+        )
+        return super()._repr_html_(cluster_status=(cluster_status or "") + rows)
+
+    def job_script(self) -> str:
+        """Return the code, size and environment of the scheduler's session and of a worker session.
+
+        Values of environment variables are hidden. Nothing is launched. With ``asynchronous=True``, a cluster
+        launches nothing before it is awaited.
+
+        Examples
+        --------
+        >>> print(cluster.job_script())
+        # mine-scheduler: cpu=1 memory=2 nvidia_gpu=0
+        ...
+        """
+        return self.manager.state.plans()
+
+    def get_snippet(self) -> str:
+        """Return code by which another process of the project connects to this cluster. dask-ctl shows it.
+
+        Examples
+        --------
+        >>> print(cluster.get_snippet())
+        from dask.distributed import Client
+        from dask_cml import CMLCluster
+        <BLANKLINE>
+        cluster = CMLCluster.from_name('mine')
+        client = Client(cluster)
+        """
+        return (
+            "from dask.distributed import Client\n"
+            "from dask_cml import CMLCluster\n"
+            "\n"
+            f"cluster = CMLCluster.from_name({self.options.name!r})\n"
+            "client = Client(cluster)"
+        )
+
+    # -- start and end, for Dask's SpecCluster
+
+    async def _start(self) -> None:
+        await self.manager.start()
+        if self.options.forward_dashboard and self._forwarder is None:
+            self._forwarder = DashboardForwarder(
+                self.scheduler_comm.address, self.manager.state.connection_args
+            )
+            await self._forwarder.start()
+
+    async def _correct_state(self) -> None:
+        await self.manager.wishes.settle()
+
+    async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
+        async def wait() -> None:
+            while len(self.scheduler_info["workers"]) < n_workers:
+                await asyncio.sleep(_WAIT_INTERVAL)  # noqa: ASYNC110  # as in Dask
+
         try:
-            await self._record_keeper.add_group(name, options.group_arguments())
-        except BaseException:
-            self._fleet.forget_group(name)
-            raise
-        self._fleet.resize(options.n_workers, group=name)
-        await self._carry_out()
+            await asyncio.wait_for(wait(), parse_timedelta(timeout, "s"))
+        except asyncio.TimeoutError:
+            n = len(self.scheduler_info["workers"])
+            raise TimeoutError(f"{n} of {n_workers} workers connected within {timeout} s") from None
 
-    async def _delete_worker_group(self, name: str) -> None:
-        if (adaptive := self._adaptives.pop(name, None)) is not None:
-            stop_adapting(adaptive, "the worker group is deleted")
-        self._fleet.end_group(name)
-        while not self._leadership.forget_ended_group(name):
-            if self.status != Status.running:
-                raise CMLError(f"worker group {name!r} not deleted: cluster {self.name} is closing")
-            if not self._fleet.group(name).ends:
-                raise CMLError(
-                    f"worker group {name!r} of cluster {self.name} not deleted: no other worker can take its "
-                    "data, or it was scaled meanwhile"
-                )
-            await self._carry_out()
-            await asyncio.sleep(_GROUP_INTERVAL)
-        await self._record_keeper.remove_group(name)
-        await self._carry_out()
+    def __await__(self) -> Generator[Any, Any, Self]:
+        async def ready() -> Self:
+            try:
+                await self._start()
+                await self._correct_state()
+            except CMLError as error:
+                raise without_frames(error) from None
+            return self
+
+        return ready().__await__()
+
+    async def __aenter__(self) -> Self:
+        return await self
+
+    def __exit__(self, *_: object) -> None:
+        self._end(None, self.shutdown_on_close)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close(self.shutdown_on_close)
+
+    def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a coroutine function. Remove the event loop's frames from errors of the platform."""
+        try:
+            return super().sync(func, *args, **kwargs)
+        except CMLError as error:
+            raise without_frames(error) from None
+
+    @property
+    def shutdown_on_close(self) -> bool:
+        """Whether to stop all sessions at the end of the ``with`` block or the process."""
+        return self.manager.shutdown_on_close
+
+    @shutdown_on_close.setter
+    def shutdown_on_close(self, value: bool) -> None:
+        self.manager.shutdown_on_close = value
 
     # -- end
 
@@ -532,7 +825,7 @@ class CMLCluster(ShownCluster):
         CMLError
             If CML did not stop some sessions. The message names them.
         """
-        return self._end(timeout, self.shutdown_on_close or self._adopts)
+        return self._end(timeout, self.shutdown_on_close or self.manager.adopts)
 
     def leave(self) -> Awaitable[None] | None:
         """Close this object only. The scheduler and the workers keep running.
@@ -542,3 +835,22 @@ class CMLCluster(ShownCluster):
         >>> CMLCluster.from_name("mine").leave()
         """
         return self._end(None, shutdown=False)
+
+    def _end(self, timeout: float | None, shutdown: bool) -> Awaitable[None] | None:
+        if self.asynchronous:
+            return self.sync(self._close, shutdown, callback_timeout=timeout)
+        if self.manager.is_forks_copy:
+            return None
+        with self._close_lock:  # a second thread would wait for a loop that the first one has stopped
+            if self.status != Status.closed:
+                self.sync(self._close, shutdown, callback_timeout=timeout)
+            self._loop_runner.stop()
+        return None
+
+    async def _close(self, shutdown: bool = True) -> None:
+        try:
+            if self._forwarder is not None:
+                await self._forwarder.close()
+            await self.manager.close(shutdown)
+        finally:
+            self._silence.close()

@@ -34,7 +34,9 @@ from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
 from dask_cml.options import Options, state_directory
 from dask_cml.private import make_folder
-from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker
+from dask_cml.sessions.plan import Place
+from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, ip_address, load_platform
 
 __all__ = [
@@ -88,11 +90,6 @@ def run_dask_cluster(
         ``cml.worker-timeout``. All sessions are stopped then.
     TypeError, ValueError
         If an argument is invalid. Nothing is launched then.
-
-    Examples
-    --------
-    On a laptop, :func:`dask_cml.local.install` makes ``cml.workers_v1`` importable.
-
 
     Examples
     --------
@@ -330,7 +327,7 @@ async def _launching(options: Options) -> AsyncIterator[tuple[WorkersAPI, Path]]
 async def _start_scheduler(
     api: WorkersAPI, options: Options, folder: Path, dashboard_port: int | None
 ) -> CMLScheduler:
-    scheduler = CMLScheduler(api, options, folder, dashboard_port=dashboard_port)
+    scheduler = CMLScheduler(api, options, Place(folder), dashboard_port=dashboard_port)
     await scheduler.start()
     return scheduler
 
@@ -345,7 +342,7 @@ async def _start_workers(
     api: WorkersAPI, options: Options, folder: Path, url: str, n: int, scheduler: CMLScheduler | None = None
 ) -> list[dict[str, Any]]:
     workers = [
-        CMLWorker(url, f"{options.name}-{i}", api=api, options=options, folder=folder) for i in range(n)
+        CMLWorker(url, f"{options.name}-{i}", api=api, options=options, place=Place(folder)) for i in range(n)
     ]
     launches = [asyncio.ensure_future(worker.start()) for worker in workers]
     try:

@@ -104,9 +104,9 @@ class Sidebar(Observers):
         self._manager = manager
         self._ended_since: dict[str, float] = {}
 
-    def manager(self, record: Record, **arguments: Any) -> CMLCluster:
-        """Return a manager that forwards the dashboard to a port of this machine, for the sidebar."""
-        return super().manager(record, forward_dashboard=True, **arguments)
+    def manage(self, record: Record, **arguments: Any) -> CMLCluster:
+        """Return a cluster that forwards the dashboard to a port of this machine, for the sidebar."""
+        return super().manage(record, forward_dashboard=True, **arguments)
 
     def joined(self, observed: Observed) -> None:
         """Add a cluster to the list."""

@@ -14,7 +14,7 @@ from dask_cml.aio import cancel
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import CMLError
 from dask_cml.manager.at_exit import unclosed
-from dask_cml.manager.role import ManagerRole
+from dask_cml.manager.manager import Manager
 from dask_cml.records import probe, store
 from dask_cml.records.probe import Finding, State
 from dask_cml.records.record import Record
@@ -79,10 +79,21 @@ class Observers:
         """Return whether a cluster's scheduler answers."""
         return (await probe.look([record]))[record.name]
 
-    def manager(self, record: Record, **arguments: Any) -> CMLCluster:
-        """Return a manager for a running cluster. It is not started yet."""
-        arguments = {"shutdown_on_close": False, "_role": ManagerRole(observes=True), **arguments}
-        return CMLCluster._from_record(record, asynchronous=True, quiet=True, **arguments)
+    def manage(self, record: Record, **arguments: Any) -> CMLCluster:
+        """Return a running cluster with a manager that observes it. It is not started yet.
+
+        Parameters
+        ----------
+        record : Record
+            The cluster's record.
+        **arguments
+            Arguments of :meth:`Manager.adopt`.
+        """
+
+        def adopt(**more: Any) -> Manager:
+            return Manager.adopt(record, **{"observes": True, **arguments, **more})
+
+        return CMLCluster.of_manager(adopt, asynchronous=True, quiet=True)
 
     def joined(self, observed: Observed) -> None:
         """Show a cluster, which now has a manager."""
@@ -118,7 +129,7 @@ class Observers:
 
     async def _look(self) -> None:
         records = {record.id: record for record in await asyncio.to_thread(store.records)}
-        managed = {cluster.options.name for cluster in unclosed()}
+        managed = {manager.options.name for manager in unclosed()}
         for key, record in records.items():
             if key not in self.observed and record.name not in managed:
                 self.observed[key] = Observed(record)
@@ -151,7 +162,7 @@ class Observers:
         observed.not_before = time.monotonic() + _RETRY
         observed.finding = await self.examine(observed.record)
         if observed.finding.state is State.ALIVE:
-            observed.cluster = self.manager(observed.record)
+            observed.cluster = self.manage(observed.record)
             await observed.cluster
             self.joined(observed)
 
@@ -167,7 +178,7 @@ class Observers:
     async def _is_lost(self, observed: Observed) -> bool:
         """Return whether a cluster's scheduler has not answered for long, although its record exists."""
         assert observed.cluster is not None
-        if observed.cluster._client.connected or await probe.is_alive(observed.record):
+        if observed.cluster.manager.state.connected or await probe.is_alive(observed.record):
             observed.lost_since = None
             return False
         observed.lost_since = observed.lost_since or time.monotonic()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,7 +23,7 @@ from dask_cml.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from dask_cml.cluster import CMLCluster
+    from dask_cml.manager.manager import Manager
 
 _DELETED = "another process has deleted it"
 
@@ -37,11 +38,14 @@ _DELETED = "another process has deleted it"
 @in_one_line
 def scale(name: str, n: int, group: str, timeout: float) -> None:
     """Scale a cluster to N worker sessions, and wait until they are connected."""
-    with rebuilt(name) as cluster:
-        cluster.scale(n, worker_group=group)
-        with progress(lambda: here(cluster, n, group)):
-            wait_for_scale(cluster, n, group, timeout)
+    run(_scale(name, n, group, timeout))
     click.echo(f"Cluster {name} scaled to {n_workers(n, group)}")
+
+
+async def _scale(name: str, n: int, group: str, timeout: float) -> None:
+    async with managing(name) as manager:
+        manager.wishes.scale(n, group)
+        await wait_for_scale(manager, n, group, timeout)
 
 
 @click.command()
@@ -56,99 +60,116 @@ def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
     After Ctrl-C, the cluster keeps its workers. If `dask cml serve` runs in the project, it continues to
     adapt the cluster.
     """
-    from dask_cml.errors import CMLError
-
-    def target() -> int:
-        return cluster._fleet.group(group).target
-
-    with rebuilt(name) as cluster:
-        try:
-            cluster.adapt(minimum=minimum, maximum=maximum, worker_group=group)
-            cluster.sync(cluster._carry_out)
-            bounds = f"{minimum} and {n_workers(maximum, group)}"
-            click.echo(f"Cluster {name} adapts between {bounds} until Ctrl-C")
-            with progress(lambda: here(cluster, target(), group)):
-                while cluster.status.name == "running" and cluster._fleet.group(group).driver is not None:
-                    time.sleep(INTERVAL)
-        except KeyboardInterrupt:
-            if cluster._leadership.served:
-                click.echo(f"The page of `dask cml serve` continues to adapt cluster {name}")
-            else:
-                click.echo(f"Cluster {name} keeps {n_workers(target(), group)} and no longer adapts")
-            return
-        if cluster.status.name == "running":
-            raise CMLError(f"the cluster {name} no longer adapts: another manager scales it")
-        raise CMLError(f"the cluster {name} has shut down: {cluster._reconciler.problem or _DELETED}")
-
-
-@contextmanager
-def rebuilt(name: str) -> Iterator[CMLCluster]:
-    """Rebuild the manager of a cluster for the time of a ``with`` block; the cluster runs on."""
-    from dask_cml.cluster import CMLCluster
-
-    cluster = CMLCluster.from_name(name, quiet=True, silence_logs="WARNING")
     try:
-        yield cluster
+        if run(_adapt(name, minimum, maximum, group)):
+            click.echo(f"Cluster {name} adapts between {minimum} and {n_workers(maximum, group)}")
+    except KeyboardInterrupt:
+        return
+
+
+async def _adapt(name: str, minimum: int, maximum: int, group: str) -> bool:
+    """Adapt a cluster until Ctrl-C. Return True at once if another manager does it."""
+    from distributed.core import Status
+
+    from dask_cml.errors import CMLError
+    from dask_cml.manager.adaptive import CMLAdaptive
+
+    async with managing(name) as manager:
+        state = manager.state
+        manager.fleet.group(group)  # raises the error of an unknown group
+        if minimum > maximum:
+            raise ValueError(f"invalid maximum={maximum}: expected at least the minimum, {minimum}")
+        adaptive = CMLAdaptive(manager.wishes, worker_group=group, minimum=minimum, maximum=maximum)
+        manager.wishes.adapt(adaptive, group)
+        await manager.wishes.settle()
+        if not state.leads:
+            return True
+        limits = f"{minimum} and {n_workers(maximum, group)}"
+        click.echo(f"Cluster {name} adapts between {limits} until Ctrl-C")
+        try:
+            with progress(lambda: here(manager, state.groups[group].n_workers, group)):
+                while state.status == Status.running and not adaptive.released:
+                    await asyncio.sleep(INTERVAL)  # noqa: ASYNC110  # another process may do it
+        except asyncio.CancelledError:
+            if state.alone:
+                manager.wishes.stop_adapting(group, adaptive.key)
+                kept = n_workers(state.groups[group].n_workers, group)
+                click.echo(f"Cluster {name} keeps {kept} and no longer adapts")
+            else:
+                click.echo(f"Another manager continues to adapt cluster {name}")
+            raise
+        if state.status == Status.running:
+            raise CMLError(f"the cluster {name} no longer adapts: another manager scales it")
+        raise CMLError(f"the cluster {name} has shut down: {state.problem or _DELETED}")
+
+
+@asynccontextmanager
+async def managing(name: str) -> AsyncIterator[Manager]:
+    """Manage a cluster for the time of an ``async with`` block. The cluster runs on."""
+    from dask_cml.manager.manager import Manager
+    from dask_cml.records import store
+
+    manager = Manager.adopt(store.read(name))
+    await manager.start()
+    try:
+        yield manager
     finally:
-        cluster.leave()
+        await manager.close(shutdown=False)
 
 
-def here(cluster: CMLCluster, n: int, group: str) -> str:
+def here(manager: Manager, n: int, group: str) -> str:
     """Return in words how many of n worker sessions are connected, and how many wait for room."""
-    from dask_cml.manager.waiting import waiting_workers
+    from dask_cml.display.words import waiting_workers
 
-    waits = [waited for key, waited in cluster._fleet.waits.items() if cluster._fleet.group_of(key) == group]
-    words = waiting_workers(waits)
-    n_arrived = cluster._n_arrived(cluster._fleet.group(group))
-    return f"{n_arrived} of {n_workers(n, group)} connected" + f", {words}" * bool(words)
+    fleet = manager.fleet
+    mine = {each.name for each in fleet.members if each.group == group}
+    words = waiting_workers([waited for name, waited in fleet.waits.items() if name in mine])
+    return f"{len(fleet.arrived(group))} of {n_workers(n, group)} connected" + f", {words}" * bool(words)
 
 
-def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float) -> None:
-    """Wait until exactly n sessions of a worker group are connected.
+async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -> None:
+    """Wait until exactly n sessions of a worker group are connected, and show the progress.
 
     Parameters
     ----------
-    cluster : CMLCluster
-        The cluster, which has been scaled.
+    manager : Manager
+        The cluster's manager, which has scaled it.
     n : int
-        Worker sessions.
+        Number of worker sessions.
     group : str
         The worker group.
     timeout : float
-        Seconds to wait.
+        Maximum time to wait, in seconds.
 
     Raises
     ------
     CMLError
         If the cluster shuts down, gives up, is scaled by another manager, or takes longer.
     """
+    from distributed.core import Status
+
     from dask_cml.errors import CMLError
 
+    name, state, fleet = manager.options.name, manager.state, manager.fleet
     deadline = time.monotonic() + timeout
-
-    def is_done() -> bool:
-        sessions = [key for key in cluster.workers if cluster._fleet.group_of(key) == group]
-        n_arrived = cluster._n_arrived(cluster._fleet.group(group))
-        return cluster._leadership.leads and n_arrived == len(sessions) == n
-
-    # The number may be right already, but other managers must hear of the target.
-    cluster.sync(cluster._carry_out)
-    while not is_done():
-        problem = cluster._reconciler.problem
-        if cluster.status.name != "running":
-            raise CMLError(f"the cluster {cluster.name} has shut down: {problem or _DELETED}")
-        if (target := cluster._fleet.group(group).target) != n:
-            other = "" if cluster._leadership.leads else "another manager scales it: "
-            raise CMLError(
-                f"the cluster {cluster.name} has {problem or f'{other}{n_workers(target, group)} wanted'}"
-            )
-        if cluster._reconciler.backoffs.of(group).gave_up:
-            raise CMLError(f"the cluster {cluster.name} launches {problem}")
-        if time.monotonic() > deadline:
-            why = f": {problem}" if problem else ""
-            state = f"{here(cluster, n, group)}{why}"
-            raise CMLError(f"the cluster {cluster.name} did not scale within {timeout:g} s: {state}")
-        time.sleep(INTERVAL)
+    await manager.wishes.settle()
+    with progress(lambda: here(manager, n, group)):
+        while True:
+            there = [each for each in fleet.members if each.group == group]
+            if len(fleet.arrived(group)) == len(there) == n:
+                return
+            problem = state.problem
+            if state.status != Status.running:
+                raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
+            if (target := state.groups[group].n_workers) != n:
+                why = problem or f"another manager scales it: {n_workers(target, group)} wanted"
+                raise CMLError(f"the cluster {name} has {why}")
+            if state.gave_up(group):
+                raise CMLError(f"the cluster {name} launches {problem}")
+            if time.monotonic() > deadline:
+                words = f"{here(manager, n, group)}" + f": {problem}" * bool(problem)
+                raise CMLError(f"the cluster {name} did not scale within {timeout:g} s: {words}")
+            await asyncio.sleep(INTERVAL)
 
 
 @click.command()

@@ -73,7 +73,7 @@ def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def first_line_of(error: object) -> str:
     """Return an error's first line, or its class where it has no text."""
-    from dask_cml.manager.display import first_line
+    from dask_cml.display.html import first_line
 
     return first_line(str(error)) or type(error).__name__
 

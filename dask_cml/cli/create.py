@@ -143,12 +143,12 @@ def create(spec: str | None, **options: Any) -> None:
     with unattended(arguments) as arguments, contextlib.redirect_stdout(sys.stderr):
         cluster = CMLCluster(*positional, **arguments)
     cluster.quiet = True
+    cluster.sync(cluster.manager.outlive_this_process)
     click.echo(cluster.name)
     click.echo(f"Address: {cluster.scheduler_address}", err=True)
     if cluster.dashboard_link:
         click.echo(f"Dashboard: {cluster.dashboard_link}", err=True)
     click.echo(f"{lifetime(cluster.name)}.", err=True)
-    cluster.shutdown_on_close = False
     cluster.leave()
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_cml.cli.change import here, rebuilt, wait_for_scale
+from dask_cml.cli.change import managing, wait_for_scale
 from dask_cml.cli.console import (
     complete_groups,
     complete_names,
@@ -15,8 +15,12 @@ from dask_cml.cli.console import (
     n_workers,
     print_table,
     progress,
+    run,
 )
 from dask_cml.cli.create import OptionsCommand
+
+if TYPE_CHECKING:
+    from dask_cml.display.group import WorkerGroup
 
 
 @click.group()
@@ -37,11 +41,28 @@ def add(name: str, group: str, timeout: float, **options: Any) -> None:
     Without an option, the group takes the cluster's value.
     """
     n = options["n_workers"] = options["n_workers"] or 0
-    with rebuilt(name) as cluster:
-        cluster.add_worker_group(group, **options)
-        with progress(lambda: here(cluster, n, group)):
-            wait_for_scale(cluster, n, group, timeout)
+    run(_add(name, group, options, timeout))
     click.echo(f"Worker group {group} added to cluster {name}: {n_workers(n)}")
+
+
+async def _add(name: str, group: str, options: dict[str, Any], timeout: float) -> None:
+    from dask_cml.checks import group_name
+
+    group_name("group", group)
+    async with managing(name) as manager:
+        given = manager.options.of_group(options)
+        await manager.wishes.add_group(group, given)
+        await wait_for_scale(manager, given.n_workers, group, timeout)
+
+
+async def _delete(name: str, group: str) -> None:
+    async with managing(name) as manager:
+        await manager.wishes.delete_group(group)
+
+
+async def _groups(name: str) -> list[WorkerGroup]:
+    async with managing(name) as manager:
+        return [*manager.state.groups.values()]
 
 
 @group.command()
@@ -50,8 +71,8 @@ def add(name: str, group: str, timeout: float, **options: Any) -> None:
 @in_one_line
 def delete(name: str, group: str) -> None:
     """Delete a worker group: stop all its sessions. Its workers move their results to others first."""
-    with rebuilt(name) as cluster, progress(lambda: f"Deleting worker group {group}"):
-        cluster.delete_worker_group(group)
+    with progress(lambda: f"Deleting worker group {group}"):
+        run(_delete(name, group))
     click.echo(f"Worker group {group} deleted from cluster {name}")
 
 
@@ -63,8 +84,7 @@ def list_groups(name: str, as_json: bool) -> None:
     """List the worker groups of a cluster."""
     from dataclasses import asdict
 
-    with rebuilt(name) as cluster:
-        groups = cluster.worker_groups.values()
+    groups = run(_groups(name))
     if as_json:
         click.echo(json.dumps([asdict(each) for each in groups], indent=2))
         return

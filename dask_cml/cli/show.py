@@ -40,7 +40,7 @@ def list_clusters(as_json: bool) -> None:
 
 def _cells(columns: Sequence[str], row: dict[str, Any]) -> list[str]:
     """Return the cells of a cluster's row, with the sessions that wait for room."""
-    from dask_cml.manager.waiting import waiting
+    from dask_cml.display.words import waiting
 
     cells = {column: _shown(column, row[column]) for column in columns}
     if row["waiting"]:
@@ -55,7 +55,7 @@ def _cells(columns: Sequence[str], row: dict[str, Any]) -> list[str]:
 def _shown(column: str, value: Any) -> str:
     from dask.utils import format_bytes
 
-    from dask_cml.manager.waiting import span
+    from dask_cml.display.words import span
 
     if value is None:
         return "-"
@@ -72,7 +72,7 @@ def info(name: str, as_json: bool) -> None:
     """Show one cluster: its sessions, worker groups and usage."""
     from dataclasses import asdict
 
-    from dask_cml.manager.waiting import waiting
+    from dask_cml.display.words import waiting
     from dask_cml.naming import DEFAULT_GROUP
     from dask_cml.options import state_directory
     from dask_cml.records import operations, store

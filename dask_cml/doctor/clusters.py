@@ -83,7 +83,7 @@ async def _ask(record: Record) -> tuple[Versions, list[Versions]]:
     from dask_cml.sessions.tls import connection_args
 
     arguments = await asyncio.to_thread(connection_args, record.get_security())
-    async with rpc(record.scheduler_address, connection_args=arguments) as scheduler:
+    async with rpc(record.scheduler.address, connection_args=arguments) as scheduler:
         own = await scheduler.versions()
         workers = await scheduler.broadcast(msg={"op": "versions"}, on_error="ignore")
     return own["packages"], [each["packages"] for each in workers.values()]

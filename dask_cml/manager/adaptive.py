@@ -7,14 +7,18 @@ import contextlib
 import inspect
 import logging
 import math
+import secrets
 from collections import deque
+from collections.abc import Mapping
 from statistics import fmean
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from distributed.deploy.adaptive import Adaptive
 
+from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.policy import Snapshot, sessions_wanted
+from dask_cml.manager.state import ClusterState
 from dask_cml.naming import DEFAULT_GROUP, session_name
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,8 @@ def stop_adapting(adaptive: Adaptive, reason: str) -> None:
     reason : str
         The reason, for the log.
     """
+    if isinstance(adaptive, CMLAdaptive):
+        adaptive.released = True
     takes_reason = "reason" in inspect.signature(adaptive.stop).parameters
     adaptive.stop(**({"reason": reason} if takes_reason else {}))
 
@@ -65,6 +71,28 @@ class _Lull:
             self.looks += 1
 
 
+class Host(Protocol):
+    """What adaptive scaling needs of its manager, see :class:`dask_cml.manager.wishes.Wishes`."""
+
+    fleet: Fleet
+    state: ClusterState
+
+    def stop_adapting(self, group: str, key: str | None = None) -> None:
+        """Keep a group's number of sessions."""
+
+    async def demand(self, max_age: float) -> dict[str, Any]:
+        """Return the work that the scheduler knows."""
+
+    async def decide(self, op: str, **arguments: Any) -> Any:
+        """Let the scheduler carry out an operation."""
+
+    async def choose(self, n: int, *args: Any, **more: Any) -> list[str]:
+        """Choose the sessions that cost least to stop."""
+
+    def affordable(self, n: int, group: str) -> int:
+        """Return how many of `n` sessions to ask for."""
+
+
 class CMLAdaptive(Adaptive):
     """Dask's Adaptive for resources, and for sessions that take seconds to minutes to start.
 
@@ -90,6 +118,8 @@ class CMLAdaptive(Adaptive):
         The cluster.
     worker_group : str
         The worker group to scale. Default: the default group.
+    key : str, optional
+        Names the request, in the cluster's scheduler. Default: a new request.
     **kwargs
         Arguments of :class:`distributed.deploy.Adaptive`, with its defaults.
 
@@ -100,8 +130,15 @@ class CMLAdaptive(Adaptive):
 
     cluster: Any
 
-    def __init__(self, cluster: Any, *, worker_group: str = DEFAULT_GROUP, **kwargs: Any) -> None:
+    def __init__(
+        self, cluster: Any, *, worker_group: str = DEFAULT_GROUP, key: str | None = None, **kwargs: Any
+    ) -> None:
         self._group = worker_group
+        self._wishes: Host = cluster.manager.wishes if hasattr(cluster, "manager") else cluster
+        #: Names the request for adaptive scaling, in the scheduler's state.
+        self.key = key or secrets.token_hex(8)
+        #: Whether the scheduler's state says that this one does not scale any more.
+        self.released = False
         super().__init__(cluster, **kwargs)
         self._lull = _Lull()
         self._least_wait_count = self.wait_count
@@ -109,16 +146,50 @@ class CMLAdaptive(Adaptive):
         self._seen = self.observed
         self._busy, self._lent = 0, list[str]()
 
+    @classmethod
+    def of(cls, wishes: Host, group: str, adapting: Mapping[str, Any]) -> CMLAdaptive:
+        """Return the adaptive scaling that another process has asked for."""
+        maximum = math.inf if adapting["maximum"] is None else adapting["maximum"]
+        limits = {"minimum": adapting["minimum"], "maximum": maximum, **adapting["options"]}
+        return cls(wishes, worker_group=group, key=adapting["key"], **limits)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What other managers must know to continue."""
+        return {
+            "minimum": self.minimum,
+            "maximum": None if math.isinf(self.maximum) else int(self.maximum),
+            "key": self.key,
+            "options": {
+                "interval": self.interval,
+                "wait_count": self._least_wait_count,
+                "target_duration": self.target_duration,
+            },
+        }
+
     def __del__(self) -> None:
+        self.released = True
         # Before distributed 2024.11 one that has stopped logs its end again, when logs are silenced no more.
         if getattr(self, "periodic_callback", None) is not None:
             super().__del__()
 
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop adaptive scaling. The cluster keeps its current number of workers."""
+        super().stop(*args, **kwargs)
+        if not self.released:
+            self.released = True
+            self._wishes.stop_adapting(self._group, self.key)
+
+    async def adapt(self) -> None:
+        """Look at the work and scale, if this process's manager leads. Otherwise, the leader does."""
+        if self._wishes.state.leads:
+            await super().adapt()
+
     @property
     def plan(self) -> set[Any]:
         """The wanted sessions."""
-        fleet = self.cluster._fleet
-        return set(fleet.group(self._group).keys) if self._group in fleet.groups else set()
+        fleet = self._wishes.fleet
+        return set(fleet.group(self._group).names) if self._group in fleet.groups else set()
 
     @property
     def requested(self) -> set[Any]:
@@ -128,22 +199,22 @@ class CMLAdaptive(Adaptive):
     @property
     def observed(self) -> set[Any]:
         """The wanted sessions of which a Dask worker is connected."""
-        return self.cluster._arrived & self.plan
+        return self._wishes.fleet.arrived(self._group)
 
     @property
     def start_time(self) -> float:
         """The start time of a session, in seconds. 0 if none has started yet."""
         if self._starts:
             return fmean(self._starts)
-        return getattr(self.cluster.scheduler, "start_time", None) or 0.0
+        return self._wishes.state.start_time or 0.0
 
     async def target(self) -> int:
         """Return how many sessions the known work needs."""
-        fleet = self.cluster._fleet
+        fleet = self._wishes.fleet
         # Groups that adapt share one answer.
-        answer = await self.cluster._client.demand(fleet.name, max_age=(self.interval or 0.0) / 2)
+        answer = await self._wishes.demand(max_age=(self.interval or 0.0) / 2)
         snapshot = Snapshot.of(answer, fleet.states)
-        arrived, workers, now = self.observed, self.cluster.workers, monotonic()
+        arrived, workers, now = self.observed, fleet.workers, monotonic()
         self._learn(arrived, now)
         start = self.start_time
         self._lull.look(snapshot.has_work(self._group), now)
@@ -172,13 +243,13 @@ class CMLAdaptive(Adaptive):
             # Dask's Adaptive before 2024.11 stops for good at an OSError.
             logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
             return len(self.plan)
-        if self._group not in self.cluster._fleet.groups:
+        if self._group not in self._wishes.fleet.groups:
             return 0  # the group was deleted meanwhile
-        return self.cluster._reconciler.backoffs.affordable(target, self._group)
+        return self._wishes.affordable(target, self._group)
 
     def _learn(self, arrived: set[Any], now: float) -> None:
         for key in arrived - self._seen:
-            worker = self.cluster.workers.get(key)
+            worker = self._wishes.fleet.workers.get(key)
             if worker is not None and worker.launched_at is not None:
                 self._starts.append(now - worker.launched_at)
         self._seen = arrived
@@ -189,15 +260,18 @@ class CMLAdaptive(Adaptive):
         n = len(plan) - target
         # The scheduler does not know which busy sessions run another group's tasks. Close idle ones first.
         lent = [key for key in self._lent if key in plan][: max(0, n - max(0, len(plan) - self._busy))]
-        chosen = await self.cluster._reconciler.choose(n - len(lent), self.worker_key, self._group, **more)
+        chosen = await self._wishes.choose(n - len(lent), self.worker_key, self._group, **more)
         return [*dict.fromkeys([*lent, *chosen])]
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
         """Scale to `n` sessions."""
-        # The reconciler logs the error and tries again. Adaptive before 2024.11 would stop.
-        with contextlib.suppress(OSError):
-            await self.cluster._resize(n, self, self._group)
+        await self._decide("resize", n=n)
 
     async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
         """Close these sessions after moving their data to others."""
-        await self.cluster.scale_down(workers, self)
+        await self._decide("shrink", names=sorted(workers))
+
+    async def _decide(self, op: str, **arguments: Any) -> None:
+        # The next look tries again. Adaptive before 2024.11 would stop at an OSError.
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await self._wishes.decide(op, group=self._group, key=self.key, **arguments)

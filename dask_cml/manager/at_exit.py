@@ -20,14 +20,14 @@ _TIMEOUT = 60.0
 
 
 class Endable(Protocol):
-    """A cluster that is to shut down when the interpreter exits."""
+    """A manager that is to close when the interpreter exits."""
 
     options: Options
 
-    def _end_now(self, timeout: float) -> None:
-        """Close the cluster or, without its event loop, stop its sessions by blocking calls."""
+    def end_now(self, timeout: float) -> None:
+        """Close the manager or, without its event loop, stop its sessions by blocking calls."""
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Leave the cluster to the parent process, after a fork."""
 
 
@@ -112,7 +112,7 @@ def _wait_for_makers() -> None:
 
 def _end(cluster: Endable) -> None:
     try:
-        cluster._end_now(_TIMEOUT)
+        cluster.end_now(_TIMEOUT)
     except CMLError as error:  # all retries have failed
         logger.error("%s", error)
     _clusters.pop(cluster, None)
@@ -130,7 +130,7 @@ def _release_sigterm() -> None:
 def _forget_all() -> None:
     """Leave the clusters to the parent process, after a fork."""
     for cluster in _clusters:
-        cluster._forget()
+        cluster.forget()
     _clusters.clear()
     _mind_sigterm()
     _release_sigterm()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import Any
 
 from dask_cml.checks import integer, seconds
 from dask_cml.manager.fleet import Fleet
@@ -12,6 +11,8 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+#: Seconds after a connection without a failure after which earlier failures do not count any more.
+_SETTLED = 30.0
 
 
 class Backoff:
@@ -31,7 +32,7 @@ class Backoff:
     Worker failed: the worker's session 1 ended
     >>> backoff.words
     "the worker's session 1 ended"
-    >>> backoff.arrived()
+    >>> backoff.arrived(0.0)
     >>> backoff.words
     """
 
@@ -45,6 +46,7 @@ class Backoff:
     def reset(self) -> None:
         """Forget failures and refusals, because the user has scaled the group."""
         self._failures, self._not_before = 0, 0.0
+        self._arrived: float | None = None
         self._ceiling: tuple[int, float] | None = None
         self._failure: str | None = None
         self._shortage: str | None = None
@@ -64,13 +66,20 @@ class Backoff:
         """Seconds until the next launch. Infinite after too many failures."""
         return float("inf") if self.gave_up else max(0.0, self._not_before - time.monotonic())
 
-    def arrived(self) -> None:
-        """Record that a worker connected, which resets the count of failures."""
-        self._failures, self._failure = 0, None
+    def arrived(self, now: float) -> None:
+        """Record that a worker connected."""
+        self._failure = None
+        self._arrived = now
+
+    def settle(self, now: float) -> None:
+        """Forget failures if none has followed the last connection for a while."""
+        if self._failures and self._arrived is not None and now - self._arrived > _SETTLED:
+            self._failures = 0
 
     def failed(self, reason: str, n: int) -> None:
         """Record that `n` workers failed together, which counts as one failure."""
         self._failures += 1
+        self._arrived = None
         pause = min(_FIRST_PAUSE * 2 ** (self._failures - 1), _LONGEST_PAUSE)
         self._not_before = time.monotonic() + (pause if self._failures > 1 else 0)
         more = f" (and {n - 1} more)" if n > 1 else ""
@@ -127,10 +136,11 @@ class Backoffs:
         Gets each line for the user.
     """
 
-    def __init__(self, fleet: Fleet[Any], log: Callable[[str], None]) -> None:
+    def __init__(self, fleet: Fleet, log: Callable[[str], None]) -> None:
         self._fleet = fleet
         self._log = log
         self._backoffs: dict[str, Backoff] = {}
+        self._wishes: dict[str, int] = {}
         self.of()  # raise the error of an invalid setting now
 
     def of(self, group: str = DEFAULT_GROUP) -> Backoff:
@@ -140,6 +150,15 @@ class Backoffs:
             name = f"{of_group}cluster {self._fleet.name}"
             self._backoffs[group] = Backoff(name, self._log)
         return self._backoffs[group]
+
+    def look(self, now: float) -> None:
+        """Forget failures and refusals of groups that a user has scaled since the last look."""
+        for state in self._fleet.states:
+            backoff = self.of(state.name)
+            backoff.settle(now)
+            if state.wishes != self._wishes.setdefault(state.name, state.wishes):
+                self._wishes[state.name] = state.wishes
+                backoff.reset()
 
     @property
     def words(self) -> str | None:
@@ -158,6 +177,6 @@ class Backoffs:
 
     def affordable(self, n: int, group: str = DEFAULT_GROUP) -> int:
         """Return how many of `n` sessions of a group to ask for; see :meth:`Backoff.affordable`."""
-        keys = self._fleet.group(group).keys
-        waits = [waited for key, waited in self._fleet.waits.items() if key in keys]
-        return self.of(group).affordable(n, len(keys), waits)
+        names = self._fleet.group(group).names
+        waits = [waited for name, waited in self._fleet.waits.items() if name in names]
+        return self.of(group).affordable(n, len(names), waits)

@@ -1,68 +1,209 @@
-"""The state of a cluster's workers: how many are requested, which ones, and their sessions.
+"""What a manager knows of its cluster's workers: what is wanted, by the scheduler, and their sessions.
 
-All parts of a manager share one :class:`Fleet`. Users change it from any thread, the manager's tasks from the
-event loop. So each change is one method, which holds the lock from its check to its end, and properties
-return snapshots. No method waits: a caller decides by a snapshot, does its I/O without the lock, and passes
-the result to a method that checks again.
+The scheduler owns what is wanted. A :class:`Fleet` is a copy, which each answer of the scheduler updates, and
+the wishes that the scheduler has not answered yet, which are sent until it does. Before the scheduler answers
+for the first time, the creator's own state counts.
+
+Users add wishes from any thread, and read snapshots. All else changes in the event loop. Each change is one
+method, which holds the lock from its check to its end. No method waits.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from dask_cml.checks import message
 from dask_cml.errors import CMLError
-from dask_cml.manager.group import Group
-from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name
+from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
 from dask_cml.options import Options
+from dask_cml.sessions.process import CMLWorker
+
+logger = logging.getLogger(__name__)
 
 
-class Launched(Protocol):
-    """A launched session, such as :class:`dask_cml.CMLWorker`."""
+@dataclass
+class Member:
+    """A worker session that is wanted or launched.
+
+    Parameters
+    ----------
+    name : str
+        Its name.
+    group : str
+        Its worker group.
+    wanted : bool
+        Whether it is wanted.
+    launched : bool
+        Whether the scheduler knows that it is launched.
+    manager : str or None
+        The manager that may launch it, or has launched it.
+    seen : collection of str
+        The names of its Dask workers that have been connected.
+    connected : dict of str to str
+        The addresses of its Dask workers that are connected now, by their names.
+    worker : CMLWorker or None
+        Its session. None if it is not launched, or not known here yet.
+    gone : bool
+        Whether another manager has stopped it.
+    """
+
+    name: str
+    group: str
+    wanted: bool = False
+    launched: bool = False
+    manager: str | None = None
+    seen: Collection[str] = ()
+    connected: dict[str, str] = field(default_factory=dict)
+    worker: CMLWorker | None = None
+    gone: bool = False
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """The state of a worker group at one moment, with the wishes of this manager.
+
+    Parameters
+    ----------
+    name : str
+        The group's name.
+    options : Options
+        The cluster's options, with the values of this group.
+    target : int
+        Number of requested sessions.
+    number : int
+        The number of the next session.
+    wishes : int
+        How often a user has scaled the group.
+    adapting : mapping or None
+        The limits of adaptive scaling, see :class:`dask_cml.scheduler.wanted.WantedGroup`.
+    names : tuple of str
+        The names of the wanted sessions, the oldest first.
+    """
+
+    name: str
+    options: Options
+    target: int = 0
+    number: int = 0
+    wishes: int = 0
+    adapting: Mapping[str, Any] | None = None
+    names: tuple[str, ...] = ()
 
     @property
-    def waits_for(self) -> float | None:
-        """Time for which the session has waited for room, in seconds. None if it does not wait."""
+    def excess(self) -> int:
+        """Number of wanted sessions above the target, because none was chosen to stop yet."""
+        return len(self.names) - self.target
 
 
-W = TypeVar("W", bound=Launched)
-
-
-class Fleet(Generic[W]):
-    """The requested and the existing workers of a cluster.
-
-    For each worker group, the *target* is the number of requested worker sessions. The *keys* are the names
-    of the wanted sessions, never fewer than the target. If there are more, :meth:`trim` removes some later,
-    with the scheduler's help. The *workers* are the sessions of all groups by key, including those that are
-    no longer wanted.
+class Fleet:
+    """The wanted and the existing workers of a cluster.
 
     Parameters
     ----------
     options : Options
         The cluster's options.
-    groups : mapping of str to Options, optional
-        The options of its worker groups, except the default group.
+    manager : str
+        The id of this manager.
 
-    Examples
-    --------
-    >>> fleet = Fleet(Options.read(name="mine"))
-    >>> fleet.resize(2)
-    True
-    >>> fleet.missing
-    ['mine-0', 'mine-1']
+    Attributes
+    ----------
+    leader : str or None
+        The manager that launches and stops sessions.
+    revision : int
+        The revision of the scheduler's state that is known here.
+    workers_info : dict
+        The scheduler's information on its Dask workers, by their addresses.
     """
 
-    def __init__(self, options: Options, groups: Mapping[str, Options] | None = None) -> None:
-        self.name = options.name
+    def __init__(self, options: Options, manager: str) -> None:
+        self.options, self.manager, self.name = options, manager, options.name
+        self.leader: str | None = None
+        self.revision = 0
+        self.workers_info: dict[str, dict[str, Any]] = {}
+        self.tasks_done = self.managers = 0
         self._lock = threading.RLock()
-        named = {DEFAULT_GROUP: options, **(groups or {})}
-        self._groups = {name: Group(name, each) for name, each in named.items()}
-        self._workers: dict[str, W] = {}
-        self._registered: set[str] = set()
+        self._groups: dict[str, tuple[Options, Mapping[str, Any]]] = {DEFAULT_GROUP: (options, {})}
+        self._members: dict[str, Member] = {}
+        #: The addresses of Dask workers by their names.
+        self._observed: dict[str, str] = {}
+        self._wishes: dict[int, dict[str, Any]] = {}
+        self._last_wish = 0
         self._closed = False
+
+    # -- answers of the scheduler
+
+    def update(self, answer: Mapping[str, Any]) -> None:
+        """Take an answer of the scheduler, see :meth:`dask_cml.scheduler.wanted.Wanted.since`.
+
+        An answer that came late, after a newer one, changes nothing.
+        """
+        with self._lock:
+            if answer["revision"] < self.revision and not answer["whole"]:
+                return
+            self.revision, self.leader = answer["revision"], answer["leader"]
+            self.tasks_done = answer.get("tasks_done", 0)
+            self.managers = answer.get("managers", 0)
+            if answer["groups"] is not None:
+                self._groups = dict(self._read_groups(answer["groups"]))
+            sessions = dict(answer["sessions"])
+            if answer["whole"]:
+                sessions.update(dict.fromkeys(self._members.keys() - sessions.keys()))
+            for name, each in sessions.items():
+                self._update_member(name, each)
+            self._update_workers(answer["workers"], answer["whole"])
+
+    def _read_groups(
+        self, groups: Mapping[str, Mapping[str, Any]]
+    ) -> Iterable[tuple[str, tuple[Options, Mapping[str, Any]]]]:
+        for name, each in groups.items():
+            known, before = self._groups.get(name, (None, {}))
+            if known is None or before.get("options") not in (None, each["options"]):
+                try:
+                    known = self.options if name == DEFAULT_GROUP else self.options.of_group(each["options"])
+                except (TypeError, ValueError) as error:
+                    logger.warning("Worker group %s of cluster %s ignored: %s", name, self.name, error)
+                    continue
+            yield name, (known, each)
+
+    def _update_member(self, name: str, entry: Mapping[str, Any] | None) -> None:
+        member = self._members.get(name)
+        if entry is None:
+            if member is not None:
+                member.gone = member.gone or member.launched
+                member.wanted = member.launched = False
+                if member.worker is None:
+                    del self._members[name]
+            return
+        if member is None:
+            member = self._members[name] = self._new_member(name, entry["group"])
+        member.wanted, member.launched, member.gone = entry["wanted"], entry["launched"], False
+        member.manager, member.seen = entry["manager"], entry["seen"]
+
+    def _new_member(self, name: str, group: str) -> Member:
+        names = dask_names(name, self.options_of(group).processes)
+        return Member(
+            name, group, connected={each: self._observed[each] for each in names if each in self._observed}
+        )
+
+    def _update_workers(self, workers: Mapping[str, dict[str, Any] | None], whole: bool) -> None:
+        for address in [*self.workers_info] if whole else [each for each in workers if workers[each] is None]:
+            if (info := self.workers_info.pop(address, None)) and self._observed.get(info["name"]) == address:
+                del self._observed[info["name"]]
+                if (member := self._member_of(info["name"])) is not None:
+                    member.connected.pop(info["name"], None)
+        for address, new in workers.items():
+            if new is not None:
+                self.workers_info[address] = new
+                self._observed[new["name"]] = address
+                if (member := self._member_of(new["name"])) is not None:
+                    member.connected[new["name"]] = address
+
+    def _member_of(self, worker: object) -> Member | None:
+        found = read_name(self.name, str(worker))
+        return None if found is None else self._members.get(session_name(self.name, *found))
 
     # -- snapshots
 
@@ -72,110 +213,127 @@ class Fleet(Generic[W]):
         with self._lock:
             return [*self._groups]
 
-    def group_of(self, key: str) -> str:
-        """Return the worker group of a session, by the session's name."""
-        found = read_name(self.name, key)
-        return DEFAULT_GROUP if found is None else found[0]
+    def options_of(self, group: str) -> Options:
+        """Return the options of a group, or the default group's if it was removed."""
+        known = self._groups.get(group)
+        return self.options if known is None else known[0]
 
-    def group(self, name: str = DEFAULT_GROUP) -> Group:
-        """Return a copy of the state of a worker group.
+    def group(self, name: str = DEFAULT_GROUP) -> GroupState:
+        """Return the state of a worker group.
 
         Raises
         ------
         ValueError
-            If the group does not exist. All methods with a group raise this error.
+            If the group does not exist.
         """
         with self._lock:
-            group = self._group(name)
-            return replace(group, keys=dict(group.keys))
+            if name not in self._groups:
+                known = ", ".join(map(repr, self._groups))
+                raise ValueError(message("worker_group", name, f"one of {known}"))
+            options, each = self._groups[name]
+            names = [key for key, member in self._members.items() if member.wanted and member.group == name]
+            state = GroupState(
+                name,
+                options,
+                each.get("target", 0),
+                each.get("number", 0),
+                each.get("wishes", 0),
+                each.get("adapting"),
+                tuple(names),
+            )
+            return self._with_wishes(state)
+
+    def is_deleted(self, name: str) -> bool:
+        """Return whether a worker group is to be removed after its last session."""
+        return bool(self._groups.get(name, (None, {}))[1].get("deleted"))
 
     @property
-    def states(self) -> list[Group]:
+    def states(self) -> list[GroupState]:
         """The states of all worker groups at one moment."""
         with self._lock:
             return [self.group(name) for name in self._groups]
 
-    def options_of(self, key: str) -> Options:
-        """Return the options of a session's group. If the group was removed, return the default group's."""
-        group = self._groups.get(self.group_of(key))
-        return self._groups[DEFAULT_GROUP].options if group is None else group.options
+    def _with_wishes(self, state: GroupState) -> GroupState:
+        """Return the state as it will be when the scheduler has answered the wishes of this manager."""
+        target, adapting = state.target, state.adapting
+        for wish in self._wishes.values():
+            if wish.get("group") == state.name and wish["op"] in ("scale", "adapt", "delete_group"):
+                target, adapting = wish.get("n", 0 if wish["op"] == "delete_group" else target), None
+                if wish["op"] == "adapt":
+                    target = max(target, wish["minimum"])
+                    target = target if wish["maximum"] is None else min(target, wish["maximum"])
+                    adapting = {**wish, "manager": self.manager}
+            elif wish["op"] == "remove":
+                target -= len({*wish["names"]} & {*state.names})
+        new = [
+            session_name(self.name, state.name, number)
+            for number in range(state.number, state.number + target - len(state.names))
+        ]
+        return GroupState(
+            state.name,
+            state.options,
+            target,
+            state.number + len(new),
+            state.wishes,
+            adapting,
+            (*state.names, *new),
+        )
 
     @property
-    def keys(self) -> list[str]:
-        """The names of the wanted worker sessions of all groups."""
+    def members(self) -> list[Member]:
+        """The sessions that are wanted or launched, as the scheduler knows them."""
         with self._lock:
-            return [key for group in self._groups.values() for key in group.keys]
+            return [*self._members.values()]
+
+    def member(self, name: str) -> Member | None:
+        """Return a session. None: it is neither wanted nor launched."""
+        return self._members.get(name)
 
     @property
-    def workers(self) -> dict[str, W]:
-        """The sessions by name, including those that are no longer wanted."""
+    def workers(self) -> dict[str, CMLWorker]:
+        """The launched sessions by name, including those that are no longer wanted."""
         with self._lock:
-            return dict(self._workers)
+            return {name: each.worker for name, each in self._members.items() if each.worker is not None}
 
     @property
-    def wanted_workers(self) -> dict[str, W]:
-        """The wanted sessions, by name."""
-        with self._lock:
-            wanted = {*self.keys}
-            return {key: worker for key, worker in self._workers.items() if key in wanted}
+    def names(self) -> list[str]:
+        """The names of the wanted sessions of all groups, with the wishes of this manager."""
+        return [name for group in self.states for name in group.names]
 
     @property
-    def unwanted_workers(self) -> dict[str, W]:
-        """The sessions that are no longer wanted, by name."""
-        with self._lock:
-            wanted = {*self.keys}
-            return {key: worker for key, worker in self._workers.items() if key not in wanted}
+    def observed(self) -> set[str]:
+        """The names of the Dask workers that the scheduler knows."""
+        return {*self._observed}
 
-    @property
-    def missing(self) -> list[str]:
-        """The names of wanted sessions that are not launched."""
-        with self._lock:
-            return [key for key in self.keys if key not in self._workers]
+    def is_whole(self, member: Member) -> bool:
+        """Return whether all Dask workers of a session are connected."""
+        return len(member.connected) >= self.options_of(member.group).processes
 
-    def wants(self, key: str) -> bool:
-        """Return whether a session is wanted."""
-        with self._lock:
-            return any(key in group.keys for group in self._groups.values())
+    def has_registered(self, member: Member) -> bool:
+        """Return whether all Dask workers of a session have been connected once."""
+        return len(member.seen) >= self.options_of(member.group).processes
 
-    def dask_names(self, key: str) -> list[str]:
-        """Return the names of the Dask workers in a session."""
-        return dask_names(key, self.options_of(key).processes)
-
-    def arrived(self, observed: Collection[object]) -> set[str]:
-        """Return the wanted sessions with a Dask worker among the names that the scheduler knows."""
-        return {key for key in self.keys if not set(self.dask_names(key)).isdisjoint(observed)}
+    def arrived(self, group: str | None = None) -> set[str]:
+        """Return the wanted sessions of which a Dask worker is connected, in one group or in all."""
+        return {
+            each.name
+            for each in self.members
+            if each.wanted and each.connected and group in (None, each.group)
+        }
 
     @property
     def waits(self) -> dict[str, float]:
         """For each wanted session that waits for room, the time it has waited, in seconds."""
-        absent = {key: each for key, each in self.wanted_workers.items() if key not in self._registered}
-        waits = {key: worker.waits_for for key, worker in absent.items()}
-        return {key: waited for key, waited in waits.items() if waited is not None}
-
-    def has_registered(self, key: str) -> bool:
-        """Return whether all Dask workers of a session have been connected once."""
-        return key in self._registered
-
-    def _group(self, name: str) -> Group:
-        if name not in self._groups:
-            raise ValueError(message("worker_group", name, f"one of {', '.join(map(repr, self._groups))}"))
-        return self._groups[name]
+        absent = [each for each in self.members if each.wanted and not each.seen and each.worker]
+        waits = {each.name: each.worker.waits_for for each in absent if each.worker}
+        return {name: waited for name, waited in waits.items() if waited is not None}
 
     # -- wishes
 
-    def resize(self, n: int, driver: object | None = None, group: str = DEFAULT_GROUP) -> bool:
-        """Request `n` worker sessions.
+    def wish(self, op: str, **arguments: Any) -> int:
+        """Add a wish, which is sent until the scheduler answers. Return its number.
 
-        Parameters
-        ----------
-        n : int
-            Number of worker sessions.
-        driver : object, optional
-            The adaptive scaling that requests them, see :meth:`drive`. Default: the user, which stops
-            adaptive scaling. If another driver has replaced this one, the request is ignored, and the result
-            is False.
-        group : str
-            The worker group.
+        A wish for a group replaces those that were not answered yet and that it makes void.
 
         Raises
         ------
@@ -183,217 +341,63 @@ class Fleet(Generic[W]):
             If the cluster is closed.
         """
         with self._lock:
-            asked = self._group(group)
-            if not self._take_wish(asked, driver):
-                return False
-            asked.target, asked.ends = n, False
-            asked.grow()
-            return True
+            if self._closed:
+                raise CMLError(f"cannot scale cluster {self.name}: it is closed")
+            self._last_wish += 1
+            if op in ("scale", "adapt"):
+                void = ("scale", "adapt", "stop_adapting")
+                self._wishes = {
+                    number: each
+                    for number, each in self._wishes.items()
+                    if each["op"] not in void or each["group"] != arguments["group"]
+                }
+            self._wishes[self._last_wish] = {"op": op, **arguments}
+            return self._last_wish
 
-    def remove(self, keys: Iterable[str], driver: object | None = None) -> bool:
-        """Request that these sessions stop. Parameters, result and errors are those of :meth:`resize`."""
+    @property
+    def wishes(self) -> list[dict[str, Any]]:
+        """The wishes that the scheduler has not answered, the oldest first."""
         with self._lock:
-            names = {key: self.group_of(key) for key in keys}
-            asked = [self._groups[name] for name in {*names.values()} & self._groups.keys()]
-            counts = [group for group in asked if self._take_wish(group, driver)]
-            for group in counts:
-                group.discard([*names])
-                group.target = min(group.target, len(group.keys))
-            return bool(counts)
+            return [{**each, "wish": number} for number, each in self._wishes.items()]
 
-    def add_group(self, name: str, options: Options) -> None:
-        """Add a worker group without sessions.
-
-        Raises
-        ------
-        CMLError
-            If the cluster is closed.
-        ValueError
-            If a group with this name exists.
-        """
+    def answered(self, wishes: Iterable[int]) -> None:
+        """Forget wishes that the scheduler has answered."""
         with self._lock:
-            self._check_open()
-            if name in self._groups:
-                raise ValueError(message("name", name, "a name that no worker group of the cluster has"))
-            self._groups[name] = Group(name, options)
-
-    def end_group(self, name: str) -> None:
-        """Request that a worker group and all its sessions stop."""
-        with self._lock:
-            self.resize(0, group=name)
-            self._groups[name].keys.clear()
-            self._groups[name].ends = True
-
-    def forget_group(self, name: str) -> None:
-        """Forget a worker group that was removed. Its remaining sessions are no longer wanted."""
-        with self._lock:
-            self._groups.pop(name, None)
-
-    def forget_ended_group(self, name: str) -> bool:
-        """Forget a worker group that is to be removed, unless it has sessions. Return whether it is gone."""
-        with self._lock:
-            there = {self.group_of(key) for key in self._workers}
-            if name in self._groups and (name in there or not self._groups[name].ends):
-                return False
-            self.forget_group(name)
-            return True
-
-    def drive(self, driver: object | None, group: str = DEFAULT_GROUP) -> None:
-        """Let `driver` scale until the user scales or another driver takes over. None: no driver scales.
-
-        Raises
-        ------
-        CMLError
-            If the cluster is closed.
-        """
-        with self._lock:
-            self._check_open()
-            self._group(group).take_wish(None)
-            self._group(group).driver = driver
-
-    def release(self, driver: object) -> None:
-        """Let `driver` no longer scale."""
-        with self._lock:
-            for group in [each for each in self._groups.values() if each.driver is driver]:
-                group.driver = None
-
-    def _take_wish(self, group: Group, driver: object | None) -> bool:
-        if driver is None:
-            self._check_open()
-        return not self._closed and group.take_wish(driver)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CMLError(f"cannot scale cluster {self.name}: it is closed")
-
-    # -- results of the manager's work
-
-    def trim(self, chosen: Iterable[str], group: str = DEFAULT_GROUP) -> list[str]:
-        """Remove as many of the chosen sessions from the wanted ones as exceed the target. Return these."""
-        with self._lock:
-            trimmed = self._group(group)
-            wanted = [key for key in chosen if key in trimmed.keys]
-            return trimmed.discard(wanted[: max(0, trimmed.excess)])
-
-    def replace(self, keys: Iterable[str]) -> list[str]:
-        """Replace sessions by new ones. Return those that were still wanted."""
-        with self._lock:
-            gone, lost = [], [*keys]
-            for group in self._groups.values():
-                gone += group.discard(lost)
-                group.grow()
-            return gone
-
-    def refuse(self, keys: Iterable[str], wish: int, group: str = DEFAULT_GROUP) -> tuple[int, int] | None:
-        """Lower the target, because the platform refused sessions, to the number that it launched or less.
-
-        Return how many sessions it launched, and how many were wanted. Return None if nothing changed.
-
-        Parameters
-        ----------
-        keys : iterable of str
-            The sessions that were to be launched.
-        wish : int
-            The group's ``wishes`` when the launch started. If the user has scaled the group since then,
-            nothing changes, and the manager tries again.
-        group : str
-            The worker group.
-        """
-        with self._lock:
-            refused = self._groups.get(group)
-            if refused is None or wish != refused.wishes:
-                return None
-            return refused.lower([key for key in keys if key not in self._workers])
-
-    def keep(self, key: str) -> None:
-        """Want a session, and its group, again, because no other worker can take its data."""
-        with self._lock:
-            if group := self._groups.get(self.group_of(key)):
-                group.keys[key] = None
-                group.target = max(group.target, len(group.keys))
-                group.claim_pending, group.ends = True, False
-
-    def registered(self, keys: Collection[str]) -> set[str]:
-        """Record sessions whose Dask workers are all connected. Return those that are new."""
-        with self._lock:
-            new = {*keys} - self._registered
-            self._registered = self._registered.union(keys) & self._workers.keys()
-            return new
-
-    def launched(self, key: str, worker: W) -> None:
-        """Record a launched session, wanted or not."""
-        with self._lock:
-            self._workers[key] = worker
-
-    def stopped(self, key: str) -> None:
-        """Forget a session that was stopped."""
-        with self._lock:
-            self._workers.pop(key, None)
-
-    # -- other managers
-
-    def take_claims(self) -> dict[str, int]:
-        """Return the targets of the groups that the user has scaled since the last call."""
-        with self._lock:
-            claims = {group.name: group.target for group in self._groups.values() if group.claim_pending}
-            for name in claims:
-                self._groups[name].claim_pending = False
-            return claims
-
-    def claim(self, groups: Iterable[str]) -> None:
-        """Send the targets of groups to the other managers, as if the user had scaled them."""
-        with self._lock:
-            for name in groups:
-                if name in self._groups:
-                    self._groups[name].claim_pending = True
-
-    def attach(self, key: str, worker: W) -> None:
-        """Take over a session that another manager launched."""
-        with self._lock:
-            self._workers[key] = worker
-            found = read_name(self.name, key)
-            if group := self._groups.get(self.group_of(key)):
-                group.keys.setdefault(key)
-                if found is not None:  # no two sessions may get the same name, from different managers
-                    group.number = max(group.number, found[1] + 1)
-
-    def drop(self, key: str) -> W | None:
-        """Forget a session that another manager stopped, and return it."""
-        with self._lock:
-            for group in self._groups.values():
-                group.discard([key])
-            return self._workers.pop(key, None)
-
-    def follow(self, target: int, keys: Iterable[str] | None = None, group: str = DEFAULT_GROUP) -> bool:
-        """Take over the target from another manager. Return whether that was done.
-
-        Return False while this manager has a target of its own to send.
-
-        Parameters
-        ----------
-        target : int
-            Number of worker sessions.
-        keys : iterable of str, optional
-            The names of the sessions. Default: this manager chooses them, because it leads.
-        group : str
-            The worker group.
-        """
-        with self._lock:
-            following = self._groups.get(group)
-            if following is None or following.claim_pending or self._closed:
-                return False
-            following.follow(target, keys)
-            return True
+            for wish in wishes:
+                self._wishes.pop(wish, None)
 
     def close(self) -> None:
-        """Refuse requests from now on."""
+        """Refuse wishes from now on."""
         with self._lock:
             self._closed = True
 
-    def clear(self) -> None:
-        """Forget all sessions."""
+    # -- sessions
+
+    def attach(self, name: str, worker: CMLWorker) -> None:
+        """Record a launched session, wanted or not."""
         with self._lock:
-            self._workers.clear()
-            for group in self._groups.values():
-                group.keys.clear()
-                group.target = 0
+            if name not in self._members:
+                found = read_name(self.name, name)
+                self._members[name] = self._new_member(name, found[0] if found else DEFAULT_GROUP)
+            self._members[name].worker = worker
+
+    def detach(self, name: str) -> CMLWorker | None:
+        """Forget a session that was stopped, and return it."""
+        with self._lock:
+            member = self._members.get(name)
+            if member is None:
+                return None
+            worker, member.worker = member.worker, None
+            if not (member.wanted or member.launched):
+                del self._members[name]
+            return worker
+
+    def clear(self) -> None:
+        """Forget all sessions and Dask workers, because the cluster is closed."""
+        with self._lock:
+            self._members.clear()
+            self.workers_info.clear()
+            self._observed.clear()
+            self._wishes.clear()
+            for name, (options, each) in self._groups.items():
+                self._groups[name] = (options, {**each, "target": 0, "adapting": None})

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask_cml.manager.group import Group
+from dask_cml.manager.fleet import GroupState
 
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
 #: The remaining workers must have a limit of this many times the managed bytes.
@@ -116,7 +116,7 @@ class Snapshot:
     restricted: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any], groups: Iterable[Group]) -> Snapshot:
+    def of(cls, answer: Mapping[str, Any], groups: Iterable[GroupState]) -> Snapshot:
         """Return the snapshot of a scheduler's answer, see ``known_demand``, and the groups of a fleet."""
         return cls(
             work=[
@@ -134,7 +134,7 @@ class Snapshot:
                     processes=group.options.processes,
                     nthreads=group.options.nthreads,
                     resources=group.options.resources,
-                    adapts=group.driver is not None,
+                    adapts=group.adapting is not None,
                     target=group.target,
                     **answer["groups"].get(group.name, {}),
                 )
@@ -281,7 +281,7 @@ def _sessions_to_keep(snapshot: Snapshot, group: str) -> int:
     return 0
 
 
-def unmet(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
+def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
     """Return descriptions of the tasks that no present or future worker can run, by their reasons.
 
     Parameters
@@ -294,12 +294,12 @@ def unmet(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
     Examples
     --------
     >>> snapshot = Snapshot([Work({"FPGA": 1}, tasks=3, seconds=1.5, unrunnable=3)], [Supply("default")])
-    >>> [*unmet(snapshot, []).values()]
+    >>> [*unrunnable(snapshot, []).values()]
     ['3 tasks need FPGA=1, which no worker group offers']
     """
     found: dict[str, str] = {}
     for work in snapshot.work:
-        if work.unrunnable and work.resources and (why := _why_unmet(snapshot, work.resources)):
+        if work.unrunnable and work.resources and (why := _why_unrunnable(snapshot, work.resources)):
             needs = ", ".join(f"{name}={need:g}" for name, need in work.resources.items())
             n = work.unrunnable
             found[f"{needs}{why}"] = f"{_tasks(n)} {'needs' if n == 1 else 'need'} {needs}{why}"
@@ -310,7 +310,7 @@ def unmet(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
     return found
 
 
-def _why_unmet(snapshot: Snapshot, needs: Mapping[str, float]) -> str | None:
+def _why_unrunnable(snapshot: Snapshot, needs: Mapping[str, float]) -> str | None:
     able = [each for each in snapshot.supplies if each.slots(needs)]
     if any(each.adapts or each.target for each in able):
         return None

@@ -6,57 +6,36 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable
-from enum import Enum
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
-import dask.config
-from dask.utils import parse_timedelta
-
-from dask_cml.aio import cancel
-from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.errors import CMLError
 from dask_cml.manager.backoff import Backoffs
 from dask_cml.manager.fleet import Fleet
-from dask_cml.manager.launch import Launcher
-from dask_cml.manager.leadership import Leadership
+from dask_cml.manager.launcher import Launcher
+from dask_cml.manager.losses import Losses, LossFinder
 from dask_cml.manager.record_keeper import RecordKeeper
 from dask_cml.manager.retirement import Retirements
 from dask_cml.manager.scheduler_client import SchedulerClient
-from dask_cml.manager.unmet import UnmetWork
-from dask_cml.manager.watch import Watch
+from dask_cml.manager.strays import Strays
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.answers import CallFailed
-from dask_cml.sessions.process import CMLWorker
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
 logger = logging.getLogger(__name__)
 
-_LOOK_INTERVAL = 3.0
-
+_LOOK_INTERVAL, _STARTING_INTERVAL = 3.0, 0.1
 #: Seconds within which the platform usually stops sessions. Until then nothing is launched, to free quota.
 _STOPS_WITHIN = 5.0
-#: Seconds without an answer from the scheduler, after which the manager disconnects if the platform does not
-#: list the scheduler's session here. The platform lists a session only to the session that launched it.
-_SILENCE = 120.0
-#: Seconds within which the record disappears of a cluster that another process deletes, after its scheduler.
-_DELETED_WITHIN = 3.0
-
-
-class Outcome(Enum):
-    """Why the manager stops keeping a cluster."""
-
-    ENDED = "the scheduler's session has ended"
-    OUT_OF_SIGHT = "nothing says whether the scheduler still runs"
 
 
 class Reconciler:
-    """Compares the wanted workers with their sessions and with the scheduler's workers, and acts.
+    """Compares what is wanted with the sessions and with the scheduler's workers, and acts.
 
-    :meth:`step` launches and stops sessions until they match the fleet's keys. :meth:`run` finds lost
-    sessions and replaces them. Both decide by a snapshot of the fleet, do their I/O, and pass the result to
-    a method of the fleet, which checks again.
+    :meth:`run` looks whenever something changes. All managers attach and detach sessions. Only the leader
+    replaces, stops and launches them, and each of its decisions is an operation of the scheduler.
 
     Parameters
     ----------
@@ -65,13 +44,9 @@ class Reconciler:
     client : SchedulerClient
         Asks the scheduler.
     launcher : Launcher
-        Creates sessions.
-    leadership : Leadership
-        Knows whether this manager leads.
+        Creates and stops sessions.
     record_keeper : RecordKeeper
-        Knows whether another process has removed the cluster.
-    correct_state : callable
-        Starts :meth:`step`, never twice at a time, and returns its future.
+        Writes the sessions into the cluster's record.
     log : callable
         Gets each line for the user.
     watch : bool
@@ -82,13 +57,11 @@ class Reconciler:
 
     def __init__(
         self,
-        fleet: Fleet[CMLWorker],
+        fleet: Fleet,
         client: SchedulerClient,
         launcher: Launcher,
-        leadership: Leadership,
         record_keeper: RecordKeeper,
         *,
-        correct_state: Callable[[], Awaitable[None]],
         log: Callable[[str], None],
         watch: bool = True,
         interval: float | None = None,
@@ -97,23 +70,23 @@ class Reconciler:
         self._fleet = fleet
         self._client = client
         self._launcher = launcher
-        self._api = launcher.api
-        self._leadership = leadership
         self._record_keeper = record_keeper
-        self._correct_state = correct_state
         self._log = log
-        self._end: str | None = None
-        self._outage: str | None = None
-        self._missing_since: dict[str, float] = {}
-        self._lost: dict[str, str] = {}
-        self._stops: dict[asyncio.Task[None], set[str]] = {}
-        self._told_waiting = False
-        self._heard = time.monotonic()
-        self._changed = asyncio.Event()
-        self._retirements = Retirements(fleet, client, lambda: leadership.leads, log, self.poke)
-        self._watch = Watch(fleet, self._api, client, self.poke) if watch else None
+        self._watch = watch
         self._interval = interval or _LOOK_INTERVAL
-        self._unmet = UnmetWork(fleet, client, lambda: leadership.leads, log, self._interval)
+        self._end: str | None = None
+        self.outage: str | None = None
+        #: The numbers of the last look that has begun, and of the last one that has ended.
+        self._begun = self._ended = 0
+        self._closed = False
+        self._looked = asyncio.Condition()
+        self._told_waiting = False
+        self._told_url: str | None = None
+        self._registered: set[str] = set()
+        self._changed = asyncio.Event()
+        self._losses = LossFinder(fleet, client, launcher, record_keeper)
+        self._retirements = Retirements(fleet, client, launcher.api, log, self.poke)
+        self._strays = Strays(fleet, client, launcher, record_keeper)
 
     def poke(self, *_: object) -> None:
         """Look again now. Call this in the event loop."""
@@ -122,149 +95,171 @@ class Reconciler:
     @property
     def problem(self) -> str | None:
         """The current problem, as a clause. None if there is none."""
-        return (
-            self._end or self.backoffs.words or self._outage or self._retirements.words or self._unmet.words
-        )
+        return self._end or self.backoffs.words or self.outage or self._retirements.words
 
-    async def run(self) -> Outcome:
+    async def run(self) -> Losses:
         """Keep the cluster until its scheduler ends. Return why it ended."""
-        watching = [asyncio.create_task(each.run()) for each in (self._unmet, self._watch) if each]
-        try:
-            while (outcome := await self._look()) is None:
-                # While sessions start, look as often as the platform may be asked.
-                on_its_way = self._missing_since.keys() - self._fleet.waits.keys()
-                interval = 0.1 if on_its_way else self._interval
-                pause = min(interval, self.backoffs.shortest_pause or interval)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), pause)
-            return outcome
-        finally:
-            await cancel(*watching)
+        while (losses := await self._look()) is None or losses.outcome is None:
+            # While sessions start, look as often as the platform may be asked.
+            interval = _STARTING_INTERVAL if self._losses.starting else self._interval
+            pause = min(interval, self.backoffs.shortest_pause or interval)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), pause)
+        self._end = losses.why
+        return losses
+
+    async def settle(self) -> None:
+        """Wait until a look has ended that begins now or later, with no wishes left to send."""
+        next_look = self._begun + 1
+        self.poke()
+        async with self._looked:
+            await self._looked.wait_for(
+                lambda: self._closed or (self._ended >= next_look and not self._fleet.wishes)
+            )
 
     async def close(self) -> None:
-        """Stop waiting for all that :meth:`step` has started."""
+        """Stop waiting for what the looks have started."""
+        self._closed = True
+        await self._has_ended(self._ended)
         await self._retirements.close()
-        await cancel(*self._stops)
+        await self._launcher.close()
 
-    async def _look(self) -> Outcome | None:
-        """Find lost sessions, replace them, and run a step."""
+    async def _look(self) -> Losses | None:
+        """Act if this manager leads, and find lost sessions."""
         self._changed.clear()
+        number = self._begun = self._begun + 1
+        losses = None
         try:
-            self._lost, outcome = await self._find_lost()
-            if outcome is not None:
-                return outcome
-            await self._correct_state()
+            await self._attach()
+            await self.report()
+            if self._client.leads:
+                await self._act()
+            await self._has_ended(number)
+            losses = await self._find_losses()
+            if losses.outcome is None and self._client.leads:
+                await self._replace(losses)
+                await self._strays.look()
         except CallFailed:
             pass  # _tell_outage logs it once
-        except CMLError as error:
-            logger.warning("Cannot manage cluster %s: %s", self._fleet.name, error)
+        except (CMLError, OSError, asyncio.TimeoutError, ValueError) as error:
+            logger.warning("Cannot manage cluster %s: %s", self._fleet.name, str(error) or repr(error))
         except Exception:
             logger.exception("Cannot manage cluster %s", self._fleet.name)
-        finally:
-            self._lost = {}
         self._tell_outage()
-        return None
+        await self._has_ended(number)
+        return losses
+
+    async def _has_ended(self, look: int) -> None:
+        self._ended = look
+        async with self._looked:
+            self._looked.notify_all()
 
     def _tell_outage(self) -> None:
-        before, self._outage = self._outage, self._api.problem
-        if self._outage and not before:
-            logger.warning("Cannot manage cluster %s: %s", self._fleet.name, self._outage)
-        elif before and not self._outage:
+        before, self.outage = self.outage, self._launcher.api.problem
+        if self.outage and not before:
+            logger.warning("Cannot manage cluster %s: %s", self._fleet.name, self.outage)
+        elif before and not self.outage:
             logger.warning("Managing cluster %s again", self._fleet.name)
 
-    # -- lost sessions
+    # -- what all managers do
 
-    async def _find_lost(self) -> tuple[dict[str, str], Outcome | None]:
-        """Return the workers to replace, each with the reason."""
+    async def _attach(self) -> None:
+        """Attach the sessions that other managers have launched, and forget those that they have stopped."""
+        members = self._fleet.members
+        self._launcher.detach([each.name for each in members if each.gone])
+        if any(each.launched and each.worker is None for each in members):
+            if record := await asyncio.to_thread(self._record_keeper.read):
+                self._launcher.attach_launched(record)
+
+    async def report(self) -> None:
+        """Tell the scheduler which sessions were launched here. Others attach them by the record."""
+        new = [
+            each
+            for each in self._fleet.members
+            if each.worker and each.worker.session_id and not (each.launched or each.gone)
+        ]
+        if not (new and self._client.connected):
+            return
+        await self._record_keeper.write()
+        written = [
+            each.name
+            for each in new
+            if each.worker and self._record_keeper.has_written(str(each.worker.session_id))
+        ]
+        if written:
+            await self._client.decide("launched", names=written)
+
+    async def _tell_url(self) -> None:
+        """Tell the scheduler the URL of its session, for processes to which the platform does not list it."""
+        scheduler = self._launcher.scheduler
+        url = None if scheduler is None or scheduler.adopted else scheduler.info.get("app_url")
+        if url and url != self._told_url and self._client.connected:
+            await self._client.change(app_url=url)
+            self._told_url = url
+
+    async def _find_losses(self) -> Losses:
         now = time.monotonic()
-        if scheduler_answers := await self._client.refresh():
-            self._heard = time.monotonic()
-        workers = self._fleet.wanted_workers
-        here = self._retirements.here(workers.keys())
-        for group in {self._fleet.group_of(key) for key in self._fleet.registered(here)}:
-            self.backoffs.of(group).arrived()
-        missing = workers.keys() - here
-        self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
-        settled = all(worker.is_known_to_run for worker in workers.values())
-        if not missing and settled and scheduler_answers:
-            return {}, None
-        listing = await self._api.sessions()
-        scheduler = self._launcher.scheduler
-        assert scheduler is not None
-        if scheduler.update(listing):
-            await self._say_why_it_ended()
-            return {}, Outcome.ENDED
-        if not scheduler_answers:
-            if scheduler.session_id not in listing and now - self._heard > _SILENCE:
-                self._end = (
-                    f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and CML does "
-                    f"not list its session {scheduler.session_id} here; to check it, run "
-                    "`dask cml list`"
-                )
-                self._log(f"Disconnected from cluster {self._fleet.name}: {self.problem}")
-                return {}, Outcome.OUT_OF_SIGHT
-            return {}, None
-        ended = {key for key, worker in workers.items() if worker.update(listing)}
+        wanted = [each for each in self._fleet.members if each.wanted and each.worker is not None]
+        complete = {each.name for each in wanted if self._retirements.is_complete(each)}
+        for group in {each.group for each in wanted if each.name in complete - self._registered}:
+            self.backoffs.of(group).arrived(now)
+        self._registered = complete | (self._registered & {each.name for each in wanted})
+        self.backoffs.look(now)
+        missing = [each for each in wanted if each.name not in complete]
+        losses = await self._losses.look(wanted, missing, self._watch)
         self._tell_waiting()
-        reasons = {key: "ended" if key in ended else self._why_late(key, workers[key]) for key in missing}
-        return {key: await workers[key].failure(why, brief=True) for key, why in reasons.items() if why}, None
-
-    async def _say_why_it_ended(self) -> None:
-        scheduler = self._launcher.scheduler
-        assert scheduler is not None
-        unharmed = scheduler.info.get("status") in ("succeeded", "stopped")
-        if unharmed and await self._record_keeper.is_removed(_DELETED_WITHIN):
-            self._end = "another process shut it down"
-        else:
-            self._end = await scheduler.failure("ended")
-        self._log(f"Cluster {self._fleet.name} shut down: {self.problem}")
+        return losses
 
     def _tell_waiting(self) -> None:
         waits = self._fleet.waits
         if waits and not self._told_waiting:
-            n = f"{len(waits)} of {len(self._fleet.keys)} worker sessions"
+            n = f"{len(waits)} of {len(self._fleet.names)} worker sessions"
             self._log(f"Cluster {self._fleet.name} waiting for room for {n}")
         self._told_waiting = bool(waits)
 
-    def _why_late(self, key: str, worker: CMLWorker) -> str | None:
-        now = time.monotonic()
-        if self._fleet.has_registered(key):
-            patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
-            if now - self._missing_since[key] > patience:
-                return "lost a Dask worker"
-        elif worker.runs_for > worker.options.worker_timeout:
-            return f"did not connect within {worker.options.worker_timeout:g} s"
-        return None
+    # -- what the leader does
 
-    def _replace(self, lost: dict[str, str]) -> None:
-        """Replace lost workers in the fleet."""
-        workers = self._fleet.workers
-        # A session that succeeds after it was connected was closed on purpose, for example by a client.
-        closed = {
-            key
-            for key in lost.keys() & workers.keys()
-            if self._fleet.has_registered(key) and workers[key].info.get("status") == "succeeded"
-        }
-        # A session that was unwanted before the platform listed it has ended on purpose.
-        gone = self._fleet.replace(lost)
-        for key in gone:
-            if key in closed:
-                self._log(f"Worker {key} closed; launching a replacement")
-        for group in self._fleet.groups:
-            failed = [key for key in gone if key not in closed and self._fleet.group_of(key) == group]
-            if failed:
-                self.backoffs.of(group).failed(lost[failed[0]], len(failed))
+    async def _act(self) -> None:
+        await self._take_over_names()
+        await self._shrink()
+        await self._close_unwanted()
+        await self._launch_missing()
 
-    # -- the sessions
+    async def _replace(self, losses: Losses) -> None:
+        """Replace lost sessions. Those that another manager has stopped meanwhile are not wanted any more."""
+        names = [*losses.failed, *losses.closed]
+        # A retirement cannot be reversed, so sessions that are wanted again are replaced.
+        names += [name for name in self._retirements if (each := self._fleet.member(name)) and each.wanted]
+        if not names:
+            return
+        gone = await self._client.decide("replace", names=names)
+        self.poke()
+        for name in gone:
+            if name in losses.closed:
+                self._log(f"Worker {name} closed; launching a replacement")
+        failed = [member for name in gone if name in losses.failed and (member := self._fleet.member(name))]
+        for group in {each.group for each in failed}:
+            reasons = [losses.failed[each.name] for each in failed if each.group == group]
+            self.backoffs.of(group).failed(reasons[0], len(reasons))
 
-    async def step(self) -> None:
-        """Launch and stop sessions until they match the wanted workers, as far as the platform answers."""
-        with contextlib.suppress(CallFailed):
-            # Not before this manager knows that it leads: another leader may have stopped these workers.
-            self._replace(self._lost)
-            await self._shrink()
-            await self._close_unwanted()
-            await self._launch_missing()
+    async def _take_over_names(self) -> None:
+        """Launch what another manager was to launch and did not, under new names: it may still launch it."""
+        names = [
+            each.name
+            for each in self._fleet.members
+            if each.wanted
+            and not each.launched
+            and each.worker is None
+            and each.manager != self._fleet.manager
+        ]
+        if not names:
+            return
+        record = await asyncio.to_thread(self._record_keeper.read)
+        recorded = {*record.sessions.values()} if record else set()
+        if launched := [name for name in names if name in recorded]:
+            await self._client.decide("launched", names=launched)
+        if others := [name for name in names if name not in recorded]:
+            await self._client.decide("replace", names=others)
 
     async def choose(
         self,
@@ -288,113 +283,92 @@ class Reconciler:
         **more
             Arguments of ``Scheduler.workers_to_close``.
         """
-        wanted, waits = [*self._fleet.group(group).keys], self._fleet.waits
-        present = self._fleet.arrived(self._client.observed)
-        arrived = [key for key in wanted if key in present]
-        absent = [key for key in reversed(wanted) if key not in present]
-        chosen = sorted(absent, key=lambda key: key not in waits)[:n]
+        wanted, waits = self._fleet.group(group).names, self._fleet.waits
+        present = self._fleet.arrived(group)
+        arrived = [name for name in wanted if name in present]
+        absent = [name for name in reversed(wanted) if name not in present]
+        chosen = sorted(absent, key=lambda name: name not in waits)[:n]
         n -= len(chosen)
         if not n:
             return chosen
 
         # Include workers of other groups and retiring ones, because the scheduler may name these first.
-        workers = {name: key for key in self._fleet.workers for name in self._fleet.dask_names(key)}
+        members = self._fleet.members
+        workers = {worker: each.name for each in members for worker in each.connected}
 
         def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
             return workers.get(str(worker.name), str(worker.name))
 
-        shared = len(workers) > len(self._fleet.workers)
+        shared = len(workers) > len({*workers.values()})
         among = n * self._fleet.group(group).options.processes if worker_key else len(workers)
         names = await self._client.cheapest(among, worker_key or (session_of if shared else None), **more)
-        keys = {name: key for key in arrived for name in self._fleet.dask_names(key)}
-        order = [keys[name] for name in names if name in keys]
+        order = [workers[name] for name in names if workers.get(name) in present]
         if worker_key is None:
             order += arrived[::-1]
         return chosen + list(dict.fromkeys(order))[:n]
 
     async def _shrink(self) -> None:
-        """Remove excess sessions from the wanted ones, after scale()."""
-        self._fleet.replace(self._retirements)  # another manager that led meanwhile wants these
-        for group in self._fleet.groups:
-            while (excess := self._fleet.group(group).excess) > 0:
-                self._fleet.trim(await self.choose(excess, group=group), group)
+        """Remove excess sessions from the wanted ones."""
+        for group in self._fleet.states:
+            if group.excess > 0:
+                names = await self.choose(group.excess, group=group.name)
+                await self._client.decide("trim", group=group.name, names=names)
 
     async def _close_unwanted(self) -> None:
         """Stop the sessions of unwanted workers that hold no data any more."""
-        fleet = self._fleet
-        retired = await self._retirements.carry_on(fleet.unwanted_workers.keys())
+        fleet, api = self._fleet, self._launcher.api
+        unwanted = {each.name for each in fleet.members if each.worker and not each.wanted}
+        retired = await self._retirements.carry_on(unwanted)
         # Some may be wanted again because of their data, and another manager may have stopped others.
-        closing = {key: worker for key, worker in fleet.unwanted_workers.items() if key in retired}
-        kept = [worker for key, worker in fleet.workers.items() if key not in closing]
+        closing = [each for each in fleet.members if each.worker and not each.wanted and each.name in retired]
+        ids = {each.worker.session_id for each in closing if each.worker}
         # Also sessions without a worker, such as the engine of a refused launch that could not be stopped
         # before.
-        known = {each.session_id for each in (self._launcher.scheduler, *kept) if each is not None}
-        known.update(*self._stops.values())
-        if ids := self._api.live - known:
-            await self._stop(ids)
-        for key, worker in closing.items():
-            if worker.session_id not in self._api.live:
+        used = self._launcher.used_sessions()
+        if stopping := {each for each in api.live if each in ids or each not in used}:
+            await self._launcher.stop(stopping, _STOPS_WITHIN)
+        over = [each.name for each in closing if each.worker and each.worker.session_id not in api.live]
+        for name in over:
+            if (worker := fleet.detach(name)) is not None:
                 await worker.close()
-                fleet.stopped(key)
-
-    async def _stop(self, ids: set[str]) -> None:
-        """Stop sessions in a task, so that a call that hangs blocks no other."""
-        task = asyncio.create_task(self._api.stop(*sorted(ids)))
-        self._stops[task] = ids
-        task.add_done_callback(self._stopped)
-        await asyncio.wait([task], timeout=_STOPS_WITHIN)
-        if task.done():
-            task.result()
-
-    def _stopped(self, task: asyncio.Task[None]) -> None:
-        del self._stops[task]
-        if not task.cancelled() and task.exception() is None:
-            self.poke()
+        if over:
+            self._record_keeper.poke()
+            await self._client.decide("stopped", names=over)
 
     async def _launch_missing(self) -> None:
         fleet = self._fleet
         wishes = {group.name: group.wishes for group in fleet.states}
-        missing: dict[str, list[str]] = {}
-        for key in fleet.missing:
-            if not self.backoffs.of(group := fleet.group_of(key)).pause:
-                missing.setdefault(group, []).append(key)
-        if not missing:
+        names = [
+            each.name
+            for each in fleet.members
+            if each.wanted
+            and not each.launched
+            and each.worker is None
+            and each.manager == fleet.manager
+            and not self.backoffs.of(each.group).pause
+        ]
+        if not names:
             return
-        refusals: dict[str, LaunchRefused] = {}
-        failures: dict[str, list[CMLError]] = {}
-        outages: list[CallFailed] = []
-        queue = iter([(group, key) for group, keys in missing.items() for key in keys])
 
-        async def launch() -> None:
-            for group, key in queue:
-                if outages:
-                    return
-                if group in refusals or not fleet.wants(key):
-                    continue
-                worker = self._launcher.make_worker(key)
-                try:
-                    await worker
-                except LaunchRefused as error:
-                    refusals[group] = error
-                except CallFailed as error:
-                    outages.append(error)
-                except CMLError as error:
-                    failures.setdefault(group, []).append(error)
-                else:
-                    fleet.launched(key, worker)
+        def is_wanted(name: str) -> bool:
+            member = fleet.member(name)
+            return self._client.leads and member is not None and member.wanted
 
-        # As many at once as the API allows, so that an exhausted quota refuses only a few of a hundred
-        # launches.
-        await asyncio.gather(*[launch() for _ in range(self._api.threads)])
-        for group, keys in missing.items():
-            if group in refusals:
-                if numbers := fleet.refuse(keys, wishes[group], group):
-                    self.backoffs.of(group).refused(*numbers, refusals[group].reason)
-            elif group in failures:
-                self.backoffs.of(group).failed(str(failures[group][0]), len(failures[group]))
-            elif not outages:
-                there = [key for key in fleet.workers if fleet.group_of(key) == group]
+        groups = {name: member.group for name in names if (member := fleet.member(name))}
+        launched, refused, failed = await self._launcher.launch_workers(names, is_wanted)
+        await self.report()
+        for group in {*groups.values()}:
+            mine = [name for name in names if groups[name] == group]
+            if group in refused:
+                left = [name for name in mine if name not in launched]
+                numbers = await self._client.decide("refuse", group=group, names=left, wishes=wishes[group])
+                if numbers:
+                    granted, asked = numbers
+                    self.backoffs.of(group).refused(granted, asked, refused[group].reason)
+            elif errors := [error for name, error in failed.items() if groups[name] == group]:
+                if not isinstance(errors[0], CallFailed):
+                    self.backoffs.of(group).failed(str(errors[0]), len(errors))
+            else:
+                there = [each for each in fleet.members if each.group == group and each.worker]
                 self.backoffs.of(group).granted(len(there))
-        if outages:
-            raise outages[0]
         self.poke()

@@ -14,16 +14,18 @@ from typing import Any
 from dask_cml.aio import cancel
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.layout import SCHEDULER
 from dask_cml.manager.fleet import Fleet
-from dask_cml.manager.role import ManagerRole
 from dask_cml.records import store
 from dask_cml.records.operations import stop_and_remove, stop_and_remove_now, take_name, usage
-from dask_cml.records.record import Maker, Record
-from dask_cml.records.session_files import SCHEDULER, Changes, Launch
+from dask_cml.records.record import Record
+from dask_cml.records.session_files import Changes
 from dask_cml.records.usage import Usage
 from dask_cml.sessions.answers import moment
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.owner import this_owner
-from dask_cml.sessions.process import CMLProcess, CMLScheduler, CMLWorker
+from dask_cml.sessions.process import CMLScheduler
+from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
@@ -38,8 +40,7 @@ _WAITING_INTERVAL = 2.0
 class RecordKeeper:
     """Writes each session that this manager launches into the cluster's record as soon as its id is known.
 
-    The cluster's creator also writes the scheduler's address. Each manager writes the sessions that it
-    launched. A manager that stops a session writes its end.
+    A manager that stops a session writes its end.
 
     Parameters
     ----------
@@ -53,27 +54,21 @@ class RecordKeeper:
         Returns the scheduler's process, or None before it exists.
     record : Record, optional
         The record of a cluster that another process created.
-    role : ManagerRole, optional
-        The role of this process.
     """
 
     def __init__(
         self,
         name: str,
         api: WorkersAPI,
-        fleet: Fleet[CMLWorker],
+        fleet: Fleet,
         scheduler: Callable[[], CMLScheduler | None],
         record: Record | None = None,
-        role: ManagerRole | None = None,
     ) -> None:
         self.record = record
-        self._role = role or ManagerRole()
         #: Whether the record did not exist any more at the last write, because another process deleted the
         #: cluster.
         self.gone = False
-        self._makes = record is None
         self._name, self._api, self._fleet, self._scheduler = name, api, fleet, scheduler
-        self._scheduler_id: str | None = None
         self._usage: Usage | None = None
         self._seen: dict[str, CMLProcess] = {}
         self._launches: dict[str, Launch] = {}
@@ -83,31 +78,22 @@ class RecordKeeper:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def take_name(
-        self,
-        options: Mapping[str, Any],
-        security: Mapping[str, str] | None,
-        groups: Mapping[str, Mapping[str, Any]],
-    ) -> None:
+    async def take_name(self, record: Record, wanted: Mapping[str, Any]) -> None:
         """Create the record of a new cluster.
 
         Parameters
         ----------
-        options : mapping
-            The cluster's options, for JSON.
-        security : mapping of str to str, or None
-            The paths of its keys.
-        groups : mapping of str to mapping
-            The options of its worker groups by name, except the default group.
+        record : Record
+            The record.
+        wanted : mapping
+            What the scheduler begins with, for JSON.
 
         Raises
         ------
         ClusterExists
             If a running cluster has this name.
         """
-        maker = Maker.this_process(self._role.user, self._role.serves)
-        record = Record(self._name, maker=maker, options=options, security=security, groups=groups)
-        await take_name(record, self._api)
+        await take_name(record, wanted, self._api)
         self.record = record
 
     def start(self) -> None:
@@ -140,42 +126,14 @@ class RecordKeeper:
             Whether the record was removed.
         """
         deadline = time.monotonic() + timeout
-        while await asyncio.to_thread(self._read) is not None:
+        while await asyncio.to_thread(self.read) is not None:
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_LOOK_INTERVAL)
         return True
 
-    def sessions(self) -> Mapping[str, str]:
-        """Return the names of all managers' sessions, by id. Blocks."""
-        record = self._read()
-        return {} if record is None else record.sessions
-
-    def groups(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the options of all managers' worker groups, by name. Blocks."""
-        record = self._read()
-        return {} if record is None else record.groups
-
-    async def add_group(self, name: str, options: Mapping[str, Any]) -> None:
-        """Write a new worker group into the record.
-
-        Raises
-        ------
-        NoSuchCluster
-            If another process has deleted the cluster.
-        ValueError
-            If a group with this name exists.
-        """
-        assert self.record is not None
-        await asyncio.to_thread(store.add_group, name, options, self._name, id=self.record.id)
-
-    async def remove_group(self, name: str) -> None:
-        """Remove a worker group from the record. The errors are those of :meth:`add_group`."""
-        assert self.record is not None
-        await asyncio.to_thread(store.remove_group, name, self._name, id=self.record.id)
-
-    def _read(self) -> Record | None:
-        """Return the current record. Return None if it was removed, or another cluster has its name."""
+    def read(self) -> Record | None:
+        """Return the current record. Return None if it was removed, or another cluster has its name. Blocks."""
         if self.record is None:
             return None
         try:
@@ -228,15 +186,8 @@ class RecordKeeper:
             # writing.
             await asyncio.sleep(min(_REST * (time.monotonic() - begin), _LONGEST_REST))
 
-    async def write(self, scheduler_id: str | None = None) -> None:
-        """Write changes now. Log errors.
-
-        Parameters
-        ----------
-        scheduler_id : str, optional
-            The scheduler's own id, as soon as it has answered.
-        """
-        self._scheduler_id = scheduler_id or self._scheduler_id
+    async def write(self) -> None:
+        """Write changes now. Log errors."""
         try:
             async with self._writing:
                 await self._write()
@@ -247,6 +198,10 @@ class RecordKeeper:
         except (OSError, CMLError) as error:
             logger.warning("Record of cluster %s not written: %s", self._name, error)
 
+    def has_written(self, session_id: str) -> bool:
+        """Return whether a session that was launched here is in the record."""
+        return session_id in self._written
+
     async def _write(self) -> None:
         assert self.record is not None
         processes, sessions = self._processes(), self._api.named_sessions()
@@ -256,10 +211,6 @@ class RecordKeeper:
             self._launches.clear()
             self._waiting = (self._waiting | {*changes.waiting}) - {*changes.began, *changes.ended}
         self._written = {*sessions}
-        record = self._as_it_is(self.record)
-        if self._makes and record != self.record:
-            await asyncio.to_thread(self._store, lambda: store.write(record))
-            self.record = record
 
     def _store(self, write: Callable[[], None]) -> None:
         with self._storing:  # a cancelled write, which is older, may continue in its thread
@@ -281,7 +232,7 @@ class RecordKeeper:
         known = {
             each
             for each, process in processes.items()
-            if process.is_listed or not process.adopted or self._fleet.has_registered(str(process.name))
+            if process.is_listed or not process.adopted or self._has_registered(process.name)
         }
         now = int(time.time())
         ended = (self._written | self._launches.keys()) - sessions.keys()
@@ -297,6 +248,10 @@ class RecordKeeper:
         self._seen = {each: process for each, process in self._seen.items() if each not in ended}
         return changes
 
+    def _has_registered(self, name: str) -> bool:
+        member = self._fleet.member(name)
+        return member is not None and self._fleet.has_registered(member)
+
     def _launch(self, session_id: str, name: str, process: CMLProcess | None) -> Launch:
         scheduler = self._scheduler()
         is_scheduler = scheduler is not None and name == scheduler.name
@@ -308,18 +263,6 @@ class RecordKeeper:
             owner=owner if is_session_id(owner) else None,
             launched=int(launched),
             size=self._api.sizes.get(session_id) if process is None else process.plan.size,
-        )
-
-    def _as_it_is(self, record: Record) -> Record:
-        """Return the record with the current information on the scheduler."""
-        scheduler = self._scheduler()
-        session = None if scheduler is None else scheduler.session
-        return replace(
-            record,
-            scheduler_session=session.id if session else record.scheduler_session,
-            app_url=session.app_url if session else record.app_url,
-            scheduler_address=(scheduler.address if scheduler else None) or record.scheduler_address,
-            scheduler_id=self._scheduler_id or record.scheduler_id,
         )
 
 

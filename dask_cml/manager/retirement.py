@@ -11,9 +11,11 @@ from typing import Any
 
 from dask_cml.aio import cancel
 from dask_cml.checks import seconds
-from dask_cml.manager.fleet import Fleet
+from dask_cml.errors import CMLError
+from dask_cml.manager.fleet import Fleet, Member
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.options import setting
+from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ _LONG = 10.0
 class Retirements(Collection[str]):
     """Retires workers in tasks, so that a worker that does not answer blocks nothing else.
 
-    Contains the keys of the worker sessions that are being retired. Dask cannot reverse a retirement, so
+    Contains the names of the worker sessions that are being retired. Dask cannot reverse a retirement, so
     these sessions are no longer wanted.
 
     Parameters
@@ -35,8 +37,8 @@ class Retirements(Collection[str]):
         The cluster's workers.
     client : SchedulerClient
         Retires the workers.
-    leads : callable
-        Returns whether this manager leads. The leader decides which workers are kept.
+    api : WorkersAPI
+        Lists the sessions.
     log : callable
         Gets each line for the user.
     poke : callable
@@ -45,15 +47,15 @@ class Retirements(Collection[str]):
 
     def __init__(
         self,
-        fleet: Fleet[Any],
+        fleet: Fleet,
         client: SchedulerClient,
-        leads: Callable[[], bool],
+        api: WorkersAPI,
         log: Callable[[str], None],
         poke: Callable[[], None],
     ) -> None:
         self._fleet = fleet
         self._client = client
-        self._leads = leads
+        self._api = api
         self._log = log
         self._poke = poke
         self._limit: float = setting("retire-timeout", seconds)
@@ -66,8 +68,8 @@ class Retirements(Collection[str]):
         self._retries: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._tasks
+    def __contains__(self, name: object) -> bool:
+        return name in self._tasks
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._tasks])
@@ -75,15 +77,15 @@ class Retirements(Collection[str]):
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def here(self, keys: Collection[str]) -> set[str]:
-        """Return the sessions whose Dask workers are all connected. For a kept session, one is enough."""
-        return self._whole(keys) | (self._stay.keys() & {*self._present(keys)})
+    def is_complete(self, member: Member) -> bool:
+        """Return whether all Dask workers of a session are connected. For a kept session, one is enough."""
+        return self._fleet.is_whole(member) or (member.name in self._stay and bool(member.connected))
 
     @property
     def words(self) -> str | None:
         """The workers whose retirement takes long. None if there are none."""
         now = time.monotonic()
-        late = [key for key in self._present(self) if now - self._since.get(key, now) > _LONG]
+        late = [name for name in self._present(self) if now - self._since.get(name, now) > _LONG]
         return f"waiting for the data of {', '.join(late)}" if late else None
 
     async def carry_on(self, unwanted: Collection[str]) -> set[str]:
@@ -92,12 +94,12 @@ class Retirements(Collection[str]):
         Parameters
         ----------
         unwanted : collection of str
-            The keys of all worker sessions that are not wanted.
+            The names of all worker sessions that are not wanted.
         """
         self._over &= set(unwanted)
-        begin = {key for key in self._present(unwanted) if key not in self._over and key not in self}
+        begin = {name for name in self._present(unwanted) if name not in self._over and name not in self}
         if begin and not self._closed:
-            await cancel(*(self._retries[key] for key in begin & self._retries.keys()))
+            await cancel(*(self._retries[name] for name in begin & self._retries.keys()))
             task = asyncio.create_task(self._carry_out(begin, self._tasks, self._retire))
             self._tasks.update(dict.fromkeys(begin, task))
             self._since.update(dict.fromkeys(begin, time.monotonic()))
@@ -106,15 +108,19 @@ class Retirements(Collection[str]):
             task = asyncio.create_task(self._carry_out(again, self._retries, self._retry))
             self._retries.update(dict.fromkeys(again, task))
         waiting = self._present(self)
-        return {key for key in unwanted if key in self._over or key not in waiting}
+        return {name for name in unwanted if name in self._over or name not in waiting}
 
     def _incomplete(self) -> set[str]:
         """Return the kept sessions that lack a Dask worker, if other workers have connected since."""
-        observed = self._client.observed
+        if not self._stay:
+            return set()
+        observed = self._fleet.observed
         return {
-            key
-            for key in self._present(self._stay)
-            if not (key in self or key in self._retries or observed <= self._stay[key] or self._whole([key]))
+            name
+            for name in self._present(self._stay)
+            if not (name in self or name in self._retries or observed <= self._stay[name])
+            and (member := self._fleet.member(name)) is not None
+            and not self._fleet.is_whole(member)
         }
 
     async def close(self) -> None:
@@ -122,83 +128,98 @@ class Retirements(Collection[str]):
         self._closed = True
         await cancel(*self._tasks.values(), *self._retries.values())
 
-    def _whole(self, keys: Collection[str]) -> set[str]:
-        """Return the sessions whose Dask workers are all connected."""
-        observed = self._client.observed
-        return {key for key in keys if observed.issuperset(self._fleet.dask_names(key))}
-
-    def _present(self, keys: Collection[str]) -> list[str]:
-        """Return the keys of sessions with a Dask worker that is connected to the scheduler."""
-        observed = self._client.observed
-        return sorted(key for key in keys if not observed.isdisjoint(self._fleet.dask_names(key)))
+    def _present(self, names: Collection[str]) -> list[str]:
+        """Return the names of sessions with a Dask worker that is connected to the scheduler."""
+        members = ((name, self._fleet.member(name)) for name in names)
+        return sorted(name for name, member in members if member is not None and member.connected)
 
     async def _carry_out(
         self,
-        keys: set[str],
+        names: set[str],
         tasks: dict[str, asyncio.Task[None]],
         work: Callable[[set[str]], Awaitable[None]],
     ) -> None:
         try:
-            await work(keys)
+            await work(names)
         except OSError as error:
             # The next step tries again, because the data may still be in these workers.
-            logger.info("Workers %s not retired yet: %r", sorted(keys), error)
+            logger.info("Workers %s not retired yet: %r", sorted(names), error)
         except Exception:
-            logger.exception("Workers %s not retired yet", sorted(keys))
+            logger.exception("Workers %s not retired yet", sorted(names))
         finally:
-            for key in keys:
-                tasks.pop(key, None)
-                self._since.pop(key, None)
+            for name in names:
+                tasks.pop(name, None)
+                self._since.pop(name, None)
 
-    async def _retire(self, keys: set[str]) -> None:
-        left = await self._hand_over(keys)
-        if not self._leads():
-            return
+    async def _retire(self, names: set[str]) -> None:
+        wishes = {group.name: group.wishes for group in self._fleet.states}
+        left = await self._hand_over(names)
         # With scale(0), the last worker stops even if its data is lost. If others are wanted, one of
         # them may connect later and take the data.
-        stays = left if self._fleet.keys else set()
-        self._note(keys, stays & self._fleet.workers.keys())
-        for key in stays & self._stay.keys():
-            self._fleet.keep(key)
-            self._log(f"Worker {key} kept: no other worker can take its data")
-        self._over |= keys - stays
+        left = left if self._fleet.names else set()
+        stays: set[str] = set()
+        if left:
+            stays = {*await self._client.decide("keep", names=sorted(left), wishes=wishes)}
+        self._note(names, stays)
+        for name in sorted(stays):
+            self._log(f"Worker {name} kept: no other worker can take its data")
+        self._over |= names - stays
         self._poke()
 
-    async def _retry(self, keys: set[str]) -> None:
+    async def _retry(self, names: set[str]) -> None:
         """Move the data of incomplete sessions, so that whole ones replace them."""
-        self._note(keys, await self._hand_over(keys))
+        self._note(names, await self._hand_over(names))
         self._poke()
 
-    def _note(self, keys: set[str], stays: set[str]) -> None:
+    def _note(self, names: set[str], stays: set[str]) -> None:
         """Note which of these sessions hold data that no worker can take now."""
-        for key in keys - stays:
-            self._stay.pop(key, None)
-        self._stay.update(dict.fromkeys(stays, frozenset(self._client.observed)))
+        for name in names - stays:
+            self._stay.pop(name, None)
+        self._stay.update(dict.fromkeys(stays, frozenset(self._fleet.observed)))
 
-    async def _hand_over(self, keys: set[str]) -> set[str]:
-        """Move the data of sessions to others. Return the keys of those whose data no other can take."""
-        names = {name: key for key in keys for name in self._fleet.dask_names(key)}
-        asked = names.keys() & self._client.observed
-        asking = asyncio.ensure_future(self._client.retire(asked))
+    async def _hand_over(self, sessions: set[str]) -> set[str]:
+        """Move the data of sessions to others. Return the names of those whose data no other can take."""
+        members = [member for name in sessions if (member := self._fleet.member(name)) is not None]
+        names = {worker: member.name for member in members for worker in member.connected}
+        asking = asyncio.ensure_future(self._client.retire(names))
         try:
-            heard = await self._client.last_heard(names)
+            before = await self._client.held(names)
             if not await _is_done(asking, min(_LONG, self._limit)):
-                late = ", ".join(self._present(set(names.values())))
+                late = ", ".join(self._present({*names.values()}))
                 self._log(f"Cluster {self._fleet.name} waiting for other workers to copy the data of {late}")
             while not await _is_done(asking, self._limit):
-                before, heard = heard, await self._client.last_heard(names)
+                held = await self._client.held(names)
                 # Wait for a slow worker as long as it answers. The data of a frozen worker is out of reach,
                 # and its session uses quota: two minutes of silence are enough, also of the scheduler. Dask
                 # itself would wait for five.
-                silent = {name for name in heard if heard[name] == before.get(name)}
+                silent = {name for name in held if _is_silent(name, before, held)}
+                before = held
                 with contextlib.suppress(OSError, asyncio.TimeoutError):
                     await self._client.drop(silent)
-                    for key in sorted({names[name] for name in silent}):
-                        self._log(f"Worker {key} abandoned: no answer for {self._limit:g} s")
+                    for name in sorted({names[each] for each in silent}):
+                        self._log(f"Worker {name} abandoned: no answer for {self._limit:g} s")
             retired = asking.result()
         finally:
             await cancel(asking)
-        return {names[name] for name in (asked - retired) & self._client.observed}
+        left = names.keys() - retired
+        held = await self._client.held(left) if left else {}
+        holding = {names[name] for name in left & held.keys() if held[name]["nbytes"]}
+        return holding - await self._ended(holding)
+
+    async def _ended(self, sessions: set[str]) -> set[str]:
+        """Return the sessions that the platform lists as ended. The scheduler may notice it later."""
+        if not sessions:
+            return set()
+        try:
+            listing = await self._api.sessions()
+        except CMLError:
+            return set()
+        workers = {name: self._fleet.workers.get(name) for name in sessions}
+        return {name for name, worker in workers.items() if worker is not None and worker.update(listing)}
+
+
+def _is_silent(name: str, before: dict[str, dict[str, float]], held: dict[str, dict[str, float]]) -> bool:
+    return name in before and held[name]["last_seen"] == before[name]["last_seen"]
 
 
 async def _is_done(future: asyncio.Future[Any], timeout: float) -> bool:

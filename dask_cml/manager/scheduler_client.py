@@ -1,27 +1,34 @@
-"""A manager's requests to the scheduler.
-
-Only this module reads the state that Dask keeps of the scheduler, and waits for the scheduler's answers.
-"""
+"""A manager's connection to the scheduler, with a time limit for every answer."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.core import rpc
-from distributed.objects import SchedulerInfo
 from distributed.protocol import pickle
+
+from dask_cml import protocol
+from dask_cml.aio import cancel
+from dask_cml.errors import CMLError
+from dask_cml.manager.fleet import Fleet
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 #: Seconds for an answer: normally, and after the connection for changes has ended.
 _ANSWER_TIMEOUT, _GONE_TIMEOUT = 10.0, 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 3.0
+_CLOSE_TIMEOUT = 2.0
 
 
 @dataclass(frozen=True)
@@ -32,58 +39,219 @@ class _Answer:
 
 
 class SchedulerClient:
-    """A manager's connection to the scheduler, with a time limit for every answer.
+    """Keeps a fleet up to date with the scheduler, sends this manager's wishes, and asks the scheduler.
+
+    Parameters
+    ----------
+    fleet : Fleet
+        The cluster's workers.
+    observes : bool
+        Whether this manager only observes.
+    changed : callable
+        Called in the event loop after the fleet has changed.
 
     Attributes
     ----------
-    info : mapping
-        The last information of the scheduler on itself and its workers, from ``Scheduler.identity``.
+    info : dict
+        The scheduler's information on itself, from ``Scheduler.identity``, without its workers.
     comm : distributed.core.rpc or None
-        The connection. None before :meth:`connect`.
+        The connection for requests. None before :meth:`join`.
     connection_args : dict
         Arguments of connections to the scheduler, such as its keys.
+    heard : float
+        The monotonic time of the scheduler's last answer.
     """
 
-    def __init__(self) -> None:
-        self.info: dict[str, Any] = {"workers": {}}
+    def __init__(self, fleet: Fleet, observes: bool, changed: Callable[[], None]) -> None:
+        self.info: dict[str, Any] = {}
         self.comm: Any = None
+        self.address: str | None = None
         self.connection_args: dict[str, Any] = {}
-        self._changes: asyncio.Future[None] | None = None
+        self.heard = time.monotonic()
+        self.connected = False
+        self._fleet = fleet
+        self._observes = observes
+        self._changed = changed
+        self._watched: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wished = asyncio.Event()
+        self._results: dict[int, asyncio.Future[Any]] = {}
         self._asking = asyncio.Lock()
         self._demand: _Answer | None = None
 
-    def connect(self, address: str, connection_args: Mapping[str, Any]) -> None:
-        """Use the scheduler at this address from now on."""
-        self.connection_args = dict(connection_args)
-        self.comm = rpc(address, connection_args=self.connection_args)
+    # -- the connection
 
-    def listen(self, changes: asyncio.Future[None]) -> None:
-        """Notice the scheduler's end by the task that receives changes of its workers and ends with it.
+    async def join(self, address: str, connection_args: Mapping[str, Any], record: str) -> None:
+        """Connect to the scheduler at this address, and follow it until :meth:`close`.
 
         Parameters
         ----------
-        changes : asyncio.Future
-            ``Cluster._watch_worker_status_task``.
+        address : str
+            The scheduler's address.
+        connection_args : mapping
+            The result of ``Security.get_connection_args("client")``.
+        record : str
+            The id of the cluster's record.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer.
+        CMLError
+            If the scheduler belongs to another cluster, or has another protocol.
         """
-        self._changes = changes
+        self.address, self.connection_args = address, dict(connection_args)
+        self.comm = rpc(address, connection_args=self.connection_args)
+        # A connection of its own: its end marks the manager's end.
+        self._watched = rpc(address, connection_args=self.connection_args)
+        hello = await asyncio.wait_for(getattr(self.comm, protocol.HELLO)(), _ANSWER_TIMEOUT)
+        self._check(hello, record)
+        self.info = {**await asyncio.wait_for(self.comm.identity(), _ANSWER_TIMEOUT)}
+        self.info.pop("workers", None)
+        await self._watch(0.0)
+        self._loop = asyncio.get_running_loop()
+        self._wished.set()
+        self._tasks = [asyncio.create_task(self._keep_watching()), asyncio.create_task(self._send_wishes())]
+
+    def _check(self, hello: Mapping[str, Any], record: str) -> None:
+        if hello.get("record") != record:
+            raise CMLError(
+                f"the scheduler at {self.address} belongs to another cluster, {hello.get('cluster')!r}"
+            )
+        if hello.get("protocol") != protocol.PROTOCOL:
+            raise CMLError(
+                f"cluster {self._fleet.name!r} speaks protocol {hello.get('protocol')} of dask-cml, this process "
+                f"{protocol.PROTOCOL}: install the dask-cml with which it was created, or delete it"
+            )
+
+    async def _watch(self, wait: float) -> None:
+        """Announce this manager, and take the next changes."""
+        heartbeat, lease = protocol.HEARTBEAT, protocol.LEASE
+        if self._observes:
+            heartbeat, lease = protocol.OBSERVER_HEARTBEAT, protocol.OBSERVER_LEASE
+        watching = getattr(self._watched, protocol.WATCH)(
+            manager=self._fleet.manager,
+            observes=self._observes,
+            lease=lease,
+            since=self._fleet.revision if wait else 0,
+            wait=wait and heartbeat or _FIRST_PAUSE,
+        )
+        answer = await asyncio.wait_for(watching, heartbeat + _ANSWER_TIMEOUT)
+        self._take(answer)
+
+    def _take(self, answer: Mapping[str, Any]) -> None:
+        self.connected, self.heard = True, time.monotonic()
+        before = self._fleet.revision
+        self._fleet.update(answer)
+        if self._fleet.revision != before:
+            self._changed()
+
+    async def _keep_watching(self) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                await self._watch(1.0)
+                pause = _FIRST_PAUSE
+            except Exception as error:
+                if self.connected:
+                    logger.info("Scheduler of cluster %s not reached: %r", self._fleet.name, error)
+                self.connected = False
+                self._changed()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def close(self) -> None:
+        """Close the connections, by which the scheduler notices that this manager has left."""
+        await cancel(*self._tasks)
+        self.connected = False
+        for future in self._results.values():
+            future.cancel()
+        for each in (self._watched, self.comm):
+            if each is not None:
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(each.close_rpc(), _CLOSE_TIMEOUT)
 
     @property
-    def connected(self) -> bool:
-        """Whether the scheduler sends changes of its workers."""
-        return self._changes is not None and not self._changes.done()
+    def leads(self) -> bool:
+        """Whether this manager leads, by an answer that is recent enough."""
+        recent = time.monotonic() - self.heard < protocol.LEASE
+        return self.connected and recent and self._fleet.leader == self._fleet.manager
 
-    @property
-    def observed(self) -> set[str]:
-        """The names of the Dask workers that the scheduler knows."""
-        return {worker["name"] for worker in self.info["workers"].values()}
+    # -- wishes and operations
+
+    def send_wishes(self) -> None:
+        """Send new wishes now. Any thread may call this."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(self._wished.set)
+
+    async def answer_to(self, wish: int) -> Any:
+        """Return the result of a wish, as soon as the scheduler has answered it.
+
+        Raises
+        ------
+        ValueError
+            If the scheduler refuses the wish.
+        """
+        future = self._results[wish] = asyncio.get_running_loop().create_future()
+        self.send_wishes()
+        try:
+            return _result(await future)
+        finally:
+            self._results.pop(wish, None)
+
+    async def _send_wishes(self) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            await self._wished.wait()
+            self._wished.clear()
+            wishes = self._fleet.wishes
+            if not wishes:
+                continue
+            try:
+                results = await self.apply(*wishes)
+                pause = _FIRST_PAUSE
+            except Exception as error:
+                logger.info("Wishes for cluster %s not answered: %r", self._fleet.name, error)
+                self._wished.set()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                continue
+            self._fleet.answered(each["wish"] for each in wishes)
+            for each, result in zip(wishes, results, strict=True):
+                waiting = self._results.get(each["wish"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(result)
+                elif isinstance(result, dict) and "error" in result:
+                    logger.warning("Cluster %s not changed: %s", self._fleet.name, result["error"])
+            self._changed()
+
+    async def apply(self, *operations: Mapping[str, Any]) -> list[Any]:
+        """Let the scheduler carry out operations, and return their results.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer.
+        ValueError
+            If the scheduler refuses all of them.
+        """
+        message = {"manager": self._fleet.manager, "operations": operations, "since": self._fleet.revision}
+        answer = await self.ask(getattr(self.comm, protocol.APPLY)(**message))
+        self._take(answer)
+        results: list[Any] = answer["results"]
+        return results
+
+    async def decide(self, op: str, **arguments: Any) -> Any:
+        """Let the scheduler carry out one operation, and return its result; see :meth:`apply`."""
+        [result] = await self.apply({"op": op, **arguments})
+        return _result(result)
+
+    # -- requests
 
     async def ask(self, call: Coroutine[Any, Any, T]) -> T:
         """Wait for an answer of the scheduler. Wait only briefly if the scheduler has probably ended.
-
-        Parameters
-        ----------
-        call : coroutine
-            The call of the scheduler.
 
         Raises
         ------
@@ -91,50 +259,39 @@ class SchedulerClient:
             If the scheduler does not answer.
         """
         asking: asyncio.Future[Any] = asyncio.ensure_future(call)
+        deadline = time.monotonic() + _ANSWER_TIMEOUT
         try:
-            if self.connected and self._changes is not None:
-                await asyncio.wait(
-                    {asking, self._changes}, timeout=_ANSWER_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
-                )
+            while self.connected and not asking.done() and time.monotonic() < deadline:
+                await asyncio.wait({asking}, timeout=_FIRST_PAUSE)
             return await asyncio.wait_for(asking, _GONE_TIMEOUT)
         finally:
             asking.cancel()
 
-    async def refresh(self) -> bool:
-        """Update the scheduler's workers. Return whether the scheduler answers.
-
-        Dask's worker-status plugin sends changes at once, but only to one manager. Another one that connects
-        replaces it silently.
-        """
-        try:
-            ncores = await self.ask(self.comm.ncores())
-            if ncores.keys() != self.info["workers"].keys():
-                self.info = SchedulerInfo(await self.ask(self.comm.identity()))
-        except (OSError, asyncio.TimeoutError):
-            return False
-        return True
-
-    async def sync(self, **message: Any) -> dict[str, Any]:
-        """Send changes, and return the state that all managers share; see ``CMLSchedulerPlugin``.
+    async def change(self, **values: Any) -> None:
+        """Change what the scheduler keeps of its cluster, such as ``orphan_timeout``.
 
         Raises
         ------
         OSError, asyncio.TimeoutError
             If the scheduler does not answer.
-        ValueError
-            If the scheduler does not know this manager.
         """
-        return await self.ask(self.comm.cml_sync(**message))
+        await self.ask(getattr(self.comm, protocol.SET)(**values))
 
-    async def demand(self, cluster: str, max_age: float = 0.0) -> dict[str, Any]:
+    async def terminate(self, timeout: float) -> None:
+        """Ask the scheduler to inform its workers and clients of its end, whatever it answers."""
+        if self.comm is not None:
+            try:
+                await asyncio.wait_for(self.comm.terminate(), timeout)
+            except Exception as error:  # its workers may be frozen, and Dask's errors vary
+                logger.debug("Scheduler of cluster %s gave no answer to its end: %r", self._fleet.name, error)
+
+    async def demand(self, max_age: float = 0.0) -> dict[str, Any]:
         """Return the work that the scheduler knows, and the cluster's sessions; see ``known_demand``.
 
         Concurrent callers share one answer, or its error.
 
         Parameters
         ----------
-        cluster : str
-            The cluster's name.
         max_age : float
             Maximum age of an answer to use again, in seconds.
 
@@ -148,7 +305,7 @@ class SchedulerClient:
             oldest = now if self._demand is None or self._demand.error else now - max_age
             if self._demand is None or self._demand.time < oldest:
                 try:
-                    content = await self.ask(self.comm.cml_demand(cluster=cluster))
+                    content = await self.ask(getattr(self.comm, protocol.DEMAND)())
                     self._demand = _Answer(time.monotonic(), content)
                 except (OSError, asyncio.TimeoutError) as error:
                     self._demand = _Answer(time.monotonic(), error=error)
@@ -190,32 +347,28 @@ class SchedulerClient:
         retired = await self.comm.retire_workers(names=sorted(names))
         return {info["name"] for info in retired.values()}
 
+    async def held(self, names: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return what Dask workers hold, by name, as in ``CMLSchedulerPlugin.held``. Empty without an answer."""
+        try:
+            return await self.ask(getattr(self.comm, protocol.HELD)(names=sorted(names)))
+        except (OSError, asyncio.TimeoutError):
+            return {}
+
     async def drop(self, names: Collection[str]) -> None:
         """Make the scheduler count Dask workers as lost, so that their tasks run elsewhere.
-
-        Parameters
-        ----------
-        names : collection of str
-            The names of the workers.
 
         Raises
         ------
         OSError, asyncio.TimeoutError
             If the scheduler does not answer.
         """
-        workers = [*self.info["workers"].items()]
+        workers = [*self._fleet.workers_info.items()]
         for address in [address for address, worker in workers if worker["name"] in names]:
             stimulus = f"cml-drop-{time.time()}"
             await self.ask(self.comm.unregister(address=address, stimulus_id=stimulus))
 
-    async def last_heard(self, names: Collection[str]) -> dict[str, float]:
-        """Return when the scheduler last heard of Dask workers, by its own clock, by their names.
 
-        The result is empty if the scheduler does not answer.
-        """
-        try:
-            scheduler = await self.ask(self.comm.identity())
-        except (OSError, asyncio.TimeoutError):
-            return {}
-        workers = scheduler["workers"].values()
-        return {each["name"]: each["last_seen"] for each in workers if each["name"] in names}
+def _result(result: Any) -> Any:
+    if isinstance(result, dict) and "error" in result:
+        raise ValueError(result["error"])
+    return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -23,13 +23,24 @@ from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.tls import connection_args
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
+logger = logging.getLogger(__name__)
+
 _GOODBYE_TIMEOUT = 3.0
 _AT_ONCE = 8
 _LOOK_INTERVAL = 0.5
 
 
-async def take_name(record: Record, api: WorkersAPI) -> None:
+async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) -> None:
     """Create the folder and the record of a new cluster. First delete a dead cluster with its name.
+
+    Parameters
+    ----------
+    record : Record
+        The record.
+    wanted : mapping
+        What the scheduler begins with, for JSON.
+    api : WorkersAPI
+        Stops the sessions of a dead cluster.
 
     Raises
     ------
@@ -37,7 +48,7 @@ async def take_name(record: Record, api: WorkersAPI) -> None:
         If a cluster with this name exists, and is not known to be dead; see :func:`probe.judge`.
     """
     try:
-        await asyncio.to_thread(store.claim, record)
+        await asyncio.to_thread(store.claim, record, wanted)
         return
     except ClusterExists:
         old = await asyncio.to_thread(_read, record.name)
@@ -51,7 +62,7 @@ async def take_name(record: Record, api: WorkersAPI) -> None:
     last = await asyncio.to_thread(store.remove, old.name, id=old.id) or {}
     if late := last.keys() - old.sessions.keys():
         await api.stop(*late)
-    await asyncio.to_thread(store.claim, record)
+    await asyncio.to_thread(store.claim, record, wanted)
 
 
 async def wait_until_running(name: str, timeout: float) -> Record:
@@ -74,7 +85,7 @@ async def wait_until_running(name: str, timeout: float) -> Record:
     deadline = time.monotonic() + timeout
     while True:
         record = await asyncio.to_thread(store.read, name)
-        if record.scheduler_address is not None and await probe.is_alive(record):
+        if record.scheduler.address is not None and await probe.is_alive(record):
             return record
         if time.monotonic() > deadline:
             raise CMLError(
@@ -131,8 +142,10 @@ async def describe(
                 "threads": sum(w["nthreads"] for w in workers) if workers is not None else None,
                 "memory": sum(w["memory_limit"] or 0 for w in workers) if workers is not None else None,
                 "age": (now - datetime.fromisoformat(record.created)).total_seconds(),
-                "dashboard": f"{record.app_url.rstrip('/')}/status" if record.app_url else None,
-                "scheduler": record.scheduler_address,
+                "dashboard": f"{record.scheduler.app_url.rstrip('/')}/status"
+                if record.scheduler.app_url
+                else None,
+                "scheduler": record.scheduler.address,
                 **_waiting(record, {worker["name"] for worker in workers or ()}),
             }
         )
@@ -151,7 +164,7 @@ def _groups(record: Record, workers: Collection[Mapping[str, Any]] | None) -> di
 def status_of(record: Record, finding: Finding) -> str:
     """Return a cluster's status in a word or two."""
     if finding.state is State.UNKNOWN:
-        return "starting" if record.scheduler_address is None else "not answering"
+        return "starting" if record.scheduler.address is None else "not answering"
     return "running" if finding.state is State.ALIVE else "stale"
 
 
@@ -234,10 +247,12 @@ async def _end_all(records: Collection[Record], answering: Collection[str]) -> d
 
 
 async def _say_goodbye(record: Record) -> None:
-    arguments = connection_args(record.get_security())
-    with contextlib.suppress(OSError, asyncio.TimeoutError):
-        async with rpc(record.scheduler_address, connection_args=arguments) as scheduler:
+    arguments = await asyncio.to_thread(connection_args, record.get_security())
+    try:
+        async with rpc(record.scheduler.address, connection_args=arguments) as scheduler:
             await asyncio.wait_for(scheduler.terminate(), _GOODBYE_TIMEOUT)
+    except Exception as error:  # its workers may be frozen, and Dask's errors vary
+        logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 
 
 async def _stop(record: Record) -> None:

@@ -14,7 +14,7 @@ from distributed.comm.addressing import get_address_host_port, parse_address
 from distributed.core import rpc
 from distributed.security import Security
 
-from dask_cml import pulse
+from dask_cml import heartbeat
 from dask_cml.aio import cancel
 from dask_cml.options import state_directory
 from dask_cml.records.record import Record
@@ -98,14 +98,14 @@ async def judge(
     """
     records = [*records]
     findings = await look(records, timeout=timeout, patience=patience)
-    gone = [r for r in records if r.scheduler_address is not None and not findings[r.name].reachable]
+    gone = [r for r in records if r.scheduler.address is not None and not findings[r.name].reachable]
     ended = await _ended(gone, timeout, api)
     for record in gone:
         findings[record.name] = await _judge_unreachable(record, ended)
     for record in records:
         finding, maker = findings[record.name], record.maker
         lives = await asyncio.to_thread(maker.lives)
-        if record.scheduler_address is None and lives is False:
+        if record.scheduler.address is None and lives is False:
             findings[record.name] = Finding(State.DEAD, "its creator ended before its scheduler answered")
         elif finding.state is State.DEAD and lives:
             why = f"{finding.why}, but its creator still runs, process {maker.pid}"
@@ -117,9 +117,9 @@ async def _judge_unreachable(record: Record, ended: set[str]) -> Finding:
     session = _scheduler_session(record)
     if session in ended:
         return Finding(State.DEAD, f"its scheduler's session {session} has ended", reachable=False)
-    why = f"nothing accepts connections at {record.scheduler_address}"
-    silence = await asyncio.to_thread(pulse.silence, state_directory() / record.name)
-    if silence is not None and silence >= pulse.LONGEST_SILENCE:
+    why = f"nothing accepts connections at {record.scheduler.address}"
+    silence = await asyncio.to_thread(heartbeat.silence, state_directory() / record.name)
+    if silence is not None and silence >= heartbeat.LONGEST_SILENCE:
         why += f", and the scheduler's last sign of life is {silence:.0f} s old"
         return Finding(State.DEAD, why, reachable=False)
     return Finding(State.UNKNOWN, f"{why}, but nothing shows that the scheduler has ended", reachable=False)
@@ -127,7 +127,7 @@ async def _judge_unreachable(record: Record, ended: set[str]) -> Finding:
 
 def _scheduler_session(record: Record) -> str | None:
     found = [session for session, role in record.sessions.items() if role == "scheduler"]
-    return record.scheduler_session or (found[0] if found else None)
+    return record.scheduler.session or (found[0] if found else None)
 
 
 async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | None) -> set[str]:
@@ -194,7 +194,7 @@ def _late(timeout: float) -> Finding:
 def _fresh(records: Iterable[Record]) -> list[str]:
     """Return the names of the clusters whose schedulers left a sign of life lately."""
     folder = state_directory()
-    return [record.name for record in records if pulse.is_fresh(folder / record.name)]
+    return [record.name for record in records if heartbeat.is_fresh(folder / record.name)]
 
 
 async def identities(
@@ -224,7 +224,7 @@ async def is_alive(record: Record, security: Security | None = None, timeout: fl
 
 
 async def _look_at(record: Record, security: Security | None, timeout: float) -> Finding:
-    address = record.scheduler_address
+    address = record.scheduler.address
     if address is None:
         return Finding(State.UNKNOWN, "its scheduler has not answered yet", reachable=False)
     begin = asyncio.get_running_loop().time()
@@ -251,14 +251,7 @@ async def _ask(record: Record, address: str, security: Security | None, patience
     try:
         async with rpc(address, connection_args=arguments) as scheduler:
             identity: dict[str, Any] = await scheduler.identity()
-            if record.scheduler_id is None:
-                info = await scheduler.get_metadata(keys=["cluster-manager-info"], default={})
-                if not info.get("name"):
-                    why = f"the scheduler at {address} does not know its cluster's name yet"
-                    return Finding(State.UNKNOWN, why)
-                same = info["name"] == record.name
-            else:
-                same = identity.get("id") == record.scheduler_id
+            same = identity.get("id") == record.scheduler.id
     except BaseException:
         _reached.discard(address)
         raise

@@ -6,7 +6,7 @@ import json
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import quote
@@ -15,11 +15,11 @@ import psutil
 from distributed.security import Security
 
 from dask_cml.checks import is_session_id
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import SessionSize
 from dask_cml.sessions.owner import this_session, this_user
 
-VERSION = 1
-RECORD_FILE = "record.json"
+VERSION = 2
 #: The scheme of the addresses by which Dask's clients find clusters; see :mod:`dask_cml.address`.
 SCHEME = "cml"
 
@@ -89,12 +89,66 @@ class Maker:
 
 
 @dataclass(frozen=True)
-class Record:
-    """All that other processes need to find a cluster, and to rebuild its manager.
+class SchedulerState:
+    """What the last scheduler of a cluster has written, or what was written for it before it began.
 
-    It contains no secrets of the cluster, only the paths of its keys. The creator of the cluster writes it,
-    except for the sessions and the worker groups: each manager writes those that it launches and adds, see
-    :mod:`dask_cml.records.session_files` and :mod:`dask_cml.records.group_files`.
+    Parameters
+    ----------
+    number : int
+        Its number in the cluster.
+    groups : mapping of str to mapping
+        The worker groups, see :meth:`dask_cml.scheduler.wanted.Wanted.to_json`.
+    address : str or None
+        Its address. None before it listens.
+    id : str or None
+        Its own id in Dask.
+    session : str or None
+        The id of its session.
+    app_url : str or None
+        The URL of its session, once known.
+    protocol : int or None
+        The version of its protocol with managers.
+    """
+
+    number: int = 0
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    address: str | None = None
+    id: str | None = None
+    session: str | None = None
+    app_url: str | None = None
+    protocol: int | None = None
+
+    @classmethod
+    def from_json(cls, number: int, text: str | bytes) -> SchedulerState:
+        """Read a scheduler's file, and check it.
+
+        Raises
+        ------
+        ValueError
+            If the text is no such file.
+        """
+        content = json.loads(text)
+        groups = content.get("groups") if isinstance(content, dict) else None
+        if not isinstance(groups, dict) or not all(map(_is_group, groups.values())):
+            raise ValueError("its groups are invalid")
+        known = {
+            each.name: content.get(each.name) for each in fields(cls) if each.name not in ("number", "groups")
+        }
+        protocol = known.pop("protocol")
+        if not all(map(_is_text_or_none, known.values())) or not isinstance(protocol, (int, type(None))):
+            raise ValueError("it does not describe a scheduler")
+        if known["session"] is not None and not is_session_id(known["session"]):
+            known["session"] = None
+        return cls(number, groups, protocol=protocol, **known)
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that other processes need to find a cluster, and to manage it.
+
+    It contains no secrets of the cluster, only the paths of its keys. The cluster's creator writes the fields
+    up to `version`, once. The last scheduler writes `scheduler`. Managers and the sessions themselves write
+    the rest, see :mod:`dask_cml.records.session_files`.
 
     Parameters
     ----------
@@ -106,22 +160,14 @@ class Record:
         The process that created it.
     created : str
         The time of its creation, in ISO 8601.
-    scheduler_session : str or None
-        The id of the scheduler's CML session, once known.
-    scheduler_address : str or None
-        The scheduler's address, once known.
-    scheduler_id : str or None
-        The scheduler's own id in Dask, once known.
-    app_url : str or None
-        The URL of the scheduler's session, once known.
     options : mapping
         The cluster's options, for JSON.
     security : mapping of str to str, or None
         The parameters of :class:`distributed.Security`: absolute paths of the key files.
     version : int
         The version of the format.
-    more : mapping
-        Fields that a newer release has written. They are kept.
+    scheduler : SchedulerState
+        What the scheduler has written.
     sessions : mapping of str to str
         For the id of each session, its key: the name of its worker, or ``"scheduler"``.
     owners : mapping of str to str
@@ -134,29 +180,29 @@ class Record:
         For the id of each session that has waited for room, the end of its wait, in seconds since 1970.
     sizes : mapping of str to SessionSize
         For the id of each session, its size, if that is known.
-    groups : mapping of str to mapping
-        The options of its worker groups by name, except the default group.
     """
 
     name: str
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     maker: Maker = field(default_factory=Maker.this_process)
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    scheduler_session: str | None = None
-    scheduler_address: str | None = None
-    scheduler_id: str | None = None
-    app_url: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     security: Mapping[str, str] | None = None
     version: int = VERSION
-    more: Mapping[str, Any] = field(default_factory=dict)
+    scheduler: SchedulerState = field(default_factory=SchedulerState)
     sessions: Mapping[str, str] = field(default_factory=dict)
     owners: Mapping[str, str] = field(default_factory=dict)
     launched: Mapping[str, int] = field(default_factory=dict)
     waiting: Mapping[str, int] = field(default_factory=dict)
     began: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, SessionSize] = field(default_factory=dict)
-    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> dict[str, Mapping[str, Any]]:
+        """The options of the worker groups by name, except the default group."""
+        return {
+            name: each["options"] for name, each in self.scheduler.groups.items() if name != DEFAULT_GROUP
+        }
 
     def to_json(self) -> str:
         """Return the fields that the creator writes, as JSON.
@@ -167,7 +213,7 @@ class Record:
             If JSON cannot represent the options.
         """
         own = {name: getattr(self, name) for name in _own_fields()}
-        return json.dumps({**self.more, **own, "maker": asdict(self.maker)})
+        return json.dumps({**own, "maker": asdict(self.maker)})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
@@ -183,15 +229,15 @@ class Record:
             raise ValueError("it is not the record of a cluster")
         if content["version"] > VERSION:
             raise ValueError(f"a newer dask-cml wrote it, in format {content['version']}: upgrade dask-cml")
-        known = set(_own_fields())
-        own = {key: content.pop(key) for key in known & set(content)}
-        if missing := known - own.keys():
+        own = {key: content[key] for key in _own_fields() if key in content}
+        if missing := {*_own_fields()} - own.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         for key, value in own.items():
-            if not _CHECKS.get(key, _is_text_or_none)(value):
+            if not _CHECKS[key](value):
                 raise ValueError(f"its {key} is invalid: {repr(value)[:100]}")
         maker = {each.name: own["maker"].get(each.name) for each in fields(Maker)}
-        return cls(**{**own, "maker": Maker(**maker)}, more=content)
+        record = cls(**{**own, "maker": Maker(**maker)})
+        return record if record.version == VERSION else replace(record, scheduler=_of_version_1(content))
 
     def get_security(self) -> Security | None:
         """Return the cluster's security with the files of its keys. Return None if it has no keys."""
@@ -200,10 +246,17 @@ class Record:
         return Security(require_encryption=True, **self.security)
 
 
+def _of_version_1(content: Mapping[str, Any]) -> SchedulerState:
+    """Return what the creator of a cluster of release 0.2 has written, by which the cluster can be deleted."""
+    names = {"address": "scheduler_address", "id": "scheduler_id", "session": "scheduler_session"}
+    found = {name: content.get(there) for name, there in {**names, "app_url": "app_url"}.items()}
+    texts: dict[str, Any] = {name: each for name, each in found.items() if isinstance(each, str)}
+    return SchedulerState(**texts)
+
+
 def _own_fields() -> list[str]:
     """Return the names of the fields that the creator writes."""
-    others = {"more", "sessions", "owners", "launched", "waiting", "began", "sizes", "groups"}
-    return [each.name for each in fields(Record) if each.name not in others]
+    return [*_CHECKS]
 
 
 def _is_text_or_none(value: object) -> bool:
@@ -218,21 +271,33 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
+def _is_group(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("options"), dict)
+
+
+def _is_time(value: object) -> bool:
+    try:
+        return datetime.fromisoformat(str(value)).tzinfo is not None
+    except ValueError:
+        return False
+
+
 def _is_maker(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("started"), (int, float)):
         return False
     if not isinstance(value.get("user"), (str, type(None))) or value.get("serves") not in (None, True, False):
         return False
-    return isinstance(value.get("host"), str) and isinstance(value.get("pid"), int) and value["pid"] > 0
+    return (
+        isinstance(value.get("host"), str) and isinstance(value.get("pid"), int) and 0 < value["pid"] < 2**31
+    )
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "name": _is_text,
     "id": _is_text,
-    "created": _is_text,
     "maker": _is_maker,
+    "created": _is_time,
     "options": lambda value: isinstance(value, dict),
-    "scheduler_session": lambda value: value is None or is_session_id(value),
     "security": lambda value: value is None or _is_texts(value),
     "version": lambda value: value > 0,
 }

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dask_cml.layout import RECORD_FILE
 from dask_cml.private import NotPrivate, make_folder
 from dask_cml.records import session_files
-from dask_cml.records.record import RECORD_FILE
 
 #: The name of the record while the cluster's folder is being removed.
 _REMOVED_FILE = ".removed.json"

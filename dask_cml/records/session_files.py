@@ -31,51 +31,16 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import quote, unquote
 
 from dask_cml.checks import is_session_id
-from dask_cml.options import SessionSize, exact
+from dask_cml.layout import ENDED_FOLDER, SESSIONS_FOLDER
+from dask_cml.options import SessionSize
 from dask_cml.private import open_folder
+from dask_cml.sessions.entry import TIME, Launch, file_name, parse
 
-#: The names of the folders, in a cluster's folder.
-SESSIONS_FOLDER = "sessions"
-ENDED_FOLDER = "ended"
-#: The key of the scheduler's session. The keys of the others are their workers' names.
-SCHEDULER = "scheduler"
-
-_TIME = "[1-9][0-9]{0,11}"
-_NUMBER = "[0-9.e+-]+"
-_SIZE = rf"({_NUMBER})x({_NUMBER})x([0-9]+)"
-_NAME = re.compile(rf"([^,]+),([^,]+),([^,]*),({_TIME}),(?:{_SIZE})?", re.ASCII)
-_ENDED = re.compile(rf"(.*),({_TIME}),({_TIME})", re.ASCII)
-_CLUSTER = "@"
+_ENDED = re.compile(rf"(.*),({TIME}),({TIME})", re.ASCII)
 _WAITS = "waits"
-_BEGAN = re.compile(rf"began,({_TIME})", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A session that was launched for a cluster.
-
-    Parameters
-    ----------
-    id : str
-        The platform's id.
-    key : str
-        The name of its Dask worker, or ``"scheduler"``.
-    owner : str or None
-        The id of the session with which it ends, if that is known.
-    launched : int
-        The time of its launch, in seconds since 1970.
-    size : SessionSize, optional
-        Its size, if that is known.
-    """
-
-    id: str
-    key: str
-    owner: str | None
-    launched: int
-    size: SessionSize | None = None
+_BEGAN = re.compile(rf"began,({TIME})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -133,52 +98,6 @@ class Listing:
     began: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
     strays: list[str] = field(default_factory=list)
-
-
-def file_name(launch: Launch, cluster: str) -> str:
-    """Return the name of a session's file.
-
-    Parameters
-    ----------
-    launch : Launch
-        The session.
-    cluster : str
-        The cluster's name.
-
-    Examples
-    --------
-    >>> launch = Launch("abcdefgh12345678", "mine-0", "ijklmnop12345678", 1790000000, SessionSize(4, 16, 1))
-    >>> file_name(launch, "mine")
-    'abcdefgh12345678,@-0,ijklmnop12345678,1790000000,4x16x1'
-    """
-    size = launch.size
-    text = f"{exact(size.cpu)}x{exact(size.memory)}x{size.nvidia_gpu}" if size else ""
-    rest = launch.key.removeprefix(cluster)
-    key = quote(rest, safe="") if rest == launch.key else _CLUSTER + quote(rest, safe="")
-    return f"{launch.id},{key},{launch.owner or ''},{launch.launched},{text}"
-
-
-def parse(name: str, cluster: str) -> Launch:
-    """Return the session that a file's name describes. The inverse of :func:`file_name`.
-
-    Raises
-    ------
-    ValueError
-        If :func:`file_name` returns no such name.
-    """
-    if (match := _NAME.fullmatch(name)) is None:
-        raise ValueError(f"{name!a} is not the name of a session's file")
-    session_id, key, owner, launched, cpu, memory, gpus = match.groups()
-    whose = cluster if key.startswith(_CLUSTER) else ""
-    key = whose + unquote(key.removeprefix(_CLUSTER), errors="strict")
-    size = SessionSize(float(cpu), float(memory), int(gpus)) if cpu else None
-    launch = Launch(session_id, key, owner or None, int(launched), size)
-    ids = {session_id, launch.owner or session_id}
-    if not all(map(is_session_id, ids)) or not key.isprintable() or "/" in key:
-        raise ValueError(f"{name!a} does not describe a session")
-    if file_name(launch, cluster) != name:
-        raise ValueError(f"{name!a} is not in dask-cml's form")
-    return launch
 
 
 def parse_all(names: Iterable[str], cluster: str) -> Listing:

@@ -1,11 +1,9 @@
-"""The records of clusters, by which other processes find a cluster and rebuild its manager.
+"""The records of clusters, by which other processes find a cluster and manage it.
 
-Each cluster has a folder with its name in the state directory. It contains ``record.json``, which only the
-cluster's creator replaces, atomically, and a file for each session, see
-:mod:`dask_cml.records.session_files`. So no process changes another one's files, there is no lock, and a
-reader sees either the old or the new state, even if a writer dies. The state directory may be on NFS:
-functions list folders anew. They write by the descriptor of the folder that they have checked, so that a
-removed cluster does not come back.
+Each cluster has a folder with its name in the state directory, see :mod:`dask_cml.layout`. No process changes
+another one's files, there is no lock, and a reader sees either the old or the new state, even if a writer dies.
+The state directory may be on NFS: functions list folders anew. They write by the descriptor of the folder that
+they have checked, so that a removed cluster does not come back.
 
 All functions block while they wait for the file system.
 """
@@ -14,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import secrets
@@ -21,11 +20,19 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.layout import (
+    ENDED_FOLDER,
+    RECORD_FILE,
+    SESSIONS_FOLDER,
+    STARTED_FOLDER,
+    scheduler_file,
+    scheduler_number,
+    wanted_file,
+)
 from dask_cml.options import state_directory
 from dask_cml.private import (
     MOST_BYTES,
@@ -36,10 +43,9 @@ from dask_cml.private import (
     read_file,
     written,
 )
-from dask_cml.records import group_files, removal, session_files
-from dask_cml.records.group_files import GROUPS_FOLDER
-from dask_cml.records.record import RECORD_FILE, Record
-from dask_cml.records.session_files import ENDED_FOLDER, SESSIONS_FOLDER, Changes, Ended, Launch
+from dask_cml.records import removal, session_files
+from dask_cml.records.record import Record, SchedulerState
+from dask_cml.records.session_files import Changes, Ended
 
 T = TypeVar("T")
 
@@ -54,8 +60,8 @@ _PAUSE = 0.01
 _reported: set[tuple[str, str]] = set()
 
 
-def claim(record: Record, directory: Path | None = None) -> Path:
-    """Create the folder of a new cluster, with its record and its sessions' files, and return it.
+def claim(record: Record, wanted: Mapping[str, Any], directory: Path | None = None) -> Path:
+    """Create the folder of a new cluster, with its record, and return it.
 
     If several processes claim a name at the same time, one succeeds.
 
@@ -63,6 +69,8 @@ def claim(record: Record, directory: Path | None = None) -> Path:
     ----------
     record : Record
         The record of the new cluster.
+    wanted : mapping
+        What the cluster's first scheduler begins with, for JSON.
     directory : Path, optional
         The state directory.
 
@@ -70,6 +78,8 @@ def claim(record: Record, directory: Path | None = None) -> Path:
     ------
     ClusterExists
         If a folder with this name exists.
+    CMLError
+        If the record exceeds a megabyte, so that no process would read it.
     ValueError
         If a folder cannot have this name.
     NotPrivate
@@ -81,14 +91,11 @@ def claim(record: Record, directory: Path | None = None) -> Path:
     made = folder.parent / f".claim-{secrets.token_hex(8)}"
     make_folder(made)
     try:
-        make_folder(made / SESSIONS_FOLDER)
-        make_folder(made / ENDED_FOLDER)
-        make_folder(made / GROUPS_FOLDER)
+        for each in (SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER):
+            make_folder(made / each)
         with open_folder(made) as descriptor:
-            _replace(record, descriptor)
-            session_files.write(_sessions_of(record), record.name, made, descriptor)
-            for name, options in record.groups.items():
-                group_files.write(name, options, made, descriptor)
+            _write(RECORD_FILE, record.to_json(), record.name, descriptor)
+            _write(wanted_file(0), json.dumps(wanted), record.name, descriptor)
         try:
             os.rename(made, folder)  # replaces only an empty folder
         except OSError:
@@ -107,28 +114,16 @@ def claim(record: Record, directory: Path | None = None) -> Path:
     return folder
 
 
-def _sessions_of(record: Record) -> Changes:
-    made = int(datetime.fromisoformat(record.created).timestamp())
-    launches = [
-        Launch(each, key, record.owners.get(each), record.launched.get(each, made), record.sizes.get(each))
-        for each, key in record.sessions.items()
-    ]
-    return Changes(launches, waiting=[*record.waiting], began=record.began)
-
-
-def write(record: Record, directory: Path | None = None) -> None:
-    """Replace a cluster's record atomically. Only its creator does so. Its sessions' files remain.
-
-    Raises
-    ------
-    NoSuchCluster
-        If the cluster does not exist any more, or another one has its name.
-    CMLError
-        If the record exceeds a megabyte, so that no process would read it.
-    """
-    folder = _folder(record.name, directory)
-    _write_in(folder, record.id, lambda descriptor: _replace(record, descriptor))
-    _sweep(folder)
+def _write(name: str, text: str, cluster: str, folder: int) -> None:
+    content = text.encode()
+    if len(content) > MOST_BYTES:
+        raise CMLError(
+            f"the record of cluster {cluster!r} is too large: expected at most {MOST_BYTES} bytes, got "
+            f"{len(content)}; use shorter options"
+        )
+    # By hand: libraries for atomic writes take paths, and another folder may have taken the path meanwhile.
+    with written(name, content, folder) as temporary:
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def write_sessions(changes: Changes, name: str, directory: Path | None = None, *, id: str) -> None:
@@ -157,37 +152,6 @@ def write_sessions(changes: Changes, name: str, directory: Path | None = None, *
     _write_in(folder, id, lambda descriptor: session_files.write(changes, name, folder, descriptor))
 
 
-def add_group(
-    group: str, options: Mapping[str, Any], name: str, directory: Path | None = None, *, id: str
-) -> None:
-    """Write a new worker group into a cluster's record.
-
-    Parameters
-    ----------
-    group : str
-        The name of the group.
-    options : mapping
-        The options of the group, for JSON.
-    name, directory, id
-        As in :func:`write_sessions`.
-
-    Raises
-    ------
-    NoSuchCluster
-        If the cluster does not exist any more, or another one has its name.
-    ValueError
-        If the cluster has a group with this name.
-    """
-    folder = _folder(name, directory)
-    _write_in(folder, id, lambda descriptor: group_files.write(group, options, folder, descriptor))
-
-
-def remove_group(group: str, name: str, directory: Path | None = None, *, id: str) -> None:
-    """Remove a worker group from a cluster's record. Parameters and errors are those of :func:`add_group`."""
-    folder = _folder(name, directory)
-    _write_in(folder, id, lambda descriptor: group_files.remove(group, folder, descriptor))
-
-
 def _write_in(folder: Path, id: str, action: Callable[[int], None]) -> None:
     """Run an action on a cluster's folder, perhaps twice, if the folder is the same before and after."""
 
@@ -207,18 +171,6 @@ def _write_in(folder: Path, id: str, action: Callable[[int], None]) -> None:
 
     if not _until_settled(attempt, folder):
         raise NoSuchCluster(folder.name, _names(folder.parent))
-
-
-def _replace(record: Record, folder: int) -> None:
-    content = record.to_json().encode()
-    if len(content) > MOST_BYTES:
-        raise CMLError(
-            f"the record of cluster {record.name!r} is too large: expected at most {MOST_BYTES} bytes, got "
-            f"{len(content)}; use shorter options"
-        )
-    # By hand: libraries for atomic writes take paths, and another folder may have taken the path meanwhile.
-    with written(RECORD_FILE, content, folder) as temporary:
-        os.replace(temporary, RECORD_FILE, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def read(name: str, directory: Path | None = None) -> Record:
@@ -341,11 +293,11 @@ def _load(folder: Path) -> Record | None:
         waiting=found.waiting,
         began=found.began,
         sizes=found.sizes,
-        groups=content[2],
+        scheduler=content[2] or record.scheduler,
     )
 
 
-def _read(folder: Path) -> tuple[bytes, list[str], dict[str, dict[str, Any]]] | None:
+def _read(folder: Path) -> tuple[bytes, list[str], SchedulerState | None] | None:
     check_folder(folder.parent)
     if folder.is_symlink():
         raise ValueError("its folder is a symbolic link")
@@ -354,12 +306,24 @@ def _read(folder: Path) -> tuple[bytes, list[str], dict[str, dict[str, Any]]] | 
         names = os.listdir(descriptor)
         if RECORD_FILE not in names:
             return None
-        folders = {SESSIONS_FOLDER, GROUPS_FOLDER}
-        if not folders <= {*names} and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
-            raise ValueError(f"its folder lacks {' and '.join(sorted(folders - {*names}))}")
+        if SESSIONS_FOLDER not in names and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
+            raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
         content = read_file(folder / RECORD_FILE, descriptor)
         sessions = session_files.names_in(folder, descriptor)
-        return content, sessions, group_files.read_all(folder, descriptor)
+        return content, sessions, _read_scheduler(folder, names, descriptor)
+
+
+def _read_scheduler(folder: Path, names: list[str], descriptor: int) -> SchedulerState | None:
+    """Read what the last scheduler has written, or what was written for it."""
+    number = max((n for name in names if (n := scheduler_number(name)) is not None), default=0)
+    for each in (scheduler_file(number), wanted_file(number)):
+        try:
+            return SchedulerState.from_json(number, read_file(folder / each, descriptor))
+        except FileNotFoundError:
+            continue
+        except (ValueError, RecursionError, NotPrivate) as error:
+            _report(folder / each, str(error))
+    return None
 
 
 def _until_settled(attempt: Callable[[], T], folder: Path) -> T | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import SessionSize
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import SCHEDULER, Ended
+from dask_cml.records.session_files import Ended
 
 _HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours")
 

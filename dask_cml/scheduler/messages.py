@@ -6,118 +6,153 @@ checks refuse an invalid message as a whole, before anything changes.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from dask_cml.checks import is_session_id
-from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME
+from dask_cml.naming import GROUP_NAME
 
-#: Maximum number of items in a message, and of workers and sessions.
-_MOST = 100_000
-_MOST_GROUPS = 1_000
-_LONGEST_TEXT = 300
+#: Maximum number of worker sessions, of items in a message, and of bytes of options.
+MOST_SESSIONS = 100_000
+_MOST_BYTES = 100_000
+_LONGEST_TEXT, _LONGEST_URL = 300, 2000
 _LONGEST_TIME = 10 * 365 * 24 * 3600.0
-_MOST_INFO = 20
-
-
-def check_manager(value: object) -> None:
-    """Refuse a value that is not the id of a manager.
-
-    Raises
-    ------
-    ValueError
-        If the value is invalid. All functions of this module raise this error.
-    """
-    if not isinstance(value, str) or not re.fullmatch(r"[\w.-]{1,64}", value):
-        raise _invalid("manager", value, "1 to 64 letters and digits")
-
-
-def check_info(value: object) -> None:
-    """Refuse a value that is not a short description of a manager."""
-    allowed = f"a mapping of at most {_MOST_INFO} names to text or numbers"
-    if not isinstance(value, Mapping) or len(value) > _MOST_INFO:
-        raise _invalid("info", value, allowed)
-    for name, each in value.items():
-        if not _is_text(name) or not (each is None or _is_text(each) or isinstance(each, (bool, int, float))):
-            raise _invalid("info", value, allowed)
-
-
-def check_seconds(name: str, value: object) -> None:
-    """Refuse a value that is not a duration."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LONGEST_TIME:
-        raise _invalid(name, value, "seconds as a number above 0")
-
-
-def check_orphan_timeout(value: object) -> None:
-    """Refuse a value that is neither a duration nor None."""
-    if value is not None:
-        check_seconds("orphan_timeout", value)
-
-
-def check_wanted(value: object) -> None:
-    """Refuse a value that is not a mapping of worker groups to numbers of worker sessions, or None."""
-    allowed = f"a mapping of worker groups to whole numbers from 0 to {_MOST}, or None"
-    if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
-        raise _invalid("wanted", value, allowed)
-    for group, n in value.items():
-        is_number = isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= _MOST
-        if not _is_group(group) or not (is_number or (n is None and group != DEFAULT_GROUP)):
-            raise _invalid("wanted", {group: n}, allowed)
-
-
-def check_adapts(value: object) -> None:
-    """Refuse a value that is not a mapping of worker groups to limits of adaptive scaling."""
-    allowed = "a mapping of worker groups to a minimum of at least 0 and a maximum of at least the minimum"
-    if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
-        raise _invalid("adapts", value, allowed)
-    for group, limits in value.items():
-        if not _is_group(group) or not isinstance(limits, Mapping) or limits.keys() != {"minimum", "maximum"}:
-            raise _invalid("adapts", {group: limits}, allowed)
-        least, most = limits["minimum"], limits["maximum"]
-        numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in (least, most))
-        if not numbers or not 0 <= least <= most:
-            raise _invalid("adapts", {group: limits}, allowed)
-
-
-def check_launched(value: object) -> None:
-    """Refuse a value that is not a mapping of workers' names to session ids."""
-    allowed = "a mapping of workers' names to sessions' ids"
-    if not isinstance(value, Mapping) or len(value) > _MOST:
-        raise _invalid("launched", value, allowed)
-    for name, session_id in value.items():
-        if not _is_text(name) or not is_session_id(session_id):
-            raise _invalid("launched", {name: session_id}, allowed)
-
-
-def check_owners(value: object) -> None:
-    """Refuse a value that is not a mapping of workers' names to owners."""
-    allowed = "a mapping of workers' names to the ids of their sessions' owners"
-    if not isinstance(value, Mapping) or len(value) > _MOST:
-        raise _invalid("owners", value, allowed)
-    for name, owner in value.items():
-        if not _is_text(name) or not _is_text(owner):
-            raise _invalid("owners", {name: owner}, allowed)
-
-
-def check_cluster(value: object) -> None:
-    """Refuse a value that is not the name of a cluster."""
-    if not _is_text(value):
-        raise _invalid("cluster", value, "a cluster's name")
-
-
-def check_names(name: str, value: object) -> None:
-    """Refuse a value that is not a list of workers' names."""
-    if not isinstance(value, (list, tuple)) or len(value) > _MOST or not all(map(_is_text, value)):
-        raise _invalid(name, value, "a list of workers' names")
-
-
-def _is_group(value: object) -> bool:
-    return _is_text(value) and GROUP_NAME.fullmatch(str(value)) is not None
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_TEXT
 
 
-def _invalid(name: str, value: object, allowed: str) -> ValueError:
-    return ValueError(f"invalid {name}={repr(value)[:100]}: expected {allowed}")
+def _is_manager(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII) is not None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_SESSIONS
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
+
+
+def _is_seconds(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value < _LONGEST_TIME  # type: ignore[operator]
+
+
+def _is_group(value: object) -> bool:
+    return _is_text(value) and GROUP_NAME.fullmatch(str(value)) is not None
+
+
+def _is_url(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_URL and value.startswith(("https://", "http://"))
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) <= MOST_SESSIONS and all(map(_is_text, value))
+
+
+def _is_options(value: object) -> bool:
+    try:
+        return isinstance(value, Mapping) and len(json.dumps(value, allow_nan=False)) <= _MOST_BYTES
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _is_wishes(value: object) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_group, value)) and all(map(_is_number, value.values()))
+
+
+def _or_none(check: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or check(value)
+
+
+_EXPECTED: dict[Callable[[object], bool], str] = {
+    _is_text: "text",
+    _is_manager: "1 to 64 letters and digits",
+    _is_count: f"a whole number from 0 to {MOST_SESSIONS}",
+    _is_number: "a whole number",
+    _is_seconds: "seconds as a number above 0",
+    _is_url: "an https or http URL",
+    _is_group: "the name of a worker group",
+    _is_names: "a list of sessions' names",
+    _is_options: f"options for JSON of at most {_MOST_BYTES} bytes",
+    _is_wishes: "a mapping of worker groups to whole numbers",
+}
+
+#: The operations of :class:`dask_cml.scheduler.wanted.Wanted` that managers may send, and their arguments.
+OPERATIONS: dict[str, dict[str, Callable[[object], bool]]] = {
+    "scale": {"group": _is_group, "n": _is_count},
+    "adapt": {
+        "group": _is_group,
+        "minimum": _is_count,
+        "maximum": _or_none(_is_count),
+        "key": _is_text,
+        "options": _is_options,
+    },
+    "stop_adapting": {"group": _is_group, "key": _or_none(_is_text)},
+    "remove": {"names": _is_names},
+    "add_group": {"group": _is_group, "options": _is_options, "n": _is_count},
+    "delete_group": {"group": _is_group},
+    "resize": {"group": _is_group, "n": _is_count, "key": _is_text},
+    "shrink": {"group": _is_group, "names": _is_names, "key": _is_text},
+    "trim": {"group": _is_group, "names": _is_names},
+    "replace": {"names": _is_names},
+    "refuse": {"group": _is_group, "names": _is_names, "wishes": _is_number},
+    "keep": {"names": _is_names, "wishes": _is_wishes},
+    "launched": {"names": _is_names},
+    "stopped": {"names": _is_names},
+}
+
+_WATCH = {"manager": _is_manager, "lease": _is_seconds, "since": _is_number, "wait": _is_seconds}
+
+
+def check_watch(observes: object, **values: object) -> None:
+    """Refuse an invalid message of a manager that announces itself.
+
+    Raises
+    ------
+    ValueError
+        If a value is invalid. All functions of this module raise this error.
+    """
+    _check("a manager's message", values, _WATCH)
+    if not isinstance(observes, bool):
+        raise ValueError(f"invalid observes={str(observes)[:100]!r}: expected true or false")
+
+
+def check_operation(operation: object) -> None:
+    """Refuse an invalid operation."""
+    if not isinstance(operation, Mapping) or operation.get("op") not in OPERATIONS:
+        raise ValueError(
+            f"invalid operation {str(operation)[:100]!r}: expected one of {', '.join(OPERATIONS)}"
+        )
+    values = {name: value for name, value in operation.items() if name not in ("op", "wish")}
+    _check(f"operation {operation['op']}", values, OPERATIONS[operation["op"]])
+    if not _or_none(_is_number)(operation.get("wish")):
+        raise ValueError(f"invalid wish={str(operation['wish'])[:100]!r}: expected a whole number")
+
+
+def check_manager(value: object) -> None:
+    """Refuse a value that is not the id of a manager."""
+    _check("a manager's message", {"manager": value}, {"manager": _is_manager})
+
+
+def check_values(values: Mapping[str, object]) -> None:
+    """Refuse invalid values that the scheduler is to keep."""
+    checks = {"orphan_timeout": _or_none(_is_seconds), "app_url": _is_url}
+    _check("values", values, {name: check for name, check in checks.items() if name in values})
+
+
+def check_names(value: object) -> None:
+    """Refuse a value that is not a list of names."""
+    _check("a manager's message", {"names": value}, {"names": _is_names})
+
+
+def _check(what: str, values: Mapping[Any, object], checks: Mapping[str, Callable[[object], bool]]) -> None:
+    if values.keys() != checks.keys():
+        raise ValueError(f"invalid {what}: expected {', '.join(checks)}, got {', '.join(map(str, values))}")
+    for name, check in checks.items():
+        if not check(values[name]):
+            expected = _EXPECTED.get(check, "another value")
+            raise ValueError(f"invalid {name}={str(values[name])[:100]!r}: expected {expected}")

@@ -1,8 +1,7 @@
-"""The scheduler plugin: it shuts down orphans, shares state among managers, and forwards the dashboard.
+"""The scheduler plugin: owns what is wanted, tells managers what changes, and carries the dashboard.
 
-A scheduler that ends with its creator preloads the plugin, because the creator may be killed before it
-connects. Managers register the plugin otherwise, and send a heartbeat every few seconds; see
-:mod:`dask_cml.manager.presence`.
+Each scheduler preloads it, see :func:`dask_setup`. It shuts down a cluster that has neither a manager nor a
+client, or whose folder was removed.
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import Scheduler
 from tornado.ioloop import PeriodicCallback
 
-from dask_cml import pulse
+from dask_cml import protocol
 from dask_cml.aio import cancel
 from dask_cml.checks import seconds
+from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.options import setting
 from dask_cml.scheduler import messages
 from dask_cml.scheduler.balance import spread
 from dask_cml.scheduler.demand import known_demand
-from dask_cml.scheduler.orphans import OrphanWatch
-from dask_cml.scheduler.shared_state import SharedState
-from dask_cml.wire import DEMAND, FORWARD, HEARTBEAT, SYNC, Tunnel, unbuffered
+from dask_cml.scheduler.presence import Presence
+from dask_cml.scheduler.state_file import StateFile
+from dask_cml.scheduler.wanted import Wanted
+from dask_cml.wire import Tunnel, unbuffered
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -39,13 +42,21 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 NAME = "dask-cml"
 
 _LOOK_INTERVAL = 0.5
+#: Seconds for which changes are collected before managers are told.
+_COLLECT = 0.1
+#: Seconds after which a scheduler that shuts down exits, even if its shutdown does not finish.
+_EXIT_WITHIN = 30.0
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
-    """Shuts down an orphan, reports the known work, and forwards the dashboard.
+    """Owns what is wanted of one cluster.
 
     Parameters
     ----------
+    folder : Path
+        The cluster's folder.
+    number : int
+        The number of this scheduler in its cluster.
     orphan_timeout : float or None
         Time without a manager and a client after which the scheduler closes, in seconds. None: never.
     """
@@ -53,40 +64,80 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     name = NAME
     idempotent = True
 
-    def __init__(self, orphan_timeout: float | None) -> None:
+    def __init__(self, folder: Path, number: int = 0, orphan_timeout: float | None = None) -> None:
+        self._file = StateFile(folder, number)
         self._orphan_timeout = orphan_timeout
+        self._app_url: str | None = None
+        self._told = asyncio.Condition()
+        self._telling: asyncio.Task[None] | None = None
+        self._forwards: set[Comm] = set()
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to look for managers and clients."""
-        # Without an await, because another registration could come in between.
+        begin = await asyncio.to_thread(self._file.begin)
         self._scheduler = scheduler
-        self._watch = OrphanWatch(scheduler.clients, self._orphan_timeout)
-        self._state = SharedState(self._watch.has)
-        self._forwards: set[Comm] = set()
-        scheduler.handlers[HEARTBEAT] = self.heartbeat
-        scheduler.handlers[SYNC] = self.sync
-        scheduler.handlers[DEMAND] = self.demand
-        scheduler.handlers[FORWARD] = self.forward
-        self._looking = PeriodicCallback(self._look, _LOOK_INTERVAL * 1000)
-        self._looking.start()
-        self._spreading = PeriodicCallback(lambda: spread(scheduler), _LOOK_INTERVAL * 1000)
-        self._spreading.start()
-        self._beating = asyncio.create_task(self._keep_beating())
+        self._record = begin["record"]
+        self._presence = Presence(scheduler.clients, self._orphan_timeout)
+        self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
+        #: The creator leads at first. It may be gone, but not before this time.
+        self._leader_until = time.monotonic() + protocol.LEASE
+        scheduler.handlers |= {
+            protocol.HELLO: self.hello,
+            protocol.WATCH: self.watch,
+            protocol.APPLY: self.apply,
+            protocol.SET: self.set,
+            protocol.DEMAND: self.demand,
+            protocol.HELD: self.held,
+            protocol.FORWARD: self.forward,
+        }
+        await asyncio.to_thread(self._file.write, self._state())
+        self._periodic = [
+            PeriodicCallback(each, _LOOK_INTERVAL * 1000) for each in (self._look, lambda: spread(scheduler))
+        ]
+        for each in self._periodic:
+            each.start()
+        self._writing = asyncio.create_task(self._keep_file())
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes."""
-        self._looking.stop()
-        self._spreading.stop()
-        await cancel(self._beating)
+        for each in self._periodic:
+            each.stop()
+        await cancel(self._writing, self._telling)
         for comm in [*self._forwards]:
             comm.abort()
 
+    def _state(self) -> dict[str, Any]:
+        """Return the content of the scheduler's file. Dask's workers and clients read the address."""
+        return {
+            "address": self._scheduler.address,
+            "id": self._scheduler.id,
+            "session": os.environ.get("CDSW_ENGINE_ID"),
+            "app_url": self._app_url,
+            "protocol": protocol.PROTOCOL,
+            "groups": self._wanted.to_json(),
+        }
+
+    async def _keep_file(self) -> None:
+        await self._file.run(self._state)
+        self._shut_down("its folder was removed")
+
     # -- managers
 
-    def heartbeat(
-        self, comm: Comm, manager: str, info: Mapping[str, Any], silence: float, **more: Any
+    def hello(self) -> dict[str, Any]:
+        """Return which cluster this scheduler belongs to, and its protocol."""
+        return {
+            "protocol": protocol.PROTOCOL,
+            "cluster": self._wanted.cluster,
+            "record": self._record,
+            "number": self._file.number,
+            "session": os.environ.get("CDSW_ENGINE_ID"),
+            "id": self._scheduler.id,
+        }
+
+    async def watch(
+        self, comm: Comm, manager: str, observes: bool, lease: float, since: int, wait: float
     ) -> dict[str, Any]:
-        """Record a manager's heartbeat. Return ``orphan_timeout``.
+        """Record a manager's message, and return what has changed since a revision.
 
         Parameters
         ----------
@@ -94,78 +145,154 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             The manager's connection. When it closes, the manager is disconnected.
         manager : str
             The manager's id.
-        info : mapping
-            The manager's description of itself.
-        silence : float
-            Time without a heartbeat after which the manager counts as disconnected, in seconds.
-        **more
-            ``orphan_timeout``, to change it.
+        observes : bool
+            Whether it only observes.
+        lease : float
+            Time without a message after which the manager counts as disconnected, in seconds.
+        since : int
+            The revision that the manager knows.
+        wait : float
+            Time to wait for a change, in seconds.
 
         Raises
         ------
         ValueError
             If the message is invalid. Nothing changes then.
         """
-        messages.check_manager(manager)
-        messages.check_info(info)
-        messages.check_seconds("silence", silence)
-        messages.check_orphan_timeout(more.get("orphan_timeout"))
-        self._watch.hear(manager, info, silence, comm)
-        if "orphan_timeout" in more:
-            self._watch.timeout = more["orphan_timeout"]
-        return {"orphan_timeout": self._watch.timeout}
+        messages.check_watch(observes, manager=manager, lease=lease, since=since, wait=wait)
+        if self._presence.hear(manager, observes, lease, comm):
+            self._choose_leader()
+        changes = self._wanted.changes
+        if since == changes.revision:
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with self._told:
+                    await asyncio.wait_for(
+                        self._told.wait_for(lambda: changes.revision != since), min(wait, lease / 2)
+                    )
+            self._presence.hear(manager, observes, lease, comm)
+        return self._since(since)
 
-    def demand(self, cluster: str) -> dict[str, Any]:
-        """Return the work that the scheduler knows, and the sessions of a cluster, from ``known_demand``.
-
-        Parameters
-        ----------
-        cluster : str
-            The cluster's name, with which its workers' names begin.
-
-        Raises
-        ------
-        ValueError
-            If the message is invalid.
-        """
-        messages.check_cluster(cluster)
-        return known_demand(self._scheduler, cluster)
-
-    def sync(self, **message: Any) -> dict[str, Any]:
-        """Take a manager's changes, and return the current state.
-
-        Parameters
-        ----------
-        **message
-            Arguments of ``SharedState.sync``.
+    def apply(self, manager: str, operations: Sequence[Any], since: int) -> dict[str, Any]:
+        """Carry out a manager's operations, in their order.
 
         Returns
         -------
         dict
-            The result of ``SharedState.sync``; ``served``, whether a manager is connected that continues to
-            adapt when others leave; and ``tasks_done``, a number that only increases.
+            ``results``: for each operation its result, or ``{"error": message}``; and what has changed since
+            a revision.
 
         Raises
         ------
-        TypeError, ValueError
-            If the message is invalid.
+        ValueError
+            If an operation is invalid, or the manager is not connected. Nothing changes then.
         """
-        state = self._state.sync(**message)
-        prefixes = self._scheduler.task_prefixes.values()
-        done = sum(prefix.state_counts["memory"] + prefix.state_counts["erred"] for prefix in prefixes)
-        return {**state, "served": self._watch.served, "tasks_done": done}
+        messages.check_manager(manager)
+        if not isinstance(operations, (list, tuple)) or len(operations) > messages.MOST_SESSIONS:
+            raise ValueError(f"invalid operations of type {type(operations).__name__}: expected a list")
+        for each in operations:
+            messages.check_operation(each)
+        if not self._presence.has(manager):
+            raise ValueError(f"invalid manager={manager!r}: expected a manager that is connected")
+        results = [self._wanted.apply(manager, each) for each in operations]
+        self._changed()
+        return {"results": results, **self._since(since)}
 
-    async def _look(self) -> None:
-        if self._watch.look(time.monotonic()):
-            reason = f"orphaned: no manager and no client for {self._watch.timeout:g} s"
-            logger.warning("Scheduler closed: %s", reason)
-            await self._scheduler.close(reason=reason)
+    def set(self, **values: Any) -> None:
+        """Change what the scheduler keeps of its cluster.
 
-    async def _keep_beating(self) -> None:
-        """Leave signs of life in the cluster's folder, if the scheduler writes its scheduler file there."""
-        while self._scheduler.scheduler_file:
-            await asyncio.to_thread(pulse.beat, Path(self._scheduler.scheduler_file).parent)
-            await asyncio.sleep(pulse.INTERVAL)
+        Parameters
+        ----------
+        **values
+            ``orphan_timeout``: the time without a manager and a client after which the scheduler closes, in
+            seconds, or None. ``app_url``: the URL of the scheduler's session.
+
+        Raises
+        ------
+        ValueError
+            If a value is invalid. Nothing changes then.
+        """
+        messages.check_values(values)
+        self._presence.timeout = values.get("orphan_timeout", self._presence.timeout)
+        self._app_url = values.get("app_url", self._app_url)
+        self._file.changed()
+
+    def demand(self) -> dict[str, Any]:
+        """Return the work that the scheduler knows, and the cluster's sessions, from ``known_demand``."""
+        return known_demand(self._scheduler, self._wanted.cluster)
+
+    def held(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Return for Dask workers, by their names, when the scheduler heard of them, and the bytes they hold."""
+        messages.check_names(names)
+        asked = {*names}
+        return {
+            str(worker.name): {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
+            for worker in self._scheduler.workers.values()
+            if worker.name in asked
+        }
+
+    def _since(self, revision: int) -> dict[str, Any]:
+        """Return the state, as far as it has changed since a revision."""
+        changes, workers = self._wanted.since(revision), self._scheduler.workers
+        addresses = [*workers] if changes["whole"] else changes["workers"]
+        changes["workers"] = {
+            each: workers[each].identity() if each in workers else None for each in addresses
+        }
+        states = [prefix.state_counts for prefix in self._scheduler.task_prefixes.values()]
+        changes["tasks_done"] = sum(counts["memory"] + counts["erred"] for counts in states)
+        changes["managers"] = self._presence.managers
+        return changes
+
+    def _changed(self) -> None:
+        """Tell managers soon, and write the scheduler's file."""
+        self._wanted.changes.forget(len(self._wanted.sessions) + len(self._scheduler.workers))
+        self._file.changed()
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        await asyncio.sleep(_COLLECT)
+        async with self._told:
+            self._told.notify_all()
+
+    def _choose_leader(self) -> None:
+        leader, now = self._wanted.leader, time.monotonic()
+        if self._presence.has(leader):
+            self._leader_until = now
+        elif leader is not None and now < self._leader_until:
+            return
+        self._wanted.lead(self._presence.next_leader(leader))
+        self._changed()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._presence.look(now)
+        if self._presence.next_leader(self._wanted.leader) != self._wanted.leader:
+            self._choose_leader()
+        if self._presence.is_orphan(now):
+            self._shut_down(f"orphaned: no manager and no client for {self._presence.timeout:g} s")
+
+    def _shut_down(self, reason: str) -> None:
+        for each in self._periodic:
+            each.stop()
+        logger.warning("Scheduler closed: %s", reason)
+        # Dask may fail to close, for example while it connects to a frozen worker.
+        timer = threading.Timer(_EXIT_WITHIN, os._exit, [1])
+        timer.daemon = True
+        timer.start()
+        self._closing = asyncio.create_task(self._scheduler.close(reason=reason))
+
+    # -- Dask workers
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Tell managers of a Dask worker that has connected."""
+        self._wanted.connected(str(scheduler.workers[worker].name))
+        self._wanted.changes.touch(("worker", worker))
+        self._changed()
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
+        """Tell managers of a Dask worker that has left."""
+        self._wanted.changes.touch(("worker", worker))
+        self._changed()
 
     # -- the dashboard
 
@@ -204,5 +331,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
-    plugin = CMLSchedulerPlugin(setting("orphan-timeout", seconds))
+    plugin = CMLSchedulerPlugin(
+        Path(os.environ[FOLDER]), int(os.environ[NUMBER]), setting("orphan-timeout", seconds)
+    )
     await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

@@ -17,13 +17,13 @@ from distributed.core import Status
 from dask_cml.aio import cancel
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
-from dask_cml.manager.role import ManagerRole
+from dask_cml.manager.manager import Manager
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.observers import EXPECTED, Observed, Observers
-from dask_cml.options import OPTION_NAMES, setting, unattended
+from dask_cml.options import OPTION_NAMES, Options, setting, unattended
 from dask_cml.records import operations, probe
 from dask_cml.records.probe import Finding
-from dask_cml.records.record import Record
+from dask_cml.records.record import Maker, Record
 from dask_cml.records.usage import Usage
 from dask_cml.serve import views
 from dask_cml.serve.views import TaskRate
@@ -154,24 +154,23 @@ class Board(Observers):
         """Find out whether a cluster runs, and whether it is dead if not."""
         return (await probe.judge([record]))[record.name]
 
-    def manager(self, record: Record, **arguments: Any) -> CMLCluster:
-        """Return a manager that goes on to adapt; it keeps what an earlier process like this has created."""
+    def manage(self, record: Record, **arguments: Any) -> CMLCluster:
+        """Return a cluster, which is kept if an earlier process like this has created it."""
         keeps = bool(record.maker.serves) and record.maker.lives() is False
-        role = ManagerRole(observes=not keeps, serves=True)
-        return super().manager(record, shutdown_on_close=keeps, _role=role, **arguments)
+        return super().manage(record, shutdown_on_close=keeps, observes=not keeps, **arguments)
 
     def looked(self) -> None:
         """Count tasks, and drop what is gone."""
         now, managers = time.monotonic(), self._managers()
         for name, each in [*self._kept.items()]:
             if each.cluster.status == Status.closed and each.failure is None and each.starting is None:
-                if (problem := each.cluster._reconciler.problem) is None:
+                if (problem := each.cluster.manager.state.problem) is None:
                     del self._kept[name]  # it was deleted elsewhere
                 else:
                     each.failure = CMLError(problem)
         self._rates = {name: self._rates.get(name, TaskRate()) for name in managers}
         for name, cluster in managers.items():
-            self._rates[name].count(cluster._leadership.tasks_done, now)
+            self._rates[name].count(cluster.manager.state.tasks_done, now)
 
     def _managers(self) -> dict[str, CMLCluster]:
         observed = {each.record.name: each.cluster for each in self.observed.values() if each.cluster}
@@ -252,7 +251,7 @@ class Board(Observers):
 
     def _record(self, name: str) -> Record | None:
         if (kept := self._kept.get(name)) is not None:
-            return kept.cluster._record_keeper.record if kept.failure is None else None
+            return kept.cluster.manager.state.record if kept.failure is None else None
         observed = self._observed_as(name)
         return None if observed is None else observed.record
 
@@ -300,9 +299,12 @@ class Board(Observers):
         """
         if unknown := [name for name in options if name not in _ALLOWED]:
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
-        role = ManagerRole(serves=True, user=user)
+        maker = Maker.this_process(user, serves=True)
         with unattended(options) as arguments:
-            cluster = CMLCluster(**arguments, **_SETTLED, asynchronous=True, quiet=True, _role=role)
+            given = Options.read(**arguments, **_SETTLED).inheriting()
+        cluster = CMLCluster.of_manager(
+            lambda **more: Manager(given, maker=maker, **more), asynchronous=True, quiet=True
+        )
         name = cluster.options.name
         if name in self._kept and self._kept[name].failure is None:
             await self._close(cluster)
@@ -341,7 +343,7 @@ class Board(Observers):
     def stop_adapting(self, name: str, worker_group: str = DEFAULT_GROUP) -> None:
         """Keep the number of workers that there should be now."""
         cluster = self.manager_of(name)
-        cluster.scale(cluster._fleet.group(worker_group).target, worker_group=worker_group)
+        cluster.manager.wishes.stop_adapting(worker_group)
 
     async def delete(self, name: str) -> None:
         """Stop every session of a cluster, or forget one that has failed.

@@ -84,8 +84,8 @@ class Dashboard(Handler):
             self.go_to("dashboard/status" if path is None else "status")
             return
         try:
-            client = self.board.manager_of(name)._client
-            comm = await connect_dashboard(client.comm.address, client.connection_args, _TIMEOUT)
+            state = self.board.manager_of(name).manager.state
+            comm = await connect_dashboard(state.scheduler_comm.address, state.connection_args, _TIMEOUT)
         except NoSuchCluster as error:
             raise HTTPError(404, str(error)) from None
         except (OSError, asyncio.TimeoutError, CMLError) as error:

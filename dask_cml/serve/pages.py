@@ -12,8 +12,8 @@ import jinja2
 from markupsafe import Markup, escape
 from tornado.web import HTTPError
 
+from dask_cml.display.words import span
 from dask_cml.errors import NoSuchCluster
-from dask_cml.manager.waiting import span
 from dask_cml.serve import form
 from dask_cml.serve.access import Handler, words_of
 from dask_cml.serve.api import ApiHandler

@@ -13,13 +13,13 @@ from typing import Any
 from distributed.core import Status
 
 from dask_cml.cluster import CMLCluster
-from dask_cml.manager.group import WorkerGroup
-from dask_cml.manager.waiting import waiting
+from dask_cml.display.group import WorkerGroup
+from dask_cml.display.words import waiting
+from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records.operations import status_of
 from dask_cml.records.probe import Finding, State
 from dask_cml.records.record import Record, cluster_address
-from dask_cml.records.session_files import SCHEDULER
 from dask_cml.records.usage import Usage
 
 #: Seconds over which tasks are counted.
@@ -91,8 +91,8 @@ def managed(
     usage : Usage or None
         The cluster's, if known.
     """
-    status = cluster.status.name
-    if cluster.status == Status.running and not cluster._client.connected:
+    status, state = cluster.status.name, cluster.manager.state
+    if cluster.status == Status.running and not state.connected:
         status = "not answering"
     elif cluster.status not in (Status.running, Status.closing, Status.closed):
         status = "starting"
@@ -101,9 +101,9 @@ def managed(
     return {
         **_common(cluster.options.name, created, user, usage),
         "status": status,
-        "words": ", ".join(filter(None, [status, cluster._scheduler_wait, cluster._pending])),
-        "problem": cluster._reconciler.problem,
-        "groups": [_group(each, cluster._leadership.limits(each.name)) for each in groups],
+        "words": ", ".join(filter(None, [status, state.scheduler_wait, state.pending])),
+        "problem": state.problem,
+        "groups": [_group(each, state.limits(each.name)) for each in groups],
         "n_workers": sum(each.n_workers for each in groups),
         "n_arrived": sum(each.n_arrived for each in groups),
         "threads": sum(each["nthreads"] for each in workers),
@@ -215,7 +215,7 @@ def recorded_sessions(record: Record) -> list[dict[str, Any]]:
                 "cpu": size and size.cpu,
                 "memory": size and size.memory,
                 "nvidia_gpu": size and size.nvidia_gpu,
-                "link": record.app_url if is_scheduler else None,
+                "link": record.scheduler.app_url if is_scheduler else None,
             }
         )
     return described

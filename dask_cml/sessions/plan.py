@@ -6,84 +6,27 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import dask
 from distributed.security import Security
 
+from dask_cml import wrapper
 from dask_cml.checks import runs_one_per_gpu
+from dask_cml.layout import FOLDER, NUMBER, SCHEDULER, scheduler_file
 from dask_cml.options import Options, SessionSize, exact
 from dask_cml.sessions import tls
+from dask_cml.sessions.entry import form
 from dask_cml.sessions.session_logs import log_path
 
-SCHEDULER_FILE = "scheduler.json"
 PRELOAD = "dask_cml.scheduler.plugin"
-#: The environment variable with the time that the preload module waits for the first manager, in seconds.
+#: The environment variable with the time that a scheduler waits for a manager, in seconds.
 PATIENCE = "DASK_CML__ORPHAN_TIMEOUT"
-
-# Python code and not a line that begins with "!": in such a line, IPython would expand $name and {expr}, and
-# lose the exit status. The code runs in the session's kernel, so it is plain, and fails if the program fails.
-#
-# CML shows a session's output in the console of the session that launched it, so the output goes to a log.
-# NFS shows the log to other sessions when it is closed, and only then reports a full disk. So each part is
-# written separately. If that fails, the code keeps reading the pipe: otherwise, tasks that print would fail.
-_CODE = """\
-# {title}
-import os, subprocess, sys, threading, time
-
-command = {command}
-{more}program = {program!r}
-log = {log!r}
-end, missing = b'', 0
-def keep(output):
-    global end, missing
-    end = (end + output)[-8192:]
-    try:
-        with open(log, 'ab') as file:
-            if missing:
-                file.write(b'\\n[%d bytes of output lost: the log could not be written]\\n' % missing)
-            file.write(output)
-        missing = 0
-    except OSError:
-        missing += len(output)
-try:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-except OSError as error:
-    keep(b'%r\\n' % error)
-    raise
-with process:
-{meanwhile}    while output := process.stdout.read1(65536):
-        keep(output)
-if process.returncode:
-    print(*end.decode(errors='replace').splitlines()[-15:], sep='\\n', flush=True)
-    raise RuntimeError(f'{{program}} failed with exit status {{process.returncode}}; its log is {{log}}')
-"""
-
-# The platform forwards its https entry to this port of the session's loopback. The code reads the port in the
-# session, because it may differ from the port of the session that launches it.
-_DASHBOARD = """\
-port = os.environ.get('CDSW_APP_PORT') or os.environ.get('CDSW_READONLY_PORT') or '8787'
-command += ['--dashboard-address', '127.0.0.1:' + port]
-"""
-
-# The scheduler's session may wait for room. If the cluster closes meanwhile, its folder disappears, and no
-# scheduler starts. NFS may cache for long that a file does not exist. Listing the folder refreshes the cache.
-_MEETING = """\
-    def meet():
-        deadline, seen = time.monotonic() + {timeout}, False
-        while time.monotonic() < deadline and process.poll() is None:
-            try:
-                if {file!r} in os.listdir({folder!r}):
-                    return
-                seen = True
-            except FileNotFoundError:
-                if seen:
-                    break
-            except OSError:
-                pass
-            time.sleep(0.2)
-        process.terminate()
-    threading.Thread(target=meet, daemon=True).start()
-"""
+#: Seconds that a scheduler waits for its first manager if orphans run for ever.
+_FIRST_PATIENCE = 300.0
+#: Characters of a record's id in the name of a session on the platform.
+_ID_LENGTH = 6
 
 
 @dataclass(frozen=True)
@@ -94,6 +37,8 @@ class SessionPlan:
     ----------
     name : str
         The name of the session. A Dask worker in it has the same name.
+    title : str
+        Its name on the platform, which no session of another cluster has.
     size : SessionSize
         Its virtual CPUs, memory in GiB, and GPUs.
     code : str
@@ -107,6 +52,7 @@ class SessionPlan:
     """
 
     name: str
+    title: str
     size: SessionSize
     code: str
     env: Mapping[str, str] = field(repr=False)
@@ -121,9 +67,35 @@ class SessionPlan:
         return "\n".join([head, *(f"# env {name}={shown}" for name, shown in env.items()), self.code])
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a session of a cluster belongs.
+
+    Parameters
+    ----------
+    folder : Path
+        The cluster's folder on the project file system.
+    number : int
+        The number of the cluster's scheduler.
+    record : str or None
+        The id of the cluster's record. None for sessions without a record, which no other process finds.
+    """
+
+    folder: Path
+    number: int = 0
+    record: str | None = None
+
+    def arguments(self, key: str, cluster: str, size: SessionSize) -> dict[str, str]:
+        """Return the arguments of the session's program by which it enters itself into the record."""
+        if self.record is None:
+            return {}
+        name = f"{key}-{self.number}" if key == SCHEDULER else key
+        return {"name": quote(name, safe=""), "entry": form(key, cluster, size)}
+
+
 def plan_scheduler(
     options: Options,
-    folder: Path,
+    place: Place,
     host: str,
     port: int,
     security: Security | None = None,
@@ -135,8 +107,8 @@ def plan_scheduler(
     ----------
     options : Options
         The cluster's options.
-    folder : Path
-        The cluster's folder on the project file system, for the scheduler file.
+    place : Place
+        The cluster's folder, for the scheduler's file.
     host : str
         The interface on which the scheduler listens.
     port : int
@@ -147,30 +119,37 @@ def plan_scheduler(
         Port of the dashboard on the session's loopback. Default: the port that the platform forwards.
     """
     arguments = ["--host", host, "--port", str(port)]
-    arguments += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
     if options.idle_timeout is not None:
         arguments += ["--idle-timeout", f"{options.idle_timeout} seconds"]
     if dashboard_port is not None:
         arguments += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
     arguments += tls.arguments(security, "scheduler")
     env = dict(options.env)
-    if options.shutdown_on_close and options.orphan_timeout is not None:
-        # Managers register the plugin, too, but the first one may be killed before that.
+    if place.record is None:
+        arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
+    else:
         configured = dask.config.get("distributed.scheduler.preload")  # --preload takes their place
         for module in PRELOAD, *([configured] if isinstance(configured, str) else configured):
             arguments += ["--preload", module]
-        env[PATIENCE] = str(max(options.orphan_timeout, options.scheduler_timeout))
+        # Until a manager of a cluster that is to stay has said so.
+        patience = max(options.orphan_timeout or _FIRST_PATIENCE, options.scheduler_timeout)
+        env |= {FOLDER: str(place.folder), NUMBER: str(place.number), PATIENCE: str(patience)}
     arguments += options.scheduler_args
-    title = f"The scheduler of the Dask cluster {options.name!r}"
-    name = f"{options.name}-scheduler"
-    more = _DASHBOARD if dashboard_port is None else ""
     return _plan(
-        options, folder, name, options.scheduler, title, ("dask", "scheduler"), arguments, env, more=more
+        options,
+        place,
+        f"{options.name}-scheduler",
+        SCHEDULER,
+        options.scheduler,
+        ("dask", "scheduler"),
+        arguments,
+        env,
+        serves_dashboard=dashboard_port is None or None,
     )
 
 
 def plan_worker(
-    options: Options, folder: Path, name: str, address: str | None, security: Security | None = None
+    options: Options, place: Place, name: str, address: str | None, security: Security | None = None
 ) -> SessionPlan:
     """Plan a worker session.
 
@@ -178,22 +157,23 @@ def plan_worker(
     ----------
     options : Options
         The cluster's options.
-    folder : Path
-        The cluster's folder on the project file system.
+    place : Place
+        The cluster's folder.
     name : str
         The Dask worker's name. With more than one process, the suffixes are ``-0``, ``-1`` and so on.
     address : str or None
-        The scheduler's address. None: it is unknown yet, and the worker reads it from the scheduler file.
+        The scheduler's address. None: it is unknown yet, and the worker reads it from the scheduler's file.
     security : Security, optional
         The cluster's keys, in files.
     """
-    meanwhile = ""
+    meeting: dict[str, Any] = {}
     patience = options.scheduler_timeout
     arguments: list[str] = []
     if address is None:
         patience += options.pending_timeout  # the program's timeout includes the time until the file exists
-        arguments += ["--scheduler-file", str(folder / SCHEDULER_FILE)]
-        meanwhile = _MEETING.format(file=SCHEDULER_FILE, folder=str(folder), timeout=patience)
+        file = scheduler_file(place.number)
+        arguments += ["--scheduler-file", str(place.folder / file)]
+        meeting = {"scheduler_file": file, "timeout": patience}
     else:
         arguments.append(address)
     memory = int(options.worker.memory * 2**30) // options.processes
@@ -211,38 +191,35 @@ def plan_worker(
     if options.worker_class is not None:
         arguments += ["--worker-class", options.worker_class]
     arguments += [*tls.arguments(security, "worker"), *options.worker_args]
-    title = f"A worker of the Dask cluster {options.name!r}"
     return _plan(
-        options,
-        folder,
-        name,
-        options.worker,
-        title,
-        options.worker_command,
-        arguments,
-        options.env,
-        meanwhile=meanwhile,
+        options, place, name, name, options.worker, options.worker_command, arguments, options.env, **meeting
     )
 
 
 def _plan(
     options: Options,
-    folder: Path,
+    place: Place,
     name: str,
+    key: str,
     size: SessionSize,
-    title: str,
     program: Sequence[str],
     arguments: list[str],
     env: Mapping[str, str],
-    more: str = "",
-    meanwhile: str = "",
+    **more: Any,
 ) -> SessionPlan:
-    log = log_path(name, folder, options.log_directory)
+    log = log_path(name, place.folder, options.log_directory)
     # Not `dask`, which may not be on PATH. All sessions have the launcher's interpreter.
     command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
-    command += arguments
-    words = " ".join(program)
-    code = _CODE.format(
-        title=title, program=words, command=command, more=more, log=str(log), meanwhile=meanwhile
+    code = wrapper.code(
+        f"{name}, a session of the Dask cluster {options.name!r}",
+        {
+            "command": command + arguments,
+            "log": str(log),
+            "program": " ".join(program),
+            "folder": str(place.folder),
+            **place.arguments(key, options.name, size),
+            **more,
+        },
     )
-    return SessionPlan(name, size, code, {"PYTHONUNBUFFERED": "1", **env}, log, {*options.env})
+    title = f"{name} {place.record[:_ID_LENGTH]}" if place.record else name
+    return SessionPlan(name, title, size, code, {"PYTHONUNBUFFERED": "1", **env}, log, {*options.env})

@@ -3,243 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from distributed.core import Status, rpc
-from distributed.deploy.spec import ProcessInterface
+from distributed.core import rpc
 from distributed.security import Security
 
 from dask_cml.aio import cancel
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
+from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
 from dask_cml.naming import dask_names
-from dask_cml.options import Options, SessionSize
+from dask_cml.options import Options
+from dask_cml.private import read_file
+from dask_cml.protocol import HELLO
 from dask_cml.sessions import tls
-from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, moment, status_of
-from dask_cml.sessions.owner import this_owner
-from dask_cml.sessions.plan import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
-from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.sessions.plan import Place, plan_scheduler, plan_worker
+from dask_cml.sessions.session import CMLProcess
+from dask_cml.sessions.workers_api import WorkersAPI, has_ended
+
+logger = logging.getLogger(__name__)
 
 #: Dask's default port, which is free in a CML session.
 _SCHEDULER_PORT = 8786
 _LOOK_INTERVAL = 0.2
 _ANSWER_TIMEOUT = 5
-_LOG_LINES = 15
-#: Seconds in `scheduling` after which a session counts as waiting for room.
-_MOMENT = 10.0
-
-
-@dataclass(frozen=True)
-class Session:
-    """A session of a cluster.
-
-    Parameters
-    ----------
-    id : str
-        The platform's id.
-    role : {"scheduler", "worker"}
-        Which program runs in it.
-    name : str
-        The name of the session. A Dask worker in it has the same name.
-    status : str
-        The last status from the platform, such as ``"running"``.
-    address : str or None
-        Its IP address. None until it is known.
-    app_url : str or None
-        The URL under which the platform serves the session's ``CDSW_APP_PORT``.
-    since : datetime.datetime
-        The time of its launch.
-    size : SessionSize
-        Its virtual CPUs, memory in GiB, and GPUs.
-    owner : str or None
-        The id of the session with which it ends. None if that is unknown, or if it ends with no other
-        session.
-    waits_for : float or None
-        Time for which it has waited for room, in seconds. None if it does not wait.
-    """
-
-    id: str
-    role: str
-    name: str
-    status: str
-    address: str | None
-    app_url: str | None
-    since: datetime
-    size: SessionSize
-    owner: str | None = None
-    waits_for: float | None = None
-
-
-class CMLProcess(ProcessInterface):
-    """A session that is launched, watched and stopped. The base of scheduler and worker."""
-
-    role: str
-    options: Options
-
-    def __init__(self, api: WorkersAPI, plan: SessionPlan, launch_options: Mapping[str, Any]) -> None:
-        super().__init__(name=plan.name)
-        self.api = api
-        self.plan = plan
-        self._launch_options = launch_options
-        self.name = plan.name
-        self.launched_at: float | None = None
-        self.since = datetime.now(timezone.utc)
-        self._info: SessionInfo = {}
-        self.adopted = False
-        self.owner: str | None = None
-        self._begun_at: float | None = None
-        self.is_listed = self._has_run = False
-
-    async def launch(self) -> None:
-        """Launch the session. Return when the platform has accepted it; it may run later.
-
-        Raises
-        ------
-        LaunchRefused
-            If the platform refuses the launch.
-        """
-        self.since = datetime.now(timezone.utc)
-        self.owner = this_owner()
-        self._info = await self.api.launch(
-            self.plan.name, self.plan.size, self.plan.code, self.plan.env, self._launch_options
-        )
-        self.launched_at = self._begun_at = time.monotonic()
-
-    async def start(self) -> None:
-        """Launch the session, unless it is launched. See :meth:`launch`."""
-        if self.launched_at is None:
-            await self.launch()
-        await super().start()
-
-    def adopt(self, session_id: str, app_url: str | None = None, owner: str | None = None) -> None:
-        """Take over a session that another process launched. The platform may not list it here."""
-        self.api.adopt(session_id, self.name)
-        self._info = {"id": session_id, "status": "running", "app_url": app_url}
-        self.adopted = True
-        self.owner = owner
-        self.launched_at = self._begun_at = time.monotonic()
-        self.status = Status.running
-
-    async def close(self) -> None:
-        """Stop the session, if it was launched."""
-        if self.session_id is not None and self.session_id in self.api.live:
-            self.status = Status.closing
-            await self.api.stop(self.session_id)
-        await super().close()
-
-    @property
-    def session_id(self) -> str | None:
-        """The session's id. None before the launch."""
-        return self._info.get("id")
-
-    @property
-    def info(self) -> SessionInfo:
-        """The platform's last information on the session. Empty before the launch."""
-        return self._info
-
-    @property
-    def session(self) -> Session | None:
-        """The session by its last known state. None before the launch."""
-        if self.session_id is None:
-            return None
-        status = "stopped" if self.status == Status.closed else self._info.get("status", "launched")
-        return Session(
-            id=self.session_id,
-            role=self.role,
-            name=self.name,
-            status=status,
-            address=self.ip_address,
-            app_url=self._info.get("app_url"),
-            since=self.since,
-            size=self.plan.size,
-            owner=self.owner,
-            waits_for=self.waits_for,
-        )
-
-    @property
-    def ip_address(self) -> str | None:
-        """The session's IP address. None until it is known."""
-        return ip_address(self._info)
-
-    @property
-    def is_known_to_run(self) -> bool:
-        """Whether the platform lists the session as running, with an address."""
-        return self.adopted or (status_of(self._info) == "running" and self.ip_address is not None)
-
-    @property
-    def waits_for(self) -> float | None:
-        """Time for which the session has waited for room, in seconds. None if it does not wait yet."""
-        if self.launched_at is None or not self.is_scheduling or self.status == Status.closed:
-            return None
-        waited = time.monotonic() - self.launched_at
-        return waited if waited > _MOMENT else None
-
-    @property
-    def is_scheduling(self) -> bool:
-        """Whether the session has no room yet, even for a moment."""
-        return not self._has_run and status_of(self._info) == "scheduling"
-
-    @property
-    def runs_for(self) -> float:
-        """Seconds for which the session has run, or may have run if the platform does not list it."""
-        return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
-
-    def late(self, what: str, timeout: float) -> str | None:
-        """Return the failure if the session has not done something within `timeout` seconds, else None.
-
-        The time begins when the session runs. Until then, only ``pending_timeout`` counts.
-        """
-        if self.is_listed and is_pending(self._info) and self.launched_at is not None:
-            what, timeout, took = "run", self.options.pending_timeout, time.monotonic() - self.launched_at
-        else:
-            took = self.runs_for
-        return f"did not {what} within {timeout:g} s" if took > timeout else None
-
-    def update(self, listing: Mapping[str, SessionInfo]) -> bool:
-        """Update the session's state from the platform's list. Return whether the session has ended.
-
-        A session that is not listed keeps its state, because new sessions may be listed late.
-        """
-        listed = listing.get(self.session_id or "", {})
-        self._info = {**self._info, **listed}
-        if self.adopted and listed and not self.is_listed:
-            self._learn_launch(listed)
-        self.is_listed = self.is_listed or bool(listed)
-        runs = status_of(listed) == "running"
-        if is_pending(listed) or (runs and not self._has_run):
-            self._begun_at = time.monotonic()
-        self._has_run = self._has_run or runs
-        return has_ended(self._info)
-
-    def _learn_launch(self, listed: SessionInfo) -> None:
-        """Take the launch time of an adopted session from the platform's list."""
-        if created := moment(listed, "created_at"):
-            ago = (datetime.now(timezone.utc) - created).total_seconds()
-            self.since, self.launched_at = created, time.monotonic() - max(0.0, ago)
-
-    async def failure(self, what: str, brief: bool = False) -> str:
-        """Describe a failure: the session, its last status, and the last lines of its output.
-
-        Parameters
-        ----------
-        what : str
-            What failed, such as ``ended``.
-        brief : bool
-            Whether to name the log instead of its last lines, for a description of one line.
-        """
-        status = self._info.get("status", "unknown")
-        tail = await asyncio.to_thread(_last_lines, self.plan.log)
-        output = f"its log is {self.plan.log}" if brief else f"the last lines of its output:\n{tail}"
-        words = self._info.get("message") or self._info.get("k8sMessage")
-        said = f" ({' '.join(words.split())})" if words else ""
-        session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}"
-        return f"{session}; {output if tail else 'it wrote no output'}"
 
 
 class CMLScheduler(CMLProcess):
@@ -251,8 +41,8 @@ class CMLScheduler(CMLProcess):
         Launches and stops the session.
     options : Options
         The cluster's options.
-    folder : Path
-        The cluster's folder on the project file system.
+    place : Place
+        The cluster's folder, the number of this scheduler, and the cluster's record.
     security : Security, optional
         The cluster's keys, in files.
     dashboard_port : int, optional
@@ -267,19 +57,19 @@ class CMLScheduler(CMLProcess):
         self,
         api: WorkersAPI,
         options: Options,
-        folder: Path,
+        place: Place,
         security: Security | None = None,
         dashboard_port: int | None = None,
     ) -> None:
         self.options = options
         self.security = security
-        self.scheduler_file = folder / SCHEDULER_FILE
+        self.place = place
         # On a laptop all sessions share one network. So the scheduler takes a free port when it listens, on
         # the loopback only.
         shared = api.shares_host_network
         self.port = 0 if shared else _SCHEDULER_PORT
         host = "127.0.0.1" if shared else "0.0.0.0"
-        plan = plan_scheduler(options, folder, host, self.port, security, dashboard_port)
+        plan = plan_scheduler(options, place, host, self.port, security, dashboard_port)
         super().__init__(api, plan, options.scheduler_launch_options)
 
     async def start(self) -> None:
@@ -312,28 +102,70 @@ class CMLScheduler(CMLProcess):
             await cancel(watch, look)
 
     async def _watch(self) -> None:
-        while not self.update(await self.api.sessions()):
-            pass
-        raise SessionFailed(await self.failure("ended before its scheduler answered"))
+        while True:
+            listing = await self.api.sessions()
+            if self.update(listing):
+                # A launch whose answer was lost may have launched a session that took the name before.
+                other = await asyncio.to_thread(self._session_that_started)
+                if other in (None, self.session_id) or has_ended(listing.get(str(other), {})):
+                    raise SessionFailed(await self.failure("ended before its scheduler answered"))
+                self._take(str(other))
+
+    def _session_that_started(self) -> str | None:
+        file = self.place.folder / STARTED_FOLDER / quote(f"{SCHEDULER}-{self.place.number}", safe="")
+        try:
+            return read_file(file).decode() or None
+        except (OSError, ValueError, CMLError):
+            return None
+
+    def _take(self, session_id: str) -> None:
+        """Take a session that was launched for this scheduler, instead of the one that is known."""
+        logger.info("Session %s of the scheduler used instead of %s", session_id, self.session_id)
+        self.api.adopt(session_id, self.plan.name)
+        self._info = {"id": session_id}
 
     async def _look(self) -> str:
         while True:
-            for address in await asyncio.to_thread(_read_address, self.scheduler_file), self._guess():
+            for address in await asyncio.to_thread(self._read_address), self._guess():
                 if address and await self._answers(address):
                     return address
             await asyncio.sleep(_LOOK_INTERVAL)
 
+    def _read_address(self) -> str | None:
+        """Read the scheduler's file, if it exists and is complete."""
+        file = self.place.folder / scheduler_file(self.place.number)
+        try:
+            # NFS may cache that a file does not exist. Listing the folder refreshes the cache.
+            if file not in self.place.folder.iterdir():
+                return None
+            address = json.loads(read_file(file)).get("address")
+            return address if isinstance(address, str) else None
+        except (OSError, ValueError, AttributeError, CMLError):
+            return None
+
     def _guess(self) -> str | None:
-        """Return the scheduler's likely address, because NFS may show the scheduler file late."""
+        """Return the scheduler's likely address, because NFS may show the scheduler's file late."""
         protocol = "tcp" if self.security is None else "tls"
         return f"{protocol}://{self.ip_address}:{self.port}" if self.ip_address and self.port else None
 
     async def _answers(self, address: str) -> bool:
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
+        """Return whether this cluster's scheduler answers at an address."""
+        record = self.place.record
+        try:
             async with rpc(address, connection_args=tls.connection_args(self.security)) as scheduler:
-                await asyncio.wait_for(scheduler.identity(), _ANSWER_TIMEOUT)
-                return True
-        return False
+                asking = scheduler.identity() if record is None else getattr(scheduler, HELLO)()
+                answer: dict[str, Any] = await asyncio.wait_for(asking, _ANSWER_TIMEOUT)
+        except Exception as error:  # a program at this address may speak another protocol
+            logger.debug("Scheduler at %s did not answer: %r", address, error)
+            return False
+        if record is None:
+            return True
+        if (answer.get("record"), answer.get("number")) != (record, self.place.number):
+            return False
+        session = answer.get("session")
+        if session != self.session_id and session == await asyncio.to_thread(self._session_that_started):
+            self._take(str(session))
+        return True
 
 
 class CMLWorker(CMLProcess):
@@ -342,15 +174,15 @@ class CMLWorker(CMLProcess):
     Parameters
     ----------
     scheduler : str or None
-        The scheduler's address. None: the worker reads it from the scheduler file.
+        The scheduler's address. None: the worker reads it from the scheduler's file.
     name : str
         The Dask worker's name. With more than one process, the suffixes are ``-0``, ``-1`` and so on.
     api : WorkersAPI
         Launches and stops the session.
     options : Options
         The cluster's options.
-    folder : Path
-        The cluster's folder on the project file system.
+    place : Place
+        The cluster's folder, the number of its scheduler, and its record.
     security : Security, optional
         The cluster's keys, in files.
     """
@@ -364,36 +196,14 @@ class CMLWorker(CMLProcess):
         *,
         api: WorkersAPI,
         options: Options,
-        folder: Path,
+        place: Place,
         security: Security | None = None,
     ) -> None:
         self.options = options
-        plan = plan_worker(options, folder, name, scheduler, security)
+        plan = plan_worker(options, place, name, scheduler, security)
         super().__init__(api, plan, options.launch_options)
 
     @property
     def dask_names(self) -> list[str]:
         """The names of the Dask workers in the session."""
         return dask_names(self.name, self.options.processes)
-
-
-def _read_address(scheduler_file: Path) -> str | None:
-    """Read the scheduler file, if it exists and is complete."""
-    try:
-        # NFS may cache that a file does not exist. Listing the folder refreshes the cache.
-        if scheduler_file not in scheduler_file.parent.iterdir():
-            return None
-        content: dict[str, Any] = json.loads(scheduler_file.read_text())
-        return content.get("address")
-    except (OSError, ValueError):
-        return None
-
-
-def _last_lines(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 8192))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-_LOG_LINES:])

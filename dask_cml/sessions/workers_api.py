@@ -40,6 +40,8 @@ class _Launch:
     """One launch, which may take several calls. The first session that a call returns is its session."""
 
     name: str
+    #: The name on the platform, which identifies a session of a lost answer.
+    title: str
     size: SessionSize
     arguments: Mapping[str, Any] = field(repr=False)
     session: SessionInfo | None = None
@@ -105,7 +107,7 @@ class WorkersAPI:
         # The lock guards the following attributes, which threads share.
         self._lock = threading.Lock()
         self._ended = False
-        #: Number of launch calls per name without an answer, or with an error after which a session may
+        #: Number of launch calls per title without an answer, or with an error after which a session may
         #: exist.
         self._unanswered: Counter[str] = Counter()
         self._launching: set[Future[Any]] = set()
@@ -147,14 +149,14 @@ class WorkersAPI:
         code: str,
         env: Mapping[str, str] | None = None,
         options: Mapping[str, Any] | None = None,
+        title: str | None = None,
     ) -> SessionInfo:
         """Launch one session.
 
         Parameters
         ----------
         name : str
-            The session's name, if the platform has names. It must be unique: if an answer is lost, this name
-            identifies the session that the lost call launched.
+            The session's name.
         size : SessionSize
             Its virtual CPUs, memory in GiB, and GPUs.
         code : str
@@ -163,6 +165,9 @@ class WorkersAPI:
             Its environment variables.
         options : mapping, optional
             Additional parameters of ``launch_workers``.
+        title : str, optional
+            Its name on the platform, if that has names. It must be unique: if an answer is lost, it identifies
+            the session that the lost call launched. Default: `name`.
 
         Raises
         ------
@@ -175,8 +180,9 @@ class WorkersAPI:
         """
         options = dict(options or {})
         self.check_options(options)
+        title = title or name
         if self._takes("name"):
-            options["name"] = name
+            options["name"] = title
         arguments = {
             "n": 1,
             "cpu": size.cpu,
@@ -187,12 +193,12 @@ class WorkersAPI:
             **options,
         }
         try:
-            session = await self._launch(_Launch(name, size, arguments))
+            session = await self._launch(_Launch(name, title, size, arguments))
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
             if not (stopped := self._live.stopped_before()) or not await self.wait_until_ended(stopped):
                 raise
-            session = await self._launch(_Launch(name, size, arguments))
+            session = await self._launch(_Launch(name, title, size, arguments))
         self.on_change()
         return session
 
@@ -213,7 +219,7 @@ class WorkersAPI:
                 return launch.session
             self._launching.add(under_way)
         try:
-            if self._unanswered[launch.name] and (found := self._find_unanswered({launch.name})):
+            if self._unanswered[launch.title] and (found := self._find_unanswered({launch.title})):
                 return self._take(launch, found[0])
             return self._take(launch, self._ask_for(launch))
         finally:
@@ -225,16 +231,16 @@ class WorkersAPI:
         """Return the session that the platform launched, or raise the reason why it launched none."""
         named = "name" in launch.arguments
         with self._lock:
-            self._unanswered[launch.name] += named
+            self._unanswered[launch.title] += named
         try:
             session = answers.launched(self.module.launch_workers(**launch.arguments))
         except Exception as error:
             # A session may exist nevertheless, unless may_pass excludes it.
             with self._lock:
-                self._unanswered[launch.name] -= named and not may_pass(error)
+                self._unanswered[launch.title] -= named and not may_pass(error)
             raise
         with self._lock:
-            self._unanswered[launch.name] -= named
+            self._unanswered[launch.title] -= named
         if session.get("id"):
             return session
         # A refused launch may leave an engine behind, which counts against the quota like a session.

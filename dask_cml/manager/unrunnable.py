@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from dask_cml.manager.fleet import Fleet
-from dask_cml.manager.policy import Snapshot, unmet
+from dask_cml.manager.policy import Snapshot, unrunnable
 from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.naming import dask_names
 
 logger = logging.getLogger(__name__)
 
 
-class UnmetWork:
+class UnrunnableTasks:
     """Looks regularly for tasks that need more than any worker offers, and logs why they wait.
 
     Parameters
@@ -23,11 +23,8 @@ class UnmetWork:
         The worker groups with their resources.
     client : SchedulerClient
         Asks the scheduler for its tasks.
-    leads : callable
-        Returns whether this manager leads. Other managers log nothing.
     log : callable
         Gets each line for the user.
-
     interval : float
         Seconds between two looks.
 
@@ -39,16 +36,14 @@ class UnmetWork:
 
     def __init__(
         self,
-        fleet: Fleet[Any],
+        fleet: Fleet,
         client: SchedulerClient,
-        leads: Callable[[], bool],
         log: Callable[[str], None],
         interval: float = 3.0,
     ) -> None:
         self.words: str | None = None
         self._fleet = fleet
         self._client = client
-        self._leads = leads
         self._log = log
         self._interval = interval
         self._told: set[str] = set()
@@ -73,9 +68,9 @@ class UnmetWork:
             If the scheduler does not answer.
         """
         found: dict[str, str] = {}
-        if self._leads():
-            answer = await self._client.demand(self._fleet.name, max_age=self._interval / 2)
-            found = unmet(Snapshot.of(answer, self._fleet.states), self._expected)
+        if self._client.leads:
+            answer = await self._client.demand(max_age=self._interval / 2)
+            found = unrunnable(Snapshot.of(answer, self._fleet.states), self._expected)
         self.words = "; ".join(found.values()) or None
         # The numbers of tasks change often: log each reason once.
         for reason in found.keys() - self._told:
@@ -85,11 +80,10 @@ class UnmetWork:
     @property
     def _expected(self) -> set[str]:
         """The names, addresses and hosts of Dask workers that are connected or wanted."""
-        keys = self._fleet.keys
-        known = self._client.info["workers"]
+        known = self._fleet.workers_info
+        names = [(name, group.options.processes) for group in self._fleet.states for name in group.names]
         return {
-            *keys,
-            *(name for key in keys for name in self._fleet.dask_names(key)),
+            *(each for name, processes in names for each in (name, *dask_names(name, processes))),
             *known,
             *(str(worker.get(each)) for worker in known.values() for each in ("name", "host")),
         }

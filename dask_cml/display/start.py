@@ -9,10 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from dask_cml.manager.display import status_of
-from dask_cml.manager.screens import Row, Screen, open_screen
-from dask_cml.manager.waiting import span
-from dask_cml.sessions.process import CMLProcess
+from dask_cml.display.html import status_of
+from dask_cml.display.screens import Row, Screen, open_screen
+from dask_cml.display.words import span
+from dask_cml.sessions.session import CMLProcess
 
 _INTERVAL = 0.25
 #: One row counts all further sessions.
@@ -33,7 +33,7 @@ class StartDisplay:
     processes : collection of CMLProcess
         The scheduler, and the workers launched with it.
     open_screen : callable, optional
-        Returns the screen. Default: that of this process, see :func:`~dask_cml.manager.screens.open_screen`.
+        Returns the screen. Default: that of this process, see :func:`~dask_cml.display.screens.open_screen`.
     """
 
     def __init__(

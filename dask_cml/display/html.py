@@ -8,9 +8,9 @@ from typing import Any
 
 from dask.widgets.widgets import TEMPLATE_PATHS, get_template
 
-from dask_cml.manager.group import WorkerGroup
-from dask_cml.manager.waiting import waiting
-from dask_cml.sessions.process import Session
+from dask_cml.display.group import WorkerGroup
+from dask_cml.display.words import waiting
+from dask_cml.sessions.session import Session
 
 # Dask looks for the templates of HTML representations here.
 TEMPLATE_PATHS.append(str(Path(__file__).parents[1] / "templates"))

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
-from dask_cml.manager.display import render
+from dask_cml.display.html import render
 
 #: The cells of a session's row: its name, its id, its status, and its time so far or until it ran.
 Row = tuple[str, str, str, str]

@@ -1,4 +1,4 @@
-"""Finds out when a cluster is an orphan: its scheduler has neither a manager nor a client."""
+"""The managers and clients that are connected: which manager leads, and whether the cluster is an orphan."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from distributed.comm.core import Comm
 from distributed.scheduler import ClientState
-
-from dask_cml.wire import SERVES, WATCHES
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -26,18 +23,16 @@ _NO_USERS = ("fire-and-forget", "Client-worker-")
 
 @dataclass
 class _Manager:
-    info: Mapping[str, Any]
-    silence: float
+    observes: bool
+    lease: float
     comm: Comm
     heard: float
 
-    @property
-    def keeps(self) -> bool:
-        """Whether this manager keeps the cluster from being an orphan."""
-        return not self.info.get(WATCHES)
+    def is_here(self, now: float) -> bool:
+        return not self.comm.closed() and now - self.heard <= self.lease
 
 
-class OrphanWatch:
+class Presence:
     """Tracks which managers and clients are connected, and since when there are none.
 
     Parameters
@@ -56,37 +51,47 @@ class OrphanWatch:
         self._alone_since: float | None = None
         self._looked = time.monotonic()
 
-    def hear(self, manager: str, info: Mapping[str, Any], silence: float, comm: Comm) -> None:
-        """Record a manager's heartbeat.
+    def hear(self, manager: str, observes: bool, lease: float, comm: Comm) -> bool:
+        """Record a manager's message. Return whether the manager is new.
 
         Parameters
         ----------
         manager : str
             The manager's id.
-        info : mapping
-            The manager's description of itself.
-        silence : float
-            Time without a heartbeat after which the manager counts as disconnected, in seconds.
+        observes : bool
+            Whether it only observes: it keeps no orphan alive, and leads only if no other manager can.
+        lease : float
+            Time without a message after which the manager counts as disconnected, in seconds.
         comm : Comm
             The manager's connection. When it closes, the manager is disconnected.
         """
-        if manager not in self._managers:
-            logger.info("Manager %s connected: %s", manager, dict(info))
-        known = self._managers[manager] = _Manager(info, silence, comm, time.monotonic())
-        if known.keeps:
+        is_new = manager not in self._managers
+        if is_new:
+            logger.info("Manager %s connected from %s", manager, comm.peer_address)
+        self._managers[manager] = _Manager(observes, lease, comm, time.monotonic())
+        if not observes:
             self._alone_since = None
+        return is_new
 
-    def has(self, manager: str) -> bool:
+    def has(self, manager: str | None) -> bool:
         """Return whether the manager with this id is connected."""
-        return manager in self._managers and not self._managers[manager].comm.closed()
+        return manager in self._managers and self._managers[manager].is_here(time.monotonic())
 
     @property
-    def served(self) -> bool:
-        """Whether a manager is connected that stays when others leave, and continues to adapt."""
-        return any(each.info.get(SERVES) and not each.comm.closed() for each in self._managers.values())
+    def managers(self) -> int:
+        """Number of connected managers."""
+        return sum(each.is_here(time.monotonic()) for each in self._managers.values())
 
-    def look(self, now: float) -> bool:
-        """Check which managers and clients are connected. Return whether the cluster is an orphan.
+    def next_leader(self, leader: str | None) -> str | None:
+        """Return the manager that should lead, given the current leader."""
+        now = time.monotonic()
+        here = {key: each for key, each in self._managers.items() if each.is_here(now)}
+        keepers = [key for key, each in here.items() if not each.observes]
+        candidates = keepers or [*here]
+        return leader if leader in candidates or not candidates else candidates[0]
+
+    def look(self, now: float) -> None:
+        """Forget the managers that have left. Note since when the cluster is an orphan.
 
         Parameters
         ----------
@@ -103,21 +108,21 @@ class OrphanWatch:
             key: old[key] if key in old and old[key][0] == each else (each, now) for key, each in seen.items()
         }
         if late:
-            # The process or its event loop was stopped: heartbeats from that time arrive only now.
+            # The process or its event loop was stopped: messages from that time arrive only now.
             self._alone_since = None
             self._clients = {key: (each, now) for key, each in seen.items()}
             for manager in self._managers.values():
                 manager.heard = now
-        for key, each in [*self._managers.items()]:
-            if each.comm.closed() or now - each.heard > each.silence:
-                logger.info("Manager %s disconnected", key)
-                del self._managers[key]
+        left = [key for key, each in self._managers.items() if not each.is_here(now)]
+        for key in left:
+            logger.info("Manager %s disconnected", key)
+            del self._managers[key]
         clients = [key for key, (_, heard) in self._clients.items() if now - heard <= _CLIENT_SILENCE]
-        keepers = [key for key, each in self._managers.items() if each.keeps]
-        if keepers or clients or self.timeout is None:
+        if clients or not all(each.observes for each in self._managers.values()):
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now
-        else:
-            return now - self._alone_since >= self.timeout
-        return False
+
+    def is_orphan(self, now: float) -> bool:
+        """Return whether the cluster has had neither a manager nor a client for the whole time-out."""
+        return None not in (self.timeout, self._alone_since) and now - self._alone_since >= self.timeout  # type: ignore[operator]

@@ -1,0 +1,36 @@
+"""The names of the files in a cluster's folder on the project file system.
+
+Each file has one writer: ``record.json`` the cluster's creator, once; ``wanted-<n>.json`` the manager that
+launches scheduler number n, once; ``scheduler-<n>.json`` that scheduler. In the folders, each file's name
+describes a session.
+"""
+
+from __future__ import annotations
+
+import re
+
+RECORD_FILE = "record.json"
+#: The files of sessions that are launched, of those that have ended, and the names that sessions have taken.
+SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER = "sessions", "ended", "started"
+#: The name of the scheduler's session in these files. The other names are those of worker sessions.
+SCHEDULER = "scheduler"
+#: The environment variables of a scheduler's session: the cluster's folder, and the number of the scheduler.
+FOLDER, NUMBER = "DASK_CML_FOLDER", "DASK_CML_SCHEDULER_NUMBER"
+
+_SCHEDULER_FILE = re.compile(r"scheduler-([0-9]{1,9})\.json", re.ASCII)
+
+
+def wanted_file(number: int) -> str:
+    """Return the name of the file from which a scheduler begins."""
+    return f"wanted-{number}.json"
+
+
+def scheduler_file(number: int) -> str:
+    """Return the name of the file in which a scheduler says how to reach it, and what is wanted."""
+    return f"scheduler-{number}.json"
+
+
+def scheduler_number(name: str) -> int | None:
+    """Return the number of the scheduler whose file has this name. Return None for other files."""
+    match = _SCHEDULER_FILE.fullmatch(name)
+    return None if match is None else int(match[1])

@@ -1,0 +1,300 @@
+"""The sessions of a cluster: the start of a new cluster, the takeover of a running one, and new workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.security import Security
+
+from dask_cml.aio import cancel
+from dask_cml.display.start import StartDisplay
+from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.manager.fleet import Fleet
+from dask_cml.naming import session_name
+from dask_cml.options import Options
+from dask_cml.records.record import Record
+from dask_cml.sessions import tls
+from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.plan import Place
+from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sessions.workers_api import WorkersAPI
+
+logger = logging.getLogger(__name__)
+
+
+class Launcher:
+    """Creates the sessions of one cluster, with the cluster's options, folder and keys.
+
+    Parameters
+    ----------
+    api : WorkersAPI
+        Launches and stops sessions.
+    options : Options
+        The cluster's options.
+    folder : Path
+        The cluster's folder on the project file system.
+    fleet : Fleet
+        The cluster's workers.
+
+    Attributes
+    ----------
+    security : distributed.Security or None
+        The cluster's keys, in files.
+    scheduler : CMLScheduler or None
+        The scheduler. None before the start.
+    display : StartDisplay or None
+        The display of the start.
+    """
+
+    def __init__(self, api: WorkersAPI, options: Options, folder: Path, fleet: Fleet) -> None:
+        self.api = api
+        self.options = options
+        self.place = Place(folder)
+        self.security: Security | None = None
+        self.scheduler: CMLScheduler | None = None
+        self.display: StartDisplay | None = None
+        self._fleet = fleet
+        self._stops: dict[asyncio.Task[None], set[str]] = {}
+
+    # -- a new cluster
+
+    async def prepare(self) -> Mapping[Path, str]:
+        """Create the cluster's keys, and return the files to write."""
+        self.security, files = await asyncio.to_thread(tls.as_files, self.options.security, self.place.folder)
+        return files
+
+    async def launch(self, record: str, files: Mapping[Path, str], show: bool) -> None:
+        """Launch a new cluster, and wait until its scheduler answers.
+
+        Parameters
+        ----------
+        record : str
+            The id of the cluster's record.
+        files : mapping of Path to str
+            The result of :meth:`prepare`.
+        show : bool
+            Whether to show the progress.
+
+        Raises
+        ------
+        LaunchRefused, SessionFailed, SchedulerTimeout
+            As in :class:`dask_cml.CMLCluster`.
+        """
+        self.place = Place(self.place.folder, self.place.number, record)
+        self.scheduler = self.make_scheduler()
+        await asyncio.to_thread(self._write, files)
+        workers = [self._make_attached(name) for name in self._fleet.names]
+        if show:
+            self.display = StartDisplay(self._fleet.name, [self.scheduler, *workers])
+        showing = asyncio.create_task(self.display.run()) if self.display else None
+        following: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Future[Any]] = []
+        has_started = False
+        try:
+            # The scheduler's session first: where sessions wait for room, workers could take its room.
+            await self.scheduler.launch()
+            following = asyncio.create_task(self._follow(workers))
+            # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
+            tasks += [asyncio.ensure_future(each) for each in (self.scheduler, *workers)]
+            await asyncio.gather(*tasks)
+            has_started = True
+        finally:
+            await cancel(*tasks, following, showing)
+            if self.display is not None:
+                await self.display.end(has_started)
+
+    def _make_attached(self, name: str) -> CMLWorker:
+        worker = self.make_worker(name)
+        self._fleet.attach(name, worker)
+        return worker
+
+    async def _follow(self, workers: Collection[CMLWorker]) -> None:
+        """Update the workers from the platform's list, until cancelled or the platform fails."""
+        while True:
+            listing = await self.api.sessions()
+            for worker in workers:
+                worker.update(listing)
+
+    def _write(self, files: Mapping[Path, str]) -> None:
+        tls.write(files)
+        if self.options.log_directory is not None:
+            Path(self.options.log_directory, self.options.name).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    # -- a running cluster
+
+    def take_over(self, record: Record) -> None:
+        """Take over the scheduler of a running cluster. Its workers follow by :meth:`attach_launched`."""
+        self.security = record.get_security()
+        self.place = Place(self.place.folder, record.scheduler.number, record.id)
+        self.scheduler = self.make_scheduler()
+        self.scheduler.address = record.scheduler.address
+        session = record.scheduler.session or ""
+        self.scheduler.adopt(session, record.scheduler.app_url, record.owners.get(session))
+
+    def attach_launched(self, record: Record) -> list[str]:
+        """Attach the sessions that other managers have launched, as far as they are in the record.
+
+        Return the names of those that are not.
+        """
+        ids = {key: session for session, key in record.sessions.items()}
+        late = []
+        for member in self._fleet.members:
+            if member.launched and member.worker is None:
+                if member.name in ids:
+                    session = ids[member.name]
+                    self.attach(member.name, session, record.owners.get(session))
+                else:
+                    late.append(member.name)
+        return late
+
+    def attach(self, name: str, session_id: str, owner: str | None = None) -> None:
+        """Attach a worker session that was launched elsewhere.
+
+        Parameters
+        ----------
+        name : str
+            The worker's name.
+        session_id : str
+            The id of its session.
+        owner : str, optional
+            The id of the session with which it ends.
+        """
+        worker = self.make_worker(name)
+        worker.adopt(session_id, owner=owner)
+        self._fleet.attach(name, worker)
+
+    def detach(self, names: Iterable[str]) -> None:
+        """Forget workers that another manager has stopped."""
+        for name in names:
+            worker = self._fleet.detach(name)
+            if worker is not None and worker.session_id is not None:
+                self.api.forget(worker.session_id)
+
+    # -- processes and plans
+
+    def make_scheduler(self) -> CMLScheduler:
+        """Return a scheduler that is not launched yet."""
+        return CMLScheduler(self.api, self.options, self.place, self.security)
+
+    def make_worker(self, name: str) -> CMLWorker:
+        """Return a worker with this name that is not launched yet."""
+        address = None if self.scheduler is None else self.scheduler.address
+        member = self._fleet.member(name)
+        options = self.options if member is None else self._fleet.options_of(member.group)
+        return CMLWorker(
+            address, name, api=self.api, options=options, place=self.place, security=self.security
+        )
+
+    def plans(self) -> str:
+        """Return the plans of the scheduler's session and of the next session of each worker group."""
+        if self.security is None:  # plans need only the paths, so no file is written
+            self.security, _ = tls.as_files(self.options.security, self.place.folder)
+        plans = [str((self.scheduler or self.make_scheduler()).plan)]
+        for group in self._fleet.states:
+            name = session_name(self._fleet.name, group.name, group.number)
+            address = None if self.scheduler is None else self.scheduler.address
+            worker = CMLWorker(
+                address, name, api=self.api, options=group.options, place=self.place, security=self.security
+            )
+            plans.append(str(worker.plan))
+        return "\n".join(plans)
+
+    # -- more workers
+
+    async def launch_workers(
+        self, names: Iterable[str], wanted: Callable[[str], bool]
+    ) -> tuple[list[str], dict[str, LaunchRefused], dict[str, CMLError]]:
+        """Launch workers, as many at once as the API allows.
+
+        Parameters
+        ----------
+        names : iterable of str
+            The names of the sessions.
+        wanted : callable
+            Returns whether a session is still wanted, which is asked immediately before its launch.
+
+        Returns
+        -------
+        launched : list of str
+            The names of the launched sessions.
+        refused : dict
+            For the name of each worker group whose launches the platform refuses, the error. No further ones
+            of the group were tried.
+        failed : dict
+            For the names of sessions whose launch failed, the error. After an error of the platform that may
+            pass, no further ones were tried.
+        """
+        launched: list[str] = []
+        refused: dict[str, LaunchRefused] = {}
+        failed: dict[str, CMLError] = {}
+        queue = iter([*names])
+
+        async def launch() -> None:
+            for name in queue:
+                if any(isinstance(error, CallFailed) for error in failed.values()):
+                    return
+                member = self._fleet.member(name)
+                if member is None or member.group in refused or not wanted(name):
+                    continue
+                worker = self.make_worker(name)
+                try:
+                    await worker
+                except LaunchRefused as error:
+                    refused[member.group] = error
+                except CMLError as error:
+                    failed[name] = error
+                except Exception as error:  # the platform's library may raise anything
+                    logger.exception("Session %s not launched", name)
+                    failed[name] = CMLError(f"{name} not launched: {error!r}")
+                else:
+                    self._fleet.attach(name, worker)
+                    launched.append(name)
+
+        # So an exhausted quota refuses only a few of a hundred launches.
+        tasks: list[Awaitable[None]] = [asyncio.create_task(launch()) for _ in range(self.api.threads)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await cancel(*tasks)  # type: ignore[arg-type]
+        return launched, refused, failed
+
+    # -- the end of sessions
+
+    def used_sessions(self) -> set[str]:
+        """Return the ids of the sessions that are the scheduler's or a worker's, or are being stopped."""
+        processes = (self.scheduler, *self._fleet.workers.values())
+        used = {each.session_id for each in processes if each is not None and each.session_id}
+        return used.union(*self._stops.values())
+
+    async def stop(self, ids: Collection[str], patience: float) -> None:
+        """Stop sessions in a task, so that a call that hangs blocks no other. Wait for it for some seconds.
+
+        Raises
+        ------
+        CMLError
+            If the platform does not stop them, and says so in this time.
+        """
+        task = asyncio.create_task(self.api.stop(*sorted(ids)))
+        self._stops[task] = {*ids}
+        task.add_done_callback(self._stopped)
+        await asyncio.wait([task], timeout=patience)
+        if task.done():
+            task.result()
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        del self._stops[task]
+        if not task.cancelled():
+            task.exception()
+
+    async def stop_stray(self, session_id: str, name: str) -> None:
+        """Stop a session that belongs to the cluster but to no worker."""
+        self.api.adopt(session_id, name)
+        await self.api.stop(session_id)
+
+    async def close(self) -> None:
+        """Stop waiting for sessions that are being stopped."""
+        await cancel(*self._stops)

@@ -1,0 +1,174 @@
+"""Finds the worker sessions that were lost, and why, and notices the end of the scheduler's session."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import dask.config
+from dask.utils import parse_timedelta
+
+from dask_cml.checks import seconds
+from dask_cml.manager.fleet import Fleet, Member
+from dask_cml.manager.launcher import Launcher
+from dask_cml.manager.record_keeper import RecordKeeper
+from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.options import setting
+from dask_cml.sessions.answers import SessionInfo
+
+logger = logging.getLogger(__name__)
+
+#: Seconds without an answer from the scheduler, after which the manager disconnects if the platform does not
+#: list the scheduler's session here. The platform lists a session only to the session that launched it.
+_SILENCE = 120.0
+#: Seconds within which the record disappears of a cluster that another process deletes, after its scheduler.
+_DELETED_WITHIN = 3.0
+
+
+class Outcome(Enum):
+    """Why a manager stops keeping a cluster."""
+
+    ENDED = "the scheduler's session has ended"
+    OUT_OF_SIGHT = "nothing says whether the scheduler still runs"
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a look has found.
+
+    Parameters
+    ----------
+    failed : mapping of str to str
+        For the names of sessions to replace, the failure.
+    closed : list of str
+        The names of sessions to replace that were closed on purpose.
+    outcome : Outcome or None
+        Why the cluster cannot be kept any more.
+    why : str or None
+        The outcome in words.
+    """
+
+    failed: Mapping[str, str] = field(default_factory=dict)
+    closed: list[str] = field(default_factory=list)
+    outcome: Outcome | None = None
+    why: str | None = None
+
+
+class LossFinder:
+    """Compares the wanted sessions with the scheduler's workers and with the platform's list.
+
+    Parameters
+    ----------
+    fleet : Fleet
+        The cluster's workers.
+    client : SchedulerClient
+        Knows whether the scheduler answers.
+    launcher : Launcher
+        Knows the scheduler's session.
+    record_keeper : RecordKeeper
+        Knows whether another process has deleted the cluster.
+    """
+
+    def __init__(
+        self, fleet: Fleet, client: SchedulerClient, launcher: Launcher, record_keeper: RecordKeeper
+    ) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._launcher = launcher
+        self._record_keeper = record_keeper
+        self._watch_interval: float = setting("api.watch-interval", seconds)
+        self._watched = time.monotonic()
+        self._missing_since: dict[str, float] = {}
+
+    @property
+    def starting(self) -> bool:
+        """Whether sessions are on their way that do not wait for room."""
+        return bool(self._missing_since.keys() - self._fleet.waits.keys())
+
+    async def look(self, wanted: list[Member], missing: list[Member], watch: bool) -> Losses:
+        """Find the sessions to replace.
+
+        Parameters
+        ----------
+        wanted : list of Member
+            The wanted sessions with a worker.
+        missing : list of Member
+            Those that are not completely connected.
+        watch : bool
+            Whether to look for nodes that have failed, too. A node that fails closes no connections: the
+            scheduler notices it only after ``distributed.comm.timeouts.tcp``, the platform within a second.
+
+        Raises
+        ------
+        CMLError
+            If the platform does not answer.
+        """
+        now = time.monotonic()
+        names = {each.name for each in missing}
+        self._missing_since = {name: self._missing_since.get(name, now) for name in names}
+        unsettled = any(each.worker and not each.worker.is_known_to_run for each in wanted)
+        watches = watch and now - self._watched >= self._watch_interval
+        if not missing and not unsettled and not watches and self._client.connected:
+            return Losses()
+        listing = await self._launcher.api.sessions()
+        if not self._client.connected:
+            return await self._judge_scheduler(listing)
+        if watches:
+            self._watched = now
+            await self._drop_ended(listing)
+        failed, closed = {}, []
+        ended_ones = {each.name for each in wanted if each.worker and each.worker.update(listing)}
+        for member in missing:
+            worker = member.worker
+            assert worker is not None
+            ended = member.name in ended_ones
+            if worker.was_closed or (ended and member.seen and worker.info.get("status") == "succeeded"):
+                closed.append(member.name)
+            elif why := "ended" if ended else self._why_late(member):
+                failed[member.name] = await worker.failure(why, brief=True)
+        return Losses(failed, closed)
+
+    async def _drop_ended(self, listing: Mapping[str, SessionInfo]) -> None:
+        """Drop Dask workers from the scheduler whose sessions have ended."""
+        members = [each for each in self._fleet.members if each.worker is not None and each.connected]
+        ended = [each for each in members if each.worker is not None and each.worker.update(listing)]
+        if names := {name for each in ended for name in each.connected}:
+            logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(names))
+            await self._client.drop(names)
+
+    async def _judge_scheduler(self, listing: Mapping[str, SessionInfo]) -> Losses:
+        """Find out whether a scheduler that does not answer has ended."""
+        scheduler = self._launcher.scheduler
+        assert scheduler is not None
+        silent = time.monotonic() - self._client.heard
+        if scheduler.update(listing) and not self._client.connected:
+            return Losses(outcome=Outcome.ENDED, why=await self._why_it_ended())
+        if scheduler.session_id not in listing and silent > _SILENCE:
+            why = (
+                f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and CML does not list "
+                f"its session {scheduler.session_id} here; to check it, run `dask cml list`"
+            )
+            return Losses(outcome=Outcome.OUT_OF_SIGHT, why=why)
+        return Losses()
+
+    async def _why_it_ended(self) -> str:
+        scheduler = self._launcher.scheduler
+        assert scheduler is not None
+        unharmed = scheduler.info.get("status") in ("succeeded", "stopped")
+        if unharmed and await self._record_keeper.is_removed(_DELETED_WITHIN):
+            return "another process shut it down"
+        return await scheduler.failure("ended")
+
+    def _why_late(self, member: Member) -> str | None:
+        worker = member.worker
+        assert worker is not None
+        if self._fleet.has_registered(member):
+            patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
+            if time.monotonic() - self._missing_since[member.name] > patience:
+                return "lost a Dask worker"
+        elif worker.runs_for > worker.options.worker_timeout:
+            return f"did not connect within {worker.options.worker_timeout:g} s"
+        return None

@@ -1,0 +1,490 @@
+"""One cluster's life: from its creation, or its adoption by another process, to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import dask.config
+from dask.utils import parse_timedelta
+from distributed.core import Status
+from distributed.security import Security
+
+from dask_cml.aio import cancel
+from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
+from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.launcher import Launcher
+from dask_cml.manager.losses import Losses, Outcome
+from dask_cml.manager.reconciler import Reconciler
+from dask_cml.manager.record_keeper import RecordKeeper
+from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.manager.state import ClusterState
+from dask_cml.manager.unrunnable import UnrunnableTasks
+from dask_cml.manager.wishes import Wishes
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.options import Options, state_directory
+from dask_cml.records import probe
+from dask_cml.records.operations import wait_until_running
+from dask_cml.records.record import VERSION, Maker, Record
+from dask_cml.scheduler.wanted import Wanted
+from dask_cml.sessions import tls
+from dask_cml.sessions.owner import lifetime
+from dask_cml.sessions.process import CMLScheduler
+from dask_cml.sessions.workers_api import WorkersAPI, load_platform
+
+logger = logging.getLogger(__name__)
+
+_GOODBYE_TIMEOUT = 3.0
+_JOIN_PAUSE = 0.5
+#: Seconds between two looks of an observer. A process may observe many clusters.
+_OBSERVER_INTERVAL = 7.5
+
+
+class Manager:
+    """Creates or adopts one cluster, keeps it as its users wish, and closes it.
+
+    Its methods are coroutines, or may be called from any thread. A process that uses a cluster without a
+    :class:`~dask_cml.CMLCluster`, such as ``dask cml`` or the page, uses this class.
+
+    Parameters
+    ----------
+    options : Options
+        The cluster's options.
+    given : mapping, optional
+        The options that a user gave, unchecked, to name those that a running cluster does not have.
+    record : Record, optional
+        The record of a running cluster to adopt. Default: create a cluster.
+    observes : bool
+        Whether this manager only observes: it keeps no orphan alive, and leads only if no other manager can.
+    maker : Maker, optional
+        What the record says of this process. Default: this process and its user.
+    log : callable, optional
+        Gets each line for the user. Default: the log.
+    show : bool
+        Whether to show the progress of the start.
+
+    Attributes
+    ----------
+    status : distributed.core.Status
+        ``created``, ``starting``, ``running``, ``closing``, ``closed``, or ``failed`` if sessions could not
+        be stopped. Then, :meth:`close` tries again.
+    state : ClusterState
+        What the cluster is now.
+    wishes : Wishes
+        Takes the wishes of users: to scale, to adapt, to add a worker group.
+    fleet : Fleet
+        What is wanted, and which sessions exist.
+    shutdown_on_close : bool
+        Whether the cluster is shut down when this process exits.
+
+    Examples
+    --------
+    >>> async def scale(name, n):
+    ...     manager = Manager.adopt(store.read(name))
+    ...     await manager.start()
+    ...     manager.wishes.scale(n)
+    ...     await manager.wishes.settle()
+    ...     await manager.close(shutdown=False)
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        given: Mapping[str, Any] | None = None,
+        *,
+        record: Record | None = None,
+        observes: bool = False,
+        maker: Maker | None = None,
+        log: Callable[[str], None] | None = None,
+        show: bool = False,
+    ) -> None:
+        self.id = secrets.token_hex(8)
+        self.status = Status.created
+        self.options = options
+        self.observes = observes
+        self.shutdown_on_close = options.shutdown_on_close
+        self.security = Security()
+        self._given = given or {}
+        self._maker = maker
+        self._show = show
+        self._log = log or logger.info
+        self._pid = os.getpid()
+        self._api = WorkersAPI(load_platform(options.platform))
+        self._api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
+        for each in (options, *options.groups().values()):
+            self._api.check_options(each.launch_options)
+        self._starting: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.event_loop: asyncio.AbstractEventLoop | None = None
+        self._assemble(record)
+        end_at_exit(self)
+
+    @classmethod
+    def adopt(cls, record: Record, **arguments: Any) -> Manager:
+        """Return a manager for the running cluster of a record, without reading files.
+
+        Parameters
+        ----------
+        record : Record
+            The cluster's record.
+        **arguments
+            Arguments of the class. ``shutdown_on_close``: as in :meth:`dask_cml.CMLCluster.from_name`.
+
+        Raises
+        ------
+        CMLError
+            If another release of dask-cml has created the cluster.
+        """
+        if record.version != VERSION:
+            raise CMLError(
+                f"cluster {record.name!r} was created by an older dask-cml: use that one to manage it, or run "
+                f"`dask cml delete {shlex.quote(record.name)}`"
+            )
+        shutdown_on_close = arguments.pop("shutdown_on_close", False)
+        forward_dashboard = arguments.pop("forward_dashboard", None)
+        options = Options.read(
+            **record.options,
+            name=record.name,
+            create_mode="create",
+            shutdown_on_close=shutdown_on_close,
+            forward_dashboard=forward_dashboard,
+        )
+        return cls(options, record=record, **arguments)
+
+    def _assemble(self, record: Record | None) -> None:
+        """Assemble the parts of the manager: for a new cluster, or for the cluster of a record."""
+        self.adopts = record is not None
+        self._folder = state_directory() / self.options.name
+        self.fleet = Fleet(self.options, self.id)
+        self._client = SchedulerClient(self.fleet, self.observes, self._changed)
+        self._launcher = Launcher(self._api, self.options, self._folder, self.fleet)
+        self._record_keeper = RecordKeeper(
+            self.options.name, self._api, self.fleet, lambda: self.scheduler, record
+        )
+        self._reconciler = Reconciler(
+            self.fleet,
+            self._client,
+            self._launcher,
+            self._record_keeper,
+            log=self._log,
+            watch=not self.observes,
+            interval=_OBSERVER_INTERVAL if self.observes else None,
+        )
+        self._unrunnable = UnrunnableTasks(self.fleet, self._client, self._log)
+        self.state = ClusterState(
+            lambda: self.status,
+            self.fleet,
+            self._client,
+            self._launcher,
+            self._reconciler,
+            self._record_keeper,
+            self._unrunnable,
+        )
+        self.wishes = Wishes(self.state, self.fleet, self._client, self._reconciler)
+        if record is None:
+            groups: dict[str, dict[str, Any]] = {
+                DEFAULT_GROUP: {"options": {}, "target": self.options.n_workers}
+            }
+            for name, each in self.options.groups().items():
+                groups[name] = {"options": each.group_arguments(), "target": each.n_workers}
+            self._first_groups = groups
+            self.fleet.update({**Wanted(self.options.name, self.id, groups).since(0), "workers": {}})
+
+    # -- start
+
+    async def start(self) -> None:
+        """Create or adopt the cluster. Return when its scheduler answers. A second call waits for the first.
+
+        Raises
+        ------
+        CMLError
+            As in :class:`dask_cml.CMLCluster`. A cluster that could not be created is shut down. One that could
+            not be adopted runs on.
+        """
+        if self.status == Status.running:
+            return
+        if self.status not in (Status.created, Status.starting):
+            raise CMLError(f"cluster {self.options.name} is closed")
+        if self._starting is None:
+            self.status = Status.starting
+            self.event_loop = asyncio.get_running_loop()
+            self._starting = asyncio.create_task(self._start_once())
+        try:
+            await self._starting
+        except asyncio.CancelledError:
+            closed_meanwhile = self._closing is not None
+            await self.close(shutdown=not self.adopts)
+            if closed_meanwhile:
+                raise CMLError(f"cluster {self.options.name} was closed while it started") from None
+            self.show_interrupt()
+            raise
+        except BaseException as error:
+            await self.close(shutdown=not self.adopts)
+            if isinstance(error, LaunchRefused):
+                # Sessions that are stopping must not keep the user from creating a smaller cluster at once.
+                await self._api.wait_until_ended(self._api.names)
+            raise
+
+    def show_interrupt(self) -> None:
+        """Say how many sessions an interrupted start has stopped."""
+        if self._launcher.display is not None:
+            n = len(self._api.names.keys() - self._api.live)
+            self._launcher.display.end_with(f"Interrupted: {n} session{'s' * (n != 1)} stopped")
+
+    async def _start_once(self) -> None:
+        record = self._record_keeper.record
+        if record is not None:
+            await self._adopt(record)
+        else:
+            await self._create_or_connect()
+        self.status = Status.running
+        keeping = asyncio.create_task(self._reconciler.run())
+        keeping.add_done_callback(self._end_with)
+        self._tasks = [keeping, asyncio.create_task(self._unrunnable.run())]
+
+    async def _create_or_connect(self) -> None:
+        mode = self.options.create_mode
+        if mode != "connect":
+            try:
+                await self._create()
+                return
+            except ClusterExists:
+                if mode == "create":
+                    raise
+        name, given = self.options.name, self._given
+        timeout = self.options.pending_timeout + self.options.scheduler_timeout
+        record = await wait_until_running(name, timeout)
+        differing = self.options.differing(given, record.options)
+        kept = f"; it keeps its {', '.join(differing)}" if differing else ""
+        self._log(f"Connected to running cluster {name}{kept}")
+        self.options = self.options.of_running(record.options, bool(given.get("shutdown_on_close")))
+        self.shutdown_on_close = self.options.shutdown_on_close
+        # Requests to a cluster that was not created do not apply to the running one.
+        self._assemble(record)
+        await self._adopt(record)
+
+    async def _create(self) -> None:
+        options = self.options
+        files = await self._launcher.prepare()
+        maker = self._maker or Maker.this_process()
+        keys = tls.paths(self._launcher.security)
+        record = Record(options.name, maker=maker, options=options.arguments(), security=keys)
+        wanted = {
+            "cluster": options.name,
+            "record": record.id,
+            "leader": self.id,
+            "groups": self._first_groups,
+        }
+        await self._record_keeper.take_name(record, wanted)
+        self._record_keeper.start()
+        await self._launcher.launch(record.id, files, self._show)
+        await self._join(record, options.scheduler_timeout)
+        # Until now, the scheduler has waited for a manager for some time.
+        timeout = options.orphan_timeout if self.shutdown_on_close else None
+        await self._set(orphan_timeout=timeout)
+        await self._record_keeper.write()
+        if not self.shutdown_on_close:
+            self._log(lifetime(options.name))
+
+    async def _adopt(self, record: Record) -> None:
+        # As long as Dask's clients wait: a busy scheduler may need it. Without a scheduler this fails at
+        # once.
+        patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
+        if not await probe.is_alive(record, timeout=patience):
+            address = record.scheduler.address or "an unknown address"
+            raise CMLError(
+                f"the scheduler of cluster {record.name!r} does not answer at {address}: to stop its "
+                f"sessions, run `dask cml delete {shlex.quote(record.name)}`"
+            )
+        self._launcher.take_over(record)
+        await self._join(record, patience)
+        self._record_keeper.start()
+        self._launcher.attach_launched(record)
+
+    async def _join(self, record: Record, timeout: float) -> None:
+        """Connect to the scheduler, which may be busy.
+
+        Raises
+        ------
+        CMLError
+            If it does not answer in time.
+        """
+        scheduler = self._launcher.scheduler
+        assert scheduler is not None and scheduler.address is not None
+        self.security = self._launcher.security or Security()
+        arguments = await asyncio.to_thread(tls.connection_args, self.security)
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                await self._client.join(scheduler.address, arguments, record.id)
+                return
+            except (OSError, asyncio.TimeoutError) as error:
+                if time.monotonic() > deadline:
+                    raise CMLError(
+                        f"the scheduler of cluster {record.name!r} at {scheduler.address} did not answer within "
+                        f"{timeout:g} s: {error!r}"
+                    ) from error
+            await asyncio.sleep(_JOIN_PAUSE)
+
+    async def _set(self, **values: Any) -> None:
+        """Change what the scheduler keeps of the cluster.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer.
+        """
+        deadline = time.monotonic() + self.options.scheduler_timeout
+        while True:
+            try:
+                return await self._client.change(**values)
+            except (OSError, asyncio.TimeoutError) as error:
+                if time.monotonic() > deadline:
+                    name = self.options.name
+                    raise CMLError(
+                        f"the scheduler of cluster {name!r} did not take {values}: {error!r}"
+                    ) from error
+            await asyncio.sleep(_JOIN_PAUSE)
+
+    async def outlive_this_process(self) -> None:
+        """Let the cluster run on when this process exits, until the session ends that launched it.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer. The cluster is still shut down with this process.
+        """
+        await self._set(orphan_timeout=None)
+        self.shutdown_on_close = False
+
+    @property
+    def scheduler(self) -> CMLScheduler | None:
+        """The scheduler's session. None before the start."""
+        return self._launcher.scheduler
+
+    def _changed(self) -> None:
+        """React to an answer of the scheduler."""
+        self._reconciler.poke()
+        if self.status == Status.running:
+            self.wishes.tend_adaptives()
+
+    # -- end
+
+    async def close(self, shutdown: bool) -> None:
+        """Close this manager. If an earlier call failed, try again.
+
+        Parameters
+        ----------
+        shutdown : bool
+            Whether to stop all sessions of the cluster. Otherwise, they run on.
+
+        Raises
+        ------
+        CMLError
+            If the platform did not stop some sessions. The message names them.
+        """
+        if self.is_forks_copy or self.status == Status.closed:
+            return
+        if self._closing is None or (self._closing.done() and self.status == Status.failed):
+            self._closing = asyncio.create_task(self._close_once(shutdown))
+        await asyncio.shield(self._closing)
+
+    async def _close_once(self, shutdown: bool) -> None:
+        self.wishes.close()
+        self.status = Status.closing
+        try:
+            await cancel(self._starting, *self._tasks)
+            await self._reconciler.close()
+            if not shutdown:
+                await self._hand_over()
+            self.fleet.close()
+            await self._record_keeper.close()
+            if shutdown:
+                await self._client.terminate(_GOODBYE_TIMEOUT)
+            await self._client.close()
+        except Exception:  # whatever fails before, the sessions are stopped
+            logger.exception("Cluster %s not closed properly", self.options.name)
+        try:
+            if shutdown:
+                await self._record_keeper.end()
+            else:
+                await self._api.close()
+        except BaseException:
+            self.status = Status.failed
+            raise
+        self._forget()
+
+    def _forget(self) -> None:
+        self.status = Status.closed
+        for process in (self.scheduler, *self.fleet.workers.values()):
+            if process is not None:
+                process.status = Status.closed
+        self.fleet.clear()
+        no_longer_end_at_exit(self)
+
+    async def _hand_over(self) -> None:
+        """Leave the sessions to other managers. The sessions that these cannot find are stopped."""
+        try:
+            if self._client.connected and (wishes := self.fleet.wishes):
+                await self._client.apply(*wishes)
+            await self._reconciler.report()
+        except Exception as error:
+            logger.info("Last wishes for cluster %s not sent: %r", self.options.name, error)
+        processes = [each for each in (self.scheduler, *self.fleet.workers.values()) if each is not None]
+        if self._record_keeper.gone:  # no other manager can take over what was launched here
+            processes = [each for each in processes if each.adopted]
+        self._api.forget(*[each.session_id for each in processes if each.session_id])
+
+    def _end_with(self, keeping: asyncio.Task[Losses]) -> None:
+        """Close when the reconciler stops keeping the cluster."""
+        if not keeping.cancelled() and keeping.exception() is None and self._closing is None:
+            losses = keeping.result()
+            said = "shut down" if losses.outcome == Outcome.ENDED else "disconnected"
+            self._log(f"Cluster {self.options.name} {said}: {losses.why}")
+            self._closing = asyncio.create_task(self._close_once(losses.outcome == Outcome.ENDED))
+            self._closing.add_done_callback(_log_failure)
+
+    def end_now(self, timeout: float) -> None:
+        """Close when the interpreter exits. Blocks.
+
+        Parameters
+        ----------
+        timeout : float
+            Maximum time to wait for the event loop, in seconds.
+        """
+        try:
+            if self.event_loop is not None and self.event_loop.is_running() and self.status != Status.closed:
+                closing = asyncio.run_coroutine_threadsafe(
+                    self.close(self.shutdown_on_close), self.event_loop
+                )
+                closing.result(timeout)
+        except CMLError as error:  # all retries have failed
+            logger.error("%s", error)
+        except BaseException as error:
+            logger.info("Sessions of cluster %s stopped without its event loop: %r", self.options.name, error)
+        # The event loop may have ended, as after asyncio.run. Then this is enough.
+        if self.status != Status.closed and self.shutdown_on_close:
+            self._record_keeper.end_now()
+        self.status = Status.closed
+
+    def forget(self) -> None:
+        """Leave the cluster to the parent process, after a fork."""
+        self.status = Status.closed
+
+    @property
+    def is_forks_copy(self) -> bool:
+        """Whether this process is a fork of the cluster's process. Its exit does not end the cluster."""
+        return self._pid != os.getpid()
+
+
+def _log_failure(closing: asyncio.Task[None]) -> None:
+    if not closing.cancelled() and (error := closing.exception()) is not None:
+        logger.error("%s", error)

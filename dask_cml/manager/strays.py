@@ -1,0 +1,111 @@
+"""Finds what runs for a cluster and that no manager has launched, as after a crash at the wrong moment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+from dask_cml.layout import SCHEDULER
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.launcher import Launcher
+from dask_cml.manager.record_keeper import RecordKeeper
+from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.naming import read_name, session_name
+from dask_cml.records.record import Record
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks, and for which a session must be a stray. Its manager may be about to say that it has
+#: launched it.
+_INTERVAL, _PATIENCE = 15.0, 20.0
+
+
+class Strays:
+    """Takes over or stops sessions of the cluster's record, and Dask workers, that the scheduler's list lacks.
+
+    Only the leader looks.
+
+    Parameters
+    ----------
+    fleet : Fleet
+        The cluster's workers.
+    client : SchedulerClient
+        Retires Dask workers without a session.
+    launcher : Launcher
+        Attaches and stops sessions.
+    record_keeper : RecordKeeper
+        Reads the cluster's record.
+    """
+
+    def __init__(
+        self, fleet: Fleet, client: SchedulerClient, launcher: Launcher, record_keeper: RecordKeeper
+    ) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._launcher = launcher
+        self._record_keeper = record_keeper
+        self._next = 0.0
+        self._since: dict[str, float] = {}
+
+    async def look(self) -> None:
+        """Look, if the last look was some time ago or Dask workers are unknown.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler or the file system does not answer.
+        CMLError
+            If the platform does not answer.
+        """
+        now = time.monotonic()
+        unknown = self._unknown_workers()
+        if now < self._next and not unknown.keys() - self._since.keys():
+            return
+        self._next = now + _INTERVAL
+        record = await asyncio.to_thread(self._record_keeper.read)
+        if record is None:
+            return
+        found = {**dict.fromkeys(unknown), **self._unknown_sessions(record)}
+        self._since = {name: self._since.get(name, now) for name in found}
+        for name, since in self._since.items():
+            if now - since >= _PATIENCE:
+                await self._end(name, found[name], unknown.get(name, []))
+
+    def _unknown_workers(self) -> Mapping[str, list[str]]:
+        """Return the Dask workers of sessions that are not in the scheduler's list, by the session's name."""
+        unknown: dict[str, list[str]] = {}
+        for worker in self._fleet.observed:
+            found = read_name(self._fleet.name, worker)
+            name = session_name(self._fleet.name, *found) if found else None
+            if name is not None and self._fleet.member(name) is None:
+                unknown.setdefault(name, []).append(worker)
+        return unknown
+
+    def _unknown_sessions(self, record: Record) -> dict[str, str]:
+        """Return the sessions in the record that no part of this cluster uses: their ids by name."""
+        used = self._launcher.used_sessions()
+        unknown = {}
+        for session, key in record.sessions.items():
+            member = self._fleet.member(key)
+            # One that another manager has launched is attached by its name.
+            awaited = member is not None and member.worker is None and (member.launched or member.wanted)
+            if session not in used and not awaited:
+                unknown[f"{key} ({session})" if key == SCHEDULER or member is not None else key] = session
+        return unknown
+
+    async def _end(self, name: str, session: str | None, workers: list[str]) -> None:
+        if session is not None and not workers:
+            logger.warning("Session %s of %s stopped: no manager has launched it", session, name)
+            await self._launcher.stop_stray(session, name)
+        elif session is not None:
+            logger.warning("Session %s of %s taken over: no manager knew it", session, name)
+            self._launcher.attach(name, session)
+        elif workers:
+            logger.warning("Workers %s retired: their session is unknown", workers)
+            try:
+                await asyncio.wait_for(self._client.retire(workers), _PATIENCE)
+            except asyncio.TimeoutError:
+                await self._client.drop(workers)
+        self._since.pop(name, None)

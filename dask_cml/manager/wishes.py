@@ -1,0 +1,218 @@
+"""The wishes of a cluster's users, and the adaptive scaling for which they ask."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Collection
+from typing import Any
+
+from distributed.core import Status
+from distributed.deploy.adaptive import Adaptive
+from tornado.ioloop import IOLoop
+
+from dask_cml.errors import CMLError
+from dask_cml.manager.adaptive import CMLAdaptive, stop_adapting
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.reconciler import Reconciler
+from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.manager.state import ClusterState
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.options import Options
+
+logger = logging.getLogger(__name__)
+
+
+class Wishes:
+    """Takes wishes. They are sent until the scheduler has answered them.
+
+    Parameters
+    ----------
+    state : ClusterState
+        What the cluster is now.
+    fleet, client, reconciler
+        The manager's parts.
+    """
+
+    def __init__(
+        self, state: ClusterState, fleet: Fleet, client: SchedulerClient, reconciler: Reconciler
+    ) -> None:
+        self.state = state
+        self.fleet = fleet
+        self._client = client
+        self._reconciler = reconciler
+        #: The adaptive scaling of each worker group, including stopped ones.
+        self._adaptives: dict[str, Adaptive] = {}
+        self._lock = threading.Lock()
+
+    def scale(self, n: int, group: str = DEFAULT_GROUP) -> None:
+        """Scale a worker group to `n` sessions, and stop its adaptive scaling.
+
+        Raises
+        ------
+        ValueError
+            If the group does not exist.
+        CMLError
+            If the cluster is closed.
+        """
+        self.fleet.group(group)
+        with self._lock:
+            self.fleet.wish("scale", group=group, n=n)
+            if isinstance(adaptive := self._adaptives.get(group), CMLAdaptive):
+                stop_adapting(adaptive, "scale() was called")
+        self._client.send_wishes()
+
+    def remove(self, names: Collection[str]) -> None:
+        """Close worker sessions after moving their data to others.
+
+        Parameters
+        ----------
+        names : collection of str
+            Names of sessions or of Dask workers.
+        """
+        sessions = {each: member.name for member in self.fleet.members for each in member.connected}
+        self.fleet.wish("remove", names=sorted({sessions.get(name, name) for name in names}))
+        self._client.send_wishes()
+
+    def adapt(self, adaptive: Adaptive, group: str = DEFAULT_GROUP) -> None:
+        """Let the leader scale a group between the limits of this adaptive scaling.
+
+        Another class than CMLAdaptive scales itself.
+        """
+        with self._lock:
+            if isinstance(adaptive, CMLAdaptive):
+                self.fleet.wish("adapt", group=group, **adaptive.limits)
+            else:
+                self.fleet.wish("stop_adapting", group=group, key=None)
+            if (before := self._adaptives.get(group)) is not None:
+                stop_adapting(before, "adapt() was called")
+            self._adaptives[group] = adaptive
+        self._client.send_wishes()
+
+    def adaptive(self, group: str = DEFAULT_GROUP) -> Adaptive | None:
+        """Return the last adaptive scaling of a group in this process."""
+        return self._adaptives.get(group)
+
+    def stop_adapting(self, group: str, key: str | None = None) -> None:
+        """Keep a group's number of sessions. With a key, only if that request to adapt is the last one."""
+        with contextlib.suppress(CMLError):  # the cluster is closed
+            self.fleet.wish("stop_adapting", group=group, key=key)
+            self._client.send_wishes()
+
+    async def add_group(self, name: str, options: Options) -> None:
+        """Add a worker group.
+
+        Raises
+        ------
+        ValueError
+            If a group with this name exists.
+        CMLError
+            If the cluster is not running, or the scheduler does not answer.
+        """
+        arguments = options.group_arguments()
+        await self._ask("added", name, op="add_group", options=arguments, n=options.n_workers)
+
+    async def delete_group(self, name: str) -> None:
+        """Delete a worker group, and stop all its sessions after moving their data to other workers.
+
+        Raises
+        ------
+        ValueError
+            If no such group exists.
+        CMLError
+            If no other worker can take the data, the group is scaled meanwhile, or the scheduler or the
+            platform does not answer.
+        """
+        await self._ask("deleted", name, op="delete_group")
+        while name in self.fleet.groups:
+            self._check_running(f"worker group {name!r} not deleted")
+            if not self.fleet.is_deleted(name):
+                raise CMLError(
+                    f"worker group {name!r} of cluster {self.fleet.name} not deleted: no other worker can "
+                    "take its data, or it was scaled meanwhile"
+                )
+            if outage := self._reconciler.outage:
+                raise CMLError(
+                    f"worker group {name!r} of cluster {self.fleet.name} not deleted yet: {outage}"
+                )
+            await self._reconciler.settle()
+
+    async def _ask(self, done: str, group: str, op: str, **arguments: Any) -> None:
+        """Send a wish for a group, and wait for the answer."""
+        self._check_running(f"worker group {group!r} not {done}")
+        wish = self.fleet.wish(op, group=group, **arguments)
+        try:
+            await asyncio.wait_for(self._client.answer_to(wish), self.fleet.options.scheduler_timeout)
+        except asyncio.TimeoutError:
+            self.fleet.answered([wish])
+            raise CMLError(
+                f"worker group {group!r} of cluster {self.fleet.name} not {done}: the scheduler does not answer"
+            ) from None
+
+    def _check_running(self, what: str) -> None:
+        if self.status != Status.running:
+            raise CMLError(f"{what}: cluster {self.fleet.name} is {self.status.name}")
+
+    async def settle(self) -> None:
+        """Wait until the scheduler has answered all wishes, and sessions were launched and stopped for them.
+
+        Raises
+        ------
+        CMLError
+            If the cluster closes meanwhile.
+        """
+        self._client.send_wishes()
+        await self._reconciler.settle()
+        self._check_running("not settled")
+
+    # -- adaptive scaling, which takes this object for its cluster if another process has asked for it
+
+    @property
+    def status(self) -> Status:
+        """The manager's status."""
+        return self.state.status
+
+    @property
+    def loop(self) -> IOLoop:
+        """The event loop."""
+        return IOLoop.current()
+
+    async def demand(self, max_age: float) -> dict[str, Any]:
+        """Return the work that the scheduler knows; see :meth:`SchedulerClient.demand`."""
+        return await self._client.demand(max_age)
+
+    async def decide(self, op: str, **arguments: Any) -> Any:
+        """Let the scheduler carry out an operation; see :class:`dask_cml.scheduler.wanted.Wanted`."""
+        result = await self._client.decide(op, **arguments)
+        self._reconciler.poke()
+        return result
+
+    async def choose(self, n: int, *args: Any, **more: Any) -> list[str]:
+        """Choose the `n` sessions of a group that cost least to stop; see :meth:`Reconciler.choose`."""
+        return await self._reconciler.choose(n, *args, **more)
+
+    def affordable(self, n: int, group: str) -> int:
+        """Return how many of `n` sessions of a group to ask for; see :meth:`Backoffs.affordable`."""
+        return self._reconciler.backoffs.affordable(n, group)
+
+    def tend_adaptives(self) -> None:
+        """Stop adaptive scaling that another request has replaced. Take over that of other managers."""
+        with self._lock:
+            for group in self.fleet.states:
+                own, adapting = self._adaptives.get(group.name), group.adapting
+                scales = isinstance(own, CMLAdaptive) and not own.released
+                if scales and (adapting is None or adapting["key"] != own.key):  # type: ignore[union-attr]
+                    stop_adapting(own, "another manager scales the cluster")  # type: ignore[arg-type]
+                    scales = False
+                if adapting is not None and not scales and self._client.leads:
+                    logger.info(
+                        "Adaptive scaling of group %s of cluster %s taken over", group.name, self.fleet.name
+                    )
+                    self._adaptives[group.name] = CMLAdaptive.of(self, group.name, adapting)
+
+    def close(self) -> None:
+        """Stop all adaptive scaling of this process."""
+        for adaptive in self._adaptives.values():
+            stop_adapting(adaptive, "the cluster closes")

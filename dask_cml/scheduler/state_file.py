@@ -1,0 +1,101 @@
+"""The scheduler's file in the cluster's folder: how to reach the scheduler, and what is wanted.
+
+Workers and other processes find the scheduler by it. Another scheduler begins with it if this one is lost. Its
+time is the scheduler's sign of life for processes that cannot reach the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dask_cml.heartbeat import INTERVAL
+from dask_cml.layout import scheduler_file, wanted_file
+from dask_cml.private import open_folder, read_file, written
+
+logger = logging.getLogger("distributed.scheduler.dask_cml")
+
+#: Seconds between two changes of the file, and for which the folder must be gone before the cluster is deleted.
+_REST, _GONE_FOR = 1.0, 30.0
+
+
+class StateFile:
+    """Keeps the scheduler's file up to date.
+
+    Parameters
+    ----------
+    folder : Path
+        The cluster's folder.
+    number : int
+        The number of this scheduler in its cluster.
+    """
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder = folder
+        self.number = number
+        self._changed = asyncio.Event()
+        self._gone_since: float | None = None
+
+    def begin(self) -> Mapping[str, Any]:
+        """Return what the manager has written that launched this scheduler. Blocks.
+
+        Raises
+        ------
+        OSError, ValueError
+            If the file cannot be read.
+        """
+        with open_folder(self.folder) as descriptor:
+            content: Mapping[str, Any] = json.loads(
+                read_file(self.folder / wanted_file(self.number), descriptor)
+            )
+            return content
+
+    def changed(self) -> None:
+        """Write the file soon."""
+        self._changed.set()
+
+    async def run(self, content: Callable[[], Mapping[str, Any]]) -> None:
+        """Write the file when something changes, and regularly, until the cluster's folder is removed.
+
+        Parameters
+        ----------
+        content : callable
+            Returns the content, for JSON.
+        """
+        while not self._is_gone():
+            self._changed.clear()
+            try:
+                await asyncio.to_thread(self.write, content())
+                self._gone_since = None
+            except (FileNotFoundError, NotADirectoryError):
+                await asyncio.to_thread(self._look)
+            except (OSError, RuntimeError) as error:  # RuntimeError: not private
+                logger.warning("State of the cluster not written: %s", error)
+            await asyncio.sleep(_REST)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), INTERVAL)
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Replace the file atomically. Blocks."""
+        name = scheduler_file(self.number)
+        with (
+            open_folder(self.folder) as descriptor,
+            written(name, json.dumps(content).encode(), descriptor) as temporary,
+        ):
+            os.replace(temporary, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+
+    def _look(self) -> None:
+        """Note since when the folder is gone, if its parent can be listed."""
+        with contextlib.suppress(OSError):
+            if self.folder.name not in os.listdir(self.folder.parent):
+                self._gone_since = self._gone_since or time.monotonic()
+
+    def _is_gone(self) -> bool:
+        return self._gone_since is not None and time.monotonic() - self._gone_since > _GONE_FOR

@@ -1,0 +1,403 @@
+"""What is wanted of a cluster's workers: the one state that all its managers share.
+
+The scheduler's plugin owns it. Managers send wishes, decisions and what they did; each is one method here,
+which gets the manager's id. There is no I/O and no clock in it, so the order of the calls alone decides.
+
+For each worker group, the *target* is the number of requested worker sessions. The *names* are those of the
+wanted sessions, never fewer than the target. If there are more, the leader chooses some to stop. Numbers in
+names are given out once, so no two managers launch sessions with one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
+from dask_cml.scheduler.changes import ChangeLog
+
+#: Maximum number of managers, and of wishes of each, whose results are kept.
+_MOST_ANSWERED = 100
+#: What a change of a group, and of the leader, is logged as; sessions are logged by their names.
+GROUPS = ("groups", "")
+
+
+@dataclass
+class WantedGroup:
+    """What is wanted of one worker group.
+
+    Parameters
+    ----------
+    options : mapping
+        The group's own arguments, as in ``CMLCluster.add_worker_group``. Empty for the default group.
+    target : int
+        Number of requested worker sessions.
+    number : int
+        The number of the next session.
+    wishes : int
+        How often a user has scaled the group.
+    adapting : mapping or None
+        The limits of adaptive scaling: ``minimum``, ``maximum`` (None: unlimited), more ``options``, the
+        ``manager`` that was asked, and the ``wish``.
+    deleted : bool
+        Whether to remove the group after its last session.
+    names : dict
+        The names of the wanted sessions, the oldest first.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    target: int = 0
+    number: int = 0
+    wishes: int = 0
+    adapting: Mapping[str, Any] | None = None
+    deleted: bool = False
+    names: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def excess(self) -> int:
+        """Number of wanted sessions above the target, because none was chosen to stop yet."""
+        return len(self.names) - self.target
+
+    def described(self) -> dict[str, Any]:
+        """Return all but the names."""
+        described = asdict(self)
+        del described["names"]
+        return described
+
+
+@dataclass
+class Entry:
+    """A session that is wanted or launched.
+
+    Parameters
+    ----------
+    group : str
+        Its worker group.
+    manager : str or None
+        The manager that may launch it, or has launched it.
+    launched : bool
+        Whether it is launched, and in the cluster's record.
+    seen : frozenset of str
+        The names of its Dask workers that have been connected.
+    """
+
+    group: str
+    manager: str | None
+    launched: bool = False
+    seen: frozenset[str] = frozenset()
+
+
+def _last(answers: dict[Any, Any]) -> dict[Any, Any]:
+    return dict([*answers.items()][-_MOST_ANSWERED:])
+
+
+class Wanted:
+    """The wanted and the launched worker sessions of a cluster.
+
+    Parameters
+    ----------
+    cluster : str
+        The cluster's name.
+    leader : str, optional
+        The manager that launches and stops sessions.
+    groups : mapping of str to mapping, optional
+        The groups, as :meth:`to_json` returns them. Default: the default group without sessions.
+
+    Examples
+    --------
+    >>> wanted = Wanted("mine", leader="me")
+    >>> wanted.scale("me", "default", 2)
+    >>> [*wanted.sessions]
+    ['mine-0', 'mine-1']
+    """
+
+    def __init__(
+        self, cluster: str, leader: str | None = None, groups: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        self.cluster = cluster
+        self.leader = leader
+        self.changes: ChangeLog[tuple[str, str]] = ChangeLog()
+        self.sessions: dict[str, Entry] = {}
+        self.groups = {name: WantedGroup(**each) for name, each in (groups or {DEFAULT_GROUP: {}}).items()}
+        #: The results of each manager's last wishes, by their numbers.
+        self._answered: dict[str, dict[int, Any]] = {}
+        self._grow_all()
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """Return the groups for JSON, from which another scheduler begins."""
+        return {name: group.described() for name, group in self.groups.items()}
+
+    def since(self, revision: int) -> dict[str, Any]:
+        """Return for managers what has changed since a revision.
+
+        Returns
+        -------
+        dict
+            The current ``revision``; ``whole``, whether the state is complete; the ``leader``; ``groups``, or
+            None if they are as before; ``sessions`` by name, None for those that are gone; and the addresses
+            of ``workers``.
+        """
+        changed = self.changes.since(revision) if revision else None
+        keys = [GROUPS, *(("session", name) for name in self.sessions)] if changed is None else changed
+        return {
+            "revision": self.changes.revision,
+            "whole": changed is None,
+            "leader": self.leader,
+            "groups": self.to_json() if GROUPS in keys else None,
+            "sessions": {name: self._session(name) for kind, name in keys if kind == "session"},
+            "workers": [name for kind, name in keys if kind == "worker"],
+        }
+
+    def _session(self, name: str) -> dict[str, Any] | None:
+        entry = self.sessions.get(name)
+        if entry is None:
+            return None
+        group = self.groups.get(entry.group)
+        return {**asdict(entry), "seen": [*entry.seen], "wanted": group is not None and name in group.names}
+
+    def lead(self, manager: str | None) -> None:
+        """Let a manager lead from now on."""
+        if manager != self.leader:
+            self.leader = manager
+            self.changes.touch(GROUPS)
+
+    def apply(self, manager: str, operation: Mapping[str, Any]) -> Any:
+        """Carry out an operation. Return its result, or ``{"error": message}``.
+
+        Parameters
+        ----------
+        manager : str
+            The manager's id.
+        operation : mapping
+            ``op``, the name of one of the methods below, with its arguments. A ``wish`` has a number, which
+            counts up. A wish that a manager sends again, because the answer was lost, is not carried out again.
+        """
+        arguments = dict(operation)
+        wish, op = arguments.pop("wish", None), arguments.pop("op")
+        answered = self._answered.get(manager, {})
+        if wish in answered:
+            return answered[wish]
+        try:
+            result = getattr(self, op)(manager, **arguments)
+        except ValueError as error:
+            result = {"error": str(error)}
+        if wish is not None:
+            self._answered.pop(manager, None)
+            self._answered[manager] = _last({**answered, wish: result})
+            self._answered = _last(self._answered)
+        return result
+
+    # -- wishes of users
+
+    def scale(self, manager: str, group: str, n: int) -> None:
+        """Request `n` sessions, and stop adaptive scaling."""
+        asked = self._asked(group)
+        asked.target, asked.adapting = n, None
+        self._grow(group)
+
+    def adapt(
+        self,
+        manager: str,
+        group: str,
+        minimum: int,
+        maximum: int | None,
+        key: str,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Scale a group by its work from now on. `key` names this request."""
+        asked = self._asked(group)
+        limits = {"minimum": minimum, "maximum": maximum, "options": dict(options or {})}
+        asked.adapting = {**limits, "manager": manager, "key": key}
+        # At once, without waiting for a look at the work.
+        asked.target = max(asked.target, minimum)
+        if maximum is not None:
+            asked.target = min(asked.target, maximum)
+        self._grow(group)
+
+    def stop_adapting(self, manager: str, group: str, key: str | None = None) -> None:
+        """Keep the current number of sessions. With a key, only if that request is the last one."""
+        if key is None or self._adapts(group, key):
+            self._asked(group).adapting = None
+
+    def remove(self, manager: str, names: Collection[str]) -> None:
+        """Stop these sessions, request fewer by as many, and stop adaptive scaling."""
+        for group in {entry.group for name in names if (entry := self.sessions.get(name))} & {*self.groups}:
+            self._asked(group).adapting = None
+        self._lower(names)
+
+    def add_group(self, manager: str, group: str, options: Mapping[str, Any], n: int) -> None:
+        """Add a worker group with `n` sessions."""
+        before = self.groups.get(group)
+        if before is not None and not before.deleted:
+            expected = "a name that no worker group of the cluster has"
+            raise ValueError(f"invalid name={group!r}: expected {expected}")
+        self.groups[group] = WantedGroup(dict(options), target=n, number=before.number if before else 0)
+        self._grow(group)
+
+    def delete_group(self, manager: str, group: str) -> None:
+        """Stop all sessions of a group, and remove the group after the last one."""
+        asked = self._asked(group)
+        asked.target, asked.adapting, asked.deleted = 0, None, True
+        self._discard([*asked.names])
+        self._remove_deleted()
+
+    def _asked(self, name: str) -> WantedGroup:
+        """Record that a user scales a group, which is wanted again if it was deleted."""
+        if name not in self.groups:
+            known = ", ".join(map(repr, self.groups))
+            raise ValueError(f"invalid worker_group={name!r}: expected one of {known}")
+        asked = self.groups[name]
+        asked.wishes, asked.deleted = asked.wishes + 1, False
+        self.changes.touch(GROUPS)
+        return asked
+
+    # -- adaptive scaling, unless another request has replaced the one with this key
+
+    def resize(self, manager: str, group: str, n: int, key: str) -> bool:
+        """Request `n` sessions. Return whether that was done."""
+        if not self._adapts(group, key):
+            return False
+        self.groups[group].target = n
+        self._grow(group)
+        return True
+
+    def shrink(self, manager: str, group: str, names: Collection[str], key: str) -> bool:
+        """Stop these sessions, and request fewer by as many. Return whether that was done."""
+        if not self._adapts(group, key):
+            return False
+        self._lower([name for name in names if name in self.groups[group].names])
+        return True
+
+    def _adapts(self, group: str, key: str) -> bool:
+        asked = self.groups.get(group)
+        return asked is not None and asked.adapting is not None and asked.adapting["key"] == key
+
+    # -- decisions of the leader; those of another manager change nothing
+
+    def trim(self, manager: str, group: str, names: Collection[str]) -> None:
+        """Stop as many of these sessions as exceed the target."""
+        trimmed = self.groups.get(group)
+        if manager == self.leader and trimmed is not None:
+            chosen = [name for name in names if name in trimmed.names]
+            self._discard(chosen[: max(0, trimmed.excess)])
+
+    def replace(self, manager: str, names: Collection[str]) -> list[str]:
+        """Replace sessions by new ones. Return those that were still wanted."""
+        if manager != self.leader:
+            return []
+        gone = self._discard(names)
+        self._grow_all()
+        return gone
+
+    def refuse(self, manager: str, group: str, names: Collection[str], wishes: int) -> list[int] | None:
+        """Lower the target, because the platform refused these sessions.
+
+        Return how many were launched, and how many were wanted. If a user has scaled the group since
+        `wishes`, nothing changes, and the result is None.
+        """
+        refused = self.groups.get(group)
+        if manager != self.leader or refused is None or refused.wishes != wishes:
+            return None
+        asked = len(refused.names)
+        self._discard([name for name in names if name in refused.names and not self.sessions[name].launched])
+        refused.target = min(refused.target, len(refused.names))
+        self.changes.touch(GROUPS)
+        return [len(refused.names), asked]
+
+    def keep(self, manager: str, names: Collection[str], wishes: Mapping[str, int]) -> list[str]:
+        """Want sessions again whose data no other worker can take. Return those that stay.
+
+        Of a group that a user has scaled since its number in `wishes`, none stays.
+        """
+        kept = []
+        for name in names if manager == self.leader else ():
+            entry = self.sessions.get(name)
+            group = None if entry is None else self.groups.get(entry.group)
+            if entry is not None and group is not None and wishes.get(entry.group) == group.wishes:
+                group.names[name] = None
+                group.target, group.deleted = max(group.target, len(group.names)), False
+                self._touch(name)
+                kept.append(name)
+        return kept
+
+    # -- what happened to sessions
+
+    def launched(self, manager: str, names: Collection[str]) -> None:
+        """Record launched sessions, wanted or not. They are in the cluster's record."""
+        for name in names:
+            found = read_name(self.cluster, name)
+            if found is None:
+                raise ValueError(f"invalid session {name!r}: expected a worker session of this cluster")
+            group, number = found
+            entry = self.sessions.setdefault(name, Entry(group, manager))
+            entry.launched, entry.manager = True, manager
+            if group in self.groups:
+                self.groups[group].number = max(self.groups[group].number, number + 1)
+            self._touch(name)
+
+    def connected(self, worker: str) -> None:
+        """Record a Dask worker that has connected, by its name."""
+        found = read_name(self.cluster, worker)
+        name = session_name(self.cluster, *found) if found else ""
+        if (entry := self.sessions.get(name)) is not None:
+            entry.seen |= {worker}
+            self._touch(name)
+
+    def stopped(self, manager: str, names: Collection[str]) -> None:
+        """Forget sessions that were stopped. Replace those that are wanted."""
+        self._discard(names)
+        for name in names:
+            if self.sessions.pop(name, None) is not None:
+                self._touch(name)
+        self._grow_all()
+        self._remove_deleted()
+
+    # -- their parts
+
+    def _grow_all(self) -> None:
+        for name in self.groups:
+            self._grow(name)
+
+    def _grow(self, name: str) -> None:
+        """Give out names of new sessions up to the target."""
+        group = self.groups[name]
+        while group.excess < 0:
+            session = session_name(self.cluster, name, group.number)
+            group.number += 1
+            if session not in self.sessions:
+                group.names[session] = None
+                self.sessions[session] = Entry(name, self.leader)
+                self._touch(session)
+        self.changes.touch(GROUPS)
+
+    def _discard(self, names: Iterable[str]) -> list[str]:
+        """Want sessions no longer. Return those that were wanted."""
+        gone = []
+        for name in names:
+            entry = self.sessions.get(name)
+            group = None if entry is None else self.groups.get(entry.group)
+            if entry is not None and group is not None and name in group.names:
+                del group.names[name]
+                gone.append(name)
+                if not entry.launched:
+                    del self.sessions[name]
+                self._touch(name)
+        return gone
+
+    def _lower(self, names: Collection[str]) -> None:
+        groups = {self.sessions[name].group for name in names if name in self.sessions} & {*self.groups}
+        self._discard(names)
+        for group in map(self.groups.__getitem__, groups):
+            group.target = min(group.target, len(group.names))
+        self.changes.touch(GROUPS)
+
+    def _remove_deleted(self) -> None:
+        """Remove deleted groups that have no sessions any more."""
+        there = {entry.group for entry in self.sessions.values()}
+        for name in [name for name, group in self.groups.items() if group.deleted and name not in there]:
+            del self.groups[name]
+            self.changes.touch(GROUPS)
+
+    def _touch(self, name: str) -> None:
+        self.changes.touch(("session", name))

@@ -1,0 +1,95 @@
+"""The name of the file that describes a session in its cluster's record.
+
+Managers write such files for the sessions that they launch, and each session writes its own when it starts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from dask_cml.checks import is_session_id
+from dask_cml.options import SessionSize, exact
+
+TIME = "[1-9][0-9]{0,11}"
+_NUMBER = "[0-9.e+-]+"
+_SIZE = rf"({_NUMBER})x({_NUMBER})x([0-9]+)"
+_NAME = re.compile(rf"([^,]+),([^,]+),([^,]*),({TIME}),(?:{_SIZE})?", re.ASCII)
+_CLUSTER = "@"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A session that was launched for a cluster.
+
+    Parameters
+    ----------
+    id : str
+        The platform's id.
+    key : str
+        The name of its Dask worker, or ``"scheduler"``.
+    owner : str or None
+        The id of the session with which it ends, if that is known.
+    launched : int
+        The time of its launch, in seconds since 1970.
+    size : SessionSize, optional
+        Its size, if that is known.
+    """
+
+    id: str
+    key: str
+    owner: str | None
+    launched: int
+    size: SessionSize | None = None
+
+
+def file_name(launch: Launch, cluster: str) -> str:
+    """Return the name of a session's file.
+
+    Parameters
+    ----------
+    launch : Launch
+        The session.
+    cluster : str
+        The cluster's name.
+
+    Examples
+    --------
+    >>> launch = Launch("abcdefgh12345678", "mine-0", "ijklmnop12345678", 1790000000, SessionSize(4, 16, 1))
+    >>> file_name(launch, "mine")
+    'abcdefgh12345678,@-0,ijklmnop12345678,1790000000,4x16x1'
+    """
+    described = form(launch.key, cluster, launch.size)
+    return described.format(id=launch.id, owner=launch.owner or "", launched=launch.launched)
+
+
+def form(key: str, cluster: str, size: SessionSize | None) -> str:
+    """Return the name of a session's file, without ``{id}``, ``{owner}`` and ``{launched}``."""
+    text = f"{exact(size.cpu)}x{exact(size.memory)}x{size.nvidia_gpu}" if size else ""
+    rest = key.removeprefix(cluster)
+    quoted = quote(rest, safe="") if rest == key else _CLUSTER + quote(rest, safe="")
+    return f"{{id}},{quoted},{{owner}},{{launched}},{text}"
+
+
+def parse(name: str, cluster: str) -> Launch:
+    """Return the session that a file's name describes. The inverse of :func:`file_name`.
+
+    Raises
+    ------
+    ValueError
+        If :func:`file_name` returns no such name.
+    """
+    if (match := _NAME.fullmatch(name)) is None:
+        raise ValueError(f"{name!a} is not the name of a session's file")
+    session_id, key, owner, launched, cpu, memory, gpus = match.groups()
+    whose = cluster if key.startswith(_CLUSTER) else ""
+    key = whose + unquote(key.removeprefix(_CLUSTER), errors="strict")
+    size = SessionSize(float(cpu), float(memory), int(gpus)) if cpu else None
+    launch = Launch(session_id, key, owner or None, int(launched), size)
+    ids = {session_id, launch.owner or session_id}
+    if not all(map(is_session_id, ids)) or not key.isprintable() or "/" in key:
+        raise ValueError(f"{name!a} does not describe a session")
+    if file_name(launch, cluster) != name:
+        raise ValueError(f"{name!a} is not in dask-cml's form")
+    return launch

@@ -1,0 +1,245 @@
+"""A CML session that is launched, watched and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from distributed.core import Status
+from distributed.deploy.spec import ProcessInterface
+
+from dask_cml.options import Options, SessionSize
+from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, moment, status_of
+from dask_cml.sessions.owner import this_owner
+from dask_cml.sessions.plan import SessionPlan
+from dask_cml.sessions.workers_api import WorkersAPI
+
+_LOG_LINES = 15
+#: Seconds in `scheduling` after which a session counts as waiting for room.
+_MOMENT = 10.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session of a cluster.
+
+    Parameters
+    ----------
+    id : str
+        The platform's id.
+    role : {"scheduler", "worker"}
+        Which program runs in it.
+    name : str
+        The name of the session. A Dask worker in it has the same name.
+    status : str
+        The last status from the platform, such as ``"running"``.
+    address : str or None
+        Its IP address. None until it is known.
+    app_url : str or None
+        The URL under which the platform serves the session's ``CDSW_APP_PORT``.
+    since : datetime.datetime
+        The time of its launch.
+    size : SessionSize
+        Its virtual CPUs, memory in GiB, and GPUs.
+    owner : str or None
+        The id of the session with which it ends. None if that is unknown, or if it ends with no other
+        session.
+    waits_for : float or None
+        Time for which it has waited for room, in seconds. None if it does not wait.
+    """
+
+    id: str
+    role: str
+    name: str
+    status: str
+    address: str | None
+    app_url: str | None
+    since: datetime
+    size: SessionSize
+    owner: str | None = None
+    waits_for: float | None = None
+
+
+class CMLProcess(ProcessInterface):
+    """A session that is launched, watched and stopped. The base of scheduler and worker."""
+
+    role: str
+    options: Options
+
+    def __init__(self, api: WorkersAPI, plan: SessionPlan, launch_options: Mapping[str, Any]) -> None:
+        super().__init__(name=plan.name)
+        self.api = api
+        self.plan = plan
+        self._launch_options = launch_options
+        self.name = plan.name
+        self.launched_at: float | None = None
+        self.since = datetime.now(timezone.utc)
+        self._info: SessionInfo = {}
+        self.adopted = False
+        self.owner: str | None = None
+        self._begun_at: float | None = None
+        self.is_listed = self._has_run = False
+        #: Whether :meth:`close` was called.
+        self.was_closed = False
+
+    async def launch(self) -> None:
+        """Launch the session. Return when the platform has accepted it; it may run later.
+
+        Raises
+        ------
+        LaunchRefused
+            If the platform refuses the launch.
+        """
+        self.since = datetime.now(timezone.utc)
+        self.owner = this_owner()
+        plan = self.plan
+        self._info = await self.api.launch(
+            plan.name, plan.size, plan.code, plan.env, self._launch_options, plan.title
+        )
+        self.launched_at = self._begun_at = time.monotonic()
+
+    async def start(self) -> None:
+        """Launch the session, unless it is launched. See :meth:`launch`."""
+        if self.launched_at is None:
+            await self.launch()
+        await super().start()
+
+    def adopt(self, session_id: str, app_url: str | None = None, owner: str | None = None) -> None:
+        """Take over a session that another process launched. The platform may not list it here."""
+        self.api.adopt(session_id, self.plan.name)
+        self._info = {"id": session_id, "status": "running", "app_url": app_url}
+        self.adopted = True
+        self.owner = owner
+        self.launched_at = self._begun_at = time.monotonic()
+        self.status = Status.running
+
+    async def close(self) -> None:
+        """Stop the session, if it was launched. The cluster replaces a worker that it wants."""
+        self.was_closed = True
+        if self.session_id is not None and self.session_id in self.api.live:
+            self.status = Status.closing
+            await self.api.stop(self.session_id)
+        await super().close()
+
+    @property
+    def session_id(self) -> str | None:
+        """The session's id. None before the launch."""
+        return self._info.get("id")
+
+    @property
+    def info(self) -> SessionInfo:
+        """The platform's last information on the session. Empty before the launch."""
+        return self._info
+
+    @property
+    def session(self) -> Session | None:
+        """The session by its last known state. None before the launch."""
+        if self.session_id is None:
+            return None
+        status = "stopped" if self.status == Status.closed else self._info.get("status", "launched")
+        return Session(
+            id=self.session_id,
+            role=self.role,
+            name=self.name,
+            status=status,
+            address=self.ip_address,
+            app_url=self._info.get("app_url"),
+            since=self.since,
+            size=self.plan.size,
+            owner=self.owner,
+            waits_for=self.waits_for,
+        )
+
+    @property
+    def ip_address(self) -> str | None:
+        """The session's IP address. None until it is known."""
+        return ip_address(self._info)
+
+    @property
+    def is_known_to_run(self) -> bool:
+        """Whether the platform lists the session as running, with an address."""
+        return self.adopted or (status_of(self._info) == "running" and self.ip_address is not None)
+
+    @property
+    def waits_for(self) -> float | None:
+        """Time for which the session has waited for room, in seconds. None if it does not wait yet."""
+        if self.launched_at is None or not self.is_scheduling or self.status == Status.closed:
+            return None
+        waited = time.monotonic() - self.launched_at
+        return waited if waited > _MOMENT else None
+
+    @property
+    def is_scheduling(self) -> bool:
+        """Whether the session has no room yet, even for a moment."""
+        return not self._has_run and status_of(self._info) == "scheduling"
+
+    @property
+    def runs_for(self) -> float:
+        """Seconds for which the session has run, or may have run if the platform does not list it."""
+        return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
+
+    def late(self, what: str, timeout: float) -> str | None:
+        """Return the failure if the session has not done something within `timeout` seconds, else None.
+
+        The time begins when the session runs. Until then, only ``pending_timeout`` counts.
+        """
+        if self.is_listed and is_pending(self._info) and self.launched_at is not None:
+            what, timeout, took = "run", self.options.pending_timeout, time.monotonic() - self.launched_at
+        else:
+            took = self.runs_for
+        return f"did not {what} within {timeout:g} s" if took > timeout else None
+
+    def update(self, listing: Mapping[str, SessionInfo]) -> bool:
+        """Update the session's state from the platform's list. Return whether the session has ended.
+
+        A session that is not listed keeps its state, because new sessions may be listed late.
+        """
+        listed = listing.get(self.session_id or "", {})
+        self._info = {**self._info, **listed}
+        if self.adopted and listed and not self.is_listed:
+            self._learn_launch(listed)
+        self.is_listed = self.is_listed or bool(listed)
+        runs = status_of(listed) == "running"
+        if is_pending(listed) or (runs and not self._has_run):
+            self._begun_at = time.monotonic()
+        self._has_run = self._has_run or runs
+        return has_ended(self._info)
+
+    def _learn_launch(self, listed: SessionInfo) -> None:
+        """Take the launch time of an adopted session from the platform's list."""
+        if created := moment(listed, "created_at"):
+            ago = (datetime.now(timezone.utc) - created).total_seconds()
+            self.since, self.launched_at = created, time.monotonic() - max(0.0, ago)
+
+    async def failure(self, what: str, brief: bool = False) -> str:
+        """Describe a failure: the session, its last status, and the last lines of its output.
+
+        Parameters
+        ----------
+        what : str
+            What failed, such as ``ended``.
+        brief : bool
+            Whether to name the log instead of its last lines, for a description of one line.
+        """
+        status = self._info.get("status", "unknown")
+        tail = await asyncio.to_thread(_last_lines, self.plan.log)
+        output = f"its log is {self.plan.log}" if brief else f"the last lines of its output:\n{tail}"
+        words = self._info.get("message") or self._info.get("k8sMessage")
+        said = f" ({' '.join(words.split())})" if words else ""
+        session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}"
+        return f"{session}; {output if tail else 'it wrote no output'}"
+
+
+def _last_lines(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 8192))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_LOG_LINES:])

@@ -1,0 +1,184 @@
+"""The program of a session: it starts the scheduler or the Dask workers, and keeps their output.
+
+It runs in the session's own kernel, by its path, and imports only the standard library: the kernel may be
+another Python than that of dask-cml, and its memory is the session's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: Bytes of the output's end that are printed if the program fails, and their lines.
+_KEPT, _LINES = 8192, 15
+_LOOK_INTERVAL = 0.2
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Log:
+    """The file for a program's output on the project file system, which only its owner can read.
+
+    NFS shows a file to other sessions when it is closed, and only then reports a full disk. So each part is
+    written separately. If that fails, the program goes on: otherwise, tasks that print would fail.
+
+    Parameters
+    ----------
+    path : str
+        The path of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._missing = 0
+        self.end = b""
+
+    def write(self, output: bytes) -> None:
+        """Append output, if possible."""
+        self.end = (self.end + output)[-_KEPT:]
+        try:
+            with open(os.open(self._path, _WRITE | os.O_APPEND, 0o600), "ab") as file:
+                if self._missing:
+                    file.write(b"\n[%d bytes of output lost: the log could not be written]\n" % self._missing)
+                file.write(output)
+            self._missing = 0
+        except OSError:
+            self._missing += len(output)
+
+
+def run(
+    command: Sequence[str],
+    log: str,
+    program: str,
+    folder: str,
+    name: str | None = None,
+    entry: str | None = None,
+    scheduler_file: str | None = None,
+    timeout: float = 0.0,
+    serves_dashboard: bool = False,
+) -> None:
+    """Run a program until it ends.
+
+    Parameters
+    ----------
+    command : sequence of str
+        The program with its arguments.
+    log : str
+        The file for its output.
+    program : str
+        The name of the program, for messages.
+    folder : str
+        The cluster's folder.
+    name : str, optional
+        The file in ``started``, which the first session with this name creates. Other ones end at once.
+    entry : str, optional
+        The file in ``sessions`` that describes this session, with ``{id}``, ``{owner}`` and ``{launched}``.
+    scheduler_file : str, optional
+        The file in the folder for which the program waits. If the folder is removed first, it ends.
+    timeout : float
+        Time to wait for that file, in seconds.
+    serves_dashboard : bool
+        Whether the program serves the dashboard on the port that the platform forwards to.
+
+    Raises
+    ------
+    RuntimeError
+        If the program fails.
+    """
+    if name is not None and (why := _start(folder, name, entry)):
+        print(f"{program} not started: {why}", flush=True)
+        return
+    command = [*command]
+    if serves_dashboard:
+        # The platform forwards its https entry to this port of the session's loopback. It may differ from the
+        # port of the session that launched this one.
+        port = os.environ.get("CDSW_APP_PORT") or os.environ.get("CDSW_READONLY_PORT") or "8787"
+        command += ["--dashboard-address", f"127.0.0.1:{port}"]
+    output = Log(log)
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError as error:
+        output.write(f"{error!r}\n".encode())
+        raise
+    if scheduler_file is not None:
+        meeting = (process, folder, scheduler_file, time.monotonic() + timeout)
+        threading.Thread(target=_meet, args=meeting, daemon=True).start()
+    # CML shows a session's output in the console of the session that launched it, so it goes to a log.
+    with process:
+        assert process.stdout is not None
+        while part := process.stdout.read1(65536):  # type: ignore[attr-defined]
+            output.write(part)
+    output.write(f"[{program} exited with status {process.returncode}]\n".encode())
+    if process.returncode:
+        print(*output.end.decode(errors="replace").splitlines()[-_LINES:], sep="\n", flush=True)
+        raise RuntimeError(f"{program} failed with exit status {process.returncode}; its log is {log}")
+
+
+def _start(folder: str, name: str, entry: str | None) -> str | None:
+    """Take the session's name, and enter the session into the record. Return why it must not run."""
+    session = os.environ.get("CDSW_ENGINE_ID", "")
+    try:
+        _create(os.path.join(folder, "started", name), session)
+    except FileNotFoundError:
+        return "its cluster was deleted"
+    except FileExistsError:
+        return "another session has its name"
+    except OSError as error:
+        print(f"Name {name} not taken: {error!r}", flush=True)
+    if entry and session:
+        owner, launched = os.environ.get("CDSW_MASTER_ID", ""), int(time.time())
+        sessions = os.path.join(folder, "sessions")
+        try:
+            # Usually, its manager has entered it.
+            if not any(each.startswith(f"{session},") for each in os.listdir(sessions)):
+                _create(os.path.join(sessions, entry.format(id=session, owner=owner, launched=launched)))
+        except OSError as error:
+            print(f"Session not entered into the record: {error!r}", flush=True)
+    return None
+
+
+def _create(path: str, content: str = "") -> None:
+    with open(os.open(path, _WRITE | os.O_EXCL, 0o600), "w") as file:
+        file.write(content)
+
+
+def _meet(process: subprocess.Popen[bytes], folder: str, file: str, deadline: float) -> None:
+    """End the program if the file does not appear.
+
+    The scheduler's session may wait for room. If the cluster closes meanwhile, its folder disappears, and no
+    scheduler starts. NFS may cache for long that a file does not exist. Listing the folder refreshes the cache.
+    """
+    seen = False
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if file in os.listdir(folder):
+                return
+            seen = True
+        except FileNotFoundError:
+            if seen:
+                break
+        except OSError:
+            pass
+        time.sleep(_LOOK_INTERVAL)
+    process.terminate()
+
+
+def code(title: str, arguments: Mapping[str, Any]) -> str:
+    """Return the code of a session. It is Python and no line begins with ``!``.
+
+    In such a line, IPython would expand $name and {expr}, and lose the exit status.
+
+    Parameters
+    ----------
+    title : str
+        What the session is, for readers.
+    arguments : mapping
+        The arguments of :func:`run`.
+    """
+    lines = [f"    {name!r}: {value!r}," for name, value in arguments.items() if value is not None]
+    path = os.path.abspath(__file__)
+    run = f"runpy.run_path({path!r})['run'](**session)"
+    return "\n".join([f"# {title}", "import runpy", "", "session = {", *lines, "}", run, ""])
