@@ -17,7 +17,7 @@ from distributed.deploy.spec import SpecCluster
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
-from dask_cml.checks import group_name, message
+from dask_cml.checks import message
 from dask_cml.display.group import WorkerGroup
 from dask_cml.display.html import first_line, sessions_html
 from dask_cml.errors import CMLError
@@ -234,6 +234,7 @@ class CMLCluster(SpecCluster):
             self._silence.enter_context(silence_logging_cmgr(level=silence_logs))
         self._forwarder: DashboardForwarder | None = None
         self._close_lock = threading.Lock()
+        self._quiet = quiet
         self.manager = make_manager(log=self._log)
         try:
             SpecCluster.__init__(
@@ -251,7 +252,6 @@ class CMLCluster(SpecCluster):
             if isinstance(error, (CMLError, KeyboardInterrupt)):
                 raise without_frames(error) from None
             raise
-        self.quiet = quiet
 
     @classmethod
     def from_name(  # type: ignore[override]
@@ -513,7 +513,7 @@ class CMLCluster(SpecCluster):
         arguments = locals()
         given = {each: arguments[each] for each in GROUP_OPTIONS}
         options = self.options.of_group(given)
-        return self.sync(self.manager.wishes.add_group, group_name("name", name), options)
+        return self.sync(self.manager.wishes.add_group, name, options)
 
     def delete_worker_group(self, name: str) -> Any:
         """Delete a worker group, and stop all its sessions after moving their data to other workers.
@@ -530,8 +530,6 @@ class CMLCluster(SpecCluster):
         CMLError
             If no other worker can take the data, or the group is scaled meanwhile. The group remains then.
         """
-        if name == DEFAULT_GROUP or name not in self.manager.fleet.groups:
-            raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
         return self.sync(self.manager.wishes.delete_group, name)
 
     # -- what the cluster is
@@ -751,6 +749,7 @@ class CMLCluster(SpecCluster):
     # -- start and end, for Dask's SpecCluster
 
     async def _start(self) -> None:
+        self.quiet = self._quiet
         await self.manager.start()
         if self.options.forward_dashboard and self._forwarder is None:
             self._forwarder = DashboardForwarder(
@@ -763,8 +762,8 @@ class CMLCluster(SpecCluster):
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
         async def wait() -> None:
-            while len(self.scheduler_info["workers"]) < n_workers:
-                await asyncio.sleep(_WAIT_INTERVAL)  # noqa: ASYNC110  # as in Dask
+            while len(self.scheduler_info["workers"]) < n_workers:  # noqa: ASYNC110
+                await asyncio.sleep(_WAIT_INTERVAL)
 
         try:
             await asyncio.wait_for(wait(), parse_timedelta(timeout, "s"))

@@ -149,7 +149,8 @@ def _meet(process: subprocess.Popen[bytes], folder: str, file: str, deadline: fl
     """End the program if the file does not appear.
 
     The scheduler's session may wait for room. If the cluster closes meanwhile, its folder disappears, and no
-    scheduler starts. NFS may cache for long that a file does not exist. Listing the folder refreshes the cache.
+    scheduler starts. NFS may cache for long that a file does not exist. Listing the folder refreshes the
+    cache.
     """
     seen = False
     while time.monotonic() < deadline and process.poll() is None:

@@ -88,8 +88,8 @@ async def _adapt(name: str, minimum: int, maximum: int, group: str) -> bool:
         click.echo(f"Cluster {name} adapts between {limits} until Ctrl-C")
         try:
             with progress(lambda: here(manager, state.groups[group].n_workers, group)):
-                while state.status == Status.running and not adaptive.released:
-                    await asyncio.sleep(INTERVAL)  # noqa: ASYNC110  # another process may do it
+                while state.status == Status.running and not adaptive.released:  # noqa: ASYNC110
+                    await asyncio.sleep(INTERVAL)
         except asyncio.CancelledError:
             if state.alone:
                 manager.wishes.stop_adapting(group, adaptive.key)

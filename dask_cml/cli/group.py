@@ -46,9 +46,6 @@ def add(name: str, group: str, timeout: float, **options: Any) -> None:
 
 
 async def _add(name: str, group: str, options: dict[str, Any], timeout: float) -> None:
-    from dask_cml.checks import group_name
-
-    group_name("group", group)
     async with managing(name) as manager:
         given = manager.options.of_group(options)
         await manager.wishes.add_group(group, given)

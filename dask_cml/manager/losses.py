@@ -148,8 +148,8 @@ class LossFinder:
             return Losses(outcome=Outcome.ENDED, why=await self._why_it_ended())
         if scheduler.session_id not in listing and silent > _SILENCE:
             why = (
-                f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and CML does not list "
-                f"its session {scheduler.session_id} here; to check it, run `dask cml list`"
+                f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and CML does not "
+                f"list its session {scheduler.session_id} here; to check it, run `dask cml list`"
             )
             return Losses(outcome=Outcome.OUT_OF_SIGHT, why=why)
         return Losses()

@@ -18,7 +18,7 @@ from distributed.security import Security
 
 from dask_cml.aio import cancel
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
-from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit
+from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launcher import Launcher
 from dask_cml.manager.losses import Losses, Outcome
@@ -145,7 +145,7 @@ class Manager:
         """
         if record.version != VERSION:
             raise CMLError(
-                f"cluster {record.name!r} was created by an older dask-cml: use that one to manage it, or run "
+                f"cluster {record.name!r} was created by an older dask-cml: manage it with that one, or run "
                 f"`dask cml delete {shlex.quote(record.name)}`"
             )
         shutdown_on_close = arguments.pop("shutdown_on_close", False)
@@ -188,7 +188,7 @@ class Manager:
             self._record_keeper,
             self._unrunnable,
         )
-        self.wishes = Wishes(self.state, self.fleet, self._client, self._reconciler)
+        self.wishes = Wishes(self.state, self.fleet, self._client, self._reconciler, self._api)
         if record is None:
             groups: dict[str, dict[str, Any]] = {
                 DEFAULT_GROUP: {"options": {}, "target": self.options.n_workers}
@@ -206,8 +206,8 @@ class Manager:
         Raises
         ------
         CMLError
-            As in :class:`dask_cml.CMLCluster`. A cluster that could not be created is shut down. One that could
-            not be adopted runs on.
+            As in :class:`dask_cml.CMLCluster`. A cluster that could not be created is shut down. One that
+            could not be adopted runs on.
         """
         if self.status == Status.running:
             return
@@ -285,6 +285,8 @@ class Manager:
         }
         await self._record_keeper.take_name(record, wanted)
         self._record_keeper.start()
+        if others := [repr(each.options.name) for each in unclosed() if each is not self]:
+            self._log(f"This process has other open clusters, with their own sessions: {', '.join(others)}")
         await self._launcher.launch(record.id, files, self._show)
         await self._join(record, options.scheduler_timeout)
         # Until now, the scheduler has waited for a manager for some time.
@@ -318,7 +320,8 @@ class Manager:
             If it does not answer in time.
         """
         scheduler = self._launcher.scheduler
-        assert scheduler is not None and scheduler.address is not None
+        assert scheduler is not None
+        assert scheduler.address is not None
         self.security = self._launcher.security or Security()
         arguments = await asyncio.to_thread(tls.connection_args, self.security)
         deadline = time.monotonic() + timeout
@@ -329,8 +332,8 @@ class Manager:
             except (OSError, asyncio.TimeoutError) as error:
                 if time.monotonic() > deadline:
                     raise CMLError(
-                        f"the scheduler of cluster {record.name!r} at {scheduler.address} did not answer within "
-                        f"{timeout:g} s: {error!r}"
+                        f"the scheduler of cluster {record.name!r} at {scheduler.address} did not answer "
+                        f"within {timeout:g} s: {error!r}"
                     ) from error
             await asyncio.sleep(_JOIN_PAUSE)
 

@@ -167,9 +167,10 @@ class Reconciler:
         """Attach the sessions that other managers have launched, and forget those that they have stopped."""
         members = self._fleet.members
         self._launcher.detach([each.name for each in members if each.gone])
-        if any(each.launched and each.worker is None for each in members):
-            if record := await asyncio.to_thread(self._record_keeper.read):
-                self._launcher.attach_launched(record)
+        if any(each.launched and each.worker is None for each in members) and (
+            record := await asyncio.to_thread(self._record_keeper.read)
+        ):
+            self._launcher.attach_launched(record)
 
     async def report(self) -> None:
         """Tell the scheduler which sessions were launched here. Others attach them by the record."""

@@ -133,7 +133,7 @@ class RecordKeeper:
         return True
 
     def read(self) -> Record | None:
-        """Return the current record. Return None if it was removed, or another cluster has its name. Blocks."""
+        """Return the current record. None: it was removed, or another cluster has its name. Blocks."""
         if self.record is None:
             return None
         try:

@@ -121,8 +121,8 @@ class SchedulerClient:
             )
         if hello.get("protocol") != protocol.PROTOCOL:
             raise CMLError(
-                f"cluster {self._fleet.name!r} speaks protocol {hello.get('protocol')} of dask-cml, this process "
-                f"{protocol.PROTOCOL}: install the dask-cml with which it was created, or delete it"
+                f"cluster {self._fleet.name!r} speaks protocol {hello.get('protocol')} of dask-cml, this "
+                f"process {protocol.PROTOCOL}: install the dask-cml with which it was created, or delete it"
             )
 
     async def _watch(self, wait: float) -> None:
@@ -135,7 +135,7 @@ class SchedulerClient:
             observes=self._observes,
             lease=lease,
             since=self._fleet.revision if wait else 0,
-            wait=wait and heartbeat or _FIRST_PAUSE,
+            wait=(wait and heartbeat) or _FIRST_PAUSE,
         )
         answer = await asyncio.wait_for(watching, heartbeat + _ANSWER_TIMEOUT)
         self._take(answer)
@@ -348,7 +348,7 @@ class SchedulerClient:
         return {info["name"] for info in retired.values()}
 
     async def held(self, names: Collection[str]) -> dict[str, dict[str, float]]:
-        """Return what Dask workers hold, by name, as in ``CMLSchedulerPlugin.held``. Empty without an answer."""
+        """Return what Dask workers hold, see ``CMLSchedulerPlugin.held``. Empty without an answer."""
         try:
             return await self.ask(getattr(self.comm, protocol.HELD)(names=sorted(names)))
         except (OSError, asyncio.TimeoutError):

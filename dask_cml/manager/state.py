@@ -172,7 +172,7 @@ class ClusterState:
         return self._launcher.place.folder
 
     def usage(self) -> Usage:
-        """Return the cluster's usage so far, or until its end. Blocks; see :meth:`dask_cml.CMLCluster.usage`."""
+        """Return the cluster's usage; see :meth:`dask_cml.CMLCluster.usage`. Blocks."""
         return self._record_keeper.usage()
 
     def plans(self) -> str:

@@ -17,13 +17,13 @@ from dask_cml.records.record import Record
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks, and for which a session must be a stray. Its manager may be about to say that it has
-#: launched it.
+#: Seconds between two looks, and for which a session must be a stray. Its manager may be about to say that it
+#: has launched it.
 _INTERVAL, _PATIENCE = 15.0, 20.0
 
 
 class Strays:
-    """Takes over or stops sessions of the cluster's record, and Dask workers, that the scheduler's list lacks.
+    """Takes over or stops sessions and Dask workers of the cluster that the scheduler's list lacks.
 
     Only the leader looks.
 

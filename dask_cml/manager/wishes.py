@@ -13,6 +13,7 @@ from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
 from tornado.ioloop import IOLoop
 
+from dask_cml.checks import group_name, message
 from dask_cml.errors import CMLError
 from dask_cml.manager.adaptive import CMLAdaptive, stop_adapting
 from dask_cml.manager.fleet import Fleet
@@ -21,6 +22,7 @@ from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.manager.state import ClusterState
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options
+from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +34,22 @@ class Wishes:
     ----------
     state : ClusterState
         What the cluster is now.
-    fleet, client, reconciler
+    fleet, client, reconciler, api
         The manager's parts.
     """
 
     def __init__(
-        self, state: ClusterState, fleet: Fleet, client: SchedulerClient, reconciler: Reconciler
+        self,
+        state: ClusterState,
+        fleet: Fleet,
+        client: SchedulerClient,
+        reconciler: Reconciler,
+        api: WorkersAPI,
     ) -> None:
         self.state = state
         self.fleet = fleet
         self._client = client
+        self._api = api
         self._reconciler = reconciler
         #: The adaptive scaling of each worker group, including stopped ones.
         self._adaptives: dict[str, Adaptive] = {}
@@ -111,6 +119,8 @@ class Wishes:
         CMLError
             If the cluster is not running, or the scheduler does not answer.
         """
+        group_name("name", name)
+        self._api.check_options(options.launch_options)
         arguments = options.group_arguments()
         await self._ask("added", name, op="add_group", options=arguments, n=options.n_workers)
 
@@ -125,6 +135,8 @@ class Wishes:
             If no other worker can take the data, the group is scaled meanwhile, or the scheduler or the
             platform does not answer.
         """
+        if name == DEFAULT_GROUP or name not in self.fleet.groups:
+            raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
         await self._ask("deleted", name, op="delete_group")
         while name in self.fleet.groups:
             self._check_running(f"worker group {name!r} not deleted")
@@ -148,7 +160,8 @@ class Wishes:
         except asyncio.TimeoutError:
             self.fleet.answered([wish])
             raise CMLError(
-                f"worker group {group!r} of cluster {self.fleet.name} not {done}: the scheduler does not answer"
+                f"worker group {group!r} of cluster {self.fleet.name} not {done}: its scheduler does not "
+                "answer"
             ) from None
 
     def _check_running(self, what: str) -> None:

@@ -247,7 +247,7 @@ class Record:
 
 
 def _of_version_1(content: Mapping[str, Any]) -> SchedulerState:
-    """Return what the creator of a cluster of release 0.2 has written, by which the cluster can be deleted."""
+    """Return what the creator of a cluster of release 0.2 has written, to delete the cluster."""
     names = {"address": "scheduler_address", "id": "scheduler_id", "session": "scheduler_session"}
     found = {name: content.get(there) for name, there in {**names, "app_url": "app_url"}.items()}
     texts: dict[str, Any] = {name: each for name, each in found.items() if isinstance(each, str)}

@@ -1,9 +1,9 @@
 """The records of clusters, by which other processes find a cluster and manage it.
 
 Each cluster has a folder with its name in the state directory, see :mod:`dask_cml.layout`. No process changes
-another one's files, there is no lock, and a reader sees either the old or the new state, even if a writer dies.
-The state directory may be on NFS: functions list folders anew. They write by the descriptor of the folder that
-they have checked, so that a removed cluster does not come back.
+another one's files, there is no lock, and a reader sees either the old or the new state, even if a writer
+dies. The state directory may be on NFS: functions list folders anew. They write by the descriptor of the
+folder that they have checked, so that a removed cluster does not come back.
 
 All functions block while they wait for the file system.
 """

@@ -221,7 +221,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return known_demand(self._scheduler, self._wanted.cluster)
 
     def held(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Return for Dask workers, by their names, when the scheduler heard of them, and the bytes they hold."""
+        """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
         messages.check_names(names)
         asked = {*names}
         return {

@@ -1,7 +1,7 @@
 """The scheduler's file in the cluster's folder: how to reach the scheduler, and what is wanted.
 
-Workers and other processes find the scheduler by it. Another scheduler begins with it if this one is lost. Its
-time is the scheduler's sign of life for processes that cannot reach the scheduler.
+Workers and other processes find the scheduler by it. Another scheduler begins with it if this one is lost.
+Its time is the scheduler's sign of life for processes that cannot reach the scheduler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from dask_cml.private import open_folder, read_file, written
 
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
-#: Seconds between two changes of the file, and for which the folder must be gone before the cluster is deleted.
+#: Seconds between two changes of the file, and for which the folder must be gone before the cluster is
+#: deleted.
 _REST, _GONE_FOR = 1.0, 30.0
 
 

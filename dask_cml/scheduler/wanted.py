@@ -171,7 +171,8 @@ class Wanted:
             The manager's id.
         operation : mapping
             ``op``, the name of one of the methods below, with its arguments. A ``wish`` has a number, which
-            counts up. A wish that a manager sends again, because the answer was lost, is not carried out again.
+            counts up. A wish that a manager sends again, because the answer was lost, is not carried out
+            again.
         """
         arguments = dict(operation)
         wish, op = arguments.pop("wish", None), arguments.pop("op")

@@ -211,7 +211,7 @@ def _plan(
     # Not `dask`, which may not be on PATH. All sessions have the launcher's interpreter.
     command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
     code = wrapper.code(
-        f"{name}, a session of the Dask cluster {options.name!r}",
+        f"{'The scheduler' if key == SCHEDULER else 'A worker'} of the Dask cluster {options.name!r}",
         {
             "command": command + arguments,
             "log": str(log),

@@ -166,8 +166,8 @@ class WorkersAPI:
         options : mapping, optional
             Additional parameters of ``launch_workers``.
         title : str, optional
-            Its name on the platform, if that has names. It must be unique: if an answer is lost, it identifies
-            the session that the lost call launched. Default: `name`.
+            Its name on the platform, if that has names. It must be unique: if an answer is lost, it
+            identifies the session that the lost call launched. Default: `name`.
 
         Raises
         ------
