@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 
 RECORD_FILE = "record.json"
+#: The name of the record while a process removes the cluster's folder.
+REMOVED_FILE = ".removed.json"
 #: The files of sessions that are launched, of those that have ended, and the names that sessions have taken.
 SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER = "sessions", "ended", "started"
 #: The name of the scheduler's session in these files. The other names are those of worker sessions.

@@ -182,7 +182,11 @@ def delete(names: Sequence[str], everything: bool) -> None:
 
     if bool(names) == everything:
         raise click.UsageError(f"expected names of clusters, such as `{_delete('night')}`, or --all")
-    records = store.records() if everything else [store.read(name) for name in dict.fromkeys(names)]
+    removed = {record.name: record for record in store.records(removed=True)}
+    if everything:
+        records = [*store.records(), *removed.values()]
+    else:
+        records = [removed.get(name) or store.read(name) for name in dict.fromkeys(names)]
     with progress(lambda: f"Deleting {len(records)} cluster{'s' * (len(records) != 1)}"):
         results = run(operations.end_all(records))
     _report(results, "No clusters.")

@@ -292,18 +292,16 @@ def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
 
     while True:
         current = _read(record.name)
-        there = current is not None and current.id == record.id
-        if current is not None and there:
+        if current is not None and current.id == record.id:
             known.update(current.sessions)
         if stopped and stopped >= known.keys():
             break
         stop()
         if not known:
             break
-    if there:
-        known.update(store.remove(record.name, id=record.id) or {})
-        if known.keys() - stopped:
-            stop()
+    known.update(store.remove(record.name, id=record.id) or {})
+    if known.keys() - stopped:
+        stop()
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
@@ -321,8 +319,11 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     passed_over : dict
         For the name of each cluster that does not answer but may still run, the reason.
     """
+    # Another process may be removing these, which this one can do as well.
+    removed = await asyncio.to_thread(store.records, removed=True)
+    ended = await _end_all(removed, ())
     records = await asyncio.to_thread(store.records)
     findings = await probe.judge(records, timeout=timeout)
     dead = [r for r in records if findings[r.name].state is State.DEAD]
     passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
-    return await _end_all(dead, ()), passed_over
+    return {**ended, **await _end_all(dead, ())}, passed_over

@@ -15,12 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dask_cml.layout import RECORD_FILE
+from dask_cml.layout import RECORD_FILE, REMOVED_FILE
 from dask_cml.private import NotPrivate, make_folder
 from dask_cml.records import session_files
 
-#: The name of the record while the cluster's folder is being removed.
-_REMOVED_FILE = ".removed.json"
 _TRIES = 5
 _PAUSE = 0.01
 
@@ -51,7 +49,7 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
         # From now on nobody finds the cluster, and its writers get an error. What they wrote before is read
         # below. After a crash, this file's name marks a removal to continue.
         with contextlib.suppress(FileNotFoundError):
-            os.rename(RECORD_FILE, _REMOVED_FILE, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+            os.rename(RECORD_FILE, REMOVED_FILE, src_dir_fd=descriptor, dst_dir_fd=descriptor)
         # Another process may have removed the files already.
         sessions: dict[str, str] | None = {} if _entries(descriptor) else None
         with contextlib.suppress(OSError, NotPrivate):
@@ -59,10 +57,10 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
             sessions = session_files.parse_all(names, folder.name).sessions
         make_folder(aside)
         for _ in range(_TRIES):  # a session may write its log meanwhile
-            for entry in {*_entries(descriptor)} - {_REMOVED_FILE}:
+            for entry in {*_entries(descriptor)} - {REMOVED_FILE}:
                 _move(entry, descriptor, aside)
-            if {*_entries(descriptor)} <= {_REMOVED_FILE}:
-                _move(_REMOVED_FILE, descriptor, aside)
+            if {*_entries(descriptor)} <= {REMOVED_FILE}:
+                _move(REMOVED_FILE, descriptor, aside)
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)  # only an empty one, so not that of another cluster
                 if not _entries(descriptor):
@@ -92,4 +90,4 @@ def _entries(descriptor: int) -> list[str]:
 def is_half_done(descriptor: int) -> bool:
     """Return whether a process has started to remove the folder. It may have died meanwhile."""
     names = _entries(descriptor)
-    return _REMOVED_FILE in names and RECORD_FILE not in names
+    return REMOVED_FILE in names and RECORD_FILE not in names

@@ -27,6 +27,7 @@ from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
     ENDED_FOLDER,
     RECORD_FILE,
+    REMOVED_FILE,
     SESSIONS_FOLDER,
     STARTED_FOLDER,
     scheduler_file,
@@ -205,10 +206,19 @@ def read_ended(record: Record, directory: Path | None = None) -> list[Ended]:
     return session_files.parse_ended(names, record.name)
 
 
-def records(directory: Path | None = None) -> list[Record]:
-    """Read all records, sorted by name. Ignore damaged records and those that are not private; warn once."""
+def records(directory: Path | None = None, *, removed: bool = False) -> list[Record]:
+    """Read all records, sorted by name. Ignore damaged records and those that are not private; warn once.
+
+    Parameters
+    ----------
+    directory : Path, optional
+        The state directory.
+    removed : bool
+        Whether to read the clusters instead whose removal has begun. Its process may have died meanwhile.
+    """
     directory = directory or state_directory()
-    found = (_load(directory / name) for name in sorted(_folders(directory)))
+    file = REMOVED_FILE if removed else RECORD_FILE
+    found = (_load(directory / name, file) for name in sorted(_folders(directory)))
     return [record for record in found if record is not None]
 
 
@@ -231,8 +241,6 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
         not exist. The caller may not know those that were launched last.
     """
     folder = _folder(name, directory)
-    if id is not None and ((loaded := _load(folder)) is None or loaded.id != id):
-        return None
     sessions = removal.clear(folder, lambda descriptor: id in (None, _id_in(folder, descriptor)))
     if sessions is not None:
         _sweep(folder.parent)
@@ -240,10 +248,10 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
 
 
 def _id_in(folder: Path, descriptor: int) -> str | None:
-    try:
-        return Record.from_json(read_file(folder / RECORD_FILE, descriptor)).id
-    except (OSError, ValueError, RecursionError, NotPrivate):
-        return None
+    for file in (RECORD_FILE, REMOVED_FILE):
+        with contextlib.suppress(OSError, ValueError, RecursionError, NotPrivate):
+            return Record.from_json(read_file(folder / file, descriptor)).id
+    return None
 
 
 def _folder(name: str, directory: Path | None) -> Path:
@@ -267,10 +275,10 @@ def _folders(directory: Path) -> list[str]:
     return []
 
 
-def _load(folder: Path) -> Record | None:
+def _load(folder: Path, file: str = RECORD_FILE) -> Record | None:
     """Read the record in a folder. Return None if the folder contains no valid record."""
     try:
-        content = _until_settled(lambda: _read(folder), folder)
+        content = _until_settled(lambda: _read(folder, file), folder)
         if content is None:
             return None
         record = Record.from_json(content[0])
@@ -280,7 +288,7 @@ def _load(folder: Path) -> Record | None:
         _report_open(error)
         return None
     except (OSError, ValueError, RecursionError) as error:
-        _report(folder / RECORD_FILE, str(error))
+        _report(folder / file, str(error))
         return None
     found = session_files.parse_all(content[1], folder.name)
     for stray in found.strays:
@@ -297,18 +305,20 @@ def _load(folder: Path) -> Record | None:
     )
 
 
-def _read(folder: Path) -> tuple[bytes, list[str], SchedulerState | None] | None:
+def _read(folder: Path, file: str) -> tuple[bytes, list[str], SchedulerState | None] | None:
     check_folder(folder.parent)
     if folder.is_symlink():
         raise ValueError("its folder is a symbolic link")
     with open_folder(folder) as descriptor:
         # NFS may cache that a file does not exist. Listing the folder refreshes the cache.
         names = os.listdir(descriptor)
-        if RECORD_FILE not in names:
+        if file not in names:
             return None
+        if SESSIONS_FOLDER not in names and file == REMOVED_FILE:
+            return read_file(folder / file, descriptor), [], None
         if SESSIONS_FOLDER not in names and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
             raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
-        content = read_file(folder / RECORD_FILE, descriptor)
+        content = read_file(folder / file, descriptor)
         sessions = session_files.names_in(folder, descriptor)
         return content, sessions, _read_scheduler(folder, names, descriptor)
 
