@@ -853,3 +853,6 @@ class CMLCluster(SpecCluster):
             await self.manager.close(shutdown)
         finally:
             self._silence.close()
+            for callback in self.periodic_callbacks.values():  # of the widget, which shows the end
+                callback.stop()
+                callback.callback()

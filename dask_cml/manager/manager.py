@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
 _JOIN_PAUSE = 0.5
+#: Seconds between two tries to stop the sessions of a cluster that has ended.
+_RETRY_INTERVAL = 60.0
 #: Seconds between two looks of an observer. A process may observe many clusters.
 _OBSERVER_INTERVAL = 7.5
 
@@ -453,7 +455,18 @@ class Manager:
             said = "shut down" if losses.outcome == Outcome.ENDED else "disconnected"
             self._log(f"Cluster {self.options.name} {said}: {losses.why}")
             self._closing = asyncio.create_task(self._close_once(losses.outcome == Outcome.ENDED))
-            self._closing.add_done_callback(_log_failure)
+            self._closing.add_done_callback(self._try_again)
+
+    def _try_again(self, closing: asyncio.Task[None]) -> None:
+        """Try again later if the sessions of a cluster that has ended were not stopped."""
+        if self.status == Status.failed and not closing.cancelled():
+            logger.error("%s", closing.exception())
+            asyncio.get_running_loop().call_later(_RETRY_INTERVAL, self._close_again)
+
+    def _close_again(self) -> None:
+        if self.status == Status.failed and (self._closing is None or self._closing.done()):
+            self._closing = asyncio.create_task(self._close_once(shutdown=True))
+            self._closing.add_done_callback(self._try_again)
 
     def end_now(self, timeout: float) -> None:
         """Close when the interpreter exits. Blocks.
@@ -486,8 +499,3 @@ class Manager:
     def is_forks_copy(self) -> bool:
         """Whether this process is a fork of the cluster's process. Its exit does not end the cluster."""
         return self._pid != os.getpid()
-
-
-def _log_failure(closing: asyncio.Task[None]) -> None:
-    if not closing.cancelled() and (error := closing.exception()) is not None:
-        logger.error("%s", error)

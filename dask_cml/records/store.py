@@ -337,7 +337,14 @@ def _read_scheduler(folder: Path, names: list[str], descriptor: int) -> Schedule
 
 
 def _until_settled(attempt: Callable[[], T], folder: Path) -> T | None:
-    """Retry an action that met files while they were replaced. Return None if the folder does not exist."""
+    """Retry an action that met files while they were replaced. Return None if the folder does not exist.
+
+    Raises
+    ------
+    OSError
+        If the file system fails.
+    """
+    stale: OSError | None = None
     for _ in range(_TRIES):
         try:
             return attempt()
@@ -347,7 +354,10 @@ def _until_settled(attempt: Callable[[], T], folder: Path) -> T | None:
         except OSError as error:
             if error.errno != errno.ESTALE:  # the file was replaced while it was read
                 raise
+            stale = error
         time.sleep(_PAUSE)
+    if stale is not None:
+        raise stale
     return None
 
 

@@ -152,7 +152,8 @@ class CMLScheduler(CMLProcess):
         """Return whether this cluster's scheduler answers at an address."""
         record = self.place.record
         try:
-            async with rpc(address, connection_args=tls.connection_args(self.security)) as scheduler:
+            arguments = await asyncio.to_thread(tls.connection_args, self.security)
+            async with rpc(address, connection_args=arguments) as scheduler:
                 asking = scheduler.identity() if record is None else getattr(scheduler, HELLO)()
                 answer: dict[str, Any] = await asyncio.wait_for(asking, _ANSWER_TIMEOUT)
         except Exception as error:  # a program at this address may speak another protocol
