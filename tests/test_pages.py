@@ -10,12 +10,12 @@ from typing import Any
 
 import dask
 import pytest
+from dask_cml.described import unattended_text
 from pages_samples import StandInBoard, cluster, group, many, several
 from tornado.httpclient import AsyncHTTPClient, HTTPResponse
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 
-from dask_cml.described import unattended_text
 from dask_cml.serve import form
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.application import make_application

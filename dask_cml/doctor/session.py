@@ -38,7 +38,7 @@ def _module() -> Any:
     from dask_cml.options import setting
     from dask_cml.sessions.loading import load_platform
 
-    return load_platform(setting("platform", lambda _, value: value))
+    return load_platform(setting("platform"))
 
 
 def _is_local() -> bool:

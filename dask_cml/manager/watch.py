@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from dask_cml.checks import seconds
 from dask_cml.errors import CMLError
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.scheduler_client import SchedulerClient
@@ -42,7 +41,7 @@ class Watch:
         self._api = api
         self._client = client
         self._poke = poke
-        self._interval: float = setting("api.watch-interval", seconds)
+        self._interval: float = setting("api.watch-interval")
 
     async def run(self) -> None:
         """Watch until cancelled."""

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 from dask_cml.checks import is_session_id
 from dask_cml.naming import DEFAULT_GROUP, GROUP_NAME
+from dask_cml.options.table import MOST_SESSIONS as _MOST
 
-#: Maximum number of items in a message, and of workers and sessions.
-_MOST = 100_000
 _MOST_GROUPS = 1_000
 _LONGEST_TEXT = 300
 _LONGEST_TIME = 10 * 365 * 24 * 3600.0

@@ -24,7 +24,6 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml import pulse
 from dask_cml.aio import cancel
-from dask_cml.checks import seconds
 from dask_cml.options import setting
 from dask_cml.scheduler import messages
 from dask_cml.scheduler.balance import spread
@@ -204,5 +203,5 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
-    plugin = CMLSchedulerPlugin(setting("orphan-timeout", seconds))
+    plugin = CMLSchedulerPlugin(setting("orphan-timeout"))
     await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
