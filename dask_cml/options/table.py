@@ -37,6 +37,7 @@ class Option:
     bounds: Mapping[str, Any]
     check: str = ""
     needs: Sequence[str] = ()
+    elsewhere: Sequence[str] = ()
     derived: bool = False
     grouped: bool = False
     recorded: bool = True
