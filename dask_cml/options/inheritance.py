@@ -96,4 +96,4 @@ def _json(value: Any) -> str | None:
 
 def _refuse_secrets(pairs: list[tuple[str, Any]]) -> None:
     if any(_SECRET.search(name.replace("_", "-")) for name, _ in pairs):
-        raise ValueError("a secret")
+        raise ValueError
