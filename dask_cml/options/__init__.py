@@ -103,11 +103,9 @@ class Options:
         check_keys()
         values: dict[str, Any] = {}
         for option in ARGUMENTS:
-            given = arguments.get(option.argument)
-            values[option.argument] = (
-                setting(option.key, values)
-                if given is None
-                else option.checked(option.argument, given, values)
+            name, given = option.argument, arguments.get(option.argument)
+            values[name] = (
+                setting(option.key, values) if given is None else option.checked(name, given, values)
             )
         options = cls(**values)
         options.groups()

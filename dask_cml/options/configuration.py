@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,21 +65,17 @@ def check_keys() -> None:
         If a key is unknown. The message contains the key, its origin, and the nearest option.
     """
     options = [f"cml.{key}" for key in OPTIONS]
-    for key, value in _leaves("cml", dask.config.get("cml"), options):
-        if key in options or value == {}:
+    found = [("cml", dask.config.get("cml"))]
+    while found:
+        key, value = found.pop(0)
+        if key in options:
             continue
-        if any(option.startswith(f"{key}.") for option in options):
+        if isinstance(value, Mapping):
+            found += [(f"{key}.{str(name).replace('_', '-')}", each) for name, each in value.items()]
+        elif any(option.startswith(f"{key}.") for option in options):
             raise TypeError(f"{of_type(key, value, 'a mapping')}, in {origin(key)}")
-        raise ValueError(f"invalid key {key} from {origin(key)}: expected {nearest(key, options)}")
-
-
-def _leaves(path: str, value: Any, options: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys below a path with their values. The value of an option may be a mapping."""
-    if isinstance(value, Mapping) and value and path not in options:
-        for name, each in value.items():
-            yield from _leaves(f"{path}.{str(name).replace('_', '-')}", each, options)
-    else:
-        yield path, value
+        else:
+            raise ValueError(f"invalid key {key} from {origin(key)}: expected {nearest(key, options)}")
 
 
 def origin(key: str) -> str:
