@@ -39,10 +39,6 @@ def names(cluster):
     return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
 
 
-def told(cluster):
-    return "\n".join(line for _, line in cluster._cluster_manager_logs)
-
-
 async def test_each_group_has_its_own_size_and_number(platform, holds):
     gpu = {"n_workers": 1, "cpu": 2, "memory": 2, "processes": 2, "nvidia_gpu": 2, "worker_args": []}
     async with (
@@ -155,7 +151,7 @@ async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):
     platform.configure(quota={"nvidia_gpu": 1})
     async with make(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster:
         cluster.scale(3, worker_group="gpu")
-        await holds(lambda: "gpu: 1 of 3 workers launched" in (cluster._reconciler.problem or ""))
+        await holds(lambda: "gpu: 1 of 3 workers launched" in (cluster.manager.state.problem or ""))
         cluster.scale(2)
         await holds(
             lambda: (
@@ -168,7 +164,7 @@ async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):
         )
         assert cluster._reconciler.backoffs.affordable(5) == 5
         assert cluster._reconciler.backoffs.affordable(5, "gpu") == 1
-        assert "Group gpu of cluster mine launched 1 of 3 workers" in told(cluster)
+        assert "Group gpu of cluster mine launched 1 of 3 workers" in log_of(cluster)
     platform.configure(quota={})
 
 

@@ -33,7 +33,7 @@ from dask_cml import CMLCluster
 
 if __name__ == "__main__":
     cluster = CMLCluster(n_workers=2, name="made", platform="local", **{options})
-    while len(cluster._arrived) < 2:
+    while arrived(cluster) < 2:
         time.sleep(0.05)
     print("ready", flush=True)
     time.sleep(3600)
@@ -48,18 +48,8 @@ def make_and_kill(**options):
         maker.kill()
 
 
-def make(**options):
-    return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
-
-
 def rebuild(name, **options):
     return CMLCluster.from_name(name, quiet=True, asynchronous=True, **options)
-
-
-def live(platform):
-    return [
-        each for each in platform.sessions() if each["status"] == "running" and not each["stop_requested"]
-    ]
 
 
 def manager_log(cluster):
@@ -244,9 +234,9 @@ async def test_discovery_yields_what_answers(platform):
 
 async def test_what_another_manager_stops_is_no_failure(platform, holds):
     async with make(n_workers=1, name="shared") as maker:
-        await holds(lambda: len(maker._arrived) == 1)
+        await holds(lambda: arrived(maker) == 1)
         async with rebuild("shared") as other:
-            await holds(lambda: other._leadership.id and len(other._arrived) == 1)
+            await holds(lambda: other._leadership.id and arrived(other) == 1)
             find_lost = maker._reconciler._find_lost
 
             async def late():  # the maker believes that it leads
@@ -260,7 +250,7 @@ async def test_what_another_manager_stops_is_no_failure(platform, holds):
             await holds(
                 lambda: not maker.workers and maker._leadership._asked["default"] == other._leadership.id
             )
-            assert maker._reconciler.problem is None
+            assert maker.manager.state.problem is None
             assert "Worker failed" not in str(maker._cluster_manager_logs)
 
 
@@ -269,13 +259,13 @@ async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(p
         return all(
             len(manager.workers)
             == len(manager.scheduler_info["workers"])
-            == manager._fleet.group().target
+            == target(manager)
             == n
             for manager in (maker, other)
         )
 
     async with make(n_workers=1, name="shared") as maker:
-        await holds(lambda: len(maker._arrived) == 1)
+        await holds(lambda: arrived(maker) == 1)
         async with rebuild("shared") as other:
             await holds(lambda: settled(1))
             other.scale(3)
@@ -290,7 +280,7 @@ async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(p
 
 async def test_a_lost_worker_is_replaced_once_by_whom_of_two_managers_leads(platform, holds):
     async with make(n_workers=1, name="shared") as maker:
-        await holds(lambda: len(maker._arrived) == 1)
+        await holds(lambda: arrived(maker) == 1)
         async with rebuild("shared") as other:
             [lost] = maker.workers
             platform.evict(maker.workers[lost].session_id)
@@ -313,7 +303,7 @@ async def test_a_manager_says_that_another_one_has_ended_the_cluster(platform, h
 async def test_a_manager_leaves_a_cluster_of_which_it_hears_nothing_any_more(platform, holds, monkeypatch):
     monkeypatch.setattr(reconciler, "_SILENCE", 1.0)
     async with make(n_workers=1, name="shared") as maker:
-        await holds(lambda: len(maker._arrived) == 1)
+        await holds(lambda: arrived(maker) == 1)
         await maker.leave()
     monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
     other = await rebuild("shared")
@@ -382,7 +372,7 @@ from dask_cml import CMLCluster
 if __name__ == "__main__":
     cluster = CMLCluster.from_name("shared")
     cluster.scale(3)
-    while len(cluster._arrived) < 3:
+    while arrived(cluster) < 3:
         time.sleep(0.05)
     print("ready", flush=True)
     time.sleep(3600)
@@ -400,7 +390,7 @@ async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_lea
 
     with dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}):
         async with make(n_workers=1, name="shared") as maker:
-            await holds(lambda: len(maker._arrived) == 1)
+            await holds(lambda: arrived(maker) == 1)
             environment = {**os.environ, "CDSW_ENGINE_ID": "second"}
             second = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", SECOND, stdout=subprocess.PIPE, env=environment
@@ -410,12 +400,12 @@ async def test_what_ends_with_a_second_session_is_replaced_by_the_first_ones_lea
             await holds(lambda: sorted(store.read("shared").owners.values()) == owners(maker))
             # The next leader has seen them all, else it would wait for them for the whole `worker_timeout`.
             await holds(lambda: all(map(maker._fleet.has_registered, maker.workers)))
-            assert not maker._leadership.leads
+            assert not maker.manager.state.leads
             await asyncio.to_thread(platform.end_engine, "second")
             assert await second.wait() == -signal.SIGKILL
             await holds(
                 lambda: (
-                    maker._leadership.leads and len(maker._arrived) == 3 and maker._fleet.group().target == 3
+                    maker.manager.state.leads and arrived(maker) == 3 and target(maker) == 3
                 )
             )
             await holds(lambda: owners(maker) == ["first"] * 4)
@@ -430,7 +420,7 @@ async def test_what_a_manager_asks_for_just_before_it_leaves_is_there_and_in_oth
         async with rebuild("shared") as other:
             other.scale(2)
         assert os.path.samestat(record.stat(), made)  # nobody but the maker replaces it
-        await holds(lambda: len(maker._arrived) == len(maker.workers) == 2)
+        await holds(lambda: arrived(maker) == len(maker.workers) == 2)
         assert {each["id"] for each in live(platform)} == {each.id for each in maker.sessions}
     assert not live(platform)
 
@@ -440,8 +430,8 @@ async def test_who_scales_after_another_manager_adapts_ends_the_adapting(platfor
         maker.adapt(minimum=0, maximum=3)
         await holds(lambda: not maker._fleet.group().claim_pending)
         other.scale(1)
-        await holds(lambda: other._leadership.leads and not maker._leadership.leads)
-        await holds(lambda: len(maker._arrived) == len(other._arrived) == 1)
+        await holds(lambda: other.manager.state.leads and not maker.manager.state.leads)
+        await holds(lambda: arrived(maker) == arrived(other) == 1)
         assert maker._adaptive.periodic_callback is None
 
 
@@ -451,19 +441,19 @@ async def test_who_scales_and_leaves_at_once_ends_the_adapting(platform, holds):
         await holds(lambda: not maker._fleet.group().claim_pending)
         async with rebuild("shared") as other:
             other.scale(1)
-        await holds(lambda: maker._fleet.group().target == 1 and maker._adaptive.periodic_callback is None)
-        await holds(lambda: len(maker._arrived) == len(live(platform)) - 1 == 1)
+        await holds(lambda: target(maker) == 1 and maker._adaptive.periodic_callback is None)
+        await holds(lambda: arrived(maker) == len(live(platform)) - 1 == 1)
 
 
 async def test_the_next_manager_leads_when_the_leader_goes(platform, holds):
     async with make(n_workers=1, name="shared") as maker:
         other = await rebuild("shared")
         other.scale(2)
-        await holds(lambda: other._leadership.leads and not maker._leadership.leads)
-        await holds(lambda: len(other._arrived) == 2)
+        await holds(lambda: other.manager.state.leads and not maker.manager.state.leads)
+        await holds(lambda: arrived(other) == 2)
         await other.leave()
-        await holds(lambda: maker._leadership.leads)
-        await holds(lambda: len(maker.workers) == maker._fleet.group().target == 2)
+        await holds(lambda: maker.manager.state.leads)
+        await holds(lambda: len(maker.workers) == target(maker) == 2)
 
 
 def test_the_record_holds_every_session_and_is_its_owners_only(platform, until):
