@@ -81,7 +81,7 @@ async def test_another_manager_adds_scales_and_deletes_groups(holds):
             await third.delete_worker_group("big")
             assert third.worker_groups.keys() == {"default"}
             await holds(lambda: maker.worker_groups.keys() == {"default"})
-            assert store.read("mine").groups == {}
+            await holds(lambda: store.read("mine").groups == {})
         await maker.add_worker_group("big", 1)
         await holds(lambda: maker.worker_groups["big"].n_arrived == 1)
 
