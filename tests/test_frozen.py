@@ -56,12 +56,7 @@ async def test_a_frozen_worker_that_is_retired_holds_up_nobody(platform, holds, 
         async with CMLCluster.from_name(cluster.name, quiet=True, asynchronous=True) as other:
             await other.scale(3)
             await holds(lambda: target(other) == 3 and other.manager.state.leads)
-        await holds(
-            lambda: (
-                frozen not in cluster.worker_spec
-                and arrived(cluster) == target(cluster) == 3
-            )
-        )
+        await holds(lambda: frozen not in cluster.worker_spec and arrived(cluster) == target(cluster) == 3)
         assert frozen in cluster.workers
         assert session_of(cluster, frozen) in live(platform)
         assert len(held) == 3

@@ -411,8 +411,8 @@ class Manager:
             if not shutdown:
                 await self._hand_over()
             self.fleet.close()
-            await self._record_keeper.close()
             if shutdown:
+                await self._record_keeper.close()
                 await self._client.terminate(_GOODBYE_TIMEOUT)
             await self._client.close()
         except Exception:  # whatever fails before, the sessions are stopped
@@ -443,6 +443,7 @@ class Manager:
             await self._reconciler.report()
         except Exception as error:
             logger.info("Last wishes for cluster %s not sent: %r", self.options.name, error)
+        await self._record_keeper.close()  # before it finds no sessions
         processes = [each for each in (self.scheduler, *self.fleet.workers.values()) if each is not None]
         if self._record_keeper.gone:  # no other manager can take over what was launched here
             processes = [each for each in processes if each.adopted]
