@@ -16,6 +16,11 @@ from dask_cml.records.record import Record
 from dask_cml.records.session_files import Changes
 from dask_cml.sessions.entry import Launch
 
+#: The time at which recorded sessions were launched.
+LAUNCHED = 1790000000
+#: What the first scheduler of a cluster without worker groups begins with.
+WANTED: dict[str, Any] = {"groups": {}}
+
 
 def make(**options: Any) -> CMLCluster:
     """Return a cluster that starts when it is awaited."""
@@ -65,12 +70,24 @@ def write_record(record: Record, directory: Path | None = None) -> Path:
     if record.scheduler.address is not None:
         write_scheduler(record, folder)
     launches = [
-        Launch(id, key, record.owners.get(id), record.launched.get(id, 1790000000), record.sizes.get(id))
+        Launch(id, key, record.owners.get(id), record.launched.get(id, LAUNCHED), record.sizes.get(id))
         for id, key in record.sessions.items()
     ]
     changes = Changes(launches, waiting=[*record.waiting], began=record.began)
     store.write_sessions(changes, record.name, directory, id=record.id)
     return folder
+
+
+def launch(directory: Path | None, record: Record, *ids: str, key: str = "a-0", **more: Any) -> None:
+    """Write sessions into a record, as the manager does that has launched them."""
+    changes = Changes([Launch(each, key, None, LAUNCHED) for each in ids], **more)
+    store.write_sessions(changes, record.name, directory, id=record.id)
+
+
+def end(directory: Path | None, record: Record, *ids: str, at: int = LAUNCHED + 60) -> None:
+    """Write into a record that sessions have ended."""
+    changes = Changes(ended=dict.fromkeys(ids, at))
+    store.write_sessions(changes, record.name, directory, id=record.id)
 
 
 def write_scheduler(record: Record, folder: Path) -> None:

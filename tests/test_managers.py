@@ -8,29 +8,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import dask
 import pytest
-from clusters import arrived, lines_of, live, log_of, make, rebuild, target, write_record
+from clusters import arrived, launch, lines_of, live, log_of, make, rebuild, target, write_record
 from distributed import Worker
 from distributed.core import Status
 
 from dask_cml.manager import losses, strays
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import Changes
-from dask_cml.sessions.entry import Launch
 
 pytestmark = pytest.mark.usefixtures("light")
 
 SLEEP = "import time; time.sleep(600)"
-
-
-def record_sessions(name, sessions):
-    """Write sessions into a cluster's record, as the manager does that has launched them."""
-    launches = [Launch(session, key, None, int(time.time())) for session, key in sessions.items()]
-    store.write_sessions(Changes(launches), name, id=store.read(name).id)
 
 
 # -- who leads
@@ -211,7 +202,7 @@ async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(pl
     remove = store.remove
 
     def after_another_manager_has_launched(name, **more):
-        record_sessions(name, {late: "shared-1"})
+        launch(None, store.read(name), late, key="shared-1")
         return remove(name, **more)
 
     monkeypatch.setattr(store, "remove", after_another_manager_has_launched)
@@ -251,7 +242,7 @@ async def dask_worker(cluster, name):
 async def test_a_session_in_the_record_that_nobody_launched_is_stopped(platform, holds, impatience):
     [stray] = (each["id"] for each in platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
     async with make(name="told", n_workers=1) as cluster:
-        await asyncio.to_thread(record_sessions, "told", {stray: "told-7"})
+        await asyncio.to_thread(launch, None, store.read("told"), stray, key="told-7")
         await holds(lambda: stray not in {each["id"] for each in live(platform)})
         await holds(lambda: stray not in store.read("told").sessions)
         await holds(lambda: arrived(cluster) == 1)
@@ -261,7 +252,7 @@ async def test_a_session_in_the_record_that_nobody_launched_is_stopped(platform,
 async def test_a_dask_worker_whose_session_nobody_knew_hands_over_and_ends(platform, holds, impatience):
     [stray] = (each["id"] for each in platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
     async with make(name="told") as cluster, dask_worker(cluster, "told-7") as worker:
-        await asyncio.to_thread(record_sessions, "told", {stray: "told-7"})
+        await asyncio.to_thread(launch, None, store.read("told"), stray, key="told-7")
         await holds(lambda: worker.status == Status.closed)
         await holds(lambda: stray not in {each["id"] for each in live(platform)})
         assert not cluster.workers
