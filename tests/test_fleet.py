@@ -7,57 +7,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from fleets import Cluster
 
 from dask_cml.errors import CMLError
-from dask_cml.manager.fleet import Fleet
-from dask_cml.options import Options
 from dask_cml.scheduler.wanted import Wanted
-
-
-class Cluster:
-    """A fleet, and the state of its scheduler."""
-
-    def __init__(self, n=0, processes=1, **groups):
-        self.fleet = Fleet(Options.read(name="mine", processes=processes), "m1")
-        self.wanted = Wanted("mine", "m1", {"default": {"target": n}, **groups})
-        self.connected = {}
-        self.gone = []
-        self.answer()
-
-    def answer(self):
-        """Take the scheduler's answer, as the manager does."""
-        answer = self.wanted.since(self.fleet.revision)
-        workers = {address: {"name": name} for address, name in self.connected.items()}
-        workers |= dict.fromkeys(self.gone)
-        self.gone = []
-        self.fleet.update({**answer, "workers": workers, "tasks_done": 7, "managers": 2})
-        return answer
-
-    def carry_out(self):
-        """Let the scheduler carry out all wishes, and answer."""
-        for wish in self.fleet.wishes:
-            self.wanted.apply("m1", wish)
-            self.fleet.answered([wish["wish"]])
-        self.answer()
-
-    def connect(self, *names):
-        for name in names:
-            self.connected[f"tcp://{name}"] = name
-            self.wanted.connected(name)
-        self.answer()
-
-    def disconnect(self, *names):
-        self.gone = [f"tcp://{name}" for name in names]
-        for address in self.gone:
-            del self.connected[address]
-        self.answer()
-
-    def launch(self, *names):
-        """Attach sessions that this manager has launched, and say so."""
-        for name in names:
-            self.fleet.attach(name, SimpleNamespace(waits_for=None, session_id=f"session of {name}"))
-        self.wanted.launched("m1", names)
-        self.answer()
 
 
 def seen(fleet, group="default"):
