@@ -9,7 +9,6 @@ import urllib.request
 import cloudpickle
 import pytest
 from distributed import Client, get_task_stream, performance_report
-from distributed.dashboard.scheduler import applications
 
 from dask_cml import CMLCluster
 
@@ -67,6 +66,8 @@ def errors_of_updates(dask_scheduler):
 
 # The last one: the scheduler keeps what it has served up to date for a while.
 def test_the_dashboard_serves_every_pane(client):
+    from distributed.dashboard.scheduler import applications
+
     link = client.cluster.dashboard_link
     statuses = {path: status(link.replace("/status", path)) for path in applications}
     assert len(statuses) > 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -66,6 +67,13 @@ def test_each_python_of_the_metadata_is_tested():
 def test_the_page_names_the_oldest_releases():
     page = (ROOT / "docs/compatibility.md").read_text()
     assert f"distributed {str(required()).removeprefix('>=')} and newer" in page
+
+
+def test_the_page_names_the_wheel_of_this_release():
+    page = (ROOT / "docs/installation.md").read_text()
+    assert {*re.findall(r"dask_cml-\S+?\.whl", page)} == {
+        f"dask_cml-{metadata.version('dask-cml')}-py3-none-any.whl"
+    }
 
 
 @pytest.mark.skipif(not IMAGES.exists(), reason="needs the repository, not a source distribution")

@@ -1,7 +1,8 @@
 """Workloads of public notebooks give the same results on CMLCluster and on LocalCluster.
 
 Each workload is written anew after the notebook in its docstring, on data that it creates itself.
-docs/compatibility.md lists them.
+docs/compatibility.md lists them. A workload imports what it needs itself, because each process of pytest
+imports this module, and one runs it.
 """
 
 from __future__ import annotations
@@ -12,20 +13,8 @@ import re
 from pathlib import Path
 
 import dask
-import dask.array as da
-import dask.bag as db
-import dask.dataframe as dd
-import joblib
-import numpy as np
-import pandas as pd
 import pytest
 from distributed import Client, LocalCluster, as_completed, get_client, rejoin, secede
-from sklearn.datasets import load_digits, make_classification
-from sklearn.feature_extraction.text import HashingVectorizer
-from sklearn.linear_model import SGDClassifier
-from sklearn.model_selection import GridSearchCV
-from sklearn.svm import SVC
-from xgboost import dask as dxgb
 
 from dask_cml import CMLCluster
 
@@ -34,6 +23,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 
 def arrays(client, folder):
     """dask-examples, array.ipynb."""
+    import dask.array as da
+
     x = da.arange(1_000_000, chunks=100_000).reshape(1_000, 1_000).rechunk((250, 250)).persist()
     y = x + x.T
     _, singular, _ = da.linalg.svd_compressed(x.astype(float), k=2, seed=1)
@@ -42,6 +33,8 @@ def arrays(client, folder):
 
 def bags(client, folder):
     """dask-examples, bag.ipynb."""
+    import dask.bag as db
+
     people = [{"age": n % 90, "name": [f"N{n}", "Smith"], "job": f"J{n**2 % 7}"} for n in range(2_000)]
     db.from_sequence(people, npartitions=4).map(json.dumps).to_textfiles(str(folder / "*.json"))
     records = db.read_text(str(folder / "*.json")).map(json.loads)
@@ -52,6 +45,8 @@ def bags(client, folder):
 
 def dataframes(client, folder):
     """dask-tutorial, 01_dataframe.ipynb."""
+    import dask.dataframe as dd
+
     dask.datasets.timeseries("2024-01-01", "2024-01-08", freq="1min", seed=1).to_parquet(folder / "data")
     frame = dd.read_parquet(folder / "data", calculate_divisions=True)
     frame["z"] = frame.x + frame.y
@@ -66,6 +61,9 @@ def dataframes(client, folder):
 
 def delayed(client, folder):
     """dask-tutorial, 03_dask.delayed.ipynb."""
+    import numpy as np
+    import pandas as pd
+
     for month in range(1, 5):
         flights = pd.DataFrame({"origin": ["EWR", "JFK", "LGA"] * 50, "delay": np.arange(150) * month})
         flights.to_csv(folder / f"{month}.csv", index=False)
@@ -77,6 +75,8 @@ def delayed(client, folder):
 
 def futures(client, folder):
     """dask-tutorial, 05_futures.ipynb."""
+    import numpy as np
+
     [data] = client.scatter([np.arange(1_000)], broadcast=True)
     parts = client.map(lambda start, array: array[start::10].sum(), range(10), array=data)
     while len(parts) > 1:
@@ -113,6 +113,10 @@ def evolving(client, folder):
 
 def simulations(client, folder):
     """dask-examples, applications/embarrassingly-parallel.ipynb."""
+    import dask.bag as db
+    import numpy as np
+    import pandas as pd
+
     parameters = pd.DataFrame(np.random.default_rng(1).random((40, 4)), columns=[*"abcd"])
 
     def simulate(row):
@@ -125,6 +129,11 @@ def simulations(client, folder):
 
 def grid_search(client, folder):
     """dask-examples, machine-learning/scale-scikit-learn.ipynb."""
+    import joblib
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.svm import SVC
+
     images, digits = load_digits(n_class=4, return_X_y=True)
     search = GridSearchCV(SVC(), {"C": [1, 10], "gamma": [0.0003, 0.001]}, cv=2)
     with joblib.parallel_config(backend="dask"):
@@ -134,6 +143,10 @@ def grid_search(client, folder):
 
 def incremental(client, folder):
     """dask-examples, machine-learning/incremental.ipynb."""
+    import dask.array as da
+    from sklearn.datasets import make_classification
+    from sklearn.linear_model import SGDClassifier
+
     samples, labels = make_classification(2_000, 20, random_state=1)
     X, y = da.from_array(samples, chunks=(500, 20)), da.from_array(labels, chunks=500)
     model = dask.delayed(SGDClassifier(random_state=1))
@@ -144,6 +157,9 @@ def incremental(client, folder):
 
 def text(client, folder):
     """dask-examples, machine-learning/text-vectorization.ipynb."""
+    import dask.bag as db
+    from sklearn.feature_extraction.text import HashingVectorizer
+
     words = ["graphics", "windows", "hockey", "motorcycles"]
     posts = db.from_sequence([" ".join(words[: n % 4 + 1]) for n in range(400)], npartitions=4)
     vectors = [dask.delayed(HashingVectorizer(n_features=64).transform)(part) for part in posts.to_delayed()]
@@ -152,6 +168,9 @@ def text(client, folder):
 
 def boosting(client, folder):
     """XGBoost, demo/dask/cpu_training.py."""
+    import dask.array as da
+    from xgboost import dask as dxgb
+
     X = da.arange(8_000, chunks=2_000).reshape(2_000, 4).rechunk((500, 4)) % 10
     y = X.sum(axis=1)
     data = dxgb.DaskDMatrix(client, X, y)
@@ -208,6 +227,8 @@ def clusters(local_cluster, shared_platform):  # in this order: the platform tak
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.__name__)
 def test_a_workload_gives_the_same_results_on_both_clusters(clusters, tmp_path, workload):
+    import numpy as np
+
     results = []
     for cluster in clusters:
         folder = tmp_path / type(cluster).__name__
