@@ -403,11 +403,12 @@ def test_a_missing_bokeh_is_a_warning(monkeypatch):
 
 @pytest.fixture
 def importable(install, monkeypatch):
-    """Install a package of one line of code for the processes that this one starts."""
+    """Replace packages by such of one line of code, in the processes that this one starts."""
 
-    def importable(name, version, code):
-        folder = install(name, version)
-        (folder / f"{name}.py").write_text(code)
+    def importable(**code):
+        for name in ("bokeh", "pandas", "pyarrow"):
+            folder = install(name, "99.0")
+            (folder / f"{name}.py").write_text(code.get(name, "pass"))
         monkeypatch.setenv("PYTHONPATH", str(folder))
 
     return importable
@@ -437,7 +438,7 @@ def test_doctor_imports_the_packages_that_computations_use():
     ids=["error", "crash", "silent exit", "long message"],
 )
 def test_doctor_says_why_a_package_fails_to_import(importable, code, words):
-    importable("pyarrow", "99.0", code)
+    importable(pyarrow=code)
     finding = packages.imports(120)
     assert finding.state == "warning"
     assert words in finding.words
@@ -449,7 +450,7 @@ def test_doctor_says_why_a_package_fails_to_import(importable, code, words):
 
 
 def test_an_import_that_hangs_is_ended(importable):
-    importable("pyarrow", "99.0", "import time; time.sleep(3600)")
+    importable(pyarrow="import time; time.sleep(3600)")
     assert "pyarrow 99.0 fails to import: it did not finish in time." in packages.imports(0).words
     assert [each for each in psutil.Process().children() if "pyarrow" in each.cmdline()[-1]] == []
 

@@ -212,14 +212,14 @@ WORKLOADS = [
 
 @pytest.fixture(scope="module")
 def local_cluster():
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def clusters(local_cluster, shared_platform):  # in this order: the platform takes later processes for its own
     """A cluster of each kind, with connected workers: some libraries do not wait for any."""
-    with CMLCluster(n_workers=2, platform="local", quiet=True) as cluster:
+    with CMLCluster(n_workers=2, worker_args=["--no-nanny"], platform="local", quiet=True) as cluster:
         for each in (local_cluster, cluster):
             each.wait_for_workers(2, timeout=120)
         yield local_cluster, cluster
