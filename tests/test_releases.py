@@ -69,11 +69,10 @@ def test_the_page_names_the_oldest_releases():
     assert f"distributed {str(required()).removeprefix('>=')} and newer" in page
 
 
-def test_the_page_names_the_wheel_of_this_release():
-    page = (ROOT / "docs/installation.md").read_text()
-    assert {*re.findall(r"dask_cml-\S+?\.whl", page)} == {
-        f"dask_cml-{metadata.version('dask-cml')}-py3-none-any.whl"
-    }
+def test_the_pages_name_the_wheel_of_this_release():
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    wheel = f"dask_cml-{metadata.version('dask-cml')}-py3-none-any.whl"
+    assert {*re.findall(r"dask_cml-\S+?\.whl", pages)} == {wheel}
 
 
 @pytest.mark.skipif(not IMAGES.exists(), reason="needs the repository, not a source distribution")
