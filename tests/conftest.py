@@ -39,8 +39,10 @@ TOGETHER = (
     "test_address.py",
     "test_browser.py",
     "test_jupyter.py",
+    "test_panes.py",
     "test_running.py",
     "test_serve_browser.py",
+    "test_workloads.py",
 )
 
 

@@ -1,4 +1,4 @@
-"""Checks of running clusters: whether their processes have the same versions as this one."""
+"""Compare package versions in running clusters with those in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dask_cml.doctor.finding import Finding, dask_command
 if TYPE_CHECKING:
     from dask_cml.records.record import Record
 
-#: Packages of which client, scheduler and workers must have the same version.
+#: Client, scheduler and workers need the same versions of these packages.
 _SHARED = ("python", "dask", "distributed", "cloudpickle")
 
 Versions = Mapping[str, str | None]
@@ -27,7 +27,7 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
     names : sequence of str
         The names of the clusters. Default: all clusters of the project.
     timeout : float
-        Time limit for the schedulers to answer, in seconds. The workers get the same time again.
+        Time limit for the schedulers to respond, in seconds. Workers get the same time again.
     """
     from dask_cml.errors import NoSuchCluster
     from dask_cml.records import store
@@ -56,24 +56,24 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
     if row["status"] == "starting":
         return Finding(title, "ok", "The cluster is starting.")
     if row["workers"] is None:
-        words = f"The cluster is {row['status']}: its scheduler does not answer."
+        words = f"The cluster is {row['status']}: its scheduler does not respond."
         return Finding(title, "warning", words, f"{dask_command()} cml prune")
     try:
         scheduler, workers = await asyncio.wait_for(_ask(record), timeout)
     except asyncio.TimeoutError:
-        words = f"Not all of its processes reported their versions within {timeout:.0f} s."
+        words = f"Some processes of the cluster did not report their versions within {timeout:.0f} s."
         return Finding(
             title, "warning", words, f"{dask_command()} cml doctor --timeout {9 * timeout:g} {name}"
         )
     except (OSError, ValueError) as error:
-        return Finding(title, "warning", f"The scheduler does not report its versions: {error}")
+        return Finding(title, "warning", f"The scheduler did not report its versions: {error}")
     differences = compare(_own(), scheduler, workers)
     if differences:
         words = f"{' '.join(differences)} Delete the cluster, and create it again."
         return Finding(title, "warning", words, f"{dask_command()} cml delete {shlex.quote(name)}")
     if silent := row["workers"] - len(workers):
-        return Finding(title, "warning", f"{silent} of its {row['workers']} workers do not answer.")
-    words = f"Scheduler and workers ({len(workers)}) have the versions of this process."
+        return Finding(title, "warning", f"{silent} of {row['workers']} workers do not respond.")
+    words = f"The scheduler and all workers ({len(workers)}) run the same versions as this process."
     return Finding(title, "ok", words)
 
 
@@ -96,7 +96,7 @@ def _own() -> Versions:
 
 
 def compare(here: Versions, scheduler: Versions, workers: Sequence[Versions]) -> list[str]:
-    """Return a sentence for each package whose versions in a cluster and in this process differ.
+    """Return a sentence for each package that has different versions in a cluster and in this process.
 
     Parameters
     ----------

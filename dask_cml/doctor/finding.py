@@ -1,4 +1,4 @@
-"""The result of a check, and commands that solve problems."""
+"""Represent the result of a check, and format commands that fix problems."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Finding:
     name : str
         The name of the check.
     state : {"ok", "warning", "wrong"}
-        If the state is ``"wrong"``, clusters do not run. With a ``"warning"``, they run, but lack something.
+        With ``"wrong"``, clusters cannot run. With ``"warning"``, clusters run, but a feature does not work.
     words : str
         The result, in sentences.
     command : str, optional
-        The shell command that solves the problem.
+        The shell command that fixes the problem.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Finding:
     command: str | None = None
 
     def render(self, width: int | None = None) -> str:
-        """Return lines for a terminal, with the command on a line of its own.
+        """Format the finding for a terminal, with the command on a separate line.
 
         Parameters
         ----------
@@ -57,7 +57,7 @@ class Finding:
 
 
 def pip_command(action: str, *arguments: str) -> str:
-    """Return a command for the pip of this Python."""
+    """Return a shell command that runs this Python's pip."""
     pip = shutil.which("pip")
     ours = pip is not None and Path(pip).parent == Path(sys.executable).parent
     program = ["pip"] if ours else [sys.executable, "-m", "pip"]
@@ -66,5 +66,5 @@ def pip_command(action: str, *arguments: str) -> str:
 
 
 def dask_command() -> str:
-    """Return the command ``dask``. In older images, the folder of its program is not on the PATH."""
+    """Return the shell command ``dask``, or its long form if ``dask`` is not on the PATH."""
     return "dask" if shutil.which("dask") else shlex.join([sys.executable, "-m", "dask"])
