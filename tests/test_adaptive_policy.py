@@ -52,11 +52,8 @@ class Simulation:
         self.launched = self.closed = self.killed = 0
         self.session_seconds = 0.0
         self.quota = math.inf
-        self.scheduler = SimpleNamespace(start_time=start)
-        backoffs = SimpleNamespace(affordable=lambda n, group: min(n, self.quota))
-        self._reconciler = SimpleNamespace(backoffs=backoffs, choose=self.choose)
-        self._fleet = self
-        self._client = SimpleNamespace(demand=self.demand)
+        self.state = SimpleNamespace(leads=True, start_time=start)
+        self.fleet = self
         self.loop = SimpleNamespace(add_callback=lambda *_: None)
         self.scheduler_comm = self
         self.want(there)
@@ -67,7 +64,6 @@ class Simulation:
     # -- the cluster
 
     plan = requested = property(lambda self: set(self.worker_spec))
-    _arrived = property(lambda self: set(self.here))
     observed = property(
         lambda self: (
             {f"{key}-{i}" for key in self.here for i in range(self.options.processes)}
@@ -82,8 +78,18 @@ class Simulation:
     def group(self, name):
         assert name == "default"
         return SimpleNamespace(
-            name=name, options=self.options, keys=self.worker_spec, target=len(self.worker_spec), driver=self
+            name=name,
+            options=self.options,
+            names=tuple(self.worker_spec),
+            target=len(self.worker_spec),
+            adapting={"minimum": 0},
         )
+
+    def arrived(self, group):
+        return {*self.here}
+
+    def affordable(self, n, group):
+        return min(n, self.quota)
 
     def want(self, n):
         while len(self.worker_spec) < n:
@@ -96,15 +102,20 @@ class Simulation:
     async def scale(self, n):
         self.want(n)
 
-    async def _resize(self, n, driver, group):
-        self.want(n)
+    async def decide(self, op, group, key, n=0, names=()):
+        assert key == self.adaptive.key
+        if op == "resize":
+            self.want(n)
+        else:
+            assert op == "shrink"
+            await self.scale_down(names)
 
     async def choose(self, n, *_):
         order = [key for key in self.worker_spec if key not in self.here]
         order += [key for key in self.here[::-1] if key not in self.ends]
         return (order + self.here[::-1])[:n]
 
-    async def scale_down(self, keys, driver=None):
+    async def scale_down(self, keys):
         for key in keys:
             self.closed += 1
             self.killed += key not in self.here
@@ -114,8 +125,7 @@ class Simulation:
 
     # -- the scheduler
 
-    async def demand(self, cluster, max_age):
-        assert cluster == "mine"
+    async def demand(self, max_age):
         tasks = self.waiting + len(self.ends)
         queue = {"unrunnable": 0, "queued": self.waiting, "processing": len(self.ends)}
         work = {"resources": {}, **queue, "seconds": tasks * (self.task if self.known else 0.5)}
@@ -313,7 +323,7 @@ async def test_tasks_that_turn_out_to_be_long_get_more_sessions(simulate):
 
 async def test_start_times_are_learned_from_those_that_come(simulate):
     run = simulate(30)
-    run.scheduler.start_time = 2.0
+    run.state.start_time = 2.0
     assert run.adaptive.start_time == 2.0
     await run.work(BURST)
     assert run.adaptive.start_time == pytest.approx(30, abs=1.1)
@@ -328,7 +338,7 @@ async def test_sessions_that_were_there_before_teach_nothing(simulate):
 
 async def test_an_unknown_start_time_is_none(simulate):
     run = simulate(0)
-    run.scheduler = None
+    run.state.start_time = None
     assert run.adaptive.start_time == 0
 
 

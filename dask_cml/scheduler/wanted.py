@@ -139,7 +139,10 @@ class Wanted:
             of ``workers``.
         """
         changed = self.changes.since(revision) if revision else None
-        keys = [GROUPS, *(("session", name) for name in self.sessions)] if changed is None else changed
+        if changed is None:
+            keys = [GROUPS, *(("session", name) for name in self.sessions)]
+        else:
+            keys = changed[::-1]  # the oldest first
         return {
             "revision": self.changes.revision,
             "whole": changed is None,
@@ -329,7 +332,7 @@ class Wanted:
         """Record launched sessions, wanted or not. They are in the cluster's record."""
         for name in names:
             found = read_name(self.cluster, name)
-            if found is None:
+            if found is None or session_name(self.cluster, *found) != name:
                 raise ValueError(f"invalid session {name!r}: expected a worker session of this cluster")
             group, number = found
             entry = self.sessions.setdefault(name, Entry(group, manager))
