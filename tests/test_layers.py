@@ -19,7 +19,7 @@ LAYERS = (
     ("records", "scheduler"),
     ("sessions", "wire", "pulse"),
     ("local",),
-    ("options", "described", "naming", "checks", "configuration", "private", "errors", "frames", "aio"),
+    ("options", "described", "naming", "checks", "configuration", "private_files", "printable", "errors", "frames", "aio"),
 )
 #: Those of one layer that know nothing of each other.
 APART = ({"records", "scheduler"}, {"wire", "sessions"}, {"pulse", "sessions"})

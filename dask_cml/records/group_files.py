@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dask_cml.checks import group_name, message
-from dask_cml.private import MOST_BYTES, open_folder, read_file, written
+from dask_cml.private_files import MOST_BYTES, open_folder, read_file, written
 
 #: The name of the folder, in a cluster's folder.
 GROUPS_FOLDER = "groups"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dask_cml.private import NotPrivate, make_folder
+from dask_cml.private_files import NotPrivate, make_folder
 from dask_cml.records import session_files
 from dask_cml.records.record import RECORD_FILE
 

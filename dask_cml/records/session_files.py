@@ -35,7 +35,7 @@ from urllib.parse import quote, unquote
 
 from dask_cml.checks import is_session_id
 from dask_cml.options import SessionSize, exact
-from dask_cml.private import open_folder
+from dask_cml.private_files import open_folder
 
 #: The names of the folders, in a cluster's folder.
 SESSIONS_FOLDER = "sessions"

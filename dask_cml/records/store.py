@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import state_directory
-from dask_cml.private import (
+from dask_cml.private_files import (
     MOST_BYTES,
     NotPrivate,
     check_folder,

@@ -24,6 +24,7 @@ from dask_cml.sessions import tls
 from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, moment, status_of
 from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.plan import SCHEDULER_FILE, SessionPlan, plan_scheduler, plan_worker
+from dask_cml.sessions.session_logs import last_lines
 from dask_cml.sessions.workers_api import WorkersAPI
 
 #: Dask's default port, which is free in a CML session.
@@ -234,7 +235,7 @@ class CMLProcess(ProcessInterface):
             Whether to name the log instead of its last lines, for a description of one line.
         """
         status = self._info.get("status", "unknown")
-        tail = await asyncio.to_thread(_last_lines, self.plan.log)
+        tail = await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)
         output = f"its log is {self.plan.log}" if brief else f"the last lines of its output:\n{tail}"
         words = self._info.get("message") or self._info.get("k8sMessage")
         said = f" ({' '.join(words.split())})" if words else ""
@@ -388,12 +389,3 @@ def _read_address(scheduler_file: Path) -> str | None:
     except (OSError, ValueError):
         return None
 
-
-def _last_lines(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 8192))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-_LOG_LINES:])

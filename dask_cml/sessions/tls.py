@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed.security import Security
 
-from dask_cml.private import make_folder, owner_only
+from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
 #: More than the clocks of two sessions can differ, and more than a cluster can run.
