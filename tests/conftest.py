@@ -198,3 +198,11 @@ def configured(monkeypatch: pytest.MonkeyPatch, option: str, value: object) -> I
     monkeypatch.setenv(f"DASK_CML__{option.replace('-', '_').upper()}", str(value))
     with dask.config.set({f"cml.{option}": value}):
         yield
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Any:
+    """An object that leaves a mark when it is unpickled."""
+    from wire_samples import Hostile  # imports distributed
+
+    return Hostile(tmp_path / "ran")

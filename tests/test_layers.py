@@ -17,9 +17,20 @@ LAYERS = (
     ("cluster",),
     ("manager",),
     ("records", "scheduler"),
-    ("sessions", "wire", "pulse"),
+    ("sessions", "wire", "pulse", "msgpack_comm", "identity"),
     ("local",),
-    ("options", "described", "naming", "checks", "configuration", "private_files", "printable", "errors", "frames", "aio"),
+    (
+        "options",
+        "described",
+        "naming",
+        "checks",
+        "configuration",
+        "private_files",
+        "printable",
+        "errors",
+        "frames",
+        "aio",
+    ),
 )
 #: Those of one layer that know nothing of each other.
 APART = ({"records", "scheduler"}, {"wire", "sessions"}, {"pulse", "sessions"})

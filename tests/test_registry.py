@@ -354,8 +354,13 @@ def damages():
     yield "newer", {**good, "version": 2}, "in format 2: upgrade"
     yield "elsewhere", {**good, "name": "a"}, "the record of another cluster, 'a'"
     yield "lacking", {key: good[key] for key in good if key != "maker"}, "lacks maker"
+    yield "number", json.dumps({**good, "options": {"cpu": float("nan")}}).encode(), "it contains NaN"
+    yield "no zone", {**good, "created": "2030-01-01T00:00:00"}, "its created is invalid"
+    for change in {"pid": 10**30}, {"started": 1e300}, {"started": -1}:
+        yield str(change), {**good, "maker": {**good["maker"], **change}}, "its maker is invalid"
     for key, value in {
         "id": 3,
+        "created": "yesterday",
         "maker": {"host": "a", "pid": -1, "started": 1.0},
         "scheduler_session": "",
         "security": ["a"],

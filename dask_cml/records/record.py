@@ -25,6 +25,8 @@ SCHEME = "cml"
 
 #: Seconds. psutil derives the start time of a process from the clock, which may be set meanwhile.
 _CLOCK_TOLERANCE = 10.0
+#: The year 36812.
+_MOST_SECONDS = 2**40
 
 
 def cluster_address(name: str) -> str:
@@ -178,7 +180,7 @@ class Record:
         ValueError
             If the text is not a record, or a newer release has written it.
         """
-        content = json.loads(text)
+        content = json.loads(text, parse_constant=_refuse)
         if not isinstance(content, dict) or not isinstance(content.get("version"), int):
             raise ValueError("it is not the record of a cluster")
         if content["version"] > VERSION:
@@ -218,18 +220,33 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"it contains {constant}")
+
+
+def _is_time(value: object) -> bool:
+    try:
+        return datetime.fromisoformat(str(value)).tzinfo is not None
+    except ValueError:
+        return False
+
+
 def _is_maker(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("started"), (int, float)):
         return False
+    if not 0 <= value["started"] < _MOST_SECONDS:
+        return False
     if not isinstance(value.get("user"), (str, type(None))) or value.get("serves") not in (None, True, False):
         return False
-    return isinstance(value.get("host"), str) and isinstance(value.get("pid"), int) and value["pid"] > 0
+    return (
+        isinstance(value.get("host"), str) and isinstance(value.get("pid"), int) and 0 < value["pid"] < 2**31
+    )
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "name": _is_text,
     "id": _is_text,
-    "created": _is_text,
+    "created": _is_time,
     "maker": _is_maker,
     "options": lambda value: isinstance(value, dict),
     "scheduler_session": lambda value: value is None or is_session_id(value),

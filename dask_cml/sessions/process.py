@@ -388,4 +388,3 @@ def _read_address(scheduler_file: Path) -> str | None:
         return content.get("address")
     except (OSError, ValueError):
         return None
-
