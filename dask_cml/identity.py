@@ -64,11 +64,20 @@ class Identity:
         (WorkerIdentity(name='7', nthreads=2, memory_limit=1000000000),)
         """
         content = _mapping("identity", answer)
-        workers = _mapping("workers", content.get("workers"))
         services = _mapping("services", content.get("services", {}))
-        return cls(
-            _text("id", content.get("id")), tuple(map(_worker, workers.values())), "dashboard" in services
-        )
+        workers = read_workers(content.get("workers"))
+        return cls(_text("id", content.get("id")), workers, "dashboard" in services)
+
+
+def read_workers(answer: Any) -> tuple[WorkerIdentity, ...]:
+    """Check the workers in an answer of ``Scheduler.identity``.
+
+    Raises
+    ------
+    ValueError
+        If they are none. The message contains a short part of the answer.
+    """
+    return tuple(map(_worker, _mapping("workers", answer).values()))
 
 
 def _worker(answer: Any) -> WorkerIdentity:

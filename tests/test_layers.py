@@ -17,7 +17,8 @@ LAYERS = (
     ("cluster",),
     ("manager",),
     ("records", "scheduler"),
-    ("sessions", "wire", "pulse", "msgpack_comm", "identity"),
+    ("dashboard",),
+    ("sessions", "wire", "tunnel", "pulse", "msgpack_comm", "identity"),
     ("local",),
     (
         "options",

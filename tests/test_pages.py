@@ -1,4 +1,4 @@
-"""The pages of ``dask cml serve``, drawn from a stand-in of the board."""
+"""The pages of ``dask cml serve``, with clusters of a stand-in."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Any
 
 import dask
 import pytest
-from pages_samples import StandInBoard, cluster, group, many, several
+from pages_samples import StandInClusters, cluster, group, many, several
 from tornado.httpclient import AsyncHTTPClient, HTTPResponse
-from tornado.httpserver import HTTPServer
-from tornado.netutil import bind_sockets
 
+from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.described import unattended_text
 from dask_cml.serve import form
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.application import make_application
+from dask_cml.serve.dashboards import Dashboards
 
 Ask = Callable[..., Any]
 PAGES = ["", "new", *(f"clusters/{each['name']}" for each in several())]
 
 
 @asynccontextmanager
-async def served(board: StandInBoard, **user: Any) -> AsyncIterator[Ask]:
+async def served(clusters: StandInClusters, **user: Any) -> AsyncIterator[Ask]:
     """Serve the pages to a user, or to whoever sends the token."""
-    [socket] = bind_sockets(0, "127.0.0.1")
-    access = Access(socket.getsockname()[1])
+    listener = local_socket(0)
+    access = Access(listener.getsockname()[1])
     if user:
         access.user = lambda request: User(**user)
-    server = HTTPServer(make_application(board, access))
-    server.add_sockets([socket])
+    dashboards = Dashboards(clusters, access)
+    dashboards.start()
+    server = LocalServer(make_application(clusters, access, dashboards), listener)
 
     async def ask(path: str = "", token: bool = True, **request: Any) -> HTTPResponse:
         headers = {"Authorization": f"Bearer {access.token}"} if token else {}
@@ -42,13 +43,13 @@ async def served(board: StandInBoard, **user: Any) -> AsyncIterator[Ask]:
         )
 
     yield ask
-    server.stop()
-    await server.close_all_connections()
+    await server.close()
+    await dashboards.close()
 
 
 @pytest.fixture
 async def ask() -> AsyncIterator[Ask]:
-    async with served(StandInBoard(several())) as ask:
+    async with served(StandInClusters(several())) as ask:
         yield ask
 
 
@@ -69,16 +70,16 @@ async def test_the_list_says_of_each_cluster_how_it_is(ask):
 
 
 async def test_an_empty_list_says_how_to_begin():
-    async with served(StandInBoard([])) as ask:
+    async with served(StandInClusters([])) as ask:
         text = await text_of(ask())
     assert "No cluster runs in this project New cluster" in text
     assert "CMLCluster(n_workers=2" in text
 
 
 async def test_what_the_platform_lacks_stands_above_the_list():
-    board = StandInBoard([])
-    board.problem = "CML does not answer"
-    async with served(board) as ask:
+    clusters = StandInClusters([])
+    clusters.problem = "CML does not answer"
+    async with served(clusters) as ask:
         assert "CML does not answer" in await text_of(ask())
         assert "CML does not answer" not in await text_of(ask(token=False))
 
@@ -103,8 +104,8 @@ async def test_a_failed_cluster_s_page_says_why_and_offers_to_delete_it(ask):
 
 
 async def test_only_the_first_of_many_sessions_are_drawn_those_on_their_way_before_others():
-    board = StandInBoard([cluster("big", group(wanted=1000, arrived=999))])
-    async with served(board) as ask:
+    clusters = StandInClusters([cluster("big", group(wanted=1000, arrived=999))])
+    async with served(clusters) as ask:
         text = await text_of(ask("clusters/big"))
     assert "801 more sessions run" in text
     assert "waiting for room" in text
@@ -112,7 +113,7 @@ async def test_only_the_first_of_many_sessions_are_drawn_those_on_their_way_befo
 
 @pytest.mark.parametrize("name", ["<b>", "a b", "100%", 'x"y', "ü", "a?b#c"])
 async def test_any_name_of_a_cluster_is_shown_and_leads_to_its_page(name):
-    async with served(StandInBoard([cluster(name, group())])) as ask:
+    async with served(StandInClusters([cluster(name, group())])) as ask:
         html = (await ask()).body.decode()
         [link] = re.findall(r'class="name" href="([^"]+)"', html)
         page = await ask(link)
@@ -127,8 +128,9 @@ async def test_a_page_loads_nothing_from_elsewhere_and_has_no_code_or_style_in_i
     links = re.findall(r'\s(?:src|action|data-action|data-url)="([^"]*)"', html)
     links += re.findall(r'<(?:link|a)[^>]* href="([^"]*)"', html)
     foreign = [link for link in links if link.startswith(("/", "http"))]
-    # CML's own pages of sessions
-    assert [link for link in foreign if not link.startswith("https://ml.example.com/")] == []
+    # CML's own pages of sessions, and dashboards, which are in a sandbox
+    known = ("https://ml.example.com/", "//127.0.0.1:")
+    assert [link for link in foreign if not link.startswith(known)] == []
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -142,7 +144,7 @@ async def test_ids_are_unique_and_labels_name_fields(ask, path):
 
 @pytest.mark.parametrize("path", PAGES)
 async def test_who_may_only_read_sees_no_forms_and_why(path):
-    async with served(StandInBoard(several()), name="eve", may_change=False) as ask:
+    async with served(StandInClusters(several()), name="eve", may_change=False) as ask:
         html = (await ask(path)).body.decode()
     assert "<form" not in html
     assert "data-opens" not in html
@@ -155,7 +157,7 @@ async def test_pages_are_for_users(ask):
         answer = await ask(path, token=False)
         assert answer.code == 401
         assert "churn-model" not in answer.body.decode().replace(path, "")
-    assert "open the link that dask cml serve has printed" in await text_of(ask(token=False))
+    assert "Open the link that dask cml serve printed" in await text_of(ask(token=False))
 
 
 async def test_what_is_not_there_has_a_page_that_says_so(ask):
@@ -164,7 +166,7 @@ async def test_what_is_not_there_has_a_page_that_says_so(ask):
     assert "no cluster named &#39;none&#39;" in unknown.body.decode()
     other = await ask("nowhere/at/all")
     assert other.code == 404
-    assert "The page has no such address" in other.body.decode()
+    assert "No such page" in other.body.decode()
 
 
 async def test_what_pages_load_is_served(ask):
@@ -175,7 +177,7 @@ async def test_what_pages_load_is_served(ask):
 
 
 async def test_a_list_of_fifty_clusters_is_drawn_whole():
-    async with served(StandInBoard(many())) as ask:
+    async with served(StandInClusters(many())) as ask:
         assert (await ask()).body.decode().count('class="name"') == 50
 
 
@@ -257,11 +259,11 @@ def test_a_text_that_cannot_be_read_is_refused_without_being_repeated(texts, wor
 
 
 async def test_the_form_creates_a_cluster_for_its_user():
-    board = StandInBoard([])
-    async with served(board, name="alice", may_change=True) as ask:
+    clusters = StandInClusters([])
+    async with served(clusters, name="alice", may_change=True) as ask:
         answer = await ask("new", method="POST", body=json.dumps({"name": "day", "n_workers": "3"}))
     assert json.loads(answer.body)["name"] == "day"
-    assert board.created == [({"name": "day", "n_workers": 3, "security": False}, "alice")]
+    assert clusters.created == [({"name": "day", "n_workers": 3, "security": False}, "alice")]
 
 
 @pytest.mark.parametrize(
@@ -280,8 +282,8 @@ async def test_a_form_that_is_refused_answers_with_the_words(ask, texts, status,
 
 
 async def test_a_form_of_another_page_is_refused():
-    board = StandInBoard([])
-    async with served(board, name="alice", may_change=True) as ask:
+    clusters = StandInClusters([])
+    async with served(clusters, name="alice", may_change=True) as ask:
         answer = await ask("new", token=False, method="POST", body="{}")
     assert answer.code == 403
-    assert board.created == []
+    assert clusters.created == []

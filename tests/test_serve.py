@@ -16,16 +16,16 @@ from conftest import PATIENCE, configured
 from distributed import Client
 from served import PageServer
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
-from tornado.httpserver import HTTPServer
-from tornado.netutil import bind_sockets
 
 from dask_cml import CMLCluster
+from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.manager import leadership
 from dask_cml.records import store
-from dask_cml.serve import board as board_module
+from dask_cml.serve import clusters as clusters_module
 from dask_cml.serve.access import Access
 from dask_cml.serve.application import make_application
-from dask_cml.serve.board import Board
+from dask_cml.serve.clusters import ProjectClusters
+from dask_cml.serve.dashboards import Dashboards
 from dask_cml.serve.views import TaskRate
 
 SECRET = "correct-horse-battery"
@@ -46,8 +46,9 @@ class Answer:
 class Server:
     """The page, and a program that asks it."""
 
-    board: Board
+    clusters: ProjectClusters
     access: Access
+    dashboards: Dashboards
 
     async def ask(self, method: str, path: str, body: object = None, *, token=True, **headers) -> Answer:
         if token:
@@ -82,7 +83,7 @@ class Server:
 
         async def wait() -> Any:
             while True:
-                found = [each for each in self.board.clusters() if each["name"] == name]
+                found = [each for each in self.clusters.describe() if each["name"] == name]
                 if found and condition(found[0]):
                     return found[0]
                 await asyncio.sleep(0.02)
@@ -98,15 +99,16 @@ def local_clusters(platform, light, monkeypatch):
 
 @pytest.fixture
 async def server(local_clusters):
-    sockets = bind_sockets(0, "127.0.0.1")
-    access, board = Access(sockets[0].getsockname()[1]), Board(interval=0.1)
-    http = HTTPServer(make_application(board, access))
-    http.add_sockets(sockets)
-    board.start()
-    yield Server(board, access)
-    http.stop()
-    await board.close()
-    await http.close_all_connections()
+    listener = local_socket(0)
+    access, clusters = Access(listener.getsockname()[1]), ProjectClusters(interval=0.1)
+    dashboards = Dashboards(clusters, access)
+    dashboards.start()
+    http = LocalServer(make_application(clusters, access, dashboards), listener)
+    clusters.start()
+    yield Server(clusters, access, dashboards)
+    await http.close()
+    await dashboards.close()
+    await clusters.close()
 
 
 async def made_elsewhere(name, **options):
@@ -181,7 +183,7 @@ async def test_refused_cluster_is_told_in_the_platforms_words_and_leaves_nothing
 async def test_cluster_that_fails_later_is_listed_with_the_reason_until_it_is_dismissed(
     server, platform, monkeypatch
 ):
-    monkeypatch.setattr(board_module, "_PATIENCE", 0.0)
+    monkeypatch.setattr(clusters_module, "_PATIENCE", 0.0)
     platform.configure(quota={"cpu": 2})
     assert (await server.post("/api/clusters", name="big", n_workers=2, cpu=2)).status == 202
     failed = await server.until("big", lambda cluster: cluster["status"] == "failed")
@@ -210,7 +212,7 @@ async def test_cluster_shuts_down_when_idle_unless_told_otherwise(server):
 
 
 async def test_cluster_that_is_deleted_while_it_starts_leaves_nothing(server, platform, monkeypatch):
-    monkeypatch.setattr(board_module, "_PATIENCE", 0.0)
+    monkeypatch.setattr(clusters_module, "_PATIENCE", 0.0)
     platform.configure(start_delay=60)
     await server.post("/api/clusters", name="night", n_workers=1)
     assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
@@ -314,7 +316,7 @@ async def test_cluster_goes_on_to_adapt_when_the_manager_that_did_has_left(serve
     command = [sys.executable, "-m", "dask", "cml", "adapt", "day", "1", "2"]
     with started(command) as adapting:
         await server.until("day", lambda cluster: cluster["n_workers"] == 1)
-        cluster = server.board.manager_of("day")
+        cluster = server.clusters.manager_of("day")
         assert cluster._fleet.group().driver is None
         adapting.send_signal(signal.SIGINT)
         out, _ = await asyncio.to_thread(adapting.communicate, timeout=120)
@@ -344,14 +346,14 @@ async def test_orphan_is_not_kept_alive_by_looking(server, platform):
 
 
 async def gone(server, name):
-    while any(each["name"] == name for each in server.board.clusters()):
+    while any(each["name"] == name for each in server.clusters.describe()):
         await asyncio.sleep(0.05)
 
 
 async def test_cluster_whose_scheduler_does_not_answer_is_described_by_its_record(server):
     await made_elsewhere("day", n_workers=1)
     await server.until("day", running)
-    [observed] = server.board.observed.values()
+    [observed] = server.clusters.observed.values()
     observed.cluster, cluster = None, observed.cluster
     observed.not_before = float("inf")
     found = await server.get("/api/clusters/day")
@@ -366,7 +368,7 @@ async def test_cluster_whose_scheduler_does_not_answer_is_described_by_its_recor
 
 async def test_nobody_gets_in_without_the_token(server):
     for headers in ({}, {"Authorization": "Bearer x"}, {"Cookie": f"{server.access.cookie}=x"}):
-        for method, path in (("GET", "/api/clusters"), ("GET", "/"), ("GET", "/clusters/x/dashboard/status")):
+        for method, path in (("GET", "/api/clusters"), ("GET", "/"), ("GET", "/clusters/x")):
             answer = await server.ask(method, path, token=False, **headers)
             assert answer.status == 401
             assert server.access.token not in answer.text
@@ -403,7 +405,7 @@ async def test_user_who_may_not_write_may_only_look(server, permission):
     assert answer.json["user"] == {"name": "bob", "may_change": False}
     for method, path in (("POST", "/api/clusters"), ("DELETE", "/api/clusters/x")):
         answer = await server.ask(method, path, {}, token=False, **reader)
-        assert (answer.status, answer.json["error"][:12]) == (403, "you may look")
+        assert (answer.status, answer.json["error"][:26]) == (403, "You cannot change clusters")
 
 
 async def test_cluster_belongs_to_the_user_who_asked(server):
@@ -482,8 +484,8 @@ def test_killed_page_takes_its_clusters_up_when_it_starts_again(local_clusters, 
 async def test_page_of_a_machine_without_a_platform_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("DASK_CML__STATE_DIRECTORY", str(tmp_path))
     with dask.config.set({"cml.platform": "auto"}):
-        board = Board()
-    assert "not in a CML session" in board.problem
+        clusters = ProjectClusters()
+    assert "not in a CML session" in clusters.problem
 
 
 def test_tasks_a_second_are_those_of_the_last_seconds():

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Generator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
@@ -17,11 +18,12 @@ from distributed.security import Security
 from distributed.utils import silence_logging_cmgr
 
 from dask_cml.aio import cancel
+from dask_cml.dashboard.connection import open_comm
+from dask_cml.dashboard.forwarder import DashboardForwarder
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
 from dask_cml.frames import without_frames
 from dask_cml.manager.adaptive import stop_adapting
 from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
-from dask_cml.manager.dashboard import DashboardForwarder
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.fleet_cluster import FleetCluster
 from dask_cml.manager.launch import Launcher
@@ -215,7 +217,7 @@ class ManagedCluster(FleetCluster):
         self._watch_worker_status_task.add_done_callback(self._reconciler.poke)
         await self._leadership.join(self._presence(arguments))
         if self.options.forward_dashboard:
-            self._forwarder = DashboardForwarder(self.scheduler_comm.address, arguments)
+            self._forwarder = DashboardForwarder(partial(open_comm, self.scheduler_comm.address, arguments))
             await self._forwarder.start()
         self._keeping = asyncio.create_task(self._reconciler.run())
         self._keeping.add_done_callback(self._end_with)

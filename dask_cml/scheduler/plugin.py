@@ -31,7 +31,8 @@ from dask_cml.scheduler.balance import spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.orphans import OrphanWatch
 from dask_cml.scheduler.shared_state import SharedState
-from dask_cml.wire import DEMAND, FORWARD, HEARTBEAT, SYNC, Tunnel, unbuffered
+from dask_cml.tunnel import Tunnel
+from dask_cml.wire import DEMAND, FORWARD, HEARTBEAT, SYNC
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -185,7 +186,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._forwards.add(comm)
         try:
             await comm.write({"status": "OK"})
-            await Tunnel(comm, reader, unbuffered(writer)).run()
+            await Tunnel(comm, reader, writer).run()
         except OSError as error:
             logger.debug("Connection to the dashboard ended: %r", error)
         finally:

@@ -1,4 +1,4 @@
-"""The form of a new cluster: its fields, and what the texts in them ask for."""
+"""The form of a new cluster: its fields, and the options in a filled form."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dask_cml.described import (
 )
 from dask_cml.options import Options
 
-#: The keys of those options that most clusters are given.
+#: The keys of the options that most clusters need.
 _USUAL = ("name", "n-workers", "cpu", "memory", "nvidia-gpu", "idle-timeout")
-#: Those whose values may be secrets.
+#: The options whose values may be secrets.
 _HIDDEN = frozenset(option.name for option in fields(Options) if not option.repr)
 _YES = "on"
 
@@ -35,13 +35,13 @@ class Field:
     Parameters
     ----------
     option : DescribedOption
-        What it asks for.
+        The option.
     text : str
-        What the field is for.
+        The description of the option.
     default : str
-        What holds if the field stays empty; empty if that is nothing, or may be a secret.
+        The value if the field stays empty. Empty if there is none, or it may be a secret.
     checked : bool
-        Whether the box of a flag is checked at first.
+        Whether the checkbox of a flag is checked at first.
     """
 
     option: DescribedOption
@@ -56,7 +56,7 @@ def _options() -> list[DescribedOption]:
 
 
 def sections() -> dict[str, list[Field]]:
-    """Return the fields by the headings of ``cml.yaml``; those that are usual stand first, below ``""``."""
+    """Return the fields by the headings of ``cml.yaml``. The first heading, ``""``, has the usual ones."""
     options = {option.key: option for option in _options()}
     found = {"": [_field(options[key]) for key in _USUAL]}
     for key, option in options.items():
@@ -74,18 +74,18 @@ def _field(option: DescribedOption) -> Field:
 
 
 def arguments(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of CMLCluster that a filled form asks for; empty fields are none.
+    """Return the arguments of CMLCluster in a filled form. Empty fields are left out.
 
     Parameters
     ----------
     texts : mapping of str to str
-        The texts of the fields by the names of the arguments. A box that is not checked has none.
+        The texts of the fields by the names of the arguments. Unchecked checkboxes are missing.
 
     Raises
     ------
     ValueError
-        For a text that cannot be read; its words repeat none that may be a secret. What a text may say is
-        checked by CMLCluster.
+        If a text cannot be read. The message contains no text that may be a secret. CMLCluster checks the
+        values.
     """
     known = {option.argument: option for option in _options()}
     if unknown := sorted(texts.keys() - known.keys()):
@@ -109,5 +109,5 @@ def _value(option: DescribedOption, text: str) -> Any:
         try:
             return int(text) if option.kind == "integer" else float(text)
         except ValueError:
-            return text  # CMLCluster says what is expected
+            return text  # CMLCluster's error says what it expects
     return text
