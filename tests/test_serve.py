@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import dask
+import psutil
 import pytest
 from conftest import PATIENCE, configured
 from distributed import Client
 from served import PageServer
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
+from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
 from dask_cml import CMLCluster
+from dask_cml.dashboard.host_guard import Refused
 from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.manager import leadership
+from dask_cml.options import state_directory
 from dask_cml.records import store
+from dask_cml.records.record import Record
 from dask_cml.serve import clusters as clusters_module
+from dask_cml.serve import views
 from dask_cml.serve.access import Access
 from dask_cml.serve.application import make_application
 from dask_cml.serve.clusters import ProjectClusters
@@ -50,14 +62,16 @@ class Server:
     access: Access
     dashboards: Dashboards
 
-    async def ask(self, method: str, path: str, body: object = None, *, token=True, **headers) -> Answer:
+    async def ask(
+        self, method: str, path: str, body: object = None, *, raw=None, token=True, port=None, **headers
+    ) -> Answer:
         if token:
             headers["Authorization"] = f"Bearer {self.access.token}"
         request = HTTPRequest(
-            f"http://127.0.0.1:{self.access.port}{path}",
+            f"http://127.0.0.1:{port or self.access.port}{path}",
             method=method,
             headers=headers,
-            body=None if body is None else json.dumps(body),
+            body=raw if body is None else json.dumps(body),
             allow_nonstandard_methods=True,
             follow_redirects=False,
             request_timeout=120,
@@ -285,6 +299,167 @@ async def test_no_values_of_variables_and_no_keys_are_shown(server):
         assert "PRIVATE KEY" not in answer.text
 
 
+# -- what is wrong with one cluster
+
+
+async def test_a_scheduler_s_invalid_answer_is_the_problem_of_its_cluster_alone(server):
+    await server.post("/api/clusters", name="night")
+    await server.post("/api/clusters", name="day")
+    for name in ("night", "day"):
+        await server.until(name, running)
+    workers = server.clusters.manager_of("night").scheduler_info["workers"]
+    for change in ({"nthreads": "many"}, {"memory_limit": float("nan")}, {"name": None}):
+        workers["tcp://x"] = {"name": 7, "nthreads": 1, "memory_limit": 1, **change}
+        assert (await server.cluster("day"))["problem"] is None
+        assert "the scheduler's answer is invalid" in (await server.cluster("night"))["problem"]
+        for path in ("/", "/clusters/night", "/api/clusters/night"):
+            assert (await server.ask("GET", path)).status == 200
+    workers["tcp://x"] = {"name": 7, "nthreads": 1, "memory_limit": 1}
+    assert (await server.cluster("night"))["threads"] == 1
+    del workers["tcp://x"]
+
+
+async def test_a_cluster_that_cannot_be_described_does_not_hide_the_others(server, monkeypatch):
+    await server.post("/api/clusters", name="night")
+    await server.post("/api/clusters", name="day")
+    managed = clusters_module.views.managed
+
+    def fail(cluster, *arguments):
+        if cluster.options.name == "night":
+            raise RecursionError("too deep")
+        return managed(cluster, *arguments)
+
+    monkeypatch.setattr(clusters_module.views, "managed", fail)
+    found = await server.cluster("night")
+    assert (found["status"], found["problem"]) == (
+        "unknown",
+        "it cannot be described: RecursionError: too deep",
+    )
+    assert (await server.cluster("day"))["status"] in ("starting", "running")
+    assert (await server.ask("GET", "/")).status == 200
+    assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
+
+
+def test_options_of_another_shape_in_a_record_are_left_out():
+    options = {"cpu": "many", "memory": float("inf"), "nthreads": [], "resources": {"GPU": "x", "A": 1}}
+    described = views.recorded(Record("a", options=options, app_url="javascript:alert(1)"), None, None)
+    [group] = described["groups"]
+    assert (group["cpu"], group["memory"], group["nthreads"]) == (None, None, None)
+    assert group["resources"] == {"A": 1}
+    json.dumps(described, allow_nan=False)
+    described = views.recorded(Record("a", options={"resources": 3}), None, None)
+    assert described["groups"][0]["resources"] == {}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+async def test_what_is_no_log_is_refused_in_words_and_hangs_nobody(server, kind):
+    await server.post("/api/clusters", name="night")
+    await server.until("night", running)
+    path = state_directory() / "night" / "night-7.log"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/proc/self/environ")
+    answer = await server.ask("GET", "/api/clusters/night/logs?session=night-7")
+    assert answer.status == 503
+    assert answer.json["error"] == f"cannot read the log {path}: it is not a regular file"
+    assert (await server.ask("GET", "/api/clusters/night/logs?session=Scheduler")).status == 200
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"n": NaN}', b'{"n": 1e999}', b"\xff"])
+async def test_a_body_that_is_no_request_is_refused(server, body):
+    await server.post("/api/clusters", name="night")
+    answer = await server.ask("POST", "/api/clusters/night/scale", raw=body)
+    assert answer.status in (400, 503)
+    assert "Traceback" not in answer.text
+
+
+# -- dashboards
+
+
+async def dashboard_of(server, name="night"):
+    """Return the address of a cluster's dashboard, for the page's host."""
+    link = (await server.get(f"/api/clusters/{name}"))["dashboard"]
+    assert link.startswith(f"//127.0.0.1:{server.dashboards.port}/")
+    return link
+
+
+async def test_a_dashboard_is_at_a_port_of_its_own_and_needs_no_token(server):
+    pytest.importorskip("bokeh")
+    for name in ("night", "day"):
+        await server.post("/api/clusters", name=name, scheduler_args=[])
+        await server.until(name, running)
+    night, day = await dashboard_of(server), await dashboard_of(server, "day")
+    ask = functools.partial(server.ask, "GET", token=False, port=server.dashboards.port)
+    path = night.removeprefix(f"//127.0.0.1:{server.dashboards.port}")
+    page = await ask(f"{path}status", Cookie=f"{server.access.cookie}={server.access.token}")
+    assert page.status == 200
+    assert "Dask Diagnostic UI" in page.text
+    assert page.headers["Content-Security-Policy"].startswith("sandbox ")
+    assert page.headers["Referrer-Policy"] == "no-referrer"
+    assert not page.headers.get_list("Set-Cookie")
+    assert (await ask(path)).headers["Location"] == "status"
+    # Neither the page's port nor another secret leads to it.
+    assert (await server.ask("GET", "/clusters/night/dashboard/status")).status == 404
+    stranger = day.split("/")[3]
+    for secret in (stranger, "x", "\xe9", server.access.token):
+        assert (await ask(f"/{quote(secret)}/night/status")).status == 404
+    assert (await ask(path.replace("/night/", "/nosuch/"))).status == 404
+    assert (await ask(f"{path}proxy/1/localhost/")).status == 404
+    assert (await ask(f"{path}status", Host="evil.example")).status == 403
+    assert (await server.ask("POST", f"{path}status", {}, port=server.dashboards.port)).status == 405
+    await server.ask("DELETE", "/api/clusters/night")
+    assert (await ask(f"{path}status")).status == 404
+
+
+@pytest.fixture
+def session(monkeypatch):
+    """A CML session whose second port is free."""
+    with local_socket(0) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("CDSW_ENGINE_ID", "eng1ne0000000000")
+    monkeypatch.setenv("CDSW_DOMAIN", "ml.example.com")
+    monkeypatch.setenv("CDSW_APP_PORT", "8100")
+    monkeypatch.setenv("CDSW_READONLY_PORT", str(port))
+    return port
+
+
+async def test_in_a_cml_session_dashboards_are_at_the_second_port(session):
+    dashboards = Dashboards(ProjectClusters(), Access(8100))
+    dashboards.start()
+    assert dashboards.port == session
+    assert dashboards.host(None) == "read-only-eng1ne0000000000.ml.example.com"
+    await dashboards.close()
+
+
+async def test_a_page_at_the_second_port_or_beside_a_taken_one_has_no_dashboards(session, caplog):
+    beside = Dashboards(ProjectClusters(), Access(session))
+    beside.start()
+    assert (beside.port, beside.host(None), beside.link(None, "night", "id")) == (None, None, None)
+    with local_socket(session):
+        taken = Dashboards(ProjectClusters(), Access(8100))
+        taken.start()
+    assert taken.port is None
+    assert caplog.text.count("Dashboards not served") == 2
+
+
+def sent(method, headers):
+    return HTTPServerRequest(
+        start_line=RequestStartLine(method, "/", "HTTP/1.1"), headers=HTTPHeaders(headers)
+    )
+
+
+async def test_a_page_of_a_dashboard_changes_no_cluster(session):
+    """In a CML session, the entry may change the Host, so that the Origin alone names the page."""
+    for port, own in ((8100, ""), (session, "read-only-")):
+        guard = Access(port).guard
+        for prefix in ("", "read-only-"):
+            origin = f"https://{prefix}eng1ne0000000000.ml.example.com"
+            request = sent("POST", {"Host": f"127.0.0.1:{port}", "Origin": origin})
+            with contextlib.nullcontext() if prefix == own else pytest.raises(Refused):
+                guard.check_origin(request)
+
+
 # -- clusters of others
 
 
@@ -408,6 +583,14 @@ async def test_user_who_may_not_write_may_only_look(server, permission):
         assert (answer.status, answer.json["error"][:26]) == (403, "You cannot change clusters")
 
 
+@pytest.mark.parametrize("permissions", [["RW", "RO"], ["RO", "RW"], ["RW", "RW"], ["rw"]])
+def test_a_permission_that_the_caller_added_grants_nothing(session, permissions):
+    request = sent("GET", {"Host": "localhost", "REMOTE-USER": "bob"})
+    for each in permissions:
+        request.headers.add("REMOTE-USER-PERM", each)
+    assert Access(8100).user(request).may_change is False
+
+
 async def test_cluster_belongs_to_the_user_who_asked(server):
     server.access.behind_entry = True
     writer = {"REMOTE-USER": "alice", "REMOTE-USER-PERM": "RW"}
@@ -467,6 +650,63 @@ def test_clusters_of_the_page_end_with_it_and_the_others_stay(local_clusters, tm
         assert page.process.wait(PATIENCE) == 0
     assert [record.name for record in store.records()] == ["day"]
     CMLCluster.from_name("day", quiet=True).close()
+
+
+def test_the_token_is_on_no_command_line_and_in_no_file_of_others(platform, tmp_path, until):
+    seen = tmp_path / "seen"
+    browser = tmp_path / "browser"
+    browser.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        "path = sys.argv[1].removeprefix('file://')\n"
+        f"with open({str(seen)!r} + '.part', 'w') as file:\n"
+        "    print(sys.argv[1], oct(os.stat(path).st_mode & 0o777), sep='\\n', file=file)\n"
+        "    print(open(path).read(), file=file)\n"
+        f"os.rename({str(seen)!r} + '.part', {str(seen)!r})\n"
+    )
+    browser.chmod(0o700)
+    with PageServer(tmp_path, variables={"BROWSER": f"{browser} %s"}, arguments=["--open"]) as page:
+        until(seen.exists)
+        argument, mode, *content = seen.read_text().splitlines()
+        token = page.link.partition("token=")[2]
+        assert token
+        assert token not in argument
+        assert mode == "0o600"
+        assert f'content="0; url={page.link}"' in "".join(content)
+        assert token not in " ".join(psutil.Process(page.process.pid).cmdline())
+    assert not Path(argument.removeprefix("file://")).exists()
+
+
+def test_a_browser_in_a_terminal_does_not_hold_up_the_end(platform, tmp_path, until):
+    begun = tmp_path / "begun"
+    browser = f"{sys.executable} -c \"open({str(begun)!r}, 'w'); import time; time.sleep(3600)\" %s"
+    with PageServer(tmp_path, variables={"BROWSER": browser}, arguments=["--open"]) as page:
+        until(begun.exists)
+        children = psutil.Process(page.process.pid).children()
+        page.process.terminate()
+        assert page.process.wait(PATIENCE) == 0
+    for child in children:
+        child.kill()
+
+
+def test_idle_connections_do_not_stop_the_page(platform, tmp_path):
+    with PageServer(tmp_path, descriptors=200) as page:
+        host = urlsplit(page.url)
+        idle = [socket.create_connection((host.hostname, host.port)) for _ in range(190)]
+        assert page.clusters == {}
+        for connection in idle:
+            connection.close()
+        assert len(page.log) < 1000
+        assert "Traceback" not in page.log
+
+
+def test_a_pipe_in_place_of_a_log_does_not_hold_up_the_end(local_clusters, tmp_path):
+    with PageServer(tmp_path) as page:
+        page.create("night")
+        os.mkfifo(state_directory() / "night" / "night-7.log")
+        assert page.ask("GET", "api/clusters/night/logs?session=night-7")[0] == 503
+        assert page.ask("GET", "api/clusters/night")[0] == 200
+        page.process.terminate()
+        assert page.process.wait(PATIENCE) == 0
 
 
 def test_killed_page_takes_its_clusters_up_when_it_starts_again(local_clusters, tmp_path):
