@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from distributed.core import Status
+from distributed.deploy.cluster import Cluster
+from distributed.objects import SchedulerInfo
 from distributed.utils import Log, Logs
 
-from dask_cml.manager.display import first_line, sessions_html
+from dask_cml.manager.display import escaped, first_line, sessions_html
 from dask_cml.manager.group import WorkerGroup
 from dask_cml.manager.lifecycle import ManagedCluster
 from dask_cml.manager.waiting import pending, waiting
@@ -176,7 +178,14 @@ class ShownCluster(ManagedCluster):
         groups = self.worker_groups.values()
         status, address = self.status.name, self.scheduler_address
         rows = sessions_html(status, address, self.sessions, groups, self._pending, problem)
-        return super()._repr_html_(cluster_status=(cluster_status or "") + rows)
+        # Dask's template escapes neither the cluster's name nor those of workers.
+        shown = {
+            "name": escaped(self.name),
+            "dashboard_link": escaped(self.dashboard_link),
+            "scheduler_info": SchedulerInfo(escaped(self.scheduler_info)),
+        }
+        stand_in = type(type(self).__name__, (), shown)()
+        return Cluster._repr_html_(stand_in, cluster_status=(cluster_status or "") + rows)
 
     def job_script(self) -> str:
         """Return the code, size and environment of the scheduler's session and of a worker session.
