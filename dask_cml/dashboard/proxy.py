@@ -172,6 +172,7 @@ class DashboardProxy(RequestHandler):
     async def _carry(self, stream: IOStream, headers: Mapping[str, str]) -> None:
         """Carry a WebSocket's bytes until one side closes it."""
         browser: IOStream = self.detach()
+        browser.set_nodelay(True)
         lines = ["HTTP/1.1 101 Switching Protocols", "Connection: Upgrade", "Upgrade: websocket"]
         lines += [f"{name}: {value}" for name, value in _allowed(headers, _SOCKET_HEADERS).items()]
         directions: list[asyncio.Task[None]] = []

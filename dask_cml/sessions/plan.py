@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,8 @@ from pathlib import Path
 import dask
 from distributed.security import Security
 
-from dask_cml.checks import runs_one_per_gpu
-from dask_cml.options import Options, SessionSize, exact
+from dask_cml.checks import names, runs_one_per_gpu
+from dask_cml.options import Options, SessionSize, exact, setting
 from dask_cml.sessions import tls
 from dask_cml.sessions.session_logs import log_path
 
@@ -153,7 +154,7 @@ def plan_scheduler(
     if dashboard_port is not None:
         arguments += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
     arguments += tls.arguments(security, "scheduler")
-    env = dict(options.env)
+    env = {"BOKEH_ALLOW_WS_ORIGIN": ",".join(_dashboard_origins()), **options.env}
     if options.shutdown_on_close and options.orphan_timeout is not None:
         # Managers register the plugin, too, but the first one may be killed before that.
         configured = dask.config.get("distributed.scheduler.preload")  # --preload takes their place
@@ -167,6 +168,13 @@ def plan_scheduler(
     return _plan(
         options, folder, name, options.scheduler, title, ("dask", "scheduler"), arguments, env, more=more
     )
+
+
+def _dashboard_origins() -> list[str]:
+    """Return the hosts, with any port, whose pages may open WebSockets of the dashboard. Dask allows all."""
+    domain = os.environ.get("CDSW_DOMAIN")
+    hosts = ["127.0.0.1", "localhost", *setting("forward-hosts", names), *([f"*.{domain}"] if domain else [])]
+    return [f"{host}:*" for host in hosts]
 
 
 def plan_worker(
