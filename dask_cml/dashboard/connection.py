@@ -19,10 +19,10 @@ from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.tunnel import Tunnel
 from dask_cml.wire import FORWARD
 
-#: Opens a comm that the scheduler connects to its dashboard. Raises OSError or asyncio.TimeoutError.
+#: Opens a comm that the scheduler connects to its dashboard. Raises OSError.
 OpenComm = Callable[[], Awaitable[MsgpackComm]]
-#: Bytes that a stream reads ahead.
-_MOST_BYTES = 2**22
+#: Bytes that a stream reads ahead, and characters of a scheduler's error.
+_MOST_BYTES, _MOST_CHARACTERS = 2**22, 1000
 
 
 async def open_comm(
@@ -37,30 +37,27 @@ async def open_comm(
     connection_args : mapping, optional
         The result of ``Security.get_connection_args("client")``.
     timeout : float
-        Time limit for the scheduler to accept the connection, in seconds. Default 30.
+        Time limit for the connection, and for the scheduler's answer, in seconds. Default 30.
 
     Raises
     ------
-    OSError, asyncio.TimeoutError
+    OSError
         If the scheduler does not accept the connection, or has no dashboard.
     """
-
-    async def ask() -> MsgpackComm:
-        comm = await MsgpackComm.connect(address, connection_args, timeout)
-        try:
-            answer = await comm.ask(FORWARD, timeout)
-            if not isinstance(answer, dict):
-                raise OSError("the scheduler has no plugin that forwards its dashboard")
-            if answer.get("status") != "OK":
-                raise OSError(f"{answer.get('message', answer.get('status'))}"[:1000])
-        except BaseException:
-            comm.abort()
-            raise
-        return comm
-
+    comm = None
     try:
-        return await asyncio.wait_for(ask(), timeout)
-    except (OSError, ValueError, RuntimeError, asyncio.TimeoutError) as error:
+        comm = await MsgpackComm.connect(address, connection_args, timeout)
+        answer = await comm.ask(FORWARD, timeout)
+        if not isinstance(answer, dict):
+            raise OSError("the scheduler has no plugin that forwards its dashboard")
+        if answer.get("status") != "OK":
+            raise OSError(f"{answer.get('message')}"[:_MOST_CHARACTERS])
+        return comm
+    except BaseException as error:
+        if comm is not None:
+            comm.abort()
+        if not isinstance(error, (OSError, ValueError, RuntimeError, asyncio.TimeoutError)):
+            raise
         why = str(error) or f"no answer within {timeout:g} s"
         raise OSError(f"cannot reach the dashboard of the scheduler at {address}: {why}") from error
 

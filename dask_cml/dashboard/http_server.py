@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import resource
 import socket
@@ -21,9 +20,8 @@ logger = logging.getLogger(__name__)
 _IDLE_TIMEOUT, _BODY_TIMEOUT = 60.0, 30.0
 #: Bytes of a request's body and of its headers.
 _MOST_BODY, _MOST_HEADERS = 2**20, 2**16
-#: Seconds without accepting connections when the process cannot open more files.
+#: Seconds without accepting connections if that fails: the process may have too many open files.
 _PAUSE = 0.5
-_NO_MORE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def local_socket(port: int) -> socket.socket:
@@ -98,8 +96,6 @@ class LocalServer(HTTPServer):
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            if error.errno not in _NO_MORE:
-                raise
             logger.warning("No connections accepted for %g s: %s", _PAUSE, error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener)

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from tornado.http1connection import HTTP1Connection, HTTP1ConnectionParameters
 from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine, ResponseStartLine
 from tornado.iostream import IOStream, StreamClosedError
-from tornado.web import Application, HTTPError, RequestHandler
+from tornado.web import Application, RequestHandler
 
 from dask_cml.aio import cancel
 from dask_cml.dashboard.connection import OpenComm, dashboard_stream
@@ -95,26 +95,23 @@ class DashboardProxy(RequestHandler):
             self.settings["guard"].check_host(self.request)
             self.check_origin()
         except Refused as refused:
-            raise HTTPError(403, str(refused)) from None
+            self.refuse(403, str(refused))
         if "Service-Worker" in self.request.headers:
-            raise HTTPError(403, "The dashboard has no service workers")
+            self.refuse(403, "The dashboard has no service workers")
 
     def check_origin(self) -> None:
         """Refuse WebSockets of other origins."""
         self.settings["guard"].check_origin(self.request)
 
-    def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Answer with the reason."""
-        error = kwargs.get("exc_info", (None, None, None))[1]
+    def refuse(self, status: int, words: str) -> None:
+        """Answer with the reason of a refusal or failure, unless the answer has begun."""
+        if self._headers_written or self._finished:
+            self._hang_up()
+            return
+        logger.info("Request for a dashboard refused: %s", words)
+        self.set_status(status)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(f"{error_text(error) or self._reason}\n")
-
-    def log_exception(self, *exc_info: Any) -> None:
-        """Log refusals and errors of schedulers in one line, and others with a traceback."""
-        if isinstance(error := exc_info[1], HTTPError):
-            logger.info("Request for a dashboard refused: %s", error)
-        else:
-            logger.error("Request for a dashboard failed", exc_info=exc_info)
+        self.finish(f"{words}\n")
 
     async def forward(self, open_comm: OpenComm, path: str) -> None:
         """Answer the request by the dashboard.
@@ -127,16 +124,15 @@ class DashboardProxy(RequestHandler):
             The path at the dashboard as the browser sent it, without the first slash.
         """
         if not _is_served(path):
-            raise HTTPError(404, "This part of the dashboard is not served here")
+            self.refuse(404, "This part of the dashboard is not served here")
+            return
         exchanges, task = self.settings["exchanges"], asyncio.current_task()
         exchanges.add(task)
         try:
             async with dashboard_stream(open_comm) as self._stream:
                 await self._exchange(self._stream, path)
-        except (OSError, asyncio.TimeoutError) as error:
-            if not self._headers_written:
-                raise HTTPError(502, str(error)) from None
-            self._hang_up()
+        except OSError as error:
+            self.refuse(502, str(error))
         except asyncio.CancelledError:  # the server closes
             self._hang_up()
         finally:
@@ -155,7 +151,7 @@ class DashboardProxy(RequestHandler):
         target = f"/{path}?{request.query}" if request.query else f"/{path}"
         connection.write_headers(RequestStartLine("GET", target, "HTTP/1.1"), headers)
         connection.finish()
-        answer = _Answer(self, stream, connection if upgrades else None)
+        answer = _Answer(self, connection, upgrades)
         # Tornado logs a traceback if it is cancelled while it passes a part of the answer on.
         limit = asyncio.get_running_loop().call_later(_ANSWER_TIMEOUT, self._hang_up)
         try:
@@ -206,19 +202,19 @@ class _Answer(HTTPMessageDelegate):
     ----------
     handler : DashboardProxy
         Answers the browser.
-    stream : IOStream
+    connection : HTTP1Connection
         The connection to the dashboard.
-    upgrades : HTTP1Connection or None
-        The same, if the browser asks for a WebSocket.
+    upgrades : bool
+        Whether the browser asks for a WebSocket.
     """
 
-    def __init__(self, handler: DashboardProxy, stream: IOStream, upgrades: HTTP1Connection | None) -> None:
+    def __init__(self, handler: DashboardProxy, connection: HTTP1Connection, upgrades: bool) -> None:
         self.complete = False
         self.headers: Mapping[str, str] = {}
         #: The connection for the WebSocket, if the dashboard agrees.
         self.socket: IOStream | None = None
         self._handler = handler
-        self._stream = stream
+        self._connection = connection
         self._upgrades = upgrades
 
     def headers_received(
@@ -226,17 +222,16 @@ class _Answer(HTTPMessageDelegate):
     ) -> None:
         """Pass the head on."""
         assert isinstance(start_line, ResponseStartLine)
-        if start_line.code == 101:
-            if self._upgrades is None:
-                self._stream.close()
-            else:
-                self.headers, self.socket = headers, self._upgrades.detach()
-        elif start_line.code >= 200:
-            self._handler.set_status(start_line.code)
-            for name, value in _allowed(headers, _ANSWER_HEADERS).items():
-                self._handler.set_header(name, value)
-            if _RELATIVE.fullmatch(location := headers.get("Location", "")):
-                self._handler.set_header("Location", location)
+        if start_line.code < 200:
+            stream = self._connection.detach()
+            if start_line.code == 101 and self._upgrades:
+                self.headers, self.socket = headers, stream
+            return
+        self._handler.set_status(start_line.code)
+        for name, value in _allowed(headers, _ANSWER_HEADERS).items():
+            self._handler.set_header(name, value)
+        if _RELATIVE.fullmatch(location := headers.get("Location", "")):
+            self._handler.set_header("Location", location)
 
     async def data_received(self, chunk: bytes) -> None:
         """Pass a part of the body on, and wait until the browser has it."""
@@ -244,18 +239,11 @@ class _Answer(HTTPMessageDelegate):
             self._handler.write(chunk)
             await self._handler.flush()
         except (StreamClosedError, asyncio.CancelledError):
-            self._stream.close()
+            self._connection.close()
 
     def finish(self) -> None:
         """Note that the answer is complete."""
         self.complete = True
-
-
-def error_text(error: BaseException | None) -> str | None:
-    """Return the text of an HTTPError for the user, which tornado keeps as a format for logs."""
-    if isinstance(error, HTTPError) and error.log_message:
-        return error.log_message % error.args
-    return None
 
 
 def _is_served(path: str) -> bool:

@@ -86,6 +86,13 @@ def bearer(request: HTTPServerRequest) -> str | None:
     return header[len(_BEARER) :] if header.startswith(_BEARER) else None
 
 
+def error_text(error: BaseException | None) -> str | None:
+    """Return the text of an HTTPError for the user, which tornado keeps as a format for logs."""
+    if isinstance(error, HTTPError) and error.log_message:
+        return error.log_message % error.args
+    return None
+
+
 class Handler(RequestHandler):
     """Answers requests of users, and refuses requests that pages of other origins have sent."""
 

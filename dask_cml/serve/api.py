@@ -11,11 +11,10 @@ from urllib.parse import quote
 
 from tornado.web import HTTPError
 
-from dask_cml.dashboard.proxy import error_text
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records import operations, store
-from dask_cml.serve.access import Handler
+from dask_cml.serve.access import Handler, error_text
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from tornado.httputil import HTTPServerRequest
-from tornado.web import HTTPError
 
 from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
@@ -136,12 +135,11 @@ class _Dashboard(DashboardProxy):
         clusters, dashboards = self.settings["clusters"], self.settings["dashboards"]
         id = clusters.record_id(name)
         if id is None or not hmac.compare_digest(secret.encode(), dashboards.secret(id).encode()):
-            raise HTTPError(404, "This address leads to no dashboard: open it from the cluster's page")
-        if not path:
+            self.refuse(404, "This address leads to no dashboard: open it from the cluster's page")
+        elif not path:
             self.redirect("status")
-            return
-        try:
-            open_comm = clusters.dashboard_of(name)
-        except CMLError as error:
-            raise HTTPError(502, str(error)) from None
-        await self.forward(open_comm, self.request.path.split("/", 3)[3])
+        else:
+            try:
+                await self.forward(clusters.dashboard_of(name), self.request.path.split("/", 3)[3])
+            except CMLError as error:
+                self.refuse(502, str(error))

@@ -12,11 +12,10 @@ import jinja2
 from markupsafe import Markup, escape
 from tornado.web import HTTPError
 
-from dask_cml.dashboard.proxy import error_text
 from dask_cml.errors import NoSuchCluster
 from dask_cml.manager.waiting import span
 from dask_cml.serve import form
-from dask_cml.serve.access import POLICY, Handler
+from dask_cml.serve.access import POLICY, Handler, error_text
 from dask_cml.serve.api import ApiHandler
 
 _FOLDER = Path(__file__).parent
