@@ -259,7 +259,7 @@ def in_a_terminal(*arguments):
 STEERING = "\x1b]0;title\x07\x1b[2J\u202e"
 
 
-def test_what_others_wrote_does_not_steer_a_terminal(platform):
+def test_text_of_other_processes_does_not_steer_a_terminal(platform):
     name = f"a{STEERING}"
     options = {"platform": "local", "cpu": "many"}
     record = Record(name, maker=replace(NOBODY, host=STEERING), options=options)
@@ -274,7 +274,7 @@ def test_what_others_wrote_does_not_steer_a_terminal(platform):
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_is_no_log_is_named_and_the_others_are_printed(write_log, kind):
+def test_a_link_or_a_pipe_in_place_of_a_log_is_named_and_other_logs_are_printed(write_log, kind):
     path = state_directory() / "left" / "left-1.log"
     if kind == "pipe":
         os.mkfifo(path)

@@ -115,7 +115,7 @@ async def test_only_this_machine_can_connect():
                     await asyncio.open_connection(other, forwarder.port)
 
 
-async def test_asker_has_no_say_in_where_it_leads():
+async def test_a_request_cannot_choose_another_port():
     async with scheduler() as running, stand_in() as other:
         comm = await connect(running.address)
         await comm.write({"op": FORWARD, "host": "127.0.0.1", "port": other.port, "reply": False})
@@ -129,7 +129,7 @@ async def test_asker_has_no_say_in_where_it_leads():
         comm.abort()
 
 
-# -- who asks
+# -- hosts and origins
 
 
 async def ask(port, method="GET", path="/health", **headers):
@@ -231,7 +231,7 @@ async def test_every_request_of_a_connection_is_checked(port):
     ],
     ids=range(7),
 )
-async def test_what_is_no_request_reaches_nobody(sent):
+async def test_invalid_requests_do_not_reach_the_scheduler(sent):
     async with stand_in() as silent, forwarder_to(f"tcp://127.0.0.1:{silent.port}") as forwarder:
         reader, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
         writer.write(sent)
@@ -245,7 +245,7 @@ async def test_what_is_no_request_reaches_nobody(sent):
         writer.close()
 
 
-# -- what passes
+# -- requests and answers
 
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Type: text/plain\r\n"
@@ -275,7 +275,7 @@ async def forwarded_to(serve, security=None):
         yield forwarder, lead
 
 
-async def test_a_dashboard_learns_nothing_of_a_request_but_what_it_needs():
+async def test_a_dashboard_receives_the_allowed_headers_only():
     received = []
     secrets = {
         "Cookie": "session=secret",
@@ -296,7 +296,7 @@ async def test_a_dashboard_learns_nothing_of_a_request_but_what_it_needs():
     assert "Host: 127.0.0.1\r\n" in request
 
 
-async def test_a_browser_learns_nothing_of_an_answer_but_what_it_needs():
+async def test_a_browser_receives_the_allowed_headers_only():
     head = ANSWER.replace(b"200", b"201") + b"".join(
         name + b": secret\r\n"
         for name in (
@@ -363,7 +363,7 @@ async def test_answers_of_any_framing_pass(head, body, expected):
     ],
     ids=range(7),
 )
-async def test_what_is_no_answer_is_a_bad_gateway(head, body, caplog):
+async def test_an_invalid_answer_is_a_bad_gateway(head, body, caplog):
     async with forwarded_to(answering(head, body)) as (forwarder, _):
         answer = await get(forwarder.port)
     assert answer.code == 502
@@ -371,7 +371,7 @@ async def test_what_is_no_answer_is_a_bad_gateway(head, body, caplog):
     assert "Traceback" not in caplog.text
 
 
-async def test_an_answer_that_breaks_off_does_not_pass_for_whole(caplog):
+async def test_a_truncated_answer_is_not_ended_like_a_complete_one(caplog):
     async def break_off(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(ANSWER.replace(b": 2", b": 200000") + b"\r\n" + b"x" * 100_000)
@@ -387,7 +387,7 @@ async def test_an_answer_that_breaks_off_does_not_pass_for_whole(caplog):
     assert "Traceback" not in caplog.text
 
 
-async def test_an_answer_that_takes_too_long_breaks_off(monkeypatch):
+async def test_an_answer_that_takes_too_long_is_cut_off(monkeypatch):
     monkeypatch.setattr(proxy, "_ANSWER_TIMEOUT", 0.2)
 
     async def trickle(reader, writer):
@@ -438,7 +438,7 @@ async def test_a_redirect_stays_at_the_dashboard(location, passed):
         "/%" + "25" * 1000,
     ],
 )
-async def test_parts_that_reach_further_are_not_served(path):
+async def test_paths_that_reach_other_servers_or_run_code_are_not_served(path):
     async with stand_in() as silent, forwarder_to(f"tcp://127.0.0.1:{silent.port}") as forwarder:
         reader, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
         writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
@@ -511,7 +511,7 @@ async def test_idle_connections_do_not_stop_the_server(few_descriptors, caplog):
     assert "Traceback" not in caplog.text
 
 
-async def test_a_request_that_is_answered_is_not_dropped_for_another(few_descriptors):
+async def test_a_request_in_progress_is_not_dropped_for_another_connection(few_descriptors):
     asked, go_on = asyncio.Queue(), asyncio.Event()
 
     async def wait(reader, writer):
@@ -541,7 +541,7 @@ async def test_a_connection_without_a_request_is_closed_in_time(monkeypatch):
             writer.close()
 
 
-async def test_a_server_without_descriptors_pauses_and_goes_on(caplog, monkeypatch, holds):
+async def test_a_server_without_descriptors_pauses_and_recovers(caplog, monkeypatch, holds):
     monkeypatch.setattr(http_server, "_PAUSE", 0.1)
     async with forwarded_to(answering()) as (forwarder, _):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -558,10 +558,10 @@ async def test_a_server_without_descriptors_pauses_and_goes_on(caplog, monkeypat
     assert "Traceback" not in caplog.text
 
 
-# -- what is not there
+# -- missing schedulers
 
 
-async def test_scheduler_that_is_gone_is_a_bad_gateway_until_it_is_back():
+async def test_a_missing_scheduler_is_a_bad_gateway_until_it_is_back():
     async with scheduler() as running:
         port = running.port
     async with forwarder_to(f"tcp://127.0.0.1:{port}") as forwarder:
@@ -574,7 +574,7 @@ async def test_scheduler_that_is_gone_is_a_bad_gateway_until_it_is_back():
         assert (await get(forwarder.port)).code == 502
 
 
-async def test_scheduler_that_accepts_and_says_nothing_is_a_bad_gateway():
+async def test_a_silent_scheduler_is_a_bad_gateway():
     async with (
         stand_in() as silent,
         forwarder_to(f"tcp://127.0.0.1:{silent.port}", timeout=0.5) as forwarder,
@@ -583,21 +583,21 @@ async def test_scheduler_that_accepts_and_says_nothing_is_a_bad_gateway():
         assert silent.connections
 
 
-async def test_scheduler_without_the_plugin_is_a_bad_gateway_that_says_so():
+async def test_a_scheduler_without_the_plugin_is_a_bad_gateway_with_the_reason():
     async with forwarded(plugin=False) as (_, forwarder):
         page = await get(forwarder.port)
         assert page.code == 502
         assert b"no plugin" in page.body
 
 
-async def test_dashboard_on_another_address_is_not_looked_for_on_this_one():
+async def test_a_dashboard_on_another_address_is_not_searched_on_this_one():
     async with forwarded(dashboard="127.0.0.2:0") as (_, forwarder):
         page = await get(forwarder.port)
         assert page.code == 502
         assert b"does not listen on 127.0.0.1" in page.body
 
 
-async def test_keys_of_another_cluster_lead_nowhere():
+async def test_keys_of_another_cluster_are_refused():
     pytest.importorskip("cryptography")
     async with (
         scheduler(security=Security.temporary()) as running,

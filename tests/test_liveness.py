@@ -136,7 +136,7 @@ async def test_a_scheduler_that_nobody_can_reach_is_dead_after_two_minutes_of_si
     assert await state(cluster(address(listener), silence=130), listed) is State.DEAD
 
 
-async def test_whoever_accepts_a_connection_may_live(cluster, listener):
+async def test_a_cluster_whose_address_accepts_connections_may_run(cluster, listener):
     listener.listen()
     for silent in address(listener), address(listener).replace("tcp", "tls"):
         record = cluster(silent, silence=3600)
@@ -182,7 +182,7 @@ async def test_without_keys_and_without_a_sign_of_life_a_program_at_the_address_
         assert received == [b""] * len(received)
 
 
-async def test_a_program_at_a_scheduler_s_address_runs_no_code_in_who_asks(cluster, hostile):
+async def test_a_program_at_a_scheduler_s_address_runs_no_code_in_the_probing_process(cluster, hostile):
     async with impostor(framed(ToPickle(hostile)) * 3) as (address, received):
         [row] = await operations.describe([cluster(address, silence=1)], timeout=5)
         assert row["status"] == "not answering"
@@ -204,7 +204,7 @@ async def test_a_program_at_a_scheduler_s_address_runs_no_code_in_who_asks(clust
         ({"name": {"a": 1}}, "name={'a': 1}"),
     ],
 )
-async def test_an_answer_of_another_shape_is_the_status_of_its_cluster_alone(cluster, change, words):
+async def test_an_invalid_answer_is_the_problem_of_its_cluster_alone(cluster, change, words):
     async with scheduler() as good, scheduler() as bad:
         worker = {"name": "a-0", "nthreads": 1, "memory_limit": 1, **change}
         bad.handlers["identity"] = lambda: {"id": bad.id, "services": {}, "workers": {"tcp://w": worker}}

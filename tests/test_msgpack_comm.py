@@ -71,7 +71,7 @@ async def test_a_pickle_in_the_handshake_or_in_an_answer_runs_nothing(hostile):
     assert not hostile.ran
 
 
-async def test_what_was_pickled_is_none_and_the_rest_is_read(hostile):
+async def test_a_pickle_is_read_as_none_and_the_rest_as_it_is(hostile):
     message = {"a": ToPickle(hostile), "b": 1, "c": {2, 3}, "d": [Serialize(hostile), "e"]}
     async with server(SHAKE, framed(message)) as address:
         found = await answer_of(address)
@@ -124,13 +124,13 @@ def header(size):
     ids=range(13),
 )
 @pytest.mark.parametrize("shakes", [True, False])
-async def test_what_is_too_large_or_no_plain_data_is_an_error(message, shakes):
+async def test_a_message_that_is_too_large_or_not_plain_is_an_error(message, shakes):
     async with server(*[SHAKE] * shakes, message) as address:
         with pytest.raises(InvalidMessage):
             await answer_of(address)
 
 
-async def test_a_program_that_says_too_little_is_left_in_time():
+async def test_a_silent_program_is_a_time_out():
     for messages in ((), (SHAKE[:20],)):
         async with server(*messages) as address:
             with pytest.raises(asyncio.TimeoutError):
@@ -188,7 +188,7 @@ async def test_an_answer_with_more_than_plain_data_is_read(hostile):
     assert not hostile.ran
 
 
-async def test_an_error_of_a_handler_is_raised_with_its_words_in_part():
+async def test_an_error_of_a_handler_is_raised_with_a_part_of_its_message():
     def fail():
         raise ValueError("invalid x=3" + "!" * 10_000)
 
@@ -228,7 +228,7 @@ async def test_a_scheduler_with_other_keys_is_an_error(security):
                 await MsgpackComm.connect(running.address, others)
 
 
-async def test_encryption_that_is_required_is_not_left_out():
+async def test_required_encryption_is_not_skipped():
     async with scheduler() as running:
         with pytest.raises(OSError, match="requires encryption"):
             await MsgpackComm.connect(running.address, {"require_encryption": True})
@@ -237,6 +237,6 @@ async def test_encryption_that_is_required_is_not_left_out():
 @pytest.mark.parametrize(
     "address", ["ucx://127.0.0.1:1", "cml://lab", "127.0.0.1:1", "tcp://", "tcp://a:x", ""]
 )
-async def test_an_address_that_it_cannot_connect_to_is_an_error(address):
+async def test_an_unsupported_address_is_an_error(address):
     with pytest.raises((OSError, ValueError)):
         await MsgpackComm.connect(address)

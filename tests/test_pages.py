@@ -59,7 +59,7 @@ async def text_of(answer: Any) -> str:
     return " ".join(html.split())
 
 
-async def test_the_list_says_of_each_cluster_how_it_is(ask):
+async def test_the_list_shows_the_status_of_each_cluster(ask):
     text = await text_of(ask())
     assert "6 clusters · 30 of 35 workers · 120 threads · 480 GiB" in text
     assert "churn-model running, 1 waiting for room, 3 min 3 default adapts, 0 to 10" in text
@@ -69,14 +69,14 @@ async def test_the_list_says_of_each_cluster_how_it_is(ask):
     assert "night failed" in text
 
 
-async def test_an_empty_list_says_how_to_begin():
+async def test_an_empty_list_shows_how_to_create_a_cluster():
     async with served(StandInClusters([])) as ask:
         text = await text_of(ask())
     assert "No cluster runs in this project New cluster" in text
     assert "CMLCluster(n_workers=2" in text
 
 
-async def test_what_the_platform_lacks_stands_above_the_list():
+async def test_a_problem_of_the_platform_is_shown_above_the_list():
     clusters = StandInClusters([])
     clusters.problem = "CML does not answer"
     async with served(clusters) as ask:
@@ -96,14 +96,14 @@ async def test_a_cluster_s_page_has_its_sessions_groups_logs_and_usage(ask):
     assert "This page's server created the cluster" in text.replace("&#39;", "'")
 
 
-async def test_a_failed_cluster_s_page_says_why_and_offers_to_delete_it(ask):
+async def test_a_failed_cluster_s_page_shows_the_reason_and_deletes_it(ask):
     text = await text_of(ask("clusters/night"))
     assert "exceeded quota: memory=64Gi" in text
     assert "Delete…" in text
     assert "Client(" not in text
 
 
-async def test_only_the_first_of_many_sessions_are_drawn_those_on_their_way_before_others():
+async def test_of_many_sessions_the_first_are_shown_and_starting_ones_come_first():
     clusters = StandInClusters([cluster("big", group(wanted=1000, arrived=999))])
     async with served(clusters) as ask:
         text = await text_of(ask("clusters/big"))
@@ -112,7 +112,7 @@ async def test_only_the_first_of_many_sessions_are_drawn_those_on_their_way_befo
 
 
 @pytest.mark.parametrize("name", ["<b>", "a b", "100%", 'x"y', "ü", "a?b#c"])
-async def test_any_name_of_a_cluster_is_shown_and_leads_to_its_page(name):
+async def test_a_cluster_s_name_of_any_characters_links_to_its_page(name):
     async with served(StandInClusters([cluster(name, group())])) as ask:
         html = (await ask()).body.decode()
         [link] = re.findall(r'class="name" href="([^"]+)"', html)
@@ -122,7 +122,7 @@ async def test_any_name_of_a_cluster_is_shown_and_leads_to_its_page(name):
 
 
 @pytest.mark.parametrize("path", [*PAGES, "clusters/none"])
-async def test_a_page_loads_nothing_from_elsewhere_and_has_no_code_or_style_in_it(ask, path):
+async def test_a_page_loads_nothing_from_other_sites_and_contains_no_code_or_style(ask, path):
     html = (await ask(path)).body.decode()
     assert re.findall(r"<style|\sstyle=|\son\w+=|<script(?! src=)|javascript:", html) == []
     links = re.findall(r'\s(?:src|action|data-action|data-url)="([^"]*)"', html)
@@ -143,7 +143,7 @@ async def test_ids_are_unique_and_labels_name_fields(ask, path):
 
 
 @pytest.mark.parametrize("path", PAGES)
-async def test_who_may_only_read_sees_no_forms_and_why(path):
+async def test_a_read_only_user_sees_no_forms_and_the_reason(path):
     async with served(StandInClusters(several()), name="eve", may_change=False) as ask:
         html = (await ask(path)).body.decode()
     assert "<form" not in html
@@ -152,7 +152,7 @@ async def test_who_may_only_read_sees_no_forms_and_why(path):
     assert "your role in the project allows reading only" in html
 
 
-async def test_pages_are_for_users(ask):
+async def test_pages_are_shown_to_users_only(ask):
     for path in PAGES:
         answer = await ask(path, token=False)
         assert answer.code == 401
@@ -160,7 +160,7 @@ async def test_pages_are_for_users(ask):
     assert "Open the link that dask cml serve printed" in await text_of(ask(token=False))
 
 
-async def test_what_is_not_there_has_a_page_that_says_so(ask):
+async def test_an_unknown_cluster_or_address_has_an_error_page(ask):
     unknown = await ask("clusters/none")
     assert unknown.code == 404
     assert "no cluster named &#39;none&#39;" in unknown.body.decode()
@@ -169,14 +169,14 @@ async def test_what_is_not_there_has_a_page_that_says_so(ask):
     assert "No such page" in other.body.decode()
 
 
-async def test_what_pages_load_is_served(ask):
+async def test_static_files_are_served(ask):
     for name in ("serve.css", "serve.js", "favicon.svg"):
         answer = await ask(f"static/{name}")
         assert answer.code == 200
         assert answer.body
 
 
-async def test_a_list_of_fifty_clusters_is_drawn_whole():
+async def test_a_list_of_fifty_clusters_is_complete():
     async with served(StandInClusters(many())) as ask:
         assert (await ask()).body.decode().count('class="name"') == 50
 
@@ -184,7 +184,7 @@ async def test_a_list_of_fifty_clusters_is_drawn_whole():
 # -- the form of a new cluster
 
 
-def test_the_form_asks_for_what_the_command_line_asks_for():
+def test_the_form_has_the_options_of_the_command_line():
     from dask_cml.cli.create import create
 
     fields = [each.option for fields in form.sections().values() for each in fields]
@@ -193,13 +193,13 @@ def test_the_form_asks_for_what_the_command_line_asks_for():
     assert sorted(each.argument for each in fields) == sorted(options)
 
 
-def test_the_usual_fields_stand_first_and_others_as_the_configuration_groups_them():
+def test_the_usual_fields_come_first_and_others_in_the_groups_of_the_configuration():
     sections = form.sections()
     assert [each.option.argument for each in sections[""]][:3] == ["name", "n_workers", "cpu"]
     assert [*sections][:3] == ["", "One worker session", "The scheduler's session"]
 
 
-def test_the_form_says_what_holds_where_a_field_stays_empty():
+def test_the_form_shows_the_default_of_each_field():
     with dask.config.set({"cml.cpu": 3, "cml.security": False}):
         fields = {each.option.argument: each for group in form.sections().values() for each in group}
     assert fields["cpu"].default == "3"
@@ -252,7 +252,7 @@ def test_a_filled_form_is_read_as_arguments():
         ({"create_mode": "connect"}, "invalid option 'create_mode'"),
     ],
 )
-def test_a_text_that_cannot_be_read_is_refused_without_being_repeated(texts, words):
+def test_an_invalid_text_is_refused_and_not_repeated(texts, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         form.arguments(texts)
     assert "s3cr3t" not in str(error.value)
@@ -275,13 +275,13 @@ async def test_the_form_creates_a_cluster_for_its_user():
         ({"nvidia_gpu": "1"}, 503, "exceeded quota"),
     ],
 )
-async def test_a_form_that_is_refused_answers_with_the_words(ask, texts, status, words):
+async def test_the_answer_to_a_refused_form_is_the_reason(ask, texts, status, words):
     answer = await ask("new", method="POST", body=json.dumps(texts))
     assert answer.code == status, answer.body
     assert words in json.loads(answer.body)["error"]
 
 
-async def test_a_form_of_another_page_is_refused():
+async def test_a_form_without_the_page_s_proof_is_refused():
     clusters = StandInClusters([])
     async with served(clusters, name="alice", may_change=True) as ask:
         answer = await ask("new", token=False, method="POST", body="{}")

@@ -82,10 +82,10 @@ def is_drawn_anew(page):
             pass
 
 
-# -- what is seen
+# -- what the pages show
 
 
-def test_the_list_moves_by_itself(opened, server):
+def test_the_list_refreshes_itself(opened, server):
     page = opened()
     page.evaluate("window.opened = 'once'")
     assert "token" not in page.url
@@ -215,7 +215,7 @@ def test_no_page_scrolls_sideways(opened, night, width, mode):
         assert page.evaluate(f"{root}.scrollWidth - {root}.clientWidth") == 0
 
 
-def test_a_page_that_lost_its_server_says_so_and_goes_on(opened, shared_platform, tmp_path):
+def test_a_page_that_lost_its_server_says_so_and_recovers(opened, shared_platform, tmp_path):
     with PageServer(tmp_path, "application") as lonely:
         page = opened(server=lonely, extra_http_headers={"REMOTE-USER": "ann", "REMOTE-USER-PERM": "RW"})
         page.get_by_role("heading", name="Clusters").wait_for()
@@ -226,7 +226,7 @@ def test_a_page_that_lost_its_server_says_so_and_goes_on(opened, shared_platform
         page.locator("#connection").wait_for(state="hidden")
 
 
-# -- what is done
+# -- changes
 
 
 def test_workers_are_scaled(opened, night, server):
@@ -263,7 +263,7 @@ def test_a_group_adapts_until_it_is_stopped(opened, night, server):
     server.until_runs(night, 1)
 
 
-def test_a_form_that_is_refused_says_why_and_then_creates_the_cluster(opened, server, shared_platform):
+def test_a_refused_form_shows_the_reason_and_then_creates_the_cluster(opened, server, shared_platform):
     page = opened("new")
     before = len(shared_platform.sessions())
     page.get_by_label("Name name").fill("created")
@@ -298,7 +298,7 @@ def test_a_form_that_is_refused_says_why_and_then_creates_the_cluster(opened, se
     assert server.ask("DELETE", "api/clusters/created")[0] == 200
 
 
-def test_a_cluster_is_deleted_after_a_question(opened, server, shared_platform):
+def test_a_cluster_is_deleted_after_confirmation(opened, server, shared_platform):
     server.create("short")
     ids = {*store.read("short").sessions}
     other, page = opened("clusters/short"), opened("clusters/short")
@@ -362,10 +362,10 @@ def test_the_keyboard_suffices(opened, server):
     until(lambda: "typed" not in server.clusters)
 
 
-# -- who may
+# -- users
 
 
-def test_who_may_only_read_changes_nothing(opened, shared_platform, tmp_path, night):
+def test_a_read_only_user_changes_nothing_in_a_browser(opened, shared_platform, tmp_path, night):
     with PageServer(tmp_path, "readers") as application:
         headers = {"REMOTE-USER": "eve", "REMOTE-USER-PERM": "RO"}
         page = opened(server=application, extra_http_headers=headers)
@@ -383,7 +383,7 @@ def test_who_may_only_read_changes_nothing(opened, shared_platform, tmp_path, ni
     assert night in [record.name for record in store.records()]
 
 
-def test_foreign_hosts_and_origins_are_refused(server, night):
+def test_other_hosts_and_origins_are_refused(server, night):
     for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
         status, words = server.ask("POST", f"api/clusters/{night}/scale", {"n": 0}, **headers)
         assert (status, "evil.example" in str(words)) == (403, True)

@@ -54,7 +54,7 @@ def test_workers_are_chosen_by_the_names_of_sessions_and_of_dask_workers(tmp_pat
             those.choose([unknown])
 
 
-def test_logs_are_read_for_those_who_are_chosen(tmp_path, write):
+def test_the_logs_of_chosen_workers_are_read(tmp_path, write):
     write("mine-scheduler", "a\nb")
     write("mine-0", "c\n")
     logs = {"Scheduler": ["a", "b"], "mine-0": ["c"]}

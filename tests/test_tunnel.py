@@ -100,7 +100,7 @@ async def test_request_goes_on_when_the_answer_has_ended():
         assert await received == b"x" * 1_000_000
 
 
-async def test_what_nobody_reads_is_bounded_and_does_not_stop_the_other_direction(holds):
+async def test_unread_bytes_are_bounded_and_do_not_stop_the_other_direction(holds):
     sent = received = 0
 
     async def flood(reader, writer):
@@ -134,7 +134,7 @@ async def test_what_nobody_reads_is_bounded_and_does_not_stop_the_other_directio
         assert sent >= 60_000_000
 
 
-async def test_side_that_sends_more_than_it_may_is_cut_off(monkeypatch):
+async def test_a_side_that_sends_more_than_allowed_is_cut_off(monkeypatch):
     async with scheduler() as running, stand_in() as server:
         monkeypatch.setattr(running.plugins[NAME], "_dashboard_port", lambda: server.port)
         comm = await connect(running.address)
