@@ -93,7 +93,7 @@ async def test_a_cluster_s_page_has_its_sessions_groups_logs_and_usage(ask):
     assert "churn-model-0 (ended)" not in text
     assert "gpu 2 4.00 32.00 256.00 4.00" in text
     assert "Total 7 41.50 107.00 506.00 4.00" in text
-    assert "This page's server created the cluster" in text.replace("&#39;", "'")
+    assert "The server of this page created the cluster" in text
 
 
 async def test_a_failed_cluster_s_page_shows_the_reason_and_deletes_it(ask):
