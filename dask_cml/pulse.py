@@ -11,6 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from dask_cml.private_files import open_regular
+
 PULSE_FILE = "pulse"
 #: Seconds between two signs of life, and of silence after which an unreachable scheduler counts as dead.
 INTERVAL, LONGEST_SILENCE = 15.0, 120.0
@@ -53,7 +55,7 @@ def silence(folder: Path) -> float | None:
     try:
         # The file system's clock dated the sign, so use the same clock for now. NFS may cache an old time of
         # a file, but not of a file that was just opened.
-        with open(folder / PULSE_FILE) as sign, tempfile.TemporaryFile(dir=folder.parent) as now:
+        with open_regular(folder / PULSE_FILE) as sign, tempfile.TemporaryFile(dir=folder.parent) as now:
             return max(0.0, os.fstat(now.fileno()).st_mtime - os.fstat(sign.fileno()).st_mtime)
-    except OSError:
+    except (OSError, ValueError):
         return None

@@ -459,7 +459,7 @@ def test_a_cluster_of_another_name_and_one_that_is_gone(platform):
 def test_no_scheduler_has_more_time_than_the_check_gives_it(platform, monkeypatch):
     asked = []
 
-    async def look_at(record, security, timeout):
+    async def look_at(record, timeout):
         asked.append(timeout)
         return probe.Finding(probe.State.UNKNOWN)
 

@@ -67,11 +67,11 @@ async def test_keys_of_a_scheduler_are_found_by_the_record(tmp_path):
     async with scheduler(security) as running:
         record = Record("a", scheduler_address=running.address, scheduler_id=running.id)
         assert await is_alive(dataclasses.replace(record, security=files))
-        assert await is_alive(record, security)
-        assert not await is_alive(record, Security.temporary(), timeout=1)
         assert not await is_alive(record, timeout=1)
         (tmp_path / "tls_client_key").unlink()
         assert not await is_alive(dataclasses.replace(record, security=files))
+        os.mkfifo(tmp_path / "tls_client_key")  # opening it would wait for ever
+        assert not await is_alive(dataclasses.replace(record, security=files), timeout=60)
 
 
 GONE = Maker("elsewhere", 1, 1.0, "gone")
@@ -217,6 +217,34 @@ async def test_an_invalid_answer_is_the_problem_of_its_cluster_alone(cluster, ch
         assert words in first["problem"]
         assert len(first["problem"]) < 200
         json.dumps([first, second], allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://127.0.0.1:99999999",
+        "tcp://a\0b:1",
+        "tcp://",
+        "",
+        "x",
+        "tcp://[::1",
+        "ucx://a:1",
+        "tcp://a..b:1",
+    ],
+)
+async def test_an_invalid_address_is_the_problem_of_its_cluster_alone(cluster, address):
+    async with scheduler() as good:
+        records = [
+            cluster(address, silence=1),
+            Record("b", scheduler_address=good.address, scheduler_id=good.id),
+        ]
+        rows = await operations.describe(records, timeout=60)
+    assert [row["status"] for row in rows] == ["not answering", "running"]
+
+
+def test_a_pipe_in_place_of_a_sign_of_life_hangs_nobody(tmp_path):
+    os.mkfifo(tmp_path / pulse.PULSE_FILE)
+    assert pulse.silence(tmp_path) is None
 
 
 @pytest.mark.parametrize("answer", [None, [], {"workers": {}}, {"id": "a", "workers": [1]}, {"id": 1.5}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from datetime import datetime, timezone
 from types import SimpleNamespace
 
@@ -299,11 +300,19 @@ async def test_the_listed_address_is_tried_when_the_scheduler_file_is_late(
     assert not (folder / SCHEDULER_FILE).exists()
 
 
-@pytest.mark.parametrize("content", ["", '{"type": "Sched', "{}"])
+@pytest.mark.parametrize("content", ["", '{"type": "Sched', "{}", "[]", '{"address": 3}', "[" * 100_000])
 async def test_a_scheduler_file_that_is_not_wholly_written_is_looked_at_again(
     stub, make, folder, running, content
 ):
     (folder / SCHEDULER_FILE).write_text(content)
+    starting = await begin(stub, make())
+    assert not starting.done()
+    write_scheduler_file(folder, running.address)
+    await starting
+
+
+async def test_a_pipe_in_place_of_the_scheduler_file_does_not_hold_up_the_start(stub, make, folder, running):
+    os.mkfifo(folder / SCHEDULER_FILE)
     starting = await begin(stub, make())
     assert not starting.done()
     write_scheduler_file(folder, running.address)

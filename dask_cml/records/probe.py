@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from distributed.comm.addressing import get_address_host_port, parse_address
-from distributed.security import Security
 
 from dask_cml import pulse
 from dask_cml.aio import cancel
@@ -148,7 +147,6 @@ async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | No
 
 async def look(
     records: Iterable[Record],
-    security: Security | None = None,
     timeout: float = 2.5,
     patience: float | None = None,
 ) -> dict[str, Finding]:
@@ -158,8 +156,6 @@ async def look(
     ----------
     records : iterable of Record
         The records of the clusters.
-    security : Security, optional
-        Keys for clusters whose records contain none. Default: those of Dask's configuration.
     timeout : float
         Time limit for all schedulers together, in seconds.
     patience : float, optional
@@ -175,7 +171,7 @@ async def look(
     if patience is not None:
         fresh = await asyncio.to_thread(_fresh, records)
         timeouts.update(dict.fromkeys(fresh, max(timeout, patience)))
-    tasks = {r.name: asyncio.create_task(_look_at(r, security, timeouts[r.name])) for r in records}
+    tasks = {r.name: asyncio.create_task(_look_at(r, timeouts[r.name])) for r in records}
     if not tasks:
         return {}
     try:
@@ -198,31 +194,28 @@ def _fresh(records: Iterable[Record]) -> list[str]:
 
 async def identities(
     records: Iterable[Record],
-    security: Security | None = None,
     timeout: float = 2.5,
     patience: float | None = None,
 ) -> dict[str, Identity]:
     """Return the identities of the schedulers that answer, by the clusters' names; see :func:`look`."""
-    findings = await look(records, security, timeout, patience)
+    findings = await look(records, timeout, patience)
     return {name: each.identity for name, each in findings.items() if each.identity is not None}
 
 
-async def is_alive(record: Record, security: Security | None = None, timeout: float = 5.0) -> bool:
+async def is_alive(record: Record, timeout: float = 5.0) -> bool:
     """Return whether a cluster's scheduler answers with the id in the record.
 
     Parameters
     ----------
     record : Record
         The cluster's record.
-    security : Security, optional
-        The cluster's keys. Default: those in the record, or else those of Dask's configuration.
     timeout : float
         Time limit, in seconds. A scheduler that needs longer may still run; see :func:`judge`.
     """
-    return bool(await identities([record], security, timeout))
+    return bool(await identities([record], timeout))
 
 
-async def _look_at(record: Record, security: Security | None, timeout: float) -> Finding:
+async def _look_at(record: Record, timeout: float) -> Finding:
     address = record.scheduler_address
     if address is None:
         return Finding(State.UNKNOWN, "its scheduler has not answered yet", reachable=False)
@@ -230,7 +223,7 @@ async def _look_at(record: Record, security: Security | None, timeout: float) ->
     try:
         why = await asyncio.to_thread(why_not_contacted, record)
         if why is None:
-            return await asyncio.wait_for(_ask(record, address, security, timeout), _ANSWERED * timeout)
+            return await asyncio.wait_for(_ask(record, address, timeout), _ANSWERED * timeout)
     except (ValueError, InvalidMessage) as error:
         why = str(error)
     except Exception as error:  # a program at this address may speak another protocol
@@ -238,7 +231,7 @@ async def _look_at(record: Record, security: Security | None, timeout: float) ->
     left = _FOUND * timeout - (asyncio.get_running_loop().time() - begin)
     try:
         await asyncio.wait_for(_reach(address), left)
-    except (OSError, ValueError, asyncio.TimeoutError):
+    except Exception:  # the address may be invalid in any way
         return Finding(State.UNKNOWN, f"nothing accepts connections at {address}", reachable=False)
     busy = f"its scheduler accepts connections at {address} but does not answer; it may be busy"
     return Finding(State.UNKNOWN, why or busy)
@@ -263,8 +256,8 @@ def why_not_contacted(record: Record) -> str | None:
     )
 
 
-async def _ask(record: Record, address: str, security: Security | None, timeout: float) -> Finding:
-    arguments = await asyncio.to_thread(connection_args, record.get_security() or security)
+async def _ask(record: Record, address: str, timeout: float) -> Finding:
+    arguments = await asyncio.to_thread(connection_args, record.get_security())
     comm = await MsgpackComm.connect(address, arguments, timeout)
     try:
         identity = Identity.read(await comm.ask("identity", timeout))

@@ -20,6 +20,7 @@ from dask_cml.aio import cancel
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.naming import dask_names
 from dask_cml.options import Options, SessionSize
+from dask_cml.private_files import MOST_BYTES, open_regular
 from dask_cml.sessions import tls
 from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, moment, status_of
 from dask_cml.sessions.owner import this_owner
@@ -384,7 +385,8 @@ def _read_address(scheduler_file: Path) -> str | None:
         # NFS may cache that a file does not exist. Listing the folder refreshes the cache.
         if scheduler_file not in scheduler_file.parent.iterdir():
             return None
-        content: dict[str, Any] = json.loads(scheduler_file.read_text())
-        return content.get("address")
-    except (OSError, ValueError):
+        with open_regular(scheduler_file) as file:  # a task may have put something else in its place
+            address = json.loads(file.read(MOST_BYTES))["address"]
+        return address if isinstance(address, str) else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
