@@ -133,10 +133,8 @@ def read_file(path: Path, parent: int | None = None) -> bytes:
 
     Parameters
     ----------
-    path : Path
-        The path of the file.
-    parent : int, optional
-        The descriptor of its folder.
+    path, parent
+        As in :func:`open_regular`.
 
     Raises
     ------

@@ -206,3 +206,14 @@ def hostile(tmp_path: Path) -> Any:
     from wire_samples import Hostile  # imports distributed
 
     return Hostile(tmp_path / "ran")
+
+
+@pytest.fixture(params=["tcp", "tls"])
+def security(request: pytest.FixtureRequest) -> Any:
+    """Keys for connections by TLS, or None for connections without."""
+    if request.param == "tcp":
+        return None
+    pytest.importorskip("cryptography")
+    from distributed.security import Security
+
+    return Security.temporary()

@@ -35,14 +35,6 @@ from dask_cml.wire import FORWARD
 pytest.importorskip("bokeh")
 
 
-@pytest.fixture(params=["tcp", "tls"])
-def security(request):
-    if request.param == "tcp":
-        return None
-    pytest.importorskip("cryptography")
-    return Security.temporary()
-
-
 # -- the dashboard
 
 

@@ -11,7 +11,6 @@ import pytest
 from dashboards import Lead, arguments, scheduler, stand_in
 from distributed.comm.core import CommClosedError, connect
 from distributed.protocol.serialize import ToPickle
-from distributed.security import Security
 
 from dask_cml import tunnel
 from dask_cml.aio import cancel
@@ -19,14 +18,6 @@ from dask_cml.dashboard.connection import open_comm
 from dask_cml.scheduler.plugin import NAME
 from dask_cml.tunnel import Tunnel
 from dask_cml.wire import FORWARD
-
-
-@pytest.fixture(params=["tcp", "tls"])
-def security(request):
-    if request.param == "tcp":
-        return None
-    pytest.importorskip("cryptography")
-    return Security.temporary()
 
 
 @contextlib.asynccontextmanager
