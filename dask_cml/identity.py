@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 #: The longest name or id, and the largest amount of memory, in bytes, and of threads.
 _MOST_CHARACTERS, _MOST_MEMORY, _MOST_THREADS = 1000, 2**60, 2**20
@@ -91,22 +91,22 @@ def _worker(answer: Any) -> WorkerIdentity:
 
 def _mapping(key: str, value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(_message(key, value))
+        _refuse(key, value)
     return value
 
 
 def _text(key: str, value: Any) -> str:
     text = str(value) if isinstance(value, (str, int)) else ""
     if not 0 < len(text) <= _MOST_CHARACTERS:
-        raise ValueError(_message(key, value))
+        _refuse(key, value)
     return text
 
 
 def _amount(key: str, value: Any, most: int) -> int:
     if not isinstance(value, (int, float)) or not 0 <= value <= most:  # so NaN is none
-        raise ValueError(_message(key, value))
+        _refuse(key, value)
     return int(value)
 
 
-def _message(key: str, value: Any) -> str:
-    return f"the scheduler's answer is invalid: {key}={reprlib.repr(value)}"
+def _refuse(key: str, value: Any) -> NoReturn:
+    raise ValueError(f"the scheduler's answer is invalid: {key}={reprlib.repr(value)}")

@@ -174,7 +174,7 @@ def _unpack(content: bytes) -> Any:
 
     def plain(value: dict[Any, Any]) -> Any:
         if next(mappings) > _MOST_MAPPINGS:
-            raise ValueError(f"more than {_MOST_MAPPINGS} mappings")
+            raise InvalidMessage(f"a message has more than {_MOST_MAPPINGS} mappings")
         # Dask's marks. Its own reader imports the module of an enumeration.
         if "__Pickled__" in value or "__Serialized__" in value:
             return None

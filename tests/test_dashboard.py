@@ -379,6 +379,20 @@ async def test_a_truncated_answer_is_not_ended_like_a_complete_one(caplog):
     assert "Traceback" not in caplog.text
 
 
+async def test_the_reason_of_a_failure_has_no_headers_of_the_failed_answer():
+    head = ANSWER.replace(b": 2", b": 200") + b"Content-Encoding: gzip\r\nETag: x\r\n"
+
+    async def break_off(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head + b"\r\n")
+        await writer.drain()
+
+    async with forwarded_to(break_off) as (forwarder, _):
+        answer = await get(forwarder.port)
+    assert (answer.code, answer.body[:22]) == (502, b"the dashboard's answer")
+    assert {"Content-Encoding", "Etag"}.isdisjoint(answer.headers)
+
+
 async def test_an_answer_that_takes_too_long_is_cut_off(monkeypatch):
     monkeypatch.setattr(proxy, "_ANSWER_TIMEOUT", 0.2)
 

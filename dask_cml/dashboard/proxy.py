@@ -7,6 +7,7 @@ no cookies, no passwords, no service workers. Each request gets one answer, whic
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Mapping
@@ -39,9 +40,7 @@ _REQUEST_HEADERS = (
 )
 _ANSWER_HEADERS = (
     "Cache-Control",
-    "Content-Disposition",
     "Content-Encoding",
-    "Content-Language",
     "Content-Type",
     "ETag",
     "Expires",
@@ -109,6 +108,7 @@ class DashboardProxy(RequestHandler):
             self._hang_up()
             return
         logger.info("Request for a dashboard refused: %s", words)
+        self.clear()  # of the headers of an answer that broke off
         self.set_status(status)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.finish(f"{words}\n")
@@ -155,7 +155,8 @@ class DashboardProxy(RequestHandler):
         # Tornado logs a traceback if it is cancelled while it passes a part of the answer on.
         limit = asyncio.get_running_loop().call_later(_ANSWER_TIMEOUT, self._hang_up)
         try:
-            await connection.read_response(answer)
+            with contextlib.suppress(StreamClosedError):
+                await connection.read_response(answer)
         finally:
             limit.cancel()
         if answer.socket is not None:
