@@ -389,6 +389,15 @@ def test_damaged_record_is_reported_once_and_passed_over(state, caplog, content,
     assert remove("bad", state) == {}
 
 
+def test_nobody_writes_into_a_damaged_cluster(state):
+    record = Record("bad")
+    folder = claim(record, state)
+    for content in (b"[" * 100_000, b"[1]"):
+        (folder / RECORD_FILE).write_bytes(content)
+        with pytest.raises(CMLError, match="cannot read the record"):
+            launch(state, record, "session-1")
+
+
 def test_record_of_which_no_folder_has_the_sessions_is_passed_over(state, caplog):
     (claim(Record("a"), state) / SESSIONS_FOLDER).rmdir()
     assert records(state) == []

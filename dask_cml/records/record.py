@@ -180,7 +180,10 @@ class Record:
         ValueError
             If the text is not a record, or a newer release has written it.
         """
-        content = json.loads(text, parse_constant=_refuse)
+        try:
+            content = json.loads(text, parse_constant=_refuse)
+        except RecursionError as error:
+            raise ValueError(f"it is nested too deeply: {error}") from None
         if not isinstance(content, dict) or not isinstance(content.get("version"), int):
             raise ValueError("it is not the record of a cluster")
         if content["version"] > VERSION:

@@ -131,7 +131,10 @@ class Handler(RequestHandler):
         except Refused as refused:
             raise HTTPError(403, str(refused)) from None
         if reads and self.access.fits(self.get_query_argument("token", None)):
-            self._remember()
+            # Move it from the address, which others may see, to a cookie. The redirect is relative, because a
+            # proxy may serve the page below another path.
+            self.set_cookie(self.access.cookie, self.access.token, httponly=True, samesite="Lax")
+            self.redirect("?")
             return
         if self.current_user is None:
             raise HTTPError(401, "Open the link that `dask cml serve` printed, or send its token.")
@@ -139,17 +142,6 @@ class Handler(RequestHandler):
             raise HTTPError(403, "You cannot change clusters: your role in the project allows reading only.")
         if not reads and bearer(self.request) is None:
             super().check_xsrf_cookie()
-
-    def _remember(self) -> None:
-        """Move the token from the address, which others may see, to a cookie."""
-        self.set_cookie(self.access.cookie, self.access.token, httponly=True, samesite="Lax")
-        self.go_to("?")
-
-    def go_to(self, location: str) -> None:
-        """Redirect relative to this page, because a proxy may serve the page below another path."""
-        self.set_status(302)
-        self.set_header("Location", location)
-        self.finish()
 
     def check_xsrf_cookie(self) -> None:
         """Leave this check to `prepare`, which knows the user."""
