@@ -692,7 +692,7 @@ def test_a_browser_in_a_terminal_does_not_hold_up_the_end(platform, tmp_path, un
 def test_idle_connections_do_not_stop_the_page(platform, tmp_path):
     with PageServer(tmp_path, descriptors=200) as page:
         host = urlsplit(page.url)
-        idle = [socket.create_connection((host.hostname, host.port)) for _ in range(190)]
+        idle = [socket.create_connection((host.hostname, host.port)) for _ in range(210)]
         assert page.clusters == {}
         for connection in idle:
             connection.close()
