@@ -549,7 +549,7 @@ def test_an_unknown_cluster_is_wrong_and_a_stale_one_a_warning(platform):
 def test_the_check_limits_the_time_of_each_scheduler(platform, monkeypatch):
     asked = []
 
-    async def look_at(record, security, timeout):
+    async def look_at(record, timeout):
         asked.append(timeout)
         return probe.Finding(probe.State.UNKNOWN)
 

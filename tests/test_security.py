@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -141,3 +142,11 @@ async def test_an_incomplete_security_is_refused_before_anything_is_launched(pla
     with pytest.raises(ValueError, match=r"invalid security=.*expected a Security with tls_ca_file"):
         await CMLCluster(security=Security(require_encryption=True), platform="local", asynchronous=True)
     assert platform.list_workers() == []
+
+
+def test_the_tests_that_the_page_on_security_names_exist():
+    root = Path(__file__).parent
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root.parent / "docs" / "security.md").read_text())
+    assert len(named) > 20
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (root / file).read_text()]
+    assert missing == []

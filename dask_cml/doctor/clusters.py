@@ -59,14 +59,14 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
         words = f"The cluster is {row['status']}: its scheduler does not respond."
         return Finding(title, "warning", words, f"{dask_command()} cml prune")
     try:
-        scheduler, workers = await asyncio.wait_for(_ask(record), timeout)
+        scheduler, workers = await asyncio.wait_for(_ask(record, timeout), timeout)
     except asyncio.TimeoutError:
         words = f"Some processes of the cluster did not report their versions within {timeout:.0f} s."
         return Finding(
             title, "warning", words, f"{dask_command()} cml doctor --timeout {9 * timeout:g} {name}"
         )
-    except (OSError, ValueError) as error:
-        return Finding(title, "warning", f"The scheduler did not report its versions: {error}")
+    except (OSError, ValueError, RuntimeError) as error:
+        return Finding(title, "warning", f"The scheduler does not report its versions: {error}")
     differences = compare(_own(), scheduler, workers)
     if differences:
         words = f"{' '.join(differences)} Delete the cluster, and create it again."
@@ -77,16 +77,26 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
     return Finding(title, "ok", words)
 
 
-async def _ask(record: Record) -> tuple[Versions, list[Versions]]:
-    from distributed.core import rpc
-
+async def _ask(record: Record, timeout: float) -> tuple[Versions, list[Versions]]:
+    from dask_cml.msgpack_comm import MsgpackComm
     from dask_cml.sessions.tls import connection_args
 
+    assert record.scheduler.address is not None
     arguments = await asyncio.to_thread(connection_args, record.get_security())
-    async with rpc(record.scheduler.address, connection_args=arguments) as scheduler:
-        own = await scheduler.versions()
-        workers = await scheduler.broadcast(msg={"op": "versions"}, on_error="ignore")
-    return own["packages"], [each["packages"] for each in workers.values()]
+    comm = await MsgpackComm.connect(record.scheduler.address, arguments, timeout)
+    try:
+        own = await comm.ask("versions", timeout)
+        workers = await comm.ask("broadcast", timeout, msg={"op": "versions"}, on_error="ignore")
+        return _shared(own), [_shared(each) for each in workers.values()]
+    except (TypeError, KeyError, AttributeError):
+        raise ValueError("its answer is invalid") from None
+    finally:
+        comm.abort()
+
+
+def _shared(answer: Any) -> Versions:
+    packages = answer["packages"]
+    return {each: packages.get(each) and str(packages[each])[:50] for each in _SHARED}
 
 
 def _own() -> Versions:

@@ -12,6 +12,8 @@ from typing import Literal
 
 import click
 
+from dask_cml.printable import printable
+
 State = Literal["ok", "warning", "wrong"]
 
 _COLORS = {"ok": "green", "warning": "yellow", "wrong": "red"}
@@ -47,12 +49,12 @@ class Finding:
         width : int, optional
             The number of columns of the terminal. Default: unlimited.
         """
-        begin = f"{self.state:<8} {self.name:<16} "
+        begin = f"{self.state:<8} {printable(self.name):<16} "
         room = max(_LEAST_ROOM, width - len(begin)) if width else sys.maxsize
         lines = textwrap.wrap(self.words, room, break_long_words=False, break_on_hyphens=False)
         if self.command:
             lines.append(f"  {self.command}")
-        text = ("\n" + " " * len(begin)).join(lines)
+        text = ("\n" + " " * len(begin)).join(map(printable, lines))
         return click.style(self.state, fg=_COLORS[self.state]) + begin[len(self.state) :] + text
 
 

@@ -105,7 +105,7 @@ def configuration() -> Finding:
 def state_directory() -> Finding:
     """Check that the state directory belongs to this user, is private, and is writable."""
     from dask_cml.options import state_directory
-    from dask_cml.private import NotPrivate, check_folder, move_aside
+    from dask_cml.private_files import NotPrivate, check_folder, move_aside
 
     directory = state_directory()
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from distributed.core import rpc
-
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.identity import WorkerIdentity
+from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import state_directory
 from dask_cml.records import probe, store
@@ -119,44 +119,40 @@ async def describe(
     Returns
     -------
     list of dict
-        Name, address for clients, status, workers, Dask workers by worker group, threads, memory in bytes,
-        age in seconds, dashboard, the scheduler's own address, the number of sessions that wait for room, and
-        the longest wait in seconds, or None. The status is "running", "starting", "not answering" or "stale";
-        see :func:`probe.judge`.
+        Name, address for clients, status, problem, workers, Dask workers by worker group, threads, memory in
+        bytes, age in seconds, dashboard, the scheduler's own address, the number of sessions that wait for
+        room, and the longest wait in seconds, or None. The status is "running", "starting", "not answering"
+        or "stale"; see :func:`probe.judge`.
     """
     records = [*records]
     findings = await probe.judge(records, timeout, patience)
-    now = datetime.now(timezone.utc)
-    rows = []
-    for record in records:
-        finding = findings[record.name]
-        answer = finding.identity
-        workers = [*answer["workers"].values()] if answer else None
-        rows.append(
-            {
-                "name": record.name,
-                "address": cluster_address(record.name),
-                "status": status_of(record, finding),
-                "workers": len(workers) if workers is not None else None,
-                "groups": _groups(record, workers),
-                "threads": sum(w["nthreads"] for w in workers) if workers is not None else None,
-                "memory": sum(w["memory_limit"] or 0 for w in workers) if workers is not None else None,
-                "age": (now - datetime.fromisoformat(record.created)).total_seconds(),
-                "dashboard": f"{record.scheduler.app_url.rstrip('/')}/status"
-                if record.scheduler.app_url
-                else None,
-                "scheduler": record.scheduler.address,
-                **_waiting(record, {worker["name"] for worker in workers or ()}),
-            }
-        )
-    return rows
+    return [_describe(record, findings[record.name]) for record in records]
 
 
-def _groups(record: Record, workers: Collection[Mapping[str, Any]] | None) -> dict[str, int] | None:
+def _describe(record: Record, finding: Finding) -> dict[str, Any]:
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(record.created)
+    workers = finding.identity.workers if finding.identity else None
+    return {
+        "name": record.name,
+        "address": cluster_address(record.name),
+        "status": status_of(record, finding),
+        "problem": None if finding.state is State.ALIVE else finding.why,
+        "workers": len(workers) if workers is not None else None,
+        "groups": _groups(record, workers),
+        "threads": sum(each.nthreads for each in workers) if workers is not None else None,
+        "memory": sum(each.memory_limit for each in workers) if workers is not None else None,
+        "age": age.total_seconds(),
+        "dashboard": f"{record.scheduler.app_url.rstrip('/')}/status" if record.scheduler.app_url else None,
+        "scheduler": record.scheduler.address,
+        **_waiting(record, {each.name for each in workers or ()}),
+    }
+
+
+def _groups(record: Record, workers: Collection[WorkerIdentity] | None) -> dict[str, int] | None:
     """Count the Dask workers in each group."""
     if workers is None:
         return None
-    found = [read_name(record.name, str(worker["name"])) for worker in workers]
+    found = [read_name(record.name, worker.name) for worker in workers]
     groups = [DEFAULT_GROUP if name is None else name[0] for name in found]
     return {group: groups.count(group) for group in (DEFAULT_GROUP, *record.groups)}
 
@@ -240,6 +236,8 @@ async def _end_all(records: Collection[Record], answering: Collection[str]) -> d
                 await _stop(record)
             except CMLError as error:
                 return error
+            except Exception as error:  # of the file system, for example: the others are deleted nevertheless
+                return CMLError(str(error) or repr(error))
             return None
 
     results = await asyncio.gather(*map(attempt, records))
@@ -247,10 +245,14 @@ async def _end_all(records: Collection[Record], answering: Collection[str]) -> d
 
 
 async def _say_goodbye(record: Record) -> None:
-    arguments = await asyncio.to_thread(connection_args, record.get_security())
+    assert record.scheduler.address is not None
     try:
-        async with rpc(record.scheduler.address, connection_args=arguments) as scheduler:
-            await asyncio.wait_for(scheduler.terminate(), _GOODBYE_TIMEOUT)
+        arguments = await asyncio.to_thread(connection_args, record.get_security())
+        comm = await MsgpackComm.connect(record.scheduler.address, arguments, _GOODBYE_TIMEOUT)
+        try:
+            await comm.ask("terminate", _GOODBYE_TIMEOUT)
+        finally:
+            comm.abort()
     except Exception as error:  # its workers may be frozen, and Dask's errors vary
         logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from dask_cml.checks import is_session_id
 from dask_cml.layout import ENDED_FOLDER, SESSIONS_FOLDER
 from dask_cml.options import SessionSize
-from dask_cml.private import open_folder
+from dask_cml.private_files import open_folder
 from dask_cml.sessions.entry import TIME, Launch, file_name, parse
 
 _ENDED = re.compile(rf"(.*),({TIME}),({TIME})", re.ASCII)

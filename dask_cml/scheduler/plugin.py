@@ -34,7 +34,7 @@ from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.presence import Presence
 from dask_cml.scheduler.state_file import StateFile
 from dask_cml.scheduler.wanted import Wanted
-from dask_cml.wire import Tunnel, unbuffered
+from dask_cml.tunnel import Tunnel
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -312,7 +312,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._forwards.add(comm)
         try:
             await comm.write({"status": "OK"})
-            await Tunnel(comm, reader, unbuffered(writer)).run()
+            await Tunnel(comm, reader, writer).run()
         except OSError as error:
             logger.debug("Connection to the dashboard ended: %r", error)
         finally:

@@ -139,10 +139,8 @@ class Wanted:
             of ``workers``.
         """
         changed = self.changes.since(revision) if revision else None
-        if changed is None:
-            keys = [GROUPS, *(("session", name) for name in self.sessions)]
-        else:
-            keys = changed[::-1]  # the oldest first
+        everything = [GROUPS, *(("session", name) for name in self.sessions)]
+        keys = everything if changed is None else changed[::-1]  # the oldest first
         return {
             "revision": self.changes.revision,
             "whole": changed is None,

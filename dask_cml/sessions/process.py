@@ -17,7 +17,7 @@ from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
 from dask_cml.naming import dask_names
 from dask_cml.options import Options
-from dask_cml.private import read_file
+from dask_cml.private_files import read_file
 from dask_cml.protocol import HELLO
 from dask_cml.sessions import tls
 from dask_cml.sessions.plan import Place, plan_scheduler, plan_worker

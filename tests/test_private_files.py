@@ -14,7 +14,7 @@ import pytest
 from dask_cml import dask_utils
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.options import Options, state_directory
-from dask_cml.private import MOST_BYTES, NotPrivate, make_folder, read_file
+from dask_cml.private_files import MOST_BYTES, NotPrivate, make_folder, read_file
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
 from dask_cml.records.session_files import SESSIONS_FOLDER, Changes, Launch
