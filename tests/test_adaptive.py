@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from distributed.comm import CommClosedError
+from fleets import Cluster
 from tornado.ioloop import IOLoop
 
 from dask_cml import CMLAdaptive
@@ -52,7 +53,7 @@ class Wishes:
     """As much of a manager's wishes as adaptive scaling uses, with the real choice of what to close."""
 
     def __init__(self, processes=1, planned=0, launched=None, arrived=None, leads=True):
-        self.wishes = Wishes(planned, processes, gpu={"options": {"nvidia_gpu": 2, "nthreads": 4}})
+        self.cluster = Cluster(planned, processes, gpu={"options": {"nvidia_gpu": 2, "nthreads": 4}})
         self.fleet = self.cluster.fleet
         self.scheduler = Scheduler()
         # How long sessions take to start is not known.
@@ -251,7 +252,7 @@ async def test_a_group_closes_its_own_sessions_only():
     wishes.scheduler.wanted = 2
     await plain.adapt()
     await gpu.adapt()
-    assert wishes.did == [("shrink", gpu.plan)]
+    assert wishes.did == [("shrink", gpu.plan, "gpu")]
 
 
 async def test_idle_sessions_are_closed_before_those_that_run_another_groups_tasks():
