@@ -11,7 +11,8 @@ from typing import Any
 
 from dask_cml.aio import cancel
 from dask_cml.errors import CMLError
-from dask_cml.manager.fleet import Fleet, Member
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.members import Member
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.options import setting
 from dask_cml.sessions.workers_api import WorkersAPI

@@ -97,8 +97,8 @@ class ClusterState:
 
     @property
     def scheduler_comm(self) -> Any:
-        """The connection to the scheduler. None before the start."""
-        return self._client.comm
+        """Dask's own connection to the scheduler. None before the start."""
+        return self._client.rpc
 
     async def open_dashboard(self) -> MsgpackComm:
         """Open a comm to the scheduler's dashboard.

@@ -6,15 +6,14 @@ import asyncio
 import json
 import logging
 import time
-from typing import Any
 from urllib.parse import quote
 
-from distributed.core import rpc
 from distributed.security import Security
 
 from dask_cml.aio import cancel
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
+from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import dask_names
 from dask_cml.options import Options
 from dask_cml.private_files import read_file
@@ -153,9 +152,11 @@ class CMLScheduler(CMLProcess):
         record = self.place.record
         try:
             arguments = await asyncio.to_thread(tls.connection_args, self.security)
-            async with rpc(address, connection_args=arguments) as scheduler:
-                asking = scheduler.identity() if record is None else getattr(scheduler, HELLO)()
-                answer: dict[str, Any] = await asyncio.wait_for(asking, _ANSWER_TIMEOUT)
+            comm = await MsgpackComm.connect(address, arguments, _ANSWER_TIMEOUT)
+            try:
+                answer = await comm.ask("identity" if record is None else HELLO, _ANSWER_TIMEOUT)
+            finally:
+                comm.abort()
         except Exception as error:  # a program at this address may speak another protocol
             logger.debug("Scheduler at %s did not answer: %r", address, error)
             return False
