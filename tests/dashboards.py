@@ -7,16 +7,19 @@ import contextlib
 import functools
 import json
 import re
+import tempfile
+from pathlib import Path
 
 from distributed import Scheduler
 from distributed.comm.core import listen
+from schedulers import prepare
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 
 from dask_cml.dashboard.connection import open_comm
 from dask_cml.dashboard.forwarder import DashboardForwarder
-from dask_cml.manager.presence import Presence
 from dask_cml.msgpack_comm import MsgpackComm
+from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 from dask_cml.tunnel import Tunnel
 
 
@@ -29,12 +32,12 @@ async def scheduler(port=0, security=None, dashboard="127.0.0.1:0", plugin=True)
     running = Scheduler(
         host="127.0.0.1", port=port, dashboard=True, dashboard_address=dashboard, security=security
     )
-    async with running:
-        if plugin:
-            presence = Presence(running.address, arguments(security))
-            await presence.start()
-            await presence.close()
-        yield running
+    with tempfile.TemporaryDirectory() as state:
+        async with running:
+            if plugin:
+                own = CMLSchedulerPlugin(prepare(Path(state) / "mine"))
+                await running.register_scheduler_plugin(own, name=NAME, idempotent=True)
+            yield running
 
 
 def forwarder_to(address, security=None, timeout=30.0, **options):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import resource
 import socket
@@ -15,7 +16,6 @@ import pytest
 from dashboards import (
     Lead,
     Pane,
-    arguments,
     forwarded,
     forwarder_to,
     get,
@@ -25,12 +25,14 @@ from dashboards import (
 )
 from distributed.comm.core import connect
 from distributed.security import Security
+from schedulers import prepare
 
 from dask_cml.dashboard import http_server, proxy
 from dask_cml.dashboard.forwarder import DashboardForwarder
-from dask_cml.manager.presence import Presence
-from dask_cml.scheduler.plugin import NAME
+from dask_cml.layout import FOLDER, NUMBER, scheduler_file
 from dask_cml.protocol import FORWARD
+from dask_cml.scheduler.plugin import NAME
+from dask_cml.sessions.plan import PRELOAD
 
 pytest.importorskip("bokeh")
 
@@ -65,18 +67,20 @@ async def test_panes_get_their_documents_and_updates_by_websocket(security):
 async def test_dashboard_of_a_scheduler_s_process_is_forwarded_with_its_keys(tmp_path, holds):
     pytest.importorskip("cryptography")
     security = Security.temporary()
-    file = tmp_path / "scheduler.json"
+    folder = prepare(tmp_path / "mine")
+    file = folder / scheduler_file(0)
     command = [sys.executable, "-m", "dask", "scheduler", "--host", "tls://127.0.0.1:0"]
-    command += ["--dashboard-address", "127.0.0.1:0", "--scheduler-file", str(file)]
+    command += ["--dashboard-address", "127.0.0.1:0", "--preload", PRELOAD]
     for role, part in {"ca-file": "ca_file", "cert": "scheduler_cert", "key": "scheduler_key"}.items():
         (tmp_path / part).write_text(getattr(security, f"tls_{part}"))
         command += [f"--tls-{role}", str(tmp_path / part)]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    environment = {**os.environ, FOLDER: str(folder), NUMBER: "0"}
+    process = await asyncio.create_subprocess_exec(
+        *command, stderr=asyncio.subprocess.DEVNULL, env=environment
+    )
     try:
-        await holds(lambda: file.exists() and file.read_text().endswith("}"))
+        await holds(file.exists)
         address = json.loads(file.read_text())["address"]
-        presence = Presence(address, arguments(security))
-        await presence.start()
         forwarder = forwarder_to(address, security)
         await forwarder.start()
         async with forwarder, Pane(forwarder.port) as pane:
@@ -84,7 +88,6 @@ async def test_dashboard_of_a_scheduler_s_process_is_forwarded_with_its_keys(tmp
         stranger = forwarder_to(address, Security.temporary(), timeout=1)
         async with stranger:
             assert (await get(stranger.port)).code == 502
-        await presence.close()
     finally:
         process.terminate()
         await process.wait()

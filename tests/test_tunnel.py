@@ -15,9 +15,9 @@ from distributed.protocol.serialize import ToPickle
 from dask_cml import tunnel
 from dask_cml.aio import cancel
 from dask_cml.dashboard.connection import open_comm
+from dask_cml.protocol import FORWARD
 from dask_cml.scheduler.plugin import NAME
 from dask_cml.tunnel import Tunnel
-from dask_cml.protocol import FORWARD
 
 
 @contextlib.asynccontextmanager
