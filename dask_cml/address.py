@@ -19,7 +19,7 @@ from distributed.security import Security
 
 from dask_cml import errors
 from dask_cml.options import state_directory
-from dask_cml.records import probe, store
+from dask_cml.records import liveness, store
 from dask_cml.records.record import SCHEME, Record
 from dask_cml.sessions import tls
 
@@ -74,7 +74,7 @@ class CMLConnector(Connector):
         record = await _running(unquote(address))
         scheduler = record.scheduler.address
         assert scheduler is not None
-        if why := await asyncio.to_thread(probe.why_not_contacted, record):
+        if why := await asyncio.to_thread(liveness.why_not_contacted, record):
             raise OSError(f"not connected to cluster {record.name!r}: {why}")
         _schedulers[address] = scheduler
         if (security := record.get_security()) is not None:

@@ -29,7 +29,7 @@ from distributed.comm.addressing import get_address_host_port
 from distributed.core import rpc
 from distributed.scheduler import Scheduler
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
 from dask_cml.options import Options, state_directory

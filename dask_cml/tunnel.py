@@ -6,7 +6,7 @@ import asyncio
 
 from distributed.comm.core import Comm
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.msgpack_comm import MsgpackComm
 
 CHUNK = 2**16

@@ -21,7 +21,7 @@ from dask_cml import CMLCluster, cli, pulse
 from dask_cml.doctor import clusters, examine, jupyterlab, packages, session
 from dask_cml.doctor.finding import Finding
 from dask_cml.options import state_directory
-from dask_cml.records import probe, store
+from dask_cml.records import liveness, store
 from dask_cml.records.record import Maker, Record
 
 UNAUTHORIZED = {"message": "Unauthorized"}
@@ -551,7 +551,7 @@ def test_the_check_limits_the_time_of_each_scheduler(platform, monkeypatch):
 
     async def look_at(record, timeout):
         asked.append(timeout)
-        return probe.Finding(probe.State.UNKNOWN)
+        return probe.Finding(liveness.State.UNKNOWN)
 
     store.claim(Record("busy", options={"platform": "local"}, scheduler_address="tcp://10.0.0.1:8786"))
     pulse.beat(state_directory() / "busy")

@@ -21,7 +21,7 @@ from lab import JupyterServer, until
 
 from dask_cml import CMLCluster, jupyter, observers
 from dask_cml.jupyter import Sidebar, find_manager
-from dask_cml.records import probe, store
+from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 
 pytestmark = pytest.mark.usefixtures("no_nannies")
@@ -412,7 +412,7 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar
 
     async def counted(record):
         asked.append(record.name)
-        return (await probe.look([record], timeout=120))[record.name]
+        return (await liveness.look([record], timeout=120))[record.name]
 
     monkeypatch.setattr(sidebar, "examine", counted)
     monkeypatch.setattr(observers, "_RETRY", 3600.0)

@@ -23,7 +23,7 @@ from dask_cml.layout import scheduler_file
 from dask_cml import heartbeat
 from dask_cml.identity import Identity
 from dask_cml.records import operations
-from dask_cml.records.probe import State, identities, is_alive, judge
+from dask_cml.records.liveness import State, identities, is_alive, judge
 from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.records.store import records
 

@@ -13,7 +13,7 @@ from distributed.comm.core import CommClosedError, connect
 from distributed.protocol.serialize import ToPickle
 
 from dask_cml import tunnel
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.dashboard.connection import open_comm
 from dask_cml.protocol import FORWARD
 from dask_cml.scheduler.plugin import NAME

@@ -18,7 +18,7 @@ import pytest
 from nbclient import NotebookClient
 
 from dask_cml import CMLCluster
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.manager import screens
 from dask_cml.manager.start_display import StartDisplay
 

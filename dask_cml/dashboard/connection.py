@@ -14,7 +14,7 @@ from typing import Any
 
 from tornado.iostream import IOStream
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.protocol import FORWARD
 from dask_cml.tunnel import Tunnel

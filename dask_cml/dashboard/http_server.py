@@ -12,7 +12,7 @@ from tornado.httpserver import HTTPServer
 from tornado.iostream import IOStream
 from tornado.web import Application
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine,
 from tornado.iostream import IOStream, StreamClosedError
 from tornado.web import Application, RequestHandler
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.dashboard.connection import OpenComm, dashboard_stream
 from dask_cml.dashboard.host_guard import HostGuard, Refused
 from dask_cml.tunnel import CHUNK

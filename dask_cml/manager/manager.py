@@ -15,7 +15,7 @@ from dask.utils import parse_timedelta
 from distributed.core import Status
 from distributed.security import Security
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
 from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
 from dask_cml.manager.fleet import Fleet
@@ -29,7 +29,7 @@ from dask_cml.manager.unrunnable import UnrunnableTasks
 from dask_cml.manager.wishes import Wishes
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options, state_directory
-from dask_cml.records import probe
+from dask_cml.records import liveness
 from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.scheduler.wanted import Wanted
@@ -300,7 +300,7 @@ class Manager:
         # As long as Dask's clients wait: a busy scheduler may need it. Without a scheduler this fails at
         # once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
-        if not await probe.is_alive(record, timeout=patience):
+        if not await liveness.is_alive(record, timeout=patience):
             address = record.scheduler.address or "an unknown address"
             raise CMLError(
                 f"the scheduler of cluster {record.name!r} does not answer at {address}: to stop its "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import SCHEDULER

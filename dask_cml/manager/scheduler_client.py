@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.protocol import pickle
 
 from dask_cml import protocol
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError
 from dask_cml.identity import Identity
 from dask_cml.manager.connection import ANSWER_TIMEOUT, Connection

@@ -15,8 +15,8 @@ from dask_cml.identity import WorkerIdentity
 from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import state_directory
-from dask_cml.records import probe, store
-from dask_cml.records.probe import Finding, State
+from dask_cml.records import liveness, store
+from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions.session_logs import SessionLogs
@@ -45,7 +45,7 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     Raises
     ------
     ClusterExists
-        If a cluster with this name exists, and is not known to be dead; see :func:`probe.judge`.
+        If a cluster with this name exists, and is not known to be dead; see :func:`liveness.judge`.
     """
     try:
         await asyncio.to_thread(store.claim, record, wanted)
@@ -54,7 +54,7 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
         old = await asyncio.to_thread(_read, record.name)
         if old is None:
             raise
-        finding = (await probe.judge([old], api=api))[old.name]
+        finding = (await liveness.judge([old], api=api))[old.name]
         if finding.state is not State.DEAD:
             raise ClusterExists(old.name, finding.why) from None
     if old.sessions:
@@ -85,7 +85,7 @@ async def wait_until_running(name: str, timeout: float) -> Record:
     deadline = time.monotonic() + timeout
     while True:
         record = await asyncio.to_thread(store.read, name)
-        if record.scheduler.address is not None and await probe.is_alive(record):
+        if record.scheduler.address is not None and await liveness.is_alive(record):
             return record
         if time.monotonic() > deadline:
             raise CMLError(
@@ -103,7 +103,7 @@ def _read(name: str) -> Record | None:
 
 
 async def describe(
-    records: Iterable[Record], timeout: float = 1.5, patience: float = probe.PATIENCE
+    records: Iterable[Record], timeout: float = 1.5, patience: float = liveness.PATIENCE
 ) -> list[dict[str, Any]]:
     """Describe clusters within a time limit for all of them.
 
@@ -122,10 +122,10 @@ async def describe(
         Name, address for clients, status, problem, workers, Dask workers by worker group, threads, memory in
         bytes, age in seconds, dashboard, the scheduler's own address, the number of sessions that wait for
         room, and the longest wait in seconds, or None. The status is "running", "starting", "not answering"
-        or "stale"; see :func:`probe.judge`.
+        or "stale"; see :func:`liveness.judge`.
     """
     records = [*records]
-    findings = await probe.judge(records, timeout, patience)
+    findings = await liveness.judge(records, timeout, patience)
     return [_describe(record, findings[record.name]) for record in records]
 
 
@@ -221,7 +221,7 @@ async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) 
     """
     records = [*records]
     # A scheduler that answers for another cluster, because it reuses the address, is left alone.
-    answering = await probe.identities(records, timeout=timeout)
+    answering = await liveness.identities(records, timeout=timeout)
     return await _end_all(records, answering)
 
 
@@ -307,7 +307,7 @@ def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
-    """Delete dead clusters; see :func:`probe.judge`.
+    """Delete dead clusters; see :func:`liveness.judge`.
 
     Parameters
     ----------
@@ -325,7 +325,7 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     removed = await asyncio.to_thread(store.records, removed=True)
     ended = await _end_all(removed, ())
     records = await asyncio.to_thread(store.records)
-    findings = await probe.judge(records, timeout=timeout)
+    findings = await liveness.judge(records, timeout=timeout)
     dead = [r for r in records if findings[r.name].state is State.DEAD]
     passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
     return {**ended, **await _end_all(dead, ())}, passed_over

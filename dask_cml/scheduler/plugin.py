@@ -24,7 +24,7 @@ from distributed.scheduler import Scheduler
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.options import setting
 from dask_cml.options.table import MOST_SESSIONS

@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed.core import Status
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
 from dask_cml.dashboard.connection import OpenComm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
@@ -23,8 +23,8 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.observers import EXPECTED, Observed, Observers
 from dask_cml.options import OPTION_NAMES, Options, setting
 from dask_cml.options.unattended import unattended
-from dask_cml.records import operations, probe
-from dask_cml.records.probe import Finding
+from dask_cml.records import liveness, operations
+from dask_cml.records.liveness import Finding
 from dask_cml.records.record import Maker, Record
 from dask_cml.records.usage import Usage
 from dask_cml.serve import views
@@ -154,7 +154,7 @@ class ProjectClusters(Observers):
 
     async def examine(self, record: Record) -> Finding:
         """Return whether a cluster's scheduler is alive, dead or neither."""
-        return (await probe.judge([record]))[record.name]
+        return (await liveness.judge([record]))[record.name]
 
     def manage(self, record: Record, **arguments: Any) -> CMLCluster:
         """Return a cluster with a manager. The page owns the clusters of an earlier page."""

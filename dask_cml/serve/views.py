@@ -18,8 +18,8 @@ from dask_cml.display.words import waiting
 from dask_cml.identity import read_workers
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.records.liveness import Finding, State
 from dask_cml.records.operations import status_of
-from dask_cml.records.probe import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage
 

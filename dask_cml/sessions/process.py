@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from distributed.security import Security
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
 from dask_cml.msgpack_comm import MsgpackComm

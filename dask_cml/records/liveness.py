@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from distributed.comm.addressing import get_address_host_port, parse_address
 
 from dask_cml import heartbeat
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.identity import Identity
 from dask_cml.msgpack_comm import InvalidMessage, MsgpackComm
 from dask_cml.options import state_directory
