@@ -47,7 +47,7 @@ def test_from_nothing_tasks_bring_sessions_of_the_group_that_they_need(cluster, 
     assert {name.rpartition("-")[0] for name in client.gather(futures)} == {"mine-gpu"}
     assert launched(cluster, "default") == 0
     del futures
-    until(lambda: not cluster.worker_spec)
+    until(lambda: not cluster.worker_spec and not cluster.workers)
     gpus = launched(cluster, "gpu")
     futures = client.map(where, range(12, 24))
     assert {*client.gather(futures)} == {"mine-0"}

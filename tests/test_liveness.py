@@ -14,18 +14,19 @@ import dask
 import pytest
 from clusters import write_record
 from distributed import Scheduler, Worker
-from distributed.core import rpc
 from distributed.protocol.serialize import ToPickle
 from distributed.security import Security
+from schedulers import prepare, scheduler_in
 from wire_samples import framed
 
-from dask_cml.layout import scheduler_file
 from dask_cml import heartbeat
 from dask_cml.identity import Identity
+from dask_cml.layout import scheduler_file
 from dask_cml.records import operations
 from dask_cml.records.liveness import State, identities, is_alive, judge
 from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.records.store import records
+from dask_cml.scheduler import state_file
 
 
 @contextlib.asynccontextmanager
@@ -321,77 +322,13 @@ async def test_a_worker_s_name_may_be_a_number(cluster):
         assert (row["status"], row["workers"], row["groups"]) == ("running", 1, {"default": 1})
 
 
-async def test_a_cluster_whose_maker_runs_is_not_dead(cluster, listener):
-    maker = Maker.this_process()
-    assert await state(cluster(address(listener), maker=maker), "failed") is State.UNKNOWN
-    assert await state(cluster(None, maker=maker)) is State.UNKNOWN
-    assert await state(cluster(None)) is State.UNKNOWN
-    ended = dataclasses.replace(maker, started=1.0)
-    assert await state(cluster(None, maker=ended)) is State.DEAD
-
-
 async def test_a_scheduler_leaves_signs_of_life_in_its_clusters_folder(tmp_path, monkeypatch, holds):
-    assert pulse.silence(tmp_path / "a") is None
-    monkeypatch.setattr(pulse, "INTERVAL", 0.1)
-    folder = tmp_path / "a"
-    folder.mkdir()
-    async with Scheduler(
-        port=0, dashboard=False, dashboard_address=":0", scheduler_file=str(folder / "scheduler.json")
-    ) as running:
-        await running.register_scheduler_plugin(CMLSchedulerPlugin(None), name=NAME, idempotent=True)
-        sign = folder / pulse.PULSE_FILE
+    assert heartbeat.silence(tmp_path / "mine") is None
+    for name in "INTERVAL", "_REST":
+        monkeypatch.setattr(state_file, name, 0.05)
+    folder = prepare(tmp_path / "mine")
+    async with scheduler_in(folder):
+        sign = folder / scheduler_file(0)
         await holds(sign.exists)
         os.utime(sign, (0, 0))
-        await holds(lambda: pulse.silence(folder) < 3600)
-
-
-async def test_a_live_scheduler_gets_more_time_to_answer_than_one_without_a_sign_of_life(platform, cluster):
-    async with scheduler() as running:
-        asked, identity = [], running.handlers["identity"]
-
-        async def late(*arguments, **more):
-            asked.append(1)
-            # The quick look is over by then.
-            await asyncio.sleep(1)
-            return identity(*arguments, **more)
-
-        running.handlers["identity"] = late
-        for silence, lives in (None, False), (3600, False), (60, True):
-            record = cluster(running.address, silence, id=running.id, options={"platform": "local"})
-            [row] = await operations.describe([record], timeout=0.5, patience=120)
-            assert (row["status"] == "running") is lives
-        assert asked
-
-
-@pytest.mark.slow
-async def test_among_two_hundred_records_those_that_are_alive_are_found(tmp_path):
-    """Half of them stale: refused, or silent as where a pod was."""
-    with contextlib.ExitStack() as stack:
-        # A full backlog answers nobody, as does an address that nobody has any more.
-        silent = stack.enter_context(socket.socket())
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(0)
-        for _ in range(2):
-            filler = stack.enter_context(socket.socket())
-            filler.setblocking(False)
-            filler.connect_ex(silent.getsockname())
-        refusing = stack.enter_context(socket.socket())
-        refusing.bind(("127.0.0.1", 0))
-        stale = [f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in (silent, refusing)]
-        async with scheduler() as running:
-            for i in range(100):
-                live = Record(f"live-{i}", scheduler_address=running.address, id=running.id)
-                claim(live, tmp_path)
-                claim(Record(f"stale-{i}", scheduler_address=stale[i % 2]), tmp_path)
-            before = descriptors()
-            found = await identities(records(tmp_path), timeout=10)
-            end = time.monotonic()
-            assert set(found) == {f"live-{i}" for i in range(100)}
-            assert {each.id for each in found.values()} == {running.id}
-            while descriptors() > before:  # the silent ones' are not kept until the system gives up
-                assert time.monotonic() < end + 60
-                await asyncio.sleep(0.01)
-
-
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
+        await holds(lambda: heartbeat.silence(folder) < 3600)

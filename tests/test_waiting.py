@@ -93,7 +93,7 @@ async def test_a_scheduler_that_waits_for_room_is_told_and_comes_with_the_worker
     cluster = make(n_workers=1)
     starting = asyncio.ensure_future(cluster)
     await holds(lambda: cluster.scheduler is not None and cluster.scheduler.waits_for)
-    assert re.search(r", scheduler waiting for room, \d+ s\)", repr(cluster))
+    assert re.search(r", scheduler waiting for room, \d+ s, starting\)", repr(cluster))
     while not (row := (await listed(cluster.name))[0])["waiting"]:
         pass
     assert (row["status"], row["waiting"]) == ("starting", 2) or row["waiting"] == 1

@@ -169,7 +169,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
                     await asyncio.wait_for(
                         self._told.wait_for(lambda: changes.revision != since), min(wait, lease / 2)
                     )
-            self._presence.hear(manager, observes, lease, comm)
+            if not comm.closed():
+                self._presence.hear(manager, observes, lease, comm)
         return self._since(since)
 
     def apply(self, manager: str, operations: Sequence[Any], since: int) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class CMLScheduler(CMLProcess):
                 return None
             address = json.loads(read_file(file)).get("address")
             return address if isinstance(address, str) else None
-        except (OSError, ValueError, AttributeError, CMLError):
+        except (OSError, ValueError, AttributeError, RecursionError, CMLError):
             return None
 
     def _guess(self) -> str | None:
@@ -160,8 +160,8 @@ class CMLScheduler(CMLProcess):
         except Exception as error:  # a program at this address may speak another protocol
             logger.debug("Scheduler at %s did not answer: %r", address, error)
             return False
-        if record is None:
-            return True
+        if record is None or not isinstance(answer, dict):
+            return record is None
         if (answer.get("record"), answer.get("number")) != (record, self.place.number):
             return False
         session = answer.get("session")

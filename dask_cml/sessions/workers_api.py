@@ -71,6 +71,8 @@ class WorkersAPI:
         The name of each session, by its id.
     sizes : dict of str to SessionSize
         The size of each session launched here, by its id.
+    stopped : set of str
+        The ids of the sessions that were stopped here.
     on_change : callable
         Called in the event loop after a session was launched or stopped.
     threads : int
@@ -104,6 +106,7 @@ class WorkersAPI:
         self.live = self._live.ids
         self.names = self._live.names
         self.sizes = self._live.sizes
+        self.stopped = self._live.stopped
         # The lock guards the following attributes, which threads share.
         self._lock = threading.Lock()
         self._ended = False
