@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from stub import Stub
 
-from dask_cml.local import faults, records, workers
+from dask_cml.local import faults, session_state, workers
 
 # "cml" runs the contract against the platform itself, from inside one of its sessions.
 PLATFORM = os.environ.get("DASK_CML_TEST_PLATFORM", "local")
@@ -46,7 +46,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def later() -> None:
         clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + 3600})
-        for module in (faults, records, workers):
+        for module in (faults, session_state, workers):
             monkeypatch.setattr(module, "time", clock)
 
     return later

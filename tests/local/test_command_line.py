@@ -55,7 +55,7 @@ def test_prune_says_how_many_it_removed(platform, launch, reaches):
     [session] = launch(code="pass")
     reaches(session, "succeeded")
     command = [sys.executable, "-m", "dask_cml.local", "prune"]
-    assert subprocess.check_output(command, text=True) == "1 records removed\n"
+    assert subprocess.check_output(command, text=True) == "1 sessions removed\n"
     assert platform.sessions() == []
 
 

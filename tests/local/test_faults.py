@@ -276,7 +276,7 @@ def test_cleared_faults_hit_nothing(platform):
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        ("nonsense", {}, "refused, fails"),
+        ("nonsense", {}, "'refused', 'fails'"),
         ("fails", {"times": 0}, "times"),
         ("fails", {"skip": -1}, "skip"),
         ("fails", {"seconds": 1}, "invalid seconds=1: expected None"),
