@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from dask_cml import local
-from dask_cml.local import network
+from dask_cml.local import cgroups, network
 
 
 @pytest.hookimpl(wrapper=True)
@@ -116,9 +116,11 @@ def local_platform() -> Iterator[None]:
         leaked = [each for each in local.sessions() if each["status"] not in ENDED]
         leaked = [each for each in leaked if not each["stop_requested"]]
         processes = end_all(directory / "local")
+        groups = cgroups_left()
         shutil.rmtree(directory)
     assert not leaked, "the test left sessions live"
     assert not processes, "stopped sessions left processes"
+    assert not groups, "sessions left cgroups"
 
 
 def end_all(directory: Path) -> list[str]:
@@ -135,6 +137,12 @@ def end_all(directory: Path) -> list[str]:
     for process in left:
         process.kill()
     return described
+
+
+def cgroups_left() -> list[Path]:
+    """Return the cgroups of this state directory's sessions."""
+    place = cgroups.place("0" * 16)
+    return [*place.parent.glob(place.name.replace("0" * 16, "*"))] if place else []
 
 
 def processes_of(directory: Path) -> Iterator[psutil.Process]:

@@ -89,12 +89,14 @@ def _engine(command: Sequence[str]) -> int:
     name = session_state.new_id()
     # By default, the signal would end this process alone.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    program = None
     with local.engine(name):
-        program = subprocess.Popen(command)
         try:
+            program = subprocess.Popen(command)
             status = program.wait()
         finally:
-            if program.returncode is None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if program and program.returncode is None:
                 program.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     program.wait(local.settings().stop_grace)

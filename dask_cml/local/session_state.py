@@ -125,12 +125,12 @@ def _read_and_check(folder: Path) -> SessionState | None:
 
 def _read(folder: Path) -> SessionState | None:
     try:
-        status = state.read_json(folder / "status.json")
-        return SessionState(folder, _plan(folder), status) if status else None
+        status = json.loads((folder / "status.json").read_bytes())
+        return SessionState(folder, _plan(folder), {**status, "status": status["status"]})
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        _warn("session %s skipped: %s", folder.name, str(error))
+    except (ValueError, TypeError, KeyError) as error:
+        _warn("session %s skipped: %s", folder.name, repr(error))
         return None
 
 
