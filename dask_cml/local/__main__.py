@@ -88,7 +88,7 @@ def _stop(ids: Sequence[str]) -> int:
 def _engine(command: Sequence[str]) -> int:
     name = session_state.new_id()
     # By default, the signal would end this process alone.
-    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     program = None
     with local.engine(name):
         try:
@@ -101,6 +101,7 @@ def _engine(command: Sequence[str]) -> int:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     program.wait(local.settings().stop_grace)
             processes.kill(name)
+            signal.signal(signal.SIGTERM, before)
     return status if status >= 0 else 128 - status
 
 

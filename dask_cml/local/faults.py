@@ -114,6 +114,7 @@ def inject(
     >>> local.inject("error", function="list_workers", status=503, seconds=2)
     >>> local.clear_faults()
     """
+    given = locals()
     checks.choice("kind", kind, (*LAUNCHES, *CALLS))
     if skip < 0 or times < 1:
         raise ValueError(f"invalid skip={skip!r}, times={times!r}: expected at least 0 and at least 1")
@@ -132,20 +133,9 @@ def inject(
         raise ValueError(f"invalid function={function!r}: expected {allowed}")
     if kind == "answer" and status is None:
         raise ValueError('invalid status=None: expected an HTTP status for "answer"')
-    fault = {
-        "kind": kind,
-        "match": match,
-        "skip": skip,
-        "times": times,
-        "seconds": seconds,
-        "status": status,
-        "message": message,
-        "function": function,
-        "injected_at": time.time(),
-    }
     with state.locked() as path:
         faults = state.read_json(path / "faults.json") or []
-        state.write_json(path / "faults.json", [*faults, fault])
+        state.write_json(path / "faults.json", [*faults, {**given, "injected_at": time.time()}])
 
 
 def clear_faults() -> None:

@@ -34,6 +34,8 @@ _OK, _NOT_FOUND = 204, 404
 #: Logs once what several calls find.
 _warn = functools.lru_cache(maxsize=1000)(logging.getLogger(__name__).warning)
 _ALPHABET = string.ascii_lowercase + string.digits
+#: What the platform tells of a session's plan.
+_TOLD = ("name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
 #: Why a session failed, in the words of :func:`dask_cml.local.sessions`.
 REASONS = OUT_OF_MEMORY, SCRATCH_FULL, EVICTED = "out of memory", "scratch full", "evicted"
 #: What the plans of earlier versions lack.
@@ -243,19 +245,13 @@ def public(session: SessionState) -> dict[str, Any]:
     """Return a session as the platform describes it."""
     plan, status = session.plan, session.status
     description = {
+        **{name: plan[name] for name in _TOLD},
         "id": session.id,
-        "name": plan["name"],
         "status": _told_status(session),
         "created_at": _timestamp(plan["created_at"]),
         "running_at": _timestamp(status.get("running_at")),
         "finished_at": _timestamp(status.get("finished_at")),
         "duration": None,
-        "app_url": plan["app_url"],
-        "cpu": plan["cpu"],
-        "memory": plan["memory"],
-        "nvidia_gpu": plan["nvidia_gpu"],
-        "kernel": plan["kernel"],
-        "script": plan["script"],
     }
     if "finished_at" in status:
         begin = status.get("running_at", plan["created_at"])

@@ -84,13 +84,19 @@ class Supervisor:
         for event in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(event, 4096)
-            if isinstance(self.memory, cgroups.Cgroup) and event != self._events[0]:
+            if event != self._events[0] and isinstance(self.memory, cgroups.Cgroup):
                 self.memory.wait_for_kill()
 
     def wake(self, reason: str = "") -> None:
         """Interrupt :meth:`pause`, from a thread, and let the session fail for a reason."""
-        self.reason = reason
+        self.reason = self.reason or reason
         os.write(self._wake, b"0")
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether all processes must be killed, because of the memory that they took together."""
+        main_is_killed = self.child is not None and self.child.poll() == -signal.SIGKILL
+        return self.memory is not None and self.memory.oom_kills() > 0 and (self.whole or main_is_killed)
 
     def find_end(self) -> str | None:
         """Return the session's last status if it has ended or must end."""
@@ -99,7 +105,7 @@ class Supervisor:
             self.reason, self.notice = eviction["reason"], eviction["notice"]
         elif self.stopping:
             return "stopped"
-        elif self.memory and self.memory.oom_kills() and (self.whole or exit_status == -signal.SIGKILL):
+        elif self.out_of_memory:
             self.reason, self.notice = session_state.OUT_OF_MEMORY, False
         if self.reason or exit_status:
             return "failed"
@@ -204,7 +210,7 @@ class Supervisor:
         cgroup = cgroups.Cgroup(Path(self.plan["cgroup"]))
         try:
             cgroup.create(self.plan["memory"], self.whole)
-            events = cgroup.oom_events()
+            events = cgroup.oom_events() if self.whole else []
             self.child = self._popen(cgroup.join)
         except (OSError, subprocess.SubprocessError) as error:
             sys.stderr.write(f"session started without cgroup {cgroup.path}: {error}\n")
@@ -236,8 +242,11 @@ class Supervisor:
             group = self.child.pid
             if self.notice and self.child.returncode is None:
                 self.child.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.child.wait(self.plan["stop_grace"])
+                deadline = time.monotonic() + self.plan["stop_grace"]
+                while self.child.poll() is None and not self.out_of_memory:
+                    if (left := deadline - time.monotonic()) <= 0:
+                        break
+                    self.pause(left)
         session_state.free(session_state.SessionState(self.folder, self.plan, self.status), group)
 
 

@@ -132,6 +132,23 @@ def test_session_fails_if_its_main_process_is_the_largest(platform, launch, reac
     assert reason(session) == "out of memory"
 
 
+@pytest.mark.usefixtures("limited")
+def test_grace_ends_when_a_session_exceeds_its_memory(platform, launch, reaches, until, directory):
+    platform.configure(stop_grace=600)
+    ready = directory / "ready"
+    [session] = launch(
+        code="import signal, subprocess, sys, time\n"
+        f"def take(*_): subprocess.run([sys.executable, '-c', {AT_ONCE!r}])\n"
+        "signal.signal(signal.SIGTERM, take)\n"
+        f"open({str(ready)!r}, 'w').close()\n"
+        "while True: time.sleep(600)",
+        memory=SIZE,
+    )
+    until(ready.exists)
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+
+
 def test_memory_need_not_be_limited(platform, output_of):
     platform.configure(memory_limit="off")
     assert output_of(f"{AT_ONCE}; open('{{output}}', 'w').write('survived')", memory=SIZE) == "survived"
