@@ -138,7 +138,7 @@ def test_grace_ends_when_a_session_exceeds_its_memory(platform, launch, reaches,
     ready = directory / "ready"
     [session] = launch(
         code="import signal, subprocess, sys, time\n"
-        f"def take(*_): subprocess.run([sys.executable, '-c', {AT_ONCE!r}])\n"
+        f"def take(*_): subprocess.run([sys.executable, '-c', {f'{AT_ONCE}; {FOREVER}'!r}])\n"
         "signal.signal(signal.SIGTERM, take)\n"
         f"open({str(ready)!r}, 'w').close()\n"
         "while True: time.sleep(600)",
