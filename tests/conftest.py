@@ -136,6 +136,7 @@ def end_all(directory: Path) -> list[str]:
     described = [str(process.as_dict(["pid", "cmdline", "status"])) for process in left]
     for process in left:
         process.kill()
+    local.sessions()  # frees what killed supervisors leave
     return described
 
 

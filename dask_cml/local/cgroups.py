@@ -149,9 +149,9 @@ def _find(pid: str) -> tuple[Path, Path]:
         root, mount = before.split()[3:5]
         kind, _, options = after.split()[:3]
         if kind == "cgroup" and "memory" in options.split(","):
-            path = paths["memory"]
+            path = paths.get("memory", "/")
         elif kind == "cgroup2" and "memory" in Path(mount, "cgroup.controllers").read_text().split():
-            path = paths[""]
+            path = paths.get("", "/")
         else:
             continue
         inside = os.path.relpath(path, root)

@@ -131,7 +131,7 @@ def configure(
     >>> local.configure(start_delay=0.5, quota={"sessions": 10}).start_delay
     0.5
     """
-    given = locals()
+    given = dict(locals())
     changes = {name: value for name, value in given.items() if value is not ...}
     for name, value in changes.items():
         _check(name, value)

@@ -114,7 +114,7 @@ def inject(
     >>> local.inject("error", function="list_workers", status=503, seconds=2)
     >>> local.clear_faults()
     """
-    given = locals()
+    given = dict(locals())
     checks.choice("kind", kind, (*LAUNCHES, *CALLS))
     if skip < 0 or times < 1:
         raise ValueError(f"invalid skip={skip!r}, times={times!r}: expected at least 0 and at least 1")

@@ -223,10 +223,10 @@ def evict(session_id: str, notice: bool, silently: bool, reason: str) -> None:
     if session and session.live:
         if silently and not session.plan["network"]:
             raise RuntimeError('invalid silently=True: expected a session with network="namespaces"')
-        with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
-            state.write_json(session.folder / "eviction.json", {"reason": reason, "notice": notice})
         if silently:
             network.cut(session.plan["network"])
+        with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
+            state.write_json(session.folder / "eviction.json", {"reason": reason, "notice": notice})
     while (session := read(session_id)) and session.live:
         if session.half_made:
             _end(session, "failed")
