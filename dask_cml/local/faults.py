@@ -166,10 +166,8 @@ def of_request(functions: tuple[str, ...], name: str, code: str) -> list[Fault]:
     """Return the faults for an HTTP request of one of the functions, and count them as applied."""
 
     def fits(fault: Fault) -> bool:
-        wanted = fault["function"]
-        return (
-            fault["kind"] in CALLS and (wanted is None or wanted in functions) and _matches(fault, name, code)
-        )
+        concerns = fault["function"] in (None, *functions)
+        return fault["kind"] in CALLS and concerns and _matches(fault, name, code)
 
     return _use_up(fits)
 

@@ -135,17 +135,9 @@ def _start_supervisor(plan: Mapping[str, Any], lock: int) -> None:
     with open(os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as log:
         # The shell exits at once, so the supervisor has no parent: it outlives this process, and this process
         # need not wait for it. Nor does it end with the session of this process.
+        shell = ["sh", "-c", 'echo $$ > "$0"; "$@" &', _members_outside()]
         subprocess.run(
-            [
-                "sh",
-                "-c",
-                'echo $$ > "$0"; "$@" &',
-                _members_outside(),
-                *where,
-                sys.executable,
-                str(_SUPERVISOR),
-                str(folder),
-            ],
+            [*shell, *where, sys.executable, str(_SUPERVISOR), str(folder)],
             check=True,
             stdin=subprocess.DEVNULL,
             stdout=log,
