@@ -6,6 +6,7 @@ import math
 
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.options import Options
+from dask_cml.options.table import MOST_SESSIONS
 
 
 def sessions_for(
@@ -29,7 +30,7 @@ def sessions_for(
     TypeError, ValueError
         If an argument is invalid.
     """
-    n = integer("n", n, 0)
+    n = integer("n", n, 0, MOST_SESSIONS)
     if memory is not None:
         n = max(n, math.ceil(gibibytes("memory", memory) / options.worker.memory))
     if cores is not None:
@@ -64,10 +65,10 @@ def bounds(
     TypeError, ValueError
         If an argument is invalid.
     """
-    least = integer("minimum", minimum or 0, 0)
+    least = integer("minimum", minimum or 0, 0, MOST_SESSIONS)
     most: float = math.inf
     if maximum is not None and maximum != math.inf:
-        most = integer("maximum", maximum, 0)
+        most = integer("maximum", maximum, 0, MOST_SESSIONS)
     for unit, check, (low, high), per_session in (
         ("cores", positive, cores, options.nthreads),
         ("memory", gibibytes, memory, options.worker.memory),

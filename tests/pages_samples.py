@@ -201,7 +201,7 @@ class StandInBoard:
             raise LaunchRefused("scheduler", "exceeded quota: nvidia.com/gpu=1, used: 0, limited: 0")
         if isinstance(options.get("n_workers"), str):
             raise TypeError(
-                f"invalid n_workers={options['n_workers']!r}: expected a whole number of at least 0"
+                f"invalid n_workers={options['n_workers']!r}: expected a whole number from 0 to 100000"
             )
         self.created.append((options, user))
         self.found.append(cluster(name, group(), status="starting"))

@@ -345,8 +345,7 @@ def test_an_idle_cluster_ends_after_an_hour_unless_told(given, tmp_path):
     assert idle_timeout() == "1 hour"
     assert idle_timeout("--idle-timeout", "5 minutes") == "5 minutes"
     assert idle_timeout(spec_file(tmp_path, SPEC + "  idle-timeout: 10s")) == "10s"
-    assert idle_timeout("--idle-timeout", "never") == "as configured"
-    assert dask.config.get("cml.idle-timeout") is None
+    assert idle_timeout("--idle-timeout", "never") == "never"
     with dask.config.set({"cml.idle-timeout": "2 hours"}):
         assert idle_timeout() == "as configured"
 

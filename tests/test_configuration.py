@@ -6,8 +6,9 @@ import dask.config
 import pytest
 from distributed import Client
 
-from dask_cml import CMLCluster, configuration
+from dask_cml import CMLCluster
 from dask_cml.options import Options, state_directory
+from dask_cml.options.inheritance import inherited
 
 
 @pytest.fixture
@@ -99,20 +100,20 @@ def test_an_error_says_which_variable_a_value_is_from(configured, monkeypatch):
 
 
 def test_an_error_about_an_argument_says_no_origin(monkeypatch):
-    with pytest.raises(ValueError, match=r"^invalid n_workers=-1: expected a whole number of at least 0$"):
+    with pytest.raises(ValueError, match=r"^invalid n_workers=-1: expected a whole number from 0 to 100000$"):
         Options.read(n_workers=-1)
 
 
 # -- what sessions inherit
 
 
-def inherited():
-    variables = configuration.inherited(state_directory())
+def inherited_configuration():
+    variables = inherited(state_directory())
     return dask.config.deserialize(variables.get("DASK_INTERNAL_INHERIT_CONFIG", "e30="))
 
 
 def test_only_what_differs_from_the_defaults_is_passed_on():
-    before = inherited()
+    before = inherited_configuration()
     with dask.config.set(
         {
             "distributed.scheduler.allowed_failures": 10,
@@ -121,7 +122,7 @@ def test_only_what_differs_from_the_defaults_is_passed_on():
             "mine.own": [1, 2],
         }
     ):
-        after = inherited()
+        after = inherited_configuration()
     assert before == {}
     assert after == {
         "distributed": {"scheduler": {"allowed-failures": 10}, "worker": {"resources": {"GPU": 1}}},
@@ -147,33 +148,57 @@ def test_only_what_differs_from_the_defaults_is_passed_on():
         ("mine.password", "s3cr3t"),
         ("mine.key", "-----BEGIN PRIVATE KEY-----"),
         ("mine.pool", object()),
+        ("mine.stores", [{"name": "a", "password": "s3cr3t"}]),
+        ("mine.stores", [1, [{"of": {"auth_token": "s3cr3t"}}]]),
+        ("mine.stores", ({"url": "postgres://me:s3cr3t@host/db"},)),
     ],
 )
 def test_secrets_and_what_is_this_processs_own_stay_here(key, value):
     with dask.config.set({key: value}):
-        assert configuration.inherited(state_directory()) == {}
+        assert inherited(state_directory()) == {}
+
+
+def test_a_list_without_secrets_is_inherited_beside_one_with_a_secret():
+    stores = [{"name": "a"}, {"name": "b", "port": 1}]
+    with dask.config.set({"mine.stores": stores, "mine.others": [{"password": "s3cr3t"}]}):
+        assert inherited_configuration() == {"mine": {"stores": stores}}
+
+
+@pytest.mark.parametrize(
+    "around", [lambda value: [value], lambda value: {"a": value}], ids=["lists", "mappings"]
+)
+def test_a_value_too_deep_for_json_stays_here_and_spoils_no_other(around):
+    deep = 1
+    for _ in range(100_000):
+        deep = around(deep)
+    with dask.config.set({"mine.deep": deep, "mine.own": 1}):
+        assert inherited_configuration() == {"mine": {"own": 1}}
+
+
+def test_a_variable_whose_value_has_a_secret_now_stays_here(monkeypatch):
+    monkeypatch.setenv("DASK_MINE__STORES", "[]")
+    monkeypatch.setenv("DASK_MINE__STORE", "{}")
+    secret = {"password": "s3cr3t"}
+    with dask.config.set({"mine.stores": [secret], "mine.store": secret}):
+        assert "s3cr3t" not in str(inherited(state_directory()))
 
 
 def test_a_configuration_too_big_for_a_variable_is_not_passed_on_and_that_is_told(caplog):
     with dask.config.set({"mine": "x" * 40_000}):
-        assert configuration.inherited(state_directory()) == {}
+        assert inherited(state_directory()) == {}
     assert "not passed to the sessions" in caplog.text
 
 
 def test_what_is_set_here_wins_over_a_variable_that_the_sessions_have_too(monkeypatch):
     monkeypatch.setenv("DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING", "False")
     monkeypatch.setenv("DASK_MINE__TOKEN", "s3cr3t")
-    assert configuration.inherited(state_directory()) == {
-        "DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "True"
-    }
+    assert inherited(state_directory()) == {"DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "True"}
 
 
 def test_a_state_directory_that_is_set_here_is_that_of_the_sessions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with dask.config.set({"cml.state-directory": "here"}):
-        assert configuration.inherited(state_directory()) == {
-            "DASK_CML__STATE_DIRECTORY": str(tmp_path / "here")
-        }
+        assert inherited(state_directory()) == {"DASK_CML__STATE_DIRECTORY": str(tmp_path / "here")}
 
 
 async def test_scheduler_and_workers_have_what_was_set_before_the_cluster_was_made(platform, light):

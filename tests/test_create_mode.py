@@ -29,7 +29,7 @@ async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsy
             assert "Connected to running cluster lab\n" in capsys.readouterr().out
         assert again.status == Status.closed
         # Other options than the cluster's do not change it, and that is told.
-        async with make(cpu=2, processes=2, create_mode="connect") as other:
+        async with make(cpu=2, processes=2, worker_args=[], create_mode="connect") as other:
             assert (other.options.cpu, other.options.processes) == (1, 1)
             assert "Connected to running cluster lab; it keeps its cpu, processes" in capsys.readouterr().out
             other.scale(2)
@@ -44,7 +44,7 @@ async def test_connecting_does_not_scale_the_cluster(platform, holds):
     async with make(n_workers=1, quiet=True) as first:
         await holds(lambda: len(first._arrived) == 1)
         async with make(
-            n_workers=3, cpu=2, processes=2, create_mode="create-or-connect", quiet=True
+            n_workers=3, cpu=2, processes=2, worker_args=[], create_mode="create-or-connect", quiet=True
         ) as again:
             await again._carry_out()
             assert again._fleet.group().target == 1

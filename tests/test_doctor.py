@@ -55,6 +55,13 @@ def laptop(monkeypatch):
         yield
 
 
+def test_an_invalid_option_is_one_finding(laptop):
+    with dask.config.set({"cml.platform": "kubernetes"}):
+        words = [finding.words for finding in examine() if "kubernetes" in finding.words]
+    assert len(words) == 1
+    assert words[0].startswith("invalid cml.platform='kubernetes': expected one of 'auto', 'local'")
+
+
 @pytest.fixture
 def home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))

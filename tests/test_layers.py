@@ -18,8 +18,9 @@ LAYERS = (
     ("manager",),
     ("records", "scheduler"),
     ("sessions", "wire", "pulse"),
+    ("options",),
     ("local",),
-    ("options", "described", "naming", "checks", "configuration", "private", "errors", "frames", "aio"),
+    ("checks", "naming", "private", "errors", "frames", "aio"),
 )
 #: Those of one layer that know nothing of each other.
 APART = ({"records", "scheduler"}, {"wire", "sessions"}, {"pulse", "sessions"})

@@ -171,27 +171,6 @@ def test_the_state_directory_is_absolute_and_knows_the_home_folder(monkeypatch):
 # -- the schema
 
 
-def test_the_defaults_are_valid_by_the_schema():
-    import jsonschema
-
-    schema = yaml.safe_load((PACKAGE / "cml-schema.yaml").read_text())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.Draft202012Validator(schema).validate({"cml": DEFAULTS})
-
-
-def test_defaults_and_schema_have_the_same_keys_and_every_key_is_described():
-    schema = yaml.safe_load((PACKAGE / "cml-schema.yaml").read_text())["properties"]["cml"]
-
-    def compare(values, schema):
-        assert values.keys() == schema["properties"].keys()
-        for name, described in schema["properties"].items():
-            assert described["description"].strip()
-            if "properties" in described:
-                compare(values[name], described)
-
-    compare(DEFAULTS, schema)
-
-
 @pytest.mark.parametrize("argument", EXAMPLES)
 def test_the_schema_allows_what_the_code_allows(argument):
     import jsonschema
@@ -276,6 +255,7 @@ def test_later_changes_of_what_was_given_change_nothing():
 
 NUMBER = "a number above 0"
 COUNT = "a whole number of at least 0"
+WORKERS = "a whole number from 0 to 100000"
 POSITIVE_COUNT = "a whole number of at least 1"
 GIB = "GiB as a number above 0"
 SECONDS = "seconds as a number above 0"
@@ -294,12 +274,14 @@ CONTAINERS = {
 NAN, INFINITE = float("nan"), float("inf")
 
 REFUSED = [
-    ("n_workers", -1, ValueError, COUNT),
-    ("n_workers", 1.5, ValueError, COUNT),
-    ("n_workers", NAN, ValueError, COUNT),
-    ("n_workers", INFINITE, ValueError, COUNT),
-    ("n_workers", True, TypeError, COUNT),
-    ("n_workers", "2", TypeError, COUNT),
+    ("n_workers", -1, ValueError, WORKERS),
+    ("n_workers", 1.5, ValueError, WORKERS),
+    ("n_workers", NAN, ValueError, WORKERS),
+    ("n_workers", INFINITE, ValueError, WORKERS),
+    ("n_workers", 100_001, ValueError, WORKERS),
+    ("n_workers", 10**400, ValueError, WORKERS),
+    ("n_workers", True, TypeError, WORKERS),
+    ("n_workers", "2", TypeError, WORKERS),
     ("cpu", 0, ValueError, NUMBER),
     ("cpu", -1, ValueError, NUMBER),
     ("cpu", NAN, ValueError, NUMBER),
@@ -352,7 +334,15 @@ REFUSED = [
     ("worker_args", ["--name", "mine"], ValueError, "use the argument name"),
     ("worker_args", ["--worker-class", "my.Worker"], ValueError, "use the argument worker_class"),
     ("worker_args", ["--scheduler-file", "/file"], ValueError, "the cluster sets it"),
+    ("worker_args", ["--host", "10.0.0.7"], ValueError, "each session has its own address"),
+    ("worker_args", ["--listen-address=tcp://:1"], ValueError, "each session has its own address"),
+    ("worker_args", ["--contact-address", "tcp://a:1"], ValueError, "each session has its own address"),
+    ("worker_args", ["--version"], ValueError, "the program would end"),
+    ("worker_args", ["-h"], ValueError, "the program would end"),
     ("scheduler_args", "--no-show", TypeError, STRINGS),
+    ("scheduler_args", ["--interface", "eth0"], ValueError, "the cluster sets --host"),
+    ("scheduler_args", ["--interface=eth0"], ValueError, "the cluster sets --host"),
+    ("scheduler_args", ["--help"], ValueError, "the program would end"),
     ("scheduler_args", ["--port", "1"], ValueError, "the cluster sets it"),
     ("scheduler_args", ["--idle-timeout=1h"], ValueError, "use the argument idle_timeout"),
     ("scheduler_args", ["--dashboard-address", ":1"], ValueError, "the cluster sets it"),
@@ -386,7 +376,7 @@ REFUSED = [
     ("worker_timeout", "5 parsecs", ValueError, SECONDS),
     ("worker_timeout", INFINITE, ValueError, SECONDS),
     ("idle_timeout", 0, ValueError, SECONDS),
-    ("idle_timeout", "never", ValueError, SECONDS),
+    ("idle_timeout", "soon", ValueError, SECONDS),
     ("orphan_timeout", 0, ValueError, SECONDS),
     ("orphan_timeout", "", ValueError, SECONDS),
     ("orphan_timeout", [60], TypeError, SECONDS),
@@ -592,6 +582,34 @@ def test_a_bad_setting_is_refused_with_its_key_and_what_is_allowed_and_nothing_i
         CMLCluster()
     assert f"invalid cml.{name}={value!r}: expected" in str(caught.value)
     assert allowed in str(caught.value)
+
+
+def test_several_processes_in_a_session_need_nannies(stub):
+    arguments = ["--no-nanny"]
+    assert Options.read(worker_args=arguments).worker_args == ("--no-nanny",)
+    with pytest.raises(ValueError, match=r"^invalid worker_args: expected no --no-nanny; several processes"):
+        CMLCluster(processes=2, worker_args=arguments)
+    with pytest.raises(ValueError, match=r"^in worker_groups\['wide'\]: invalid worker_args: expected no"):
+        CMLCluster(worker_args=arguments, worker_groups={"wide": {"processes": 2}})
+
+
+def test_never_is_no_time_limit_where_the_configuration_has_one():
+    with dask.config.set({"cml.idle-timeout": "1 hour", "cml.orphan-timeout": "never"}):
+        options = Options.read(idle_timeout="never")
+    assert (options.idle_timeout, options.orphan_timeout) == (None, None)
+
+
+def test_a_representation_shows_no_value_that_may_be_secret():
+    secret = {
+        "worker_command": ["run", "s3cr3t"],
+        "env": {"TOKEN": "s3cr3t"},
+        "launch_options": {"key": "s3cr3t"},
+    }
+    groups = {"gpu": {"env": {"TOKEN": "s3cr3t"}}}
+    shown = repr(Options.read(name="mine", worker_args=["s3cr3t"], worker_groups=groups, **secret))
+    assert shown.startswith("Options(n_workers=0, cpu=1.0, memory=2.0, nvidia_gpu=0, processes=1, ")
+    assert "name='mine'" in shown
+    assert "s3cr3t" not in shown
 
 
 def test_threads_that_processes_cannot_share_evenly_are_refused(stub):

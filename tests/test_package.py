@@ -84,7 +84,6 @@ def test_importing_its_commands_loads_what_they_need_only_when_they_run():
     ours = {name for name in added if name.startswith("dask_cml")}
     assert {name for name in ours if not name.startswith("dask_cml.cli")} == {
         "dask_cml",
-        "dask_cml.described",
         "dask_cml.naming",
     }
     assert {name.partition(".")[0] for name in added - ours} <= {*sys.stdlib_module_names}

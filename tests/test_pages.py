@@ -15,7 +15,6 @@ from tornado.httpclient import AsyncHTTPClient, HTTPResponse
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 
-from dask_cml.described import unattended_text
 from dask_cml.serve import form
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.application import make_application
@@ -185,7 +184,7 @@ async def test_a_list_of_fifty_clusters_is_drawn_whole():
 def test_the_form_asks_for_what_the_command_line_asks_for():
     from dask_cml.cli.create import create
 
-    fields = [each.option for fields in form.sections().values() for each in fields]
+    fields = [each for fields in form.sections().values() for each in fields]
     context = create.make_context("create", [])
     options = {each.name for each in create.get_params(context) if each.opts[0] not in ("spec", "--help")}
     assert sorted(each.argument for each in fields) == sorted(options)
@@ -193,17 +192,17 @@ def test_the_form_asks_for_what_the_command_line_asks_for():
 
 def test_the_usual_fields_stand_first_and_others_as_the_configuration_groups_them():
     sections = form.sections()
-    assert [each.option.argument for each in sections[""]][:3] == ["name", "n_workers", "cpu"]
+    assert [each.argument for each in sections[""]][:3] == ["name", "n_workers", "cpu"]
     assert [*sections][:3] == ["", "One worker session", "The scheduler's session"]
 
 
 def test_the_form_says_what_holds_where_a_field_stays_empty():
     with dask.config.set({"cml.cpu": 3, "cml.security": False}):
-        fields = {each.option.argument: each for group in form.sections().values() for each in group}
-    assert fields["cpu"].default == "3"
+        fields = {each.argument: each for group in form.sections().values() for each in group}
+    assert fields["cpu"].default == 3
     assert fields["idle_timeout"].default == "1 hour"
-    assert 'By default 1 hour; "never"' in unattended_text(fields["idle_timeout"].option)
-    assert not fields["security"].checked
+    assert 'By default 1 hour; "never"' in fields["idle_timeout"].description
+    assert fields["security"].default is False
 
 
 async def test_no_page_shows_environment_variables(ask):

@@ -486,6 +486,13 @@ async def test_page_of_a_machine_without_a_platform_says_so(monkeypatch, tmp_pat
     assert "not in a CML session" in board.problem
 
 
+async def test_page_with_an_invalid_platform_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("DASK_CML__STATE_DIRECTORY", str(tmp_path))
+    with dask.config.set({"cml.platform": "kubernetes"}):
+        board = Board()
+    assert board.problem.startswith("invalid cml.platform='kubernetes': expected one of 'auto', 'local', in ")
+
+
 def test_tasks_a_second_are_those_of_the_last_seconds():
     rate = TaskRate()
     assert rate.per_second is None

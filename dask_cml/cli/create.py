@@ -11,50 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import click
-import dask.config
 
 from dask_cml.cli.console import in_one_line
-from dask_cml.described import described_options, pairs, unattended_text, words
-
-
-class GroupedOption(click.Option):
-    """An option below a heading of the command's help.
-
-    Parameters
-    ----------
-    group : str
-        The heading.
-    """
-
-    def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.group = group
 
 
 class OptionsCommand(click.Command):
-    """A command with one option for each option of a cluster, as the schema of the configuration has them.
+    """A command with one option for each option of a cluster.
 
     Parameters
     ----------
-    method : str
-        The method of CMLCluster whose arguments these are.
+    grouped : bool
+        Whether the command has the options of a worker group alone.
     """
 
-    def __init__(self, *args: Any, method: str = "__init__", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, grouped: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._method = method
+        self._grouped = grouped
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the command's own parameters and those of the method."""
-        return [*super().get_params(ctx), *_cluster_options(self._method)]
+        """Return the command's own parameters and the options of a cluster."""
+        return [*super().get_params(ctx), *(option for _, option in _cluster_options(self._grouped))]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options below the headings of ``cml.yaml``; the command's own come last."""
+        """Write the options below their headings; the command's own come last."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        for param in [*_cluster_options(self._method), *super().get_params(ctx)]:
+        own = [("This command", param) for param in super().get_params(ctx)]
+        for heading, param in [*_cluster_options(self._grouped), *own]:
             # Newer releases of click have records of arguments, too.
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
-                heading = param.group if isinstance(param, GroupedOption) else "This command"
                 sections.setdefault(heading, []).append(record)
         for heading, records in sections.items():
             with formatter.section(heading):
@@ -62,42 +46,40 @@ class OptionsCommand(click.Command):
 
 
 @functools.cache
-def _cluster_options(method: str) -> list[click.Parameter]:
-    import inspect
+def _cluster_options(grouped: bool) -> list[tuple[str, click.Parameter]]:
+    """Return the options of a cluster, each with its heading."""
+    from dask_cml.options.unattended import offered_options
 
-    from dask_cml.cluster import CMLCluster
-
-    options: list[click.Parameter] = []
-    for each in described_options(inspect.signature(getattr(CMLCluster, method)).parameters):
-        key, text = each.key, unattended_text(each).replace("`", "")
-        if key == "name" and method != "__init__":  # of a cluster
+    options: list[tuple[str, click.Parameter]] = []
+    for each in offered_options():
+        if grouped and not each.grouped:
             continue
+        key, text = each.key, each.description.replace("`", "")
         declaration = f"--{key}"
         more: dict[str, Any] = {}
-        if each.kind == "flag":
+        if each.kind == "boolean":
             declaration, more = f"--{key}/--no-{key}", {"default": None}
-        elif each.kind == "words":
-            more = {"callback": _words, "metavar": "ARGUMENTS"}
+        elif each.kind == "array":
+            more = {"callback": _parsed, "metavar": "ARGUMENTS"}
             text = f'{text} Quote them as one argument: --{key} "--option 1".'
-        elif each.kind == "pairs":
-            more = {"multiple": True, "callback": _pairs, "metavar": "NAME=VALUE"}
+        elif each.kind == "object":
+            more = {"multiple": True, "callback": _parsed, "metavar": "NAME=VALUE"}
             text = f"{text} May be given more than once."
             if key == "worker-groups":
                 text = f"{text} For example: --{key} 'gpu={{\"nvidia-gpu\": 1}}'."
-        elif each.kind == "choice":
-            more = {"type": click.Choice(each.choices)}
-        elif each.kind != "text":
+        elif each.enum:
+            more = {"type": click.Choice(each.enum)}
+        elif each.kind != "string":
             more = {"type": int if each.kind == "integer" else float}
         # A worker group takes the cluster's values, and a default in the words needs no second one.
-        if method == "__init__" and "By default" not in text:
-            text += _default(key)
-        options.append(GroupedOption([declaration], help=text, group=each.group, **more))
+        if not grouped and "By default" not in text:
+            text += _default(key, each.default)
+        options.append((each.heading, click.Option([declaration], help=text, **more)))
     return options
 
 
-def _default(key: str) -> str:
+def _default(key: str, value: Any) -> str:
     """Return the configured value of an option for its help. A mapping may hold secrets."""
-    value = dask.config.get(f"cml.{key}", None)
     if value in (None, []) or isinstance(value, dict):
         return ""
     if isinstance(value, bool):
@@ -105,16 +87,16 @@ def _default(key: str) -> str:
     return f"  [default: {shlex.join(map(str, value)) if isinstance(value, list) else value}]"
 
 
-def _words(context: click.Context, parameter: click.Parameter, value: str | None) -> list[str] | None:
-    try:
-        return None if value is None else words(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, parameter) from None
+def _parsed(
+    context: click.Context, parameter: click.Parameter, value: str | Sequence[str] | None
+) -> list[str] | dict[str, Any] | None:
+    """Parse a command line, or the texts of an option that may be given more than once."""
+    from dask_cml.options.texts import pairs, words
 
-
-def _pairs(context: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict | None:
     try:
-        return pairs(str(parameter.name), values) or None
+        if isinstance(value, str):
+            return words(value)
+        return pairs(str(parameter.name), value or ()) or None
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from None
 
@@ -130,7 +112,7 @@ def create(spec: str | None, **options: Any) -> None:
     it.
     """
     from dask_cml.cluster import CMLCluster
-    from dask_cml.options import unattended
+    from dask_cml.options.unattended import unattended
     from dask_cml.sessions.owner import lifetime
 
     positional, arguments = _read_spec(spec) if spec else ([], {})
@@ -140,8 +122,8 @@ def create(spec: str | None, **options: Any) -> None:
         create_mode="create", shutdown_on_close=True, asynchronous=False, quiet=False, silence_logs="WARNING"
     )
     # The name alone goes to standard output, for scripts.
-    with unattended(arguments) as arguments, contextlib.redirect_stdout(sys.stderr):
-        cluster = CMLCluster(*positional, **arguments)
+    with contextlib.redirect_stdout(sys.stderr):
+        cluster = CMLCluster(*positional, **unattended(arguments))
     cluster.quiet = True
     cluster.sync(cluster.manager.outlive_this_process)
     click.echo(cluster.name)

@@ -28,7 +28,7 @@ def group() -> None:
     """Add, delete and list the worker groups of a cluster."""
 
 
-@group.command(cls=OptionsCommand, method="add_worker_group")
+@group.command(cls=OptionsCommand, grouped=True)
 @click.argument("name", shell_complete=complete_names)
 @click.argument("group")
 @click.option(

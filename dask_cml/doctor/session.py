@@ -35,10 +35,11 @@ def platform() -> Finding:
 
 
 def _module() -> Any:
-    from dask_cml.options import setting
+    import dask.config
+
     from dask_cml.sessions.loading import load_platform
 
-    return load_platform(setting("platform", lambda _, value: value))
+    return load_platform(dask.config.get("cml.platform", None))  # `configuration` finds an invalid one
 
 
 def _is_local() -> bool:

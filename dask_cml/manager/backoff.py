@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from dask_cml.checks import integer, seconds
 from dask_cml.manager.fleet import Fleet
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
@@ -39,8 +38,8 @@ class Backoff:
     def __init__(self, name: str, log: Callable[[str], None]) -> None:
         self._name = name[0].upper() + name[1:]
         self._log = log
-        self._limit: int = setting("failure-limit", integer, 1)
-        self._quota_pause: float = setting("quota-retry", seconds)
+        self._limit: int = setting("failure-limit")
+        self._quota_pause: float = setting("quota-retry")
         self.reset()
 
     def reset(self) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 from distributed.comm.core import Comm, connect
 from distributed.utils import wait_for
 
-from dask_cml import checks
 from dask_cml.aio import cancel
 from dask_cml.manager.http_guard import CheckedRequests, HostGuard, Refused
 from dask_cml.options import setting
@@ -75,7 +74,7 @@ class DashboardForwarder:
         self.port = port
         self._connection_args = dict(connection_args or {})
         self._timeout = timeout
-        self._guard = HostGuard(setting("forward-hosts", checks.names))
+        self._guard = HostGuard(setting("forward-hosts"))
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

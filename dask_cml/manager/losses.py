@@ -11,7 +11,6 @@ from enum import Enum
 import dask.config
 from dask.utils import parse_timedelta
 
-from dask_cml.checks import seconds
 from dask_cml.manager.fleet import Fleet, Member
 from dask_cml.manager.launcher import Launcher
 from dask_cml.manager.record_keeper import RecordKeeper
@@ -79,7 +78,7 @@ class LossFinder:
         self._client = client
         self._launcher = launcher
         self._record_keeper = record_keeper
-        self._watch_interval: float = setting("api.watch-interval", seconds)
+        self._watch_interval: float = setting("api.watch-interval")
         self._watched = time.monotonic()
         self._missing_since: dict[str, float] = {}
 

@@ -153,7 +153,7 @@ class Manager:
         shutdown_on_close = arguments.pop("shutdown_on_close", False)
         forward_dashboard = arguments.pop("forward_dashboard", None)
         options = Options.read(
-            **record.options,
+            record.options,
             name=record.name,
             create_mode="create",
             shutdown_on_close=shutdown_on_close,

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
 from dask_cml.aio import cancel
-from dask_cml.checks import seconds
 from dask_cml.errors import CMLError
 from dask_cml.manager.fleet import Fleet, Member
 from dask_cml.manager.scheduler_client import SchedulerClient
@@ -58,7 +57,7 @@ class Retirements(Collection[str]):
         self._api = api
         self._log = log
         self._poke = poke
-        self._limit: float = setting("retire-timeout", seconds)
+        self._limit: float = setting("retire-timeout")
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._since: dict[str, float] = {}
         self._over: set[str] = set()

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dask_cml.naming import GROUP_NAME
+from dask_cml.options.table import MOST_SESSIONS
 
-#: Maximum number of worker sessions, of items in a message, and of bytes of options.
-MOST_SESSIONS = 100_000
 _MOST_BYTES = 100_000
 _LONGEST_TEXT, _LONGEST_URL = 300, 2000
 _LONGEST_TIME = 10 * 365 * 24 * 3600.0

@@ -25,9 +25,9 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
 from dask_cml.aio import cancel
-from dask_cml.checks import seconds
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.options import setting
+from dask_cml.options.table import MOST_SESSIONS
 from dask_cml.scheduler import messages
 from dask_cml.scheduler.balance import spread
 from dask_cml.scheduler.demand import known_demand
@@ -187,7 +187,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             If an operation is invalid, or the manager is not connected. Nothing changes then.
         """
         messages.check_manager(manager)
-        if not isinstance(operations, (list, tuple)) or len(operations) > messages.MOST_SESSIONS:
+        if not isinstance(operations, (list, tuple)) or len(operations) > MOST_SESSIONS:
             raise ValueError(f"invalid operations of type {type(operations).__name__}: expected a list")
         for each in operations:
             messages.check_operation(each)
@@ -332,6 +332,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
     plugin = CMLSchedulerPlugin(
-        Path(os.environ[FOLDER]), int(os.environ[NUMBER]), setting("orphan-timeout", seconds)
+        Path(os.environ[FOLDER]), int(os.environ[NUMBER]), setting("orphan-timeout")
     )
     await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

@@ -11,7 +11,6 @@ from typing import Any
 from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
-from dask_cml import checks
 from dask_cml.manager.http_guard import HostGuard, Refused
 from dask_cml.options import setting
 from dask_cml.sessions.owner import this_session, this_user
@@ -53,7 +52,7 @@ class Access:
     token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24))
 
     def __post_init__(self) -> None:
-        self.guard = HostGuard(setting("forward-hosts", checks.names), "The page")
+        self.guard = HostGuard(setting("forward-hosts"), "The page")
         ports = {os.environ.get(name) for name in ("CDSW_APP_PORT", "CDSW_READONLY_PORT")}
         #: Elsewhere every program of this machine could send the headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports

@@ -20,7 +20,8 @@ from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
 from dask_cml.manager.manager import Manager
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.observers import EXPECTED, Observed, Observers
-from dask_cml.options import OPTION_NAMES, Options, setting, unattended
+from dask_cml.options import OPTION_NAMES, Options, setting
+from dask_cml.options.unattended import unattended
 from dask_cml.records import operations, probe
 from dask_cml.records.probe import Finding
 from dask_cml.records.record import Maker, Record
@@ -106,8 +107,8 @@ class Board(Observers):
         #: Why no cluster can be created, if that is known.
         self.problem: str | None = None
         try:
-            load_platform(setting("platform", lambda _, value: value))
-        except NotOnCML as error:
+            load_platform(setting("platform"))
+        except (NotOnCML, ValueError) as error:
             self.problem = str(error)
 
     def start(self) -> None:
@@ -300,8 +301,7 @@ class Board(Observers):
         if unknown := [name for name in options if name not in _ALLOWED]:
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
         maker = Maker.this_process(user, serves=True)
-        with unattended(options) as arguments:
-            given = Options.read(**arguments, **_SETTLED).inheriting()
+        given = Options.read(**unattended(options), **_SETTLED).inheriting()
         cluster = CMLCluster.of_manager(
             lambda **more: Manager(given, maker=maker, **more), asynchronous=True, quiet=True
         )

@@ -2,75 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
-import dask.config
-
-from dask_cml.cluster import CMLCluster
-from dask_cml.described import (
-    UNATTENDED_IDLE_TIMEOUT,
-    DescribedOption,
-    described_options,
-    pairs,
-    unattended_text,
-    words,
-)
-from dask_cml.options import Options
+from dask_cml.options.table import Option
+from dask_cml.options.texts import pairs, words
+from dask_cml.options.unattended import offered_options
 
 #: The keys of those options that most clusters are given.
 _USUAL = ("name", "n-workers", "cpu", "memory", "nvidia-gpu", "idle-timeout")
-#: Those whose values may be secrets.
-_HIDDEN = frozenset(option.name for option in fields(Options) if not option.repr)
 _YES = "on"
 
 
-@dataclass(frozen=True)
-class Field:
-    """A field of the form.
-
-    Parameters
-    ----------
-    option : DescribedOption
-        What it asks for.
-    text : str
-        What the field is for.
-    default : str
-        What holds if the field stays empty; empty if that is nothing, or may be a secret.
-    checked : bool
-        Whether the box of a flag is checked at first.
-    """
-
-    option: DescribedOption
-    text: str
-    default: str
-    checked: bool
-
-
-@functools.cache
-def _options() -> list[DescribedOption]:
-    return described_options(inspect.signature(CMLCluster).parameters)
-
-
-def sections() -> dict[str, list[Field]]:
-    """Return the fields by the headings of ``cml.yaml``; those that are usual stand first, below ``""``."""
-    options = {option.key: option for option in _options()}
-    found = {"": [_field(options[key]) for key in _USUAL]}
-    for key, option in options.items():
-        if key not in _USUAL:
-            found.setdefault(option.group, []).append(_field(option))
+def sections() -> dict[str, list[Option]]:
+    """Return the options by their headings; those that are usual stand first, below ``""``."""
+    options = {option.key: option for option in offered_options()}
+    found = {"": [options.pop(key) for key in _USUAL]}
+    for option in options.values():
+        found.setdefault(option.heading, []).append(option)
     return found
-
-
-def _field(option: DescribedOption) -> Field:
-    value = dask.config.get(f"cml.{option.key}", None)
-    if value is None and option.key == "idle-timeout":
-        value = UNATTENDED_IDLE_TIMEOUT
-    shown = value is not None and option.argument not in _HIDDEN and not isinstance(value, (dict, bool))
-    return Field(option, unattended_text(option), f"{value}" if shown else "", value is True)
 
 
 def arguments(texts: Mapping[str, str]) -> dict[str, Any]:
@@ -87,12 +37,12 @@ def arguments(texts: Mapping[str, str]) -> dict[str, Any]:
         For a text that cannot be read; its words repeat none that may be a secret. What a text may say is
         checked by CMLCluster.
     """
-    known = {option.argument: option for option in _options()}
+    known = {option.argument: option for option in offered_options()}
     if unknown := sorted(texts.keys() - known.keys()):
         raise ValueError(f"invalid option {unknown[0]!r}: expected one of {', '.join(known)}")
-    found = {name: texts.get(name) == _YES for name, option in known.items() if option.kind == "flag"}
+    found = {name: texts.get(name) == _YES for name, option in known.items() if option.kind == "boolean"}
     for name, text in texts.items():
-        if text.strip() and known[name].kind != "flag":
+        if text.strip() and known[name].kind != "boolean":
             try:
                 found[name] = _value(known[name], text.strip())
             except ValueError as error:
@@ -100,14 +50,12 @@ def arguments(texts: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _value(option: DescribedOption, text: str) -> Any:
-    if option.kind == "words":
+def _value(option: Option, text: str) -> Any:
+    if option.kind == "array":
         return words(text)
-    if option.kind == "pairs":
+    if option.kind == "object":
         return pairs(option.argument, [line.strip() for line in text.splitlines() if line.strip()])
-    if option.kind in ("integer", "number"):
-        try:
-            return int(text) if option.kind == "integer" else float(text)
-        except ValueError:
-            return text  # CMLCluster says what is expected
-    return text
+    try:
+        return {"integer": int, "number": float}.get(option.kind, str)(text)
+    except ValueError:
+        return text  # CMLCluster says what is expected

@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask_cml.checks import integer, is_session_id, seconds
+from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import SessionSize, setting
 from dask_cml.sessions import answers
@@ -94,12 +94,12 @@ class WorkersAPI:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.on_change: Callable[[], None] = lambda: None
-        self.threads: int = setting("api.threads", integer, 1)
-        self._limit = setting("api.timeout", seconds)
+        self.threads: int = setting("api.threads")
+        self._limit = setting("api.timeout")
         functions = ("launch_workers", "list_workers", "stop_workers")
         modules = {getattr(getattr(module, name, None), "__module__", "") for name in functions}
-        self._calls = Calls(self.threads, self._limit, setting("api.retries", integer, 0), modules)
-        self._listing = Listing(module, self._calls, setting("api.poll-interval", seconds))
+        self._calls = Calls(self.threads, self._limit, setting("api.retries"), modules)
+        self._listing = Listing(module, self._calls, setting("api.poll-interval"))
         self._live = LiveSessions(module, self._calls)
         self.live = self._live.ids
         self.names = self._live.names

@@ -1,0 +1,205 @@
+"""The options of a cluster: read from arguments and Dask's configuration, and checked before any launch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from dask_cml.options.configuration import check_keys
+from dask_cml.options.configuration import setting as setting
+from dask_cml.options.configuration import state_directory as state_directory
+from dask_cml.options.inheritance import inherited
+from dask_cml.options.table import OPTIONS
+
+if TYPE_CHECKING:
+    from distributed.security import Security
+
+
+def exact(number: float) -> str:
+    """Return a number as text, with all its digits.
+
+    Examples
+    --------
+    >>> exact(4.0), exact(1 / 3)
+    ('4', '0.3333333333333333')
+    """
+    return repr(float(number)).removesuffix(".0")
+
+
+@dataclass(frozen=True)
+class SessionSize:
+    """The size of one session: virtual CPUs, memory in GiB, and number of GPUs."""
+
+    cpu: float
+    memory: float
+    nvidia_gpu: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Options:
+    """A cluster's options, checked. Times are in seconds, memory is in GiB.
+
+    Each option is an argument of ``CMLCluster``, and stands below those that its check needs. The table,
+    ``cml-schema.yaml``, contains everything else about it.
+    """
+
+    n_workers: int
+    cpu: float
+    memory: float
+    nvidia_gpu: int
+    worker_command: tuple[str, ...]
+    processes: int
+    nthreads: int
+    resources: Mapping[str, float]
+    worker_class: str | None
+    worker_args: tuple[str, ...]
+    launch_options: Mapping[str, Any]
+    scheduler_cpu: float
+    scheduler_memory: float
+    scheduler_nvidia_gpu: int
+    scheduler_args: tuple[str, ...]
+    scheduler_launch_options: Mapping[str, Any]
+    env: Mapping[str, str]
+    worker_groups: Mapping[str, Mapping[str, Any]]
+    log_directory: str | None
+    create_mode: str
+    name: str
+    security: bool | Security
+    pending_timeout: float
+    scheduler_timeout: float
+    worker_timeout: float
+    idle_timeout: float | None
+    orphan_timeout: float | None
+    shutdown_on_close: bool
+    forward_dashboard: bool
+    platform: str
+
+    def __repr__(self) -> str:
+        shown = [f"{each.argument}={getattr(self, each.argument)!r}" for each in ARGUMENTS if not each.secret]
+        return f"Options({', '.join(shown)})"
+
+    @property
+    def worker(self) -> SessionSize:
+        """The size of a worker session."""
+        return SessionSize(self.cpu, self.memory, self.nvidia_gpu)
+
+    @property
+    def scheduler(self) -> SessionSize:
+        """The size of the scheduler's session."""
+        return SessionSize(self.scheduler_cpu, self.scheduler_memory, self.scheduler_nvidia_gpu)
+
+    @classmethod
+    def read(cls, recorded: Mapping[str, Any] | None = None, **arguments: Any) -> Options:
+        """Check the arguments. Take arguments that are None from Dask's configuration.
+
+        Parameters
+        ----------
+        recorded : mapping, optional
+            Options of a running cluster by name, which this process's configuration does not change.
+        **arguments
+            Arguments of ``CMLCluster``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an option is invalid, or a key below ``cml`` is unknown. The message contains the argument, its
+            value and what is expected. For the configuration, it contains the key and its origin.
+        """
+        check_keys()
+        values: dict[str, Any] = {}
+        for option in ARGUMENTS:
+            name, given = option.argument, arguments.get(option.argument)
+            if recorded and name in recorded:
+                values[name] = option.checked(name, recorded[name], values)
+            elif given is None:
+                values[name] = setting(option.key, values)
+            else:
+                values[name] = option.checked(name, given, values)
+        options = cls(**values)
+        options.groups()
+        return options
+
+    def groups(self) -> dict[str, Options]:
+        """Return the options of each worker group that the cluster starts with, except the default group.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an option is invalid.
+        """
+        groups = {}
+        for name, given in self.worker_groups.items():
+            try:
+                groups[name] = self.of_group(given)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"in worker_groups[{name!r}]: {error}") from None
+        return groups
+
+    def of_group(self, given: Mapping[str, Any]) -> Options:
+        """Return the options of a worker group.
+
+        Parameters
+        ----------
+        given : mapping
+            The group's own options, by name. The group takes those that are missing or None from the cluster.
+            It derives options such as threads from its own CPUs. Its `env` adds to the cluster's.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an option is invalid.
+        """
+        if unknown := [name for name in given if name not in GROUP_OPTIONS]:
+            expected = f"one of {', '.join(GROUP_OPTIONS)}"
+            raise ValueError(f"invalid option {unknown[0]} of a worker group: expected {expected}")
+        values: dict[str, Any] = {}
+        for option in ARGUMENTS:
+            name = option.argument
+            if not option.grouped:
+                continue
+            values[name] = 0 if name == "n_workers" else getattr(self, name)
+            if given.get(name) is not None:
+                values[name] = option.checked(name, given[name], values)
+            elif any(values[each] != getattr(self, each) for each in option.needs):
+                values[name] = option.checked(name, None if option.derived else values[name], values)
+        return replace(self, **{**values, "env": {**self.env, **values["env"]}})
+
+    def group_arguments(self) -> dict[str, Any]:
+        """Return arguments from which :meth:`of_group` restores this group's options, for JSON."""
+        arguments = self.arguments()
+        return {name: arguments[name] for name in GROUP_OPTIONS if name != "n_workers"}
+
+    def of_running(self, recorded: Mapping[str, Any], shutdown_on_close: bool) -> Options:
+        """Return the options of a running cluster, with this manager's own values of unrecorded options."""
+        own = {each.argument: getattr(self, each.argument) for each in ARGUMENTS if not each.recorded}
+        return Options.read(recorded, **{**own, "shutdown_on_close": shutdown_on_close})
+
+    def differing(self, given: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
+        """Return the names of the given options whose values differ from those of a running cluster."""
+        return [
+            name
+            for name, value in self.arguments().items()
+            if given.get(name) is not None
+            and value != recorded.get(name, value)
+            # The sessions' variables include the configuration, which may have changed.
+            and not (name == "env" and given[name].items() <= recorded[name].items())
+        ]
+
+    def inheriting(self) -> Options:
+        """Return these options for new sessions, with this process's Dask configuration in `env`."""
+        return replace(self, env={**inherited(state_directory()), **self.env})
+
+    def arguments(self) -> dict[str, Any]:
+        """Return arguments from which :meth:`read` restores these options, as JSON represents them."""
+        recorded = {each.argument: getattr(self, each.argument) for each in ARGUMENTS if each.recorded}
+        return json.loads(json.dumps(recorded))
+
+
+#: The options that are arguments of CMLCluster, each after those that its check needs.
+ARGUMENTS = [OPTIONS[field.name.replace("_", "-")] for field in fields(Options)]
+#: Their names.
+OPTION_NAMES = tuple(option.argument for option in ARGUMENTS)
+#: The names of the options that a worker group can set.
+GROUP_OPTIONS = tuple(option.argument for option in ARGUMENTS if option.grouped)

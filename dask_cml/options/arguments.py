@@ -1,0 +1,40 @@
+"""Unknown arguments, such as those of other cluster managers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dask_cml.checks import nearest
+from dask_cml.options.table import OPTIONS
+
+_MINIMUM = ("minimum_jobs", "minimum_workers", "min_workers", "n_min")
+_MAXIMUM = ("maximum_jobs", "maximum_workers", "max_workers", "n_max")
+#: Arguments of other cluster managers whose values sessions have by themselves.
+_NEEDLESS = ("dashboard_address", "host", "interface", "namespace", "port", "protocol", "scheduler_port")
+
+
+def unexpected_argument(function: str, name: str, arguments: Collection[str]) -> str:
+    """Return the message of the TypeError for an unknown argument.
+
+    Parameters
+    ----------
+    function : str
+        The name of the function or class.
+    name : str
+        The unknown argument.
+    arguments : collection of str
+        The arguments of the function.
+
+    Examples
+    --------
+    >>> unexpected_argument("CMLCluster", "memory_limit", ["cpu", "memory"])
+    "CMLCluster() got an unexpected keyword argument 'memory_limit': expected memory"
+    """
+    elsewhere = {option.argument: option.elsewhere for option in OPTIONS.values()}
+    n = ("n_workers", *elsewhere["n_workers"])
+    elsewhere |= {"n": n, "minimum": _MINIMUM, "maximum": _MAXIMUM}
+    here = [argument for argument in arguments if name in elsewhere.get(argument, ())]
+    if name in _NEEDLESS:
+        here = ["none, because the cluster sets it"]
+    expected = " or ".join(here) or nearest(name, arguments)
+    return f"{function}() got an unexpected keyword argument {name!r}: expected {expected}"
