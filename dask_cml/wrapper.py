@@ -6,7 +6,9 @@ another Python than that of dask-cml, and its memory is the session's.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -16,6 +18,8 @@ from typing import Any
 #: Bytes of the output's end that are printed if the program fails, and their lines.
 _KEPT, _LINES = 8192, 15
 _LOOK_INTERVAL = 0.2
+#: Seconds from the notice for the program to move its data. The platform waits for 30.
+_GRACE = 20.0
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -59,6 +63,7 @@ def run(
     scheduler_file: str | None = None,
     timeout: float = 0.0,
     serves_dashboard: bool = False,
+    passes_notice: bool = False,
 ) -> None:
     """Run a program until it ends.
 
@@ -82,6 +87,8 @@ def run(
         Time to wait for that file, in seconds.
     serves_dashboard : bool
         Whether the program serves the dashboard on the port that the platform forwards to.
+    passes_notice : bool
+        Whether the program moves its data when the platform is about to stop the session.
 
     Raises
     ------
@@ -106,6 +113,7 @@ def run(
     if scheduler_file is not None:
         meeting = (process, folder, scheduler_file, time.monotonic() + timeout)
         threading.Thread(target=_meet, args=meeting, daemon=True).start()
+    _handle_sigterm(process, passes_notice)
     # CML shows a session's output in the console of the session that launched it, so it goes to a log.
     with process:
         assert process.stdout is not None
@@ -143,6 +151,22 @@ def _start(folder: str, name: str, entry: str | None) -> str | None:
 def _create(path: str, content: str = "") -> None:
     with open(os.open(path, _WRITE | os.O_EXCL, 0o600), "w") as file:
         file.write(content)
+
+
+def _handle_sigterm(process: subprocess.Popen[bytes], passes_notice: bool) -> None:
+    """Pass on the notice that the platform sends to the session's main process before it stops the session."""
+
+    def terminate(*_: object) -> None:
+        if not passes_notice or process.poll() is not None:
+            process.terminate()
+            return
+        process.send_signal(signal.SIGUSR1)
+        timer = threading.Timer(_GRACE, process.terminate)
+        timer.daemon = True
+        timer.start()
+
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, terminate)
 
 
 def _meet(process: subprocess.Popen[bytes], folder: str, file: str, deadline: float) -> None:

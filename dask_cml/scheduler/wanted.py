@@ -80,12 +80,19 @@ class Entry:
         Whether it is launched, and in the cluster's record.
     seen : frozenset of str
         The names of its Dask workers that have been connected.
+    leaving : bool
+        Whether the platform is about to stop it.
+    last : mapping or None
+        What the scheduler knew last of the Dask worker that left last, see
+        :func:`dask_cml.scheduler.last_state.last_state`.
     """
 
     group: str
     manager: str | None
     launched: bool = False
     seen: frozenset[str] = frozenset()
+    leaving: bool = False
+    last: Mapping[str, Any] | None = None
 
 
 def _last(answers: dict[Any, Any]) -> dict[Any, Any]:
@@ -339,11 +346,27 @@ class Wanted:
 
     def connected(self, worker: str) -> None:
         """Record a Dask worker that has connected, by its name."""
+        if (entry := self._entry_of(worker)) is not None:
+            entry.seen |= {worker}
+
+    def left(self, worker: str, last: Mapping[str, Any]) -> None:
+        """Record a Dask worker that has left, and what was known of it last."""
+        if (entry := self._entry_of(worker)) is not None:
+            entry.last = last
+
+    def leave(self, workers: Iterable[str]) -> None:
+        """Record that the platform is about to stop the session of Dask workers."""
+        for worker in workers:
+            if (entry := self._entry_of(worker)) is not None:
+                entry.leaving = True
+
+    def _entry_of(self, worker: str) -> Entry | None:
+        """Return the session of a Dask worker, which changes."""
         found = read_name(self.cluster, worker)
         name = session_name(self.cluster, *found) if found else ""
-        if (entry := self.sessions.get(name)) is not None:
-            entry.seen |= {worker}
+        if name in self.sessions:
             self._touch(name)
+        return self.sessions.get(name)
 
     def stopped(self, manager: str, names: Collection[str]) -> None:
         """Forget sessions that were stopped. Replace those that are wanted."""

@@ -16,24 +16,28 @@ import dask.config
 from dask.utils import parse_bytes
 from distributed.worker import Worker
 
+from dask_cml.layout import ALLOCATION_LIMIT
 from dask_cml.worker.notice import take_notice
 
 logger = logging.getLogger("distributed.worker.dask_cml")
 
-#: The environment variable with the bytes that a process may allocate at once beyond its start. 0: no limit.
-ALLOCATION_LIMIT = "DASK_CML_ALLOCATION_LIMIT"
 #: The highest value: the kernel kills this process first. Any process may raise its own.
 _FIRST_CHOICE = "1000"
 
 
 async def dask_setup(worker: Worker) -> None:
     """Prepare a worker's process, and tell the scheduler about its session."""
-    with contextlib.suppress(OSError):  # not on this system
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_CHOICE)
+    _come_first()
     _limit_allocations(int(os.environ.get(ALLOCATION_LIMIT) or 0))
     worker.startup_information["cml"] = _about
     if worker.nanny is None:
         take_notice(worker)
+
+
+def _come_first() -> None:
+    """Let the kernel kill this process first, which the nanny replaces."""
+    with contextlib.suppress(OSError):  # not on this system
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_CHOICE)
 
 
 def _limit_allocations(most: int) -> None:
