@@ -49,6 +49,10 @@ class Member:
         Its session. None if it is not launched, or not known here yet.
     gone : bool
         Whether another manager has stopped it.
+    leaving : bool
+        Whether the platform is about to stop it.
+    last : mapping or None
+        What the scheduler knew last of the Dask worker that left last.
     """
 
     name: str
@@ -60,6 +64,8 @@ class Member:
     connected: dict[str, str] = field(default_factory=dict)
     worker: CMLWorker | None = None
     gone: bool = False
+    leaving: bool = False
+    last: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,7 @@ class Fleet:
             member = self._members[name] = self._new_member(name, entry["group"])
         member.wanted, member.launched, member.gone = entry["wanted"], entry["launched"], False
         member.manager, member.seen = entry["manager"], entry["seen"]
+        member.leaving, member.last = entry["leaving"], entry["last"]
 
     def _new_member(self, name: str, group: str) -> Member:
         names = dask_names(name, self.options_of(group).processes)

@@ -205,6 +205,7 @@ def plan_worker(
         arguments,
         {**_limits(options), **options.env},
         passes_notice=True,
+        memory=int(options.memory * 2**30),
         **meeting,
     )
 
