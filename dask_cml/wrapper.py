@@ -162,7 +162,7 @@ def _create(path: str, content: str = "") -> None:
 
 
 def _handle_sigterm(process: subprocess.Popen[bytes], passes_notice: bool) -> None:
-    """Pass on the notice that the platform sends to the session's main process before it stops the session."""
+    """Pass on the notice of the session's end, which the platform sends to the main process."""
 
     def terminate(*_: object) -> None:
         if not passes_notice or process.poll() is not None:

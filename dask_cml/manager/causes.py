@@ -14,6 +14,7 @@ _EXIT = re.compile(r"^\[.* exited with status (-?\d+)\]$")
 _MEMORY = re.compile(r"^\[memory: (\d+) of (\d+) bytes\]$")
 #: What Dask's nanny logs before or after the end of a worker's process.
 _OUT_OF_MEMORY = re.compile(r"exceeded \d+% memory budget|was killed by signal 9\b")
+_LAST_LINES = 4
 _GIB, _GB = 2**30, 10**9
 
 
@@ -96,7 +97,8 @@ def find_cause(
 
 def _memory_of(last: Mapping[str, Any] | None, log: list[str]) -> str | None:
     """Return how much memory was used, if it was out of memory."""
-    full = next((match for line in reversed(log[-3:]) if (match := _MEMORY.match(line))), None)
+    log = log[-_LAST_LINES:]  # earlier ones are of processes that the nanny has replaced
+    full = next((match for line in reversed(log) if (match := _MEMORY.match(line))), None)
     if full is not None:
         return f"{int(full[1]) / _GIB:.2f} of {int(full[2]) / _GIB:.2f} GiB of the session"
     if (

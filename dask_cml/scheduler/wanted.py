@@ -348,6 +348,7 @@ class Wanted:
         """Record a Dask worker that has connected, by its name."""
         if (entry := self._entry_of(worker)) is not None:
             entry.seen |= {worker}
+            entry.last = None
 
     def left(self, worker: str, last: Mapping[str, Any]) -> None:
         """Record a Dask worker that has left, and what was known of it last."""
