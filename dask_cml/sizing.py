@@ -32,7 +32,7 @@ def sessions_for(
     """
     n = integer("n", n, 0, MOST_SESSIONS)
     if memory is not None:
-        n = max(n, math.ceil(gibibytes("memory", memory) / options.worker.memory))
+        n = max(n, math.ceil(gibibytes("memory", memory) / options.worker_memory))
     if cores is not None:
         n = max(n, math.ceil(positive("cores", cores) / options.nthreads))
     return n
@@ -71,7 +71,7 @@ def bounds(
         most = integer("maximum", maximum, 0, MOST_SESSIONS)
     for unit, check, (low, high), per_session in (
         ("cores", positive, cores, options.nthreads),
-        ("memory", gibibytes, memory, options.worker.memory),
+        ("memory", gibibytes, memory, options.worker_memory),
     ):
         if low is not None:
             least = max(least, math.ceil(check(f"minimum_{unit}", low) / per_session))

@@ -110,6 +110,7 @@ class Fleet:
             member = self._members[name] = self._new_member(name, entry["group"])
         member.wanted, member.launched, member.gone = entry["wanted"], entry["launched"], False
         member.manager, member.seen = entry["manager"], entry["seen"]
+        member.leaving, member.last = entry["leaving"], entry["last"]
 
     def _new_member(self, name: str, group: str) -> Member:
         names = dask_names(name, self.options_of(group).processes)
