@@ -19,10 +19,10 @@ import dask
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
+from dask_cml.manager.waiting import span
 
 from dask_cml import CMLCluster, cli
 from dask_cml.cli import console, show
-from dask_cml.manager.waiting import span
 from dask_cml.options import state_directory
 from dask_cml.printable import printable
 from dask_cml.records import operations, store

@@ -10,11 +10,11 @@ from typing import Any
 
 import dask
 import pytest
+from dask_cml.described import unattended_text
 from pages_samples import StandInClusters, cluster, group, many, several
 from tornado.httpclient import AsyncHTTPClient, HTTPResponse
 
 from dask_cml.dashboard.http_server import LocalServer, local_socket
-from dask_cml.described import unattended_text
 from dask_cml.serve import form
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.application import make_application

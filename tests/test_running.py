@@ -7,12 +7,12 @@ import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
+from dask_cml.manager.role import ManagerRole
 from distributed import Client
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 from tornado.websocket import websocket_connect
 
 from dask_cml import CMLCluster
-from dask_cml.manager.role import ManagerRole
 from dask_cml.records import store
 
 

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from dask_cml.manager.start_display import StartDisplay
 from nbclient import NotebookClient
 
 from dask_cml import CMLCluster
 from dask_cml.cancellation import cancel
 from dask_cml.manager import screens
-from dask_cml.manager.start_display import StartDisplay
 
 TITLE = "Starting cluster c, 0 s"
 
