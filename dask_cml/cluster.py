@@ -135,8 +135,8 @@ class CMLCluster(SpecCluster):
         Time without a connected client or manager after which the cluster shuts down, in seconds or as a
         string. Ignored with ``shutdown_on_close=False``. Default 5 minutes.
     log_directory : path, optional
-        Folder on the project file system for the sessions' logs, which remain there. Default: the cluster's
-        own folder, which the cluster removes when it shuts down.
+        Folder on the project file system for the sessions' logs, which remain there, in a subfolder with the
+        cluster's name. Default: the cluster's own folder, which the cluster removes when it shuts down.
     shutdown_on_close : bool, optional
         Whether to stop all sessions when this object is closed or its process exits. If False, the cluster
         keeps running until the CML session that launched it ends. Default True.
