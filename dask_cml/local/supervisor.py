@@ -147,7 +147,7 @@ class Supervisor:
         except Exception:
             traceback.print_exc()
         if end == "stopped":
-            time.sleep(self.plan["stopping"])
+            time.sleep(self.plan["faults"].get("stopping", 0.0))
         self.write(end, finished_at=time.time(), reason=reason or None)
 
     def live(self) -> str:
@@ -169,9 +169,9 @@ class Supervisor:
         self.write("running", running_at=time.time())
         if fate in ("fails", "succeeds"):
             return self.wait(_MOMENT) or {"fails": "failed", "succeeds": "succeeded"}[fate]
-        if self.plan["oom_after"] is None:
+        if "oom" not in self.plan["faults"]:
             return self.wait(self.plan["lifetime"]) or "timedout"
-        if end := self.wait(self.plan["oom_after"]):
+        if end := self.wait(self.plan["faults"]["oom"]):
             return end
         self.reason, self.notice = session_state.OUT_OF_MEMORY, False
         return "failed"
