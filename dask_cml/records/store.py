@@ -290,19 +290,10 @@ def _load(folder: Path, file: str = RECORD_FILE) -> Record | None:
     except (OSError, ValueError, RecursionError) as error:
         _report(folder / file, str(error))
         return None
-    found = session_files.parse_all(content[1], folder.name)
-    for stray in found.strays:
+    found, strays = session_files.parse_all(content[1], folder.name)
+    for stray in strays:
         _report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
-    return replace(
-        record,
-        sessions=found.sessions,
-        owners=found.owners,
-        launched=found.launched,
-        waiting=found.waiting,
-        began=found.began,
-        sizes=found.sizes,
-        scheduler=content[2] or record.scheduler,
-    )
+    return replace(record, **vars(found), scheduler=content[2] or record.scheduler)
 
 
 def _read(folder: Path, file: str) -> tuple[bytes, list[str], SchedulerState | None] | None:
