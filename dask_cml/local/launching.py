@@ -102,15 +102,9 @@ def _refusal(session_id: str, words: str) -> dict[str, Any]:
 
 def _free_ports(n: int, live: list[SessionState]) -> list[int]:
     taken = {port for session in live for port in session.plan["ports"]}
-    free: list[int] = []
-    start = random.SystemRandom().randrange(len(_PORTS))
-    for i in range(len(_PORTS)):
-        port = _PORTS[(start + i) % len(_PORTS)]
-        if port not in taken and _is_free(port):
-            free.append(port)
-            if len(free) == n:
-                return free
-    raise OSError(f"no ports are free in {_PORTS}")
+    candidates = random.SystemRandom().sample(_PORTS, len(_PORTS))
+    free = (port for port in candidates if port not in taken and _is_free(port))
+    return [next(free) for _ in range(n)]
 
 
 def _is_free(port: int) -> bool:
