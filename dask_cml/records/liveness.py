@@ -14,10 +14,10 @@ from distributed.comm.addressing import get_address_host_port, parse_address
 from dask_cml import heartbeat
 from dask_cml.cancellation import cancel
 from dask_cml.identity import Identity
-from dask_cml.msgpack_comm import InvalidMessage, MsgpackComm
+from dask_cml.msgpack_comm import InvalidMessage
 from dask_cml.options import state_directory
 from dask_cml.records.record import Record
-from dask_cml.sessions.tls import connection_args
+from dask_cml.sessions.tls import connected
 from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 logger = logging.getLogger(__name__)
@@ -257,14 +257,9 @@ def why_not_contacted(record: Record) -> str | None:
 
 
 async def _ask(record: Record, address: str, timeout: float) -> Finding:
-    arguments = await asyncio.to_thread(connection_args, record.get_security())
-    comm = await MsgpackComm.connect(address, arguments, timeout)
-    try:
+    async with connected(address, record.get_security(), timeout) as comm:
         identity = Identity.read(await comm.ask("identity", timeout))
-        same = identity.id == record.scheduler.id
-    finally:
-        comm.abort()
-    if same:
+    if identity.id == record.scheduler.id:
         return Finding(State.ALIVE, identity=identity)
     return Finding(State.DEAD, f"another scheduler answers at {address}")
 

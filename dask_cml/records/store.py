@@ -42,7 +42,7 @@ from dask_cml.private_files import (
     make_folder,
     open_folder,
     read_file,
-    written,
+    write_file,
 )
 from dask_cml.records import removal, session_files
 from dask_cml.records.record import Record, SchedulerState
@@ -122,9 +122,7 @@ def _write(name: str, text: str, cluster: str, folder: int) -> None:
             f"the record of cluster {cluster!r} is too large: expected at most {MOST_BYTES} bytes, got "
             f"{len(content)}; use shorter options"
         )
-    # By hand: libraries for atomic writes take paths, and another folder may have taken the path meanwhile.
-    with written(name, content, folder) as temporary:
-        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    write_file(name, content, folder)
 
 
 def write_sessions(changes: Changes, name: str, directory: Path | None = None, *, id: str) -> None:

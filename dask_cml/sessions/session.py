@@ -227,20 +227,18 @@ class CMLProcess(ProcessInterface):
         """Append a line to the log of a session that has ended, if possible."""
         await asyncio.to_thread(Log(str(self.plan.log)).write, f"[{line}]\n".encode())
 
-    async def failure(self, what: str, brief: bool = False) -> str:
+    async def failure(self, what: str) -> str:
         """Describe a failure: the session, its last status, and the last lines of its output.
 
         Parameters
         ----------
         what : str
             What failed, such as ``ended``.
-        brief : bool
-            Whether to name the log instead of its last lines, for a description of one line.
         """
         status = self._info.get("status", "unknown")
         tail = await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)
-        output = f"its log is {self.plan.log}" if brief else f"the last lines of its output:\n{tail}"
         words = self._info.get("message") or self._info.get("k8sMessage")
         said = f" ({' '.join(words.split())})" if words else ""
         session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}"
-        return f"{session}; {output if tail else 'it wrote no output'}"
+        output = f"the last lines of its output:\n{tail}" if tail else "it wrote no output"
+        return f"{session}; {output}"

@@ -5,15 +5,18 @@ Sessions get the paths, so no key is in code, command lines, environments or log
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from distributed.security import Security
 
+from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
@@ -103,6 +106,24 @@ def connection_args(security: Security | None) -> dict[str, Any]:
         if isinstance(key, str) and "-----BEGIN" not in key and not os.path.isfile(key):
             raise FileNotFoundError(errno.ENOENT, "not a regular file", key)
     return security.get_connection_args("client")
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str, security: Security | None, timeout: float) -> AsyncIterator[MsgpackComm]:
+    """Connect to a scheduler with a cluster's keys, for the time of an ``async with`` block.
+
+    Raises
+    ------
+    OSError, asyncio.TimeoutError
+        If the scheduler does not accept the connection, or a key file is missing.
+    ValueError
+        If the address is invalid.
+    """
+    comm = await MsgpackComm.connect(address, await asyncio.to_thread(connection_args, security), timeout)
+    try:
+        yield comm
+    finally:
+        comm.abort()
 
 
 def arguments(security: Security | None, role: str) -> list[str]:
