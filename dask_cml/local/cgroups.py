@@ -20,8 +20,6 @@ from dask_cml.local import state
 _NAME = re.compile(r"cml[0-9a-f]{7}-[a-z0-9]{16}")
 #: Files that exist only if the kernel counts swap.
 _SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")
-#: Seconds from the kernel's notice that memory is exhausted until it has killed a process, at most.
-_KILL_TIMEOUT = 1.0
 _REMOVAL_TIMEOUT = 10.0
 
 
@@ -45,7 +43,7 @@ class Cgroup:
             The memory of all processes together, in GiB. They have no swap.
         whole : bool
             Whether the kernel kills all processes when they exceed the limit. With version 1, it kills one,
-            and :meth:`oom_events` let the supervisor kill the others.
+            and the supervisor kills the others.
         """
         self.path.mkdir()
         limit = int(memory * 2**30)
@@ -66,21 +64,6 @@ class Cgroup:
         """Return how many of its processes the kernel killed because memory was exhausted."""
         name = "memory.events" if self._is_unified else "memory.oom_control"
         return int(dict(line.split() for line in self._read(name)).get("oom_kill", 0))
-
-    def oom_events(self) -> list[int]:
-        """Return file descriptors that are readable when memory is exhausted: one with version 1."""
-        if self._is_unified:
-            return []
-        events = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        with open(self.path / "memory.oom_control") as control:
-            self._write("cgroup.event_control", f"{events} {control.fileno()}")
-        return [events]
-
-    def wait_for_kill(self) -> None:
-        """Wait until the kernel has killed a process, after an event of :meth:`oom_events`."""
-        deadline = time.monotonic() + _KILL_TIMEOUT
-        while not self.oom_kills() and time.monotonic() < deadline:
-            time.sleep(0.001)
 
     def remove(self) -> None:
         """Kill its processes at once, and remove it.
