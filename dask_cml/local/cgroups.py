@@ -127,16 +127,8 @@ def _find(pid: str) -> tuple[Path, Path]:
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path))
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        root, mount = before.split()[3:5]
-        kind, _, options = after.split()[:3]
-        if kind == "cgroup" and "memory" in options.split(","):
-            path = paths.get("memory", "/")
-        elif kind == "cgroup2" and "memory" in Path(mount, "cgroup.controllers").read_text().split():
-            path = paths.get("", "/")
-        else:
-            continue
-        inside = os.path.relpath(path, root)
-        return Path(mount), Path(mount, "" if inside.startswith("..") else inside)
-    raise FileNotFoundError("no memory cgroups are mounted")
+    mount = Path("/sys/fs/cgroup", "memory" if "memory" in paths else "")
+    if "memory" not in paths and "memory" not in (mount / "cgroup.controllers").read_text().split():
+        raise FileNotFoundError("no memory cgroups are mounted")
+    found = Path(f"{mount}{paths.get('memory') or paths['']}")
+    return mount, found if found.exists() else mount  # in a container, its own group is the root
