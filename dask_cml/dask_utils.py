@@ -351,8 +351,8 @@ async def _start_workers(
                 identity = Identity.read(await comm.ask("identity", _ANSWER_TIMEOUT))
             finally:
                 comm.abort()
-            for worker in identity.workers:
-                missing.pop(worker.name, None)
+            for each in identity.workers:
+                missing.pop(each.name, None)
     return [dict(worker.info) for worker in workers]
 
 
