@@ -264,7 +264,7 @@ class SchedulerClient:
         ------
         OSError, asyncio.TimeoutError
             If the scheduler does not answer.
-        ValueError
+        CMLError
             If the scheduler refuses all of them.
         """
         message = {"manager": self._fleet.manager, "operations": [*operations], "since": self._fleet.revision}
