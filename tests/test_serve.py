@@ -736,7 +736,6 @@ async def test_page_with_an_invalid_platform_says_so(monkeypatch, tmp_path):
     assert board.problem.startswith("invalid cml.platform='kubernetes': expected one of 'auto', 'local', in ")
 
 
-def test_tasks_a_second_are_those_of_the_last_seconds():
 def test_the_task_rate_covers_the_last_seconds():
     rate = TaskRate()
     assert rate.per_second is None
