@@ -1,4 +1,4 @@
-"""Control access to the page: identify the user of a request, and refuse requests from other sites."""
+"""Identify the user of each request, and refuse requests from other sites."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie. It contains the port, because browsers send cookies to all ports of a host."""
+        """The cookie's name. It contains the port, because browsers send cookies to all ports of a host."""
         return f"dask-cml-{self.port}"
 
     def fits(self, token: str | None) -> bool:

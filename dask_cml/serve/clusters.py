@@ -33,7 +33,7 @@ from dask_cml.sessions.workers_api import load_platform
 
 logger = logging.getLogger(__name__)
 
-#: Seconds. If CML refuses a launch within this time, the request fails. Later, the cluster shows the reason.
+#: Seconds. If CML refuses a launch within this time, the request fails. Later, the cluster shows why.
 _PATIENCE = 3.0
 #: Seconds to shut down the clusters that the page created. Kubernetes grants 30.
 _GRACE = 25.0
@@ -290,7 +290,7 @@ class ProjectClusters(Observers):
         return cluster
 
     def dashboard_of(self, name: str) -> OpenComm:
-        """Return a function that opens comms to a running cluster's dashboard. Raises as `manager_of` does."""
+        """Return a function that opens comms to a cluster's dashboard. Raises as `manager_of` does."""
         return self.manager_of(name).manager.state.open_dashboard
 
     def record_id(self, name: str) -> str | None:

@@ -62,7 +62,7 @@ class Dashboards:
         Raises
         ------
         OSError
-            If the port is in use. In a CML session, this logs a warning instead, and the page works without dashboards.
+            If the port is in use. In a CML session, this logs a warning instead.
         """
         try:
             if self.port is None:
