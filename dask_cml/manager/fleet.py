@@ -193,6 +193,9 @@ class Fleet:
                     target = max(target, wish["minimum"])
                     target = target if wish["maximum"] is None else min(target, wish["maximum"])
                     adapting = {**wish, "manager": self.manager}
+            elif wish["op"] == "stop_adapting" and wish["group"] == state.name:
+                if wish["key"] is None or (adapting and adapting["key"] == wish["key"]):
+                    adapting = None
             elif wish["op"] == "remove":
                 target -= len({*wish["names"]} & {*state.names})
         new = [
