@@ -182,7 +182,7 @@ class ProjectClusters(Observers):
         return {name: each.cluster for name, each in self._created.items() if each.failure is None}
 
     async def _read_usages(self) -> None:
-        """Read the usage of all clusters, while users look at the page."""
+        """Read the usage of all clusters, while the page is in use."""
         while True:
             if time.monotonic() - self._looked_at < _LOOKED_AT:
                 for name in self._managers():
