@@ -71,7 +71,7 @@ async def test_the_list_shows_the_status_of_each_cluster(ask):
 async def test_an_empty_list_shows_how_to_create_a_cluster():
     async with served(StandInClusters([])) as ask:
         text = await text_of(ask())
-    assert "This project has no clusters New cluster" in text
+    assert "No cluster runs in this project New cluster" in text
     assert "CMLCluster(n_workers=2" in text
 
 
