@@ -141,6 +141,7 @@ class Reconciler:
         try:
             await self._attach()
             await self.report()
+            await self._tell_url()
             if self._client.leads:
                 await self._act()
             await self._has_ended(number)
