@@ -79,7 +79,7 @@ async def test_another_manager_leads_when_the_leader_leaves(platform, holds):
 
 
 async def test_other_processes_get_the_link_to_the_dashboard(platform, holds):
-    async with make("mine") as cluster:
+    async with make(name="mine") as cluster:
         await holds(lambda: store.read("mine").scheduler.app_url is not None)
         assert store.read("mine").scheduler.app_url == cluster.sessions[0].app_url
 
