@@ -90,8 +90,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     # -- threads that work for the loop
 
     def run_in_executor(self, executor: Executor | None, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        self.add_busy(1)
         running: Future[Any] = (executor or self._executor).submit(self.counted, func, *args)
+        self.add_busy(1)
         result = asyncio.wrap_future(running, loop=self)
         # After the loop was told, because callbacks are called in their order.
         running.add_done_callback(lambda _: self.add_busy(-1))

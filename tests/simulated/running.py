@@ -166,8 +166,8 @@ class RunningSessions:
         """Close what is no connection of Dask's own."""
         for server in self._servers.pop(session_id, []):
             server.http_server.stop()
-            for executor in getattr(server, "executors", {}).values():
-                if isinstance(executor, Executor):
+            for name, executor in getattr(server, "executors", {}).items():
+                if isinstance(executor, Executor) and name != "offload":  # which all share
                     executor.shutdown(wait=False)
 
     # -- what runs in a session

@@ -33,6 +33,7 @@ from .running import RunningSessions
 #: What looks often only costs time, and no test depends on it.
 _SETTINGS = {
     "distributed.admin.tick.interval": "10s",
+    "distributed.admin.tick.limit": "1000s",
     "distributed.admin.system-monitor.interval": "60s",
     "distributed.admin.system-monitor.disk": False,
     "distributed.admin.system-monitor.host-cpu": False,
