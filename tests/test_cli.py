@@ -182,11 +182,11 @@ def test_adapt_ends_when_another_manager_scales_and_by_ctrl_c(platform, until):
     with CMLCluster(name="mine", quiet=True) as cluster:
         with started("adapt", "mine", 1, 2) as process:
             assert process.stdout.readline() == "Cluster mine adapts between 1 and 2 workers until Ctrl-C\n"
-            until(lambda: len(cluster._arrived) == 1)
+            until(lambda: arrived(cluster) == 1)
             cluster.scale(2)
             assert process.wait(120) == 1
             assert "another manager scales it" in process.stderr.read()
-        until(lambda: len(cluster._arrived) == cluster._fleet.group().target == 2)
+        until(lambda: arrived(cluster) == target(cluster) == 2)
         with started("adapt", "mine", 2, 2) as process:
             assert process.stdout.readline()
             process.send_signal(signal.SIGINT)

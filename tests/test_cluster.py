@@ -10,6 +10,7 @@ import sys
 import threading
 
 import pytest
+from clusters import target
 from distributed import Client
 from distributed.deploy.adaptive import Adaptive
 
@@ -52,7 +53,7 @@ def test_workers_have_the_threads_and_memory_of_their_session(platform):
 
 
 def test_the_constructor_returns_before_slow_workers_have_come(platform, until):
-    platform.inject("hangs", match="-0'")
+    platform.inject("hangs", match="A worker of")
     with CMLCluster(n_workers=1, platform="local", quiet=True) as cluster:
         assert len(cluster.worker_spec) == len(cluster.workers) == 1
         assert n_workers(cluster) == 0
@@ -102,7 +103,7 @@ async def unstarted(platform):
 )
 async def test_scaling_by_memory_and_cores(unstarted, arguments, n):
     unstarted.scale(**arguments)
-    assert unstarted._fleet.group().target == len(unstarted.worker_spec) == n
+    assert target(unstarted) == len(unstarted.worker_spec) == n
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ async def test_scaling_by_memory_and_cores(unstarted, arguments, n):
 async def test_bad_arguments_of_scale_change_nothing(unstarted, arguments, error, words):
     with pytest.raises(error, match=words):
         unstarted.scale(**arguments)
-    assert unstarted._fleet.group().target == 0
+    assert target(unstarted) == 0
     assert unstarted.worker_spec == {}
 
 
@@ -136,7 +137,7 @@ async def test_bad_arguments_of_scale_change_nothing(unstarted, arguments, error
 async def test_bad_arguments_of_adapt_change_nothing(unstarted, arguments, error, words):
     with pytest.raises(error, match=words):
         unstarted.adapt(**arguments)
-    assert unstarted._adaptive is None
+    assert unstarted.manager.wishes.adaptive() is None
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,13 @@ import functools
 import threading
 
 import pytest
+from clusters import lines_of, make
 from distributed import Client
 from distributed.core import Status
 
 from dask_cml import CMLCluster, CMLError
 
 pytestmark = pytest.mark.usefixtures("light")
-
-
-def make(**options):
-    return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
 
 
 async def test_it_computes(platform):
@@ -125,7 +122,7 @@ async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(platform, hold
     session = cluster.sessions[0].id
     platform.evict(session)
     await holds(lambda: cluster.status == Status.closed)
-    assert session in cluster._cluster_manager_logs[-1][1]
+    assert session in lines_of(cluster)[-1]
 
 
 @pytest.mark.slow

@@ -6,11 +6,12 @@ import asyncio
 
 import dask
 import pytest
+from clusters import arrived, target, write_record
 from distributed import Client
 from distributed.core import Status
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
-from dask_cml.records import probe, store
+from dask_cml.records import probe
 from dask_cml.records.record import Record
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -42,15 +43,16 @@ async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsy
 
 async def test_connecting_does_not_scale_the_cluster(platform, holds):
     async with make(n_workers=1, quiet=True) as first:
-        await holds(lambda: len(first._arrived) == 1)
+        await holds(lambda: arrived(first) == 1)
         async with make(
             n_workers=3, cpu=2, processes=2, worker_args=[], create_mode="create-or-connect", quiet=True
         ) as again:
-            await again._carry_out()
-            assert again._fleet.group().target == 1
-            assert again._arrived == first._arrived == {"lab-0"}
-            assert not again._leadership.leads
-        assert first._fleet.group().target == 1
+            await again
+            assert target(again) == 1
+            assert again.observed == first.observed == {"lab-0"}
+            assert first.manager.state.leads
+            assert not again.manager.state.leads
+        assert target(first) == 1
         assert len(platform.list_workers()) == 2
 
 
@@ -68,8 +70,7 @@ async def test_of_two_at_once_one_creates_and_the_other_connects(platform):
 
 
 async def test_a_busy_scheduler_has_as_long_to_answer_as_dasks_clients_give_it(platform, monkeypatch):
-    busy = Record("lab", options={"platform": "local"}, scheduler_address="tcp://127.0.0.1:9")
-    store.claim(busy)
+    write_record(Record("lab", options={"platform": "local"}))
     patience = []
 
     async def is_alive(record, timeout):

@@ -171,7 +171,8 @@ ANOTHERS = (
 asyncio.run(main())
 from dask_cml import local
 from dask_cml.records import store
-from dask_cml.records.session_files import Changes, Launch
+from dask_cml.records.session_files import Changes
+from dask_cml.sessions.entry import Launch
 [session] = local.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
 launched = Changes([Launch(session["id"], f"{cluster.name}-7", None, int(time.time()))])
 store.write_sessions(launched, cluster.name, id=store.read(cluster.name).id)
@@ -348,7 +349,7 @@ FORKS = {
                 sys.exit()
             assert os.wait()[1] == 0
             cluster.scale(2)
-            cluster.sync(cluster._carry_out)
+            cluster.sync(cluster.manager.wishes.settle)
             sys.exit()
     """,
     "multiprocessing": """

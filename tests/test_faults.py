@@ -13,10 +13,11 @@ import re
 
 import dask
 import pytest
+from clusters import live, log_of, make, name_of, target
 from distributed import Client
 from distributed.core import Status
 
-from dask_cml import CMLCluster, CMLError, SessionFailed
+from dask_cml import CMLError, SessionFailed
 from dask_cml.sessions import calls
 
 ENDED = ("succeeded", "failed", "stopped", "timedout")
@@ -45,10 +46,6 @@ def impatience(monkeypatch):
         yield
 
 
-def make(**options):
-    return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
-
-
 def ask(cluster, mode, n):
     if mode == "adapt":
         cluster.adapt(minimum=n, maximum=n, interval="100 ms")
@@ -62,16 +59,6 @@ def complete(cluster, n):
         len(cluster.workers) == len(cluster.worker_spec) == n
         and len(cluster.scheduler_info["workers"]) == n * cluster.options.processes
     )
-
-
-def told(cluster):
-    return "\n".join(line for _, line in cluster._cluster_manager_logs)
-
-
-def live(platform):
-    return [
-        each for each in platform.sessions() if each["status"] == "running" and not each["stop_requested"]
-    ]
 
 
 @modes
@@ -89,7 +76,7 @@ async def test_a_worker_that_does_not_come_is_replaced(platform, holds, mode, fa
             await holds(lambda: cluster.workers)
             [hung] = cluster.workers.values()
             hung.options = dataclasses.replace(hung.options, worker_timeout=1.0)
-        await holds(lambda: words in told(cluster))
+        await holds(lambda: words in log_of(cluster))
         await holds(lambda: complete(cluster, 1))
         # What was given up is stopped.
         await holds(lambda: len(live(platform)) == 2)
@@ -100,7 +87,7 @@ async def test_a_refused_worker_is_told_and_comes_when_there_is_room(platform, h
     async with make(**MODES[mode]) as cluster:
         platform.configure(quota={"sessions": 2})
         ask(cluster, mode, 2)
-        await holds(lambda: "exceeded quota" in told(cluster))
+        await holds(lambda: "exceeded quota" in log_of(cluster))
         await holds(lambda: complete(cluster, 1))
         assert "exceeded quota" in repr(cluster)
         assert "exceeded quota" in cluster._repr_html_()
@@ -108,7 +95,7 @@ async def test_a_refused_worker_is_told_and_comes_when_there_is_room(platform, h
         if mode != "adapt":
             cluster.scale(2)
         await holds(lambda: complete(cluster, 2))
-        assert told(cluster).count("exceeded quota") == 1
+        assert log_of(cluster).count("exceeded quota") == 1
 
 
 @modes
@@ -120,7 +107,7 @@ async def test_a_worker_killed_before_it_connects_is_replaced(platform, holds, m
         [session] = [each.id for each in cluster.sessions if each.role == "worker"]
         platform.evict(session)
         await holds(lambda: complete(cluster, 1))
-        assert session in told(cluster)
+        assert session in log_of(cluster)
 
 
 @modes
@@ -134,14 +121,14 @@ async def test_a_killed_worker_is_replaced_and_its_results_are_computed_again(pl
         platform.evict(session)
         await holds(lambda: complete(cluster, 1) and session not in {each.id for each in cluster.sessions})
         assert await client.gather(future) == 3
-        assert session in told(cluster)
+        assert session in log_of(cluster)
 
 
 async def test_a_scheduler_killed_before_it_answers_fails_the_start(platform, holds):
     platform.inject("hangs", match="The scheduler of")
     start = asyncio.ensure_future(make(n_workers=1))
     await holds(lambda: [each for each in platform.sessions() if each["status"] == "running"])
-    [session] = [each["id"] for each in platform.sessions() if each["name"].endswith("-scheduler")]
+    [session] = [each["id"] for each in platform.sessions() if name_of(each).endswith("-scheduler")]
     platform.evict(session)
     with pytest.raises(SessionFailed, match=session):
         await start
@@ -155,7 +142,7 @@ async def test_a_killed_scheduler_ends_the_cluster_which_says_so(platform, holds
         session = cluster.sessions[0].id
         platform.evict(session)
         await holds(lambda: cluster.status == Status.closed)
-        assert session in told(cluster)
+        assert session in log_of(cluster)
 
 
 API_FAULTS = {
@@ -225,7 +212,7 @@ async def test_start_life_and_close_bear_one_wrong_answer_of_each_function(
         inject()
         cluster.scale(1)
         await holds(lambda: complete(cluster, 1))
-        assert cluster._reconciler.problem is None
+        assert cluster.manager.state.problem is None
         inject()
     await holds(lambda: not wanted(platform))
     assert "Traceback" not in caplog.text
@@ -264,7 +251,7 @@ async def test_start_life_and_close_bear_wrong_answers_for_a_while(
                 await cluster.close()
             assert kind == "unanswered" or all(session_id in str(caught.value) for session_id in ids)
             platform.clear_faults()
-            await cluster._api.close()
+            await cluster.close()
     await holds(lambda: not wanted(platform))
     assert "Traceback" not in caplog.text
 
@@ -307,7 +294,7 @@ async def test_an_outage_is_told_when_it_begins_and_when_it_ends(platform, holds
         await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions})
         await holds(lambda: len(lines()) == 2)
         assert lines()[1].endswith("again")
-        assert not cluster._reconciler.backoffs.of().gave_up
+        assert not cluster.manager.state.gave_up("default")
     assert "Traceback" not in caplog.text
 
 
@@ -333,8 +320,8 @@ async def test_too_many_failures_in_a_row_end_the_trying_until_scale(platform, h
     async with cluster:
         platform.inject("fails", times=2)
         cluster.scale(1)
-        await holds(lambda: cluster._reconciler.backoffs.of().gave_up)
-        assert "no new workers after 2 failures in a row" in told(cluster)
+        await holds(lambda: cluster.manager.state.gave_up("default"))
+        assert "no new workers after 2 failures in a row" in log_of(cluster)
         assert "no new workers after 2 failures" in repr(cluster)
         cluster.scale(1)
         await holds(lambda: complete(cluster, 1))
@@ -355,6 +342,6 @@ async def test_a_quota_met_by_a_hundred_launches_is_not_asked_for_each(platform,
         platform.configure(quota={"sessions": 3})
         cluster.scale(100)
         await holds(lambda: complete(cluster, 2))
-        assert cluster._fleet.group().target == 2
+        assert target(cluster) == 2
         assert len(launches) <= 3 + dask.config.get("cml.api.threads")
-        assert told(cluster).count("launched 2 of 100 workers") == 1
+        assert log_of(cluster).count("launched 2 of 100 workers") == 1

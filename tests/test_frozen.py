@@ -21,14 +21,6 @@ from dask_cml.manager.scheduler_client import SchedulerClient
 pytestmark = pytest.mark.usefixtures("light")
 
 
-def make(**options):
-    return CMLCluster(platform="local", quiet=True, asynchronous=True, **options)
-
-
-def told(cluster):
-    return "\n".join(line for _, line in cluster._cluster_manager_logs)
-
-
 def session_of(cluster, key):
     return cluster.workers[key].session_id
 
@@ -51,25 +43,20 @@ async def test_a_frozen_worker_that_is_retired_holds_up_nobody(platform, holds, 
     with dask.config.set({"cml.retire-timeout": "1 hour"}):
         cluster = make(n_workers=2)
     async with cluster, Client(cluster, asynchronous=True) as client:
-        await holds(lambda: len(cluster._arrived) == 2)
+        await holds(lambda: arrived(cluster) == 2)
         frozen = f"{cluster.name}-0"
         held = await client.scatter([1, 2, 3], workers=[frozen])
         freeze(session_of(cluster, frozen))
         await cluster.scale_down([frozen])
         cluster.scale(2)
-        await holds(lambda: len(cluster._arrived) == 2)
-        await holds(lambda: f"waiting for other workers to copy the data of {frozen}" in told(cluster))
+        await holds(lambda: arrived(cluster) == 2)
+        await holds(lambda: f"waiting for other workers to copy the data of {frozen}" in log_of(cluster))
         assert f"waiting for the data of {frozen}" in repr(cluster)
         # Another manager, which knows nothing of it, counts its session as any other.
         async with CMLCluster.from_name(cluster.name, quiet=True, asynchronous=True) as other:
             await other.scale(3)
-            await holds(lambda: other._fleet.group().target == 3 and other._leadership.leads)
-        await holds(
-            lambda: (
-                frozen not in cluster.worker_spec
-                and len(cluster._arrived) == cluster._fleet.group().target == 3
-            )
-        )
+            await holds(lambda: target(other) == 3 and other.manager.state.leads)
+        await holds(lambda: frozen not in cluster.worker_spec and arrived(cluster) == target(cluster) == 3)
         assert frozen in cluster.workers
         assert session_of(cluster, frozen) in live(platform)
         assert len(held) == 3
@@ -81,7 +68,7 @@ async def test_a_frozen_worker_is_given_up_in_time_and_its_results_are_computed_
     with dask.config.set({"cml.retire-timeout": "2s"}):
         cluster = make(n_workers=2)
     async with cluster, Client(cluster, asynchronous=True) as client:
-        await holds(lambda: len(cluster._arrived) == 2)
+        await holds(lambda: arrived(cluster) == 2)
         frozen = f"{cluster.name}-0"
         session = session_of(cluster, frozen)
         future = client.submit(sum, [1, 2], workers=[frozen], allow_other_workers=True)
@@ -89,7 +76,7 @@ async def test_a_frozen_worker_is_given_up_in_time_and_its_results_are_computed_
         freeze(session)
         await cluster.scale_down([frozen])
         await holds(lambda: frozen not in cluster.workers)
-        assert f"Worker {frozen} abandoned: no answer for 2 s" in told(cluster)
+        assert f"Worker {frozen} abandoned: no answer for 2 s" in log_of(cluster)
         await holds(lambda: session not in live(platform))
         assert await client.gather(future) == 3
 
@@ -124,7 +111,7 @@ async def test_a_worker_that_hands_over_slowly_but_answers_is_waited_for(
         cluster = make(n_workers=2, env={"PYTHONPATH": str(Path(__file__).parent)})
     made, gate = tmp_path / "made", tmp_path / "gate"
     async with cluster, Client(cluster, asynchronous=True) as client:
-        await holds(lambda: len(cluster._arrived) == 2)
+        await holds(lambda: arrived(cluster) == 2)
         slow = f"{cluster.name}-0"
         future = client.submit(SlowToRead, made, gate, workers=[slow], allow_other_workers=True)
         await wait(future)  # this process would read it, too
@@ -133,7 +120,7 @@ async def test_a_worker_that_hands_over_slowly_but_answers_is_waited_for(
         assert slow in cluster.workers
         gate.touch()
         await holds(lambda: slow not in cluster.workers)
-        assert "abandoned" not in told(cluster)
+        assert "abandoned" not in log_of(cluster)
         assert (await client.gather(future)).made == made
     assert made.read_text() == "once\n"
 
@@ -158,7 +145,7 @@ async def test_settled_workers_are_listed_once_in_an_interval(platform, holds, l
     with dask.config.set({"cml.api.watch-interval": "2s", "cml.api.poll-interval": "10ms"}):
         cluster = make(n_workers=1)
     async with cluster:
-        await holds(lambda: len(cluster._arrived) == 1 and not cluster._reconciler._missing_since)
+        await holds(lambda: arrived(cluster) == 1 and not cluster._reconciler._missing_since)
         await holds(lambda: all(worker.is_known_to_run for worker in cluster.workers.values()))
         settled = len(listings) + 1  # one may be under way
         await holds(lambda: len(listings) == settled + 3)
@@ -173,14 +160,14 @@ async def test_a_worker_whose_node_goes_without_a_word_is_dropped_and_replaced(n
     with dask.config.set({"cml.api.watch-interval": "1s"}):
         cluster = make(n_workers=2, env=hour)
     async with cluster, Client(cluster, asynchronous=True) as client:
-        await holds(lambda: len(cluster._arrived) == 2)
+        await holds(lambda: arrived(cluster) == 2)
         lost = f"{cluster.name}-0"
         future = client.submit(sum, [1, 2], workers=[lost], allow_other_workers=True)
         await future
         session = session_of(cluster, lost)
         await asyncio.to_thread(namespaces.evict, session, silently=True)
-        await holds(lambda: len(cluster._arrived) == 2 and lost not in cluster.observed)
-        assert session in told(cluster)
+        await holds(lambda: arrived(cluster) == 2 and lost not in cluster.observed)
+        assert session in log_of(cluster)
         assert lost not in {each["name"] for each in (await client.scheduler.identity())["workers"].values()}
         assert await client.gather(future) == 3
 

@@ -398,8 +398,8 @@ async def test_adaptive_scaling_that_another_manager_has_ended_is_not_listed_any
     [(cluster_id, cluster)] = manager._clusters.items()
     manager._adaptives[cluster_id] = cluster.adapt(minimum=0, maximum=1)
     manager._adaptives["another"] = kept = object()
-    await cluster._correct_state()
-    assert cluster._leadership.leads
+    await cluster
+    assert cluster.manager.state.leads
     async with CMLCluster.from_name("c", asynchronous=True) as other:
         other.scale(0)
         await holds(lambda: cluster_id not in manager._adaptives)

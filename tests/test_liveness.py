@@ -11,16 +11,15 @@ import time
 
 import dask
 import pytest
+from clusters import write_record
 from distributed import Scheduler
-from distributed.core import rpc
 from distributed.security import Security
 
-from dask_cml import pulse
+from dask_cml.layout import scheduler_file
 from dask_cml.records import operations
 from dask_cml.records.probe import State, identities, is_alive, judge
-from dask_cml.records.record import Maker, Record
-from dask_cml.records.store import claim, records
-from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
+from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.records.store import records
 
 
 @contextlib.asynccontextmanager
@@ -29,23 +28,22 @@ async def scheduler(security=None):
         yield running
 
 
+def record_of(running, name="a", **more):
+    """The record of a cluster with this scheduler."""
+    return Record(name, scheduler=SchedulerState(address=running.address, id=running.id), **more)
+
+
+def with_id(record, scheduler_id):
+    return dataclasses.replace(record, scheduler=dataclasses.replace(record.scheduler, id=scheduler_id))
+
+
 async def test_scheduler_is_known_by_its_id():
     async with scheduler() as running:
-        own = Record("a", scheduler_address=running.address, scheduler_id=running.id)
+        own = record_of(running)
         assert await is_alive(own)
         # On CML an address is soon another scheduler's.
-        assert not await is_alive(dataclasses.replace(own, scheduler_id="Scheduler-other"))
+        assert not await is_alive(with_id(own, "Scheduler-other"))
     assert not await is_alive(own, timeout=0.5)
-
-
-async def test_scheduler_whose_id_is_not_in_the_record_is_known_by_its_cluster_s_name():
-    async with scheduler() as running:
-        record = Record("a", scheduler_address=running.address)
-        assert not await is_alive(record)
-        async with rpc(running.address) as own:
-            await own.set_metadata(keys=["cluster-manager-info"], value={"name": "a"})
-        assert await is_alive(record)
-        assert not await is_alive(dataclasses.replace(record, name="b"))
 
 
 async def test_record_without_an_address_is_not_alive():
@@ -61,7 +59,7 @@ async def test_keys_of_a_scheduler_are_found_by_the_record(tmp_path):
         (tmp_path / key).write_text(getattr(security, key))
         files[key] = str(tmp_path / key)
     async with scheduler(security) as running:
-        record = Record("a", scheduler_address=running.address, scheduler_id=running.id)
+        record = record_of(running)
         assert await is_alive(dataclasses.replace(record, security=files))
         assert await is_alive(record, security)
         assert not await is_alive(record, Security.temporary(), timeout=1)
@@ -89,14 +87,16 @@ class Listing:
 def cluster(tmp_path):
     """A record, and the age of the last sign of life in its folder."""
 
-    def cluster(address, silence=None, maker=GONE, **more):
+    def cluster(address, silence=None, maker=GONE, id="Scheduler-1", **more):
         if silence is not None:
             (tmp_path / "a").mkdir(exist_ok=True)
-            pulse.beat(tmp_path / "a")
-            now = (tmp_path / "a" / pulse.PULSE_FILE).stat().st_mtime
-            os.utime(tmp_path / "a" / pulse.PULSE_FILE, (now, now - silence))
-        sessions = {"s": "scheduler"}
-        return Record("a", maker=maker, scheduler_address=address, sessions=sessions, **more)
+            sign = tmp_path / "a" / scheduler_file(0)
+            sign.unlink(missing_ok=True)
+            sign.touch()
+            now = sign.stat().st_mtime
+            os.utime(sign, (now, now - silence))
+        scheduler = SchedulerState(address=address, id=id)
+        return Record("a", maker=maker, scheduler=scheduler, sessions={"s": "scheduler"}, **more)
 
     with dask.config.set({"cml.state-directory": str(tmp_path)}):
         yield cluster
@@ -132,7 +132,7 @@ async def test_a_scheduler_that_nobody_can_reach_is_dead_after_two_minutes_of_si
     assert await state(cluster(address(listener), silence=130), listed) is State.DEAD
 
 
-async def test_whoever_accepts_a_connection_may_live(cluster, listener):
+async def test_a_program_that_accepts_connections_may_be_the_scheduler(cluster, listener):
     listener.listen()
     for silent in address(listener), address(listener).replace("tcp", "tls"):
         record = cluster(silent, silence=3600)
@@ -141,9 +141,8 @@ async def test_whoever_accepts_a_connection_may_live(cluster, listener):
 
 async def test_a_cluster_is_dead_if_another_scheduler_has_its_address(cluster):
     async with scheduler() as running:
-        assert await state(cluster(running.address, scheduler_id="Scheduler-other")) is State.DEAD
-        assert await state(cluster(running.address, scheduler_id=running.id)) is State.ALIVE
-        assert await state(cluster(running.address)) is State.UNKNOWN
+        assert await state(cluster(running.address, id="Scheduler-other")) is State.DEAD
+        assert await state(cluster(running.address, id=running.id)) is State.ALIVE
 
 
 async def test_a_cluster_whose_maker_runs_is_not_dead(cluster, listener):
@@ -153,21 +152,6 @@ async def test_a_cluster_whose_maker_runs_is_not_dead(cluster, listener):
     assert await state(cluster(None)) is State.UNKNOWN
     ended = dataclasses.replace(maker, started=1.0)
     assert await state(cluster(None, maker=ended)) is State.DEAD
-
-
-async def test_a_scheduler_leaves_signs_of_life_in_its_clusters_folder(tmp_path, monkeypatch, holds):
-    assert pulse.silence(tmp_path / "a") is None
-    monkeypatch.setattr(pulse, "INTERVAL", 0.1)
-    folder = tmp_path / "a"
-    folder.mkdir()
-    async with Scheduler(
-        port=0, dashboard=False, dashboard_address=":0", scheduler_file=str(folder / "scheduler.json")
-    ) as running:
-        await running.register_scheduler_plugin(CMLSchedulerPlugin(None), name=NAME, idempotent=True)
-        sign = folder / pulse.PULSE_FILE
-        await holds(sign.exists)
-        os.utime(sign, (0, 0))
-        await holds(lambda: pulse.silence(folder) < 3600)
 
 
 async def test_a_live_scheduler_gets_more_time_to_answer_than_one_without_a_sign_of_life(platform, cluster):
@@ -182,7 +166,7 @@ async def test_a_live_scheduler_gets_more_time_to_answer_than_one_without_a_sign
 
         running.handlers["identity"] = late
         for silence, lives in (None, False), (3600, False), (60, True):
-            record = cluster(running.address, silence, scheduler_id=running.id, options={"platform": "local"})
+            record = cluster(running.address, silence, id=running.id, options={"platform": "local"})
             [row] = await operations.describe([record], timeout=0.5, patience=120)
             assert (row["status"] == "running") is lives
         assert asked
@@ -205,9 +189,9 @@ async def test_among_two_hundred_records_those_that_are_alive_are_found(tmp_path
         stale = [f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in (silent, refusing)]
         async with scheduler() as running:
             for i in range(100):
-                live = Record(f"live-{i}", scheduler_address=running.address, scheduler_id=running.id)
-                claim(live, tmp_path)
-                claim(Record(f"stale-{i}", scheduler_address=stale[i % 2]), tmp_path)
+                write_record(record_of(running, f"live-{i}"), tmp_path)
+                silent_one = SchedulerState(address=stale[i % 2])
+                write_record(Record(f"stale-{i}", scheduler=silent_one), tmp_path)
             before = descriptors()
             found = await identities(records(tmp_path), timeout=10)
             end = time.monotonic()

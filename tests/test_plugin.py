@@ -1,4 +1,4 @@
-"""The scheduler's plugin: who is there, and the end of clusters that nobody has any more."""
+"""The scheduler's plugin: what it answers managers, over the network, and when it ends its cluster."""
 
 from __future__ import annotations
 
@@ -10,295 +10,235 @@ import subprocess
 import sys
 import time
 
-import dask
 import pytest
-from distributed import Client, Scheduler
+from distributed import Client, Scheduler, Worker
 from distributed.core import rpc
 from distributed.security import Security
+from schedulers import RECORD, prepare, scheduler_in
 
-from dask_cml.errors import CMLError
-from dask_cml.manager.presence import Presence
-from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
-from dask_cml.wire import WATCHES
+from dask_cml import protocol
+from dask_cml.layout import FOLDER, NUMBER, scheduler_file
+from dask_cml.scheduler import state_file
+from dask_cml.scheduler.plugin import CMLSchedulerPlugin
+from dask_cml.sessions.plan import PATIENCE, PRELOAD
+
+WATCH = {"observes": False, "lease": 15.0, "since": 0, "wait": 0.1}
+SCALE = {"op": "scale", "group": "default", "n": 2}
 
 
-@contextlib.asynccontextmanager
-async def scheduler(orphan_timeout=None, security=None):
-    """A scheduler with the plugin, in which time passes by hand."""
-    running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", security=security)
-    async with running:
-        await running.register_scheduler_plugin(
-            CMLSchedulerPlugin(orphan_timeout), name=NAME, idempotent=True
-        )
-        running.plugins[NAME]._looking.stop()
+@pytest.fixture
+def folder(tmp_path):
+    return prepare(tmp_path / "mine", leader="m1")
+
+
+@pytest.fixture
+async def scheduler(folder):
+    async with scheduler_in(folder) as running:
         yield running
 
 
-def plugin_of(scheduler):
-    return scheduler.plugins[NAME]
+@pytest.fixture
+async def comm(scheduler):
+    async with rpc(scheduler.address) as connected:
+        yield connected
 
 
-def watch_of(scheduler):
-    return plugin_of(scheduler)._watch
-
-
-class Clock:
-    def __init__(self, scheduler):
-        self.watch = watch_of(scheduler)
-        self.now = time.monotonic()
-        self.watch.look(self.now)
-
-    def after(self, seconds, step=0.5):
-        """Let time pass, and return after how many seconds the cluster is an orphan."""
-        end = self.now + seconds
-        start = self.now
-        while self.now < end:
-            self.now += step
-            if self.watch.look(self.now):
-                return self.now - start
-        return None
-
-
-async def leave(presence, scheduler, holds, **change):
-    await presence.close(**change)
-    await holds(lambda: not watch_of(scheduler).has(presence.id))
-
-
-# -- orphans
-
-
-async def test_scheduler_without_manager_and_client_closes():
-    async with scheduler(orphan_timeout=5) as running:
-        assert Clock(running).after(60) == 5.0
-
-
-async def test_scheduler_without_orphan_timeout_never_closes():
-    async with scheduler(orphan_timeout=None) as running:
-        assert Clock(running).after(1000) is None
-
-
-async def test_count_begins_when_the_last_manager_has_left(holds):
-    async with scheduler(orphan_timeout=5) as running:
-        clock = Clock(running)
-        one, other = Presence(running.address), Presence(running.address)
-        await one.start()
-        await other.start()
-        assert clock.after(10) is None
-        await leave(one, running, holds)
-        assert clock.after(4) is None
-        await leave(other, running, holds)
-        assert clock.after(60) == 5.5
-
-
-async def test_manager_that_comes_back_in_time_keeps_the_scheduler(holds):
-    async with scheduler(orphan_timeout=5) as running:
-        clock = Clock(running)
-        assert clock.after(4.5) is None
-        presence = Presence(running.address)
-        await presence.start()
-        assert clock.after(4.5) is None
-        await leave(presence, running, holds)
-        assert clock.after(4.5) is None
-        assert clock.after(1) is not None
-
-
-async def test_manager_that_says_nothing_any_more_is_gone_in_bounded_time():
-    async with scheduler(orphan_timeout=5) as running:
-        clock = Clock(running)
-        presence = Presence(running.address, interval=3600)
-        presence._silence = 15
-        await presence.start()
-        # Its connection is open, as it is where the network is silent.
-        assert 20 <= clock.after(60) <= 21
-        await presence.close()
-
-
-async def test_manager_whose_connection_has_closed_is_gone_at_once(holds):
-    async with scheduler(orphan_timeout=5) as running:
-        clock = Clock(running)
-        presence = Presence(running.address, interval=3600)
-        await presence.start()
-        [comm] = presence._scheduler.comms
-        comm.abort()
-        await holds(lambda: not watch_of(running).has(presence.id))
-        assert clock.after(60) == 5.5
-        await presence.close()
-
-
-async def test_client_keeps_the_scheduler_as_long_as_it_is_heard():
-    async with scheduler(orphan_timeout=5) as running:
-        clock = Clock(running)
-        async with Client(running.address, asynchronous=True) as client:
-            for _ in range(4):
-                assert clock.after(40) is None
-                heard = running.clients[client.id].last_seen
-                client._heartbeat()
-                while running.clients[client.id].last_seen == heard:
-                    await asyncio.sleep(0.01)
-            # Its connection is open, as it is where the network is silent.
-            assert 60 <= clock.after(200) <= 70
-        assert client.id not in running.clients
-
-
-async def test_scheduler_closes_after_the_last_client_has_left():
-    async with scheduler(orphan_timeout=5) as running:
-        clock = Clock(running)
-        async with Client(running.address, asynchronous=True):
-            assert clock.after(30) is None
-        assert clock.after(60) == 5.5
-
-
-@pytest.mark.parametrize("name", ["worker", None])
-async def test_client_of_a_task_is_nobody_s(name):
-    """A worker has one, and keeps it, once a task has asked for it."""
-    async with scheduler(orphan_timeout=5) as running:
-        clock = Clock(running)
-        async with Client(running.address, asynchronous=True, name=name):
-            assert (clock.after(30) is None) == (name is None)
-
-
-async def test_clock_that_is_set_makes_no_client_silent():
-    async with scheduler(orphan_timeout=5) as running:
-        clock = Clock(running)
-        async with Client(running.address, asynchronous=True) as client:
-            running.clients[client.id].last_seen -= 100_000
-            assert clock.after(50) is None
-
-
-async def test_process_that_stood_still_hears_first_what_was_sent_meanwhile(holds):
-    async with scheduler(orphan_timeout=5) as running:
-        clock = Clock(running)
-        presence = Presence(running.address, interval=3600)
-        await presence.start()
-        assert clock.after(10) is None
-        assert clock.after(1000, step=1000) is None
-        assert clock.after(10) is None
-        await leave(presence, running, holds)
-        assert clock.after(4) is None
-        assert clock.after(1000, step=1000) is None
-        assert clock.after(60) == 5
-
-
-async def test_manager_that_only_watches_does_not_keep_an_orphan():
-    async with scheduler(orphan_timeout=5) as running:
-        watcher = Presence(running.address, info={WATCHES: True})
-        await watcher.start()
-        try:
-            assert watch_of(running).has(watcher.id)
-            clock = Clock(running)
-            assert clock.after(4) is None
-            await watcher._beat()
-            assert clock.after(2) is not None
-        finally:
-            await watcher.close()
-
-
-async def test_orphan_closes_by_itself():
-    running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0")
-    async with running:
-        presence = Presence(running.address, orphan_timeout=0.1)
-        await presence.start()
-        await presence.close()
-        await asyncio.wait_for(running.finished(), 120)
-        assert "orphaned: no manager and no client for 0.1 s" in str(running.get_logs())
+def file_of(folder, number=0):
+    return json.loads((folder / scheduler_file(number)).read_text())
 
 
 # -- managers
 
 
-async def test_second_registration_updates_and_does_not_double(holds):
-    async with scheduler() as running:
-        first = plugin_of(running)
-        one = Presence(running.address, orphan_timeout=300)
-        await one.start()
-        other = Presence(running.address, orphan_timeout=10)
-        await other.start()
-        assert plugin_of(running) is first
-        assert [*running.plugins].count(NAME) == 1
-        assert running.handlers["cml_manager_heartbeat"] == first.heartbeat
-        watch = watch_of(running)
-        assert watch.timeout == 10
-        assert watch.has(one.id)
-        assert watch.has(other.id)
-        await leave(one, running, holds)
-        assert watch.has(other.id)
-        await leave(other, running, holds, orphan_timeout=None)
-        assert watch.timeout is None
+async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "abcdefgh12345678")
+    folder = prepare(tmp_path / "mine", number=3)
+    async with scheduler_in(folder, number=3) as running, rpc(running.address) as comm:
+        assert await comm.cml_hello() == {
+            "protocol": protocol.PROTOCOL,
+            "cluster": "mine",
+            "record": RECORD,
+            "number": 3,
+            "session": "abcdefgh12345678",
+            "id": running.id,
+        }
 
 
-async def test_manager_that_says_nothing_of_the_timeout_leaves_it():
-    async with scheduler(orphan_timeout=7) as running:
-        presence = Presence(running.address)
-        await presence.start()
-        await presence.close()
-        assert watch_of(running).timeout == 7
+async def test_its_file_says_how_to_reach_it_and_what_is_wanted(scheduler, folder, comm, holds, monkeypatch):
+    monkeypatch.setattr(state_file, "_REST", 0.01)
+    about = file_of(folder)
+    assert (about["address"], about["id"]) == (scheduler.address, scheduler.id)
+    assert (about["protocol"], about["app_url"]) == (protocol.PROTOCOL, None)
+    await comm.cml_watch(manager="m1", **WATCH)
+    await comm.cml_apply(manager="m1", operations=[SCALE], since=0)
+    await holds(lambda: file_of(folder)["groups"]["default"]["target"] == 2)
+    await comm.cml_set(app_url="https://abc.example.com/")
+    await holds(lambda: file_of(folder)["app_url"] == "https://abc.example.com/")
 
 
-async def test_many_managers_that_come_at_once_get_one_plugin():
-    async with Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0") as running:
-        managers = [Presence(running.address, orphan_timeout=300) for _ in range(10)]
-        await asyncio.gather(*(each.start() for each in managers))
-        assert running.handlers["cml_manager_heartbeat"] == plugin_of(running).heartbeat
-        assert all(watch_of(running).has(each.id) for each in managers)
-        await asyncio.gather(*(each.close() for each in managers))
+async def test_another_scheduler_begins_with_what_this_one_wrote(tmp_path):
+    groups = {"default": {"target": 2, "number": 7}, "gpu": {"options": {"cpu": 2}, "target": 1}}
+    folder = prepare(tmp_path / "mine", number=1, **groups)
+    async with scheduler_in(folder, number=1) as running, rpc(running.address) as comm:
+        answer = await comm.cml_watch(manager="m1", **WATCH)
+        assert {*answer["sessions"]} == {"mine-7", "mine-8", "mine-gpu-0"}
+        assert answer["groups"]["gpu"]["options"] == {"cpu": 2}
 
 
-async def test_manager_registers_again_where_the_plugin_is_gone(holds):
-    async with scheduler() as running:
-        presence = Presence(running.address, orphan_timeout=300, interval=0.02)
-        await presence.start()
-        running.remove_plugin(NAME)
-        del running.handlers["cml_manager_heartbeat"]
-        await holds(lambda: NAME in running.plugins)
-        assert watch_of(running).timeout == 300
-        await presence.close()
+async def test_operations_of_all_managers_are_carried_out_and_each_gets_its_results(comm):
+    for manager in "m1", "m2":
+        await comm.cml_watch(manager=manager, **WATCH)
+    unknown = {"op": "scale", "group": "no", "n": 1}
+    answer = await comm.cml_apply(manager="m2", operations=[SCALE, unknown], since=0)
+    first, second = answer["results"]
+    assert first is None
+    assert second["error"].startswith("invalid worker_group='no'")
+    assert {*answer["sessions"]} == {"mine-0", "mine-1"}
+    assert answer["leader"] == "m1"
+    # The leader decides, and the other one does not.
+    replace = {"op": "replace", "names": ["mine-0"]}
+    for manager, gone in ("m2", []), ("m1", ["mine-0"]):
+        answer = await comm.cml_apply(manager=manager, operations=[replace], since=0)
+        [result] = answer["results"]
+        assert [*result] == gone
 
 
-async def test_manager_survives_the_scheduler_and_leaves_quickly(holds):
-    async with scheduler() as running:
-        presence = Presence(running.address, interval=0.02)
-        await presence.start()
-    start = time.monotonic()
-    await presence.close()
-    await presence.close()
-    assert time.monotonic() - start < 25  # a connection is tried for 30 s
-    with (
-        pytest.raises(OSError, match="Timed out"),
-        dask.config.set({"distributed.comm.timeouts.connect": 0.1}),
-    ):
-        await Presence(running.address).start()
+async def test_a_change_ends_the_wait_of_managers(scheduler, comm):
+    answer = await comm.cml_watch(manager="m1", **WATCH)
+    async with rpc(scheduler.address) as other:
+        long = {**WATCH, "since": answer["revision"], "lease": 1e6, "wait": 1e5}
+        waiting = asyncio.ensure_future(other.cml_watch(manager="m2", **long))
+        # It is connected, so what it is told first is the revision after its own coming.
+        await comm.cml_watch(manager="m1", **WATCH)
+        await comm.cml_apply(manager="m1", operations=[SCALE], since=0)
+        answer = await asyncio.wait_for(waiting, 60)
+        assert {*answer["sessions"]} == {"mine-0", "mine-1"}
 
 
-async def test_plugin_that_is_refused_is_an_error_that_says_so():
-    with dask.config.set({"distributed.scheduler.blocked-handlers": ["register_scheduler_plugin"]}):
-        running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0")
-    async with running:
-        presence = Presence(running.address)
-        with pytest.raises(CMLError, match=r"refused dask-cml's plugin: .*explicitly disallowed"):
-            await presence.start()
-        await presence.close()
+async def test_dask_workers_that_come_and_go_are_told(scheduler, comm):
+    await comm.cml_watch(manager="m1", **WATCH)
+    await comm.cml_apply(manager="m1", operations=[{**SCALE, "n": 1}], since=0)
+    async with Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False) as worker:
+        answer = await comm.cml_watch(manager="m1", **WATCH)
+        assert answer["workers"][worker.address]["name"] == "mine-0"
+        assert [*answer["sessions"]["mine-0"]["seen"]] == ["mine-0"]
+        held = await comm.cml_held(names=["mine-0", "mine-1"])
+        assert {name: {*about} for name, about in held.items()} == {"mine-0": {"last_seen", "nbytes"}}
+        since = answer["revision"]
+    answer = await comm.cml_watch(manager="m1", **{**WATCH, "since": since})
+    assert answer["workers"] == {worker.address: None}
+    assert answer["groups"] is None
 
 
-async def test_manager_is_there_by_tls():
-    pytest.importorskip("cryptography")
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [
+        ("cml_watch", {"manager": "m2", **WATCH, "lease": "long"}),
+        ("cml_watch", {"manager": ["m2"], **WATCH}),
+        ("cml_watch", {"manager": "m2", **WATCH, "observes": 3}),
+        ("cml_apply", {"manager": "m1", "operations": "all", "since": 0}),
+        ("cml_apply", {"manager": "m1", "operations": [SCALE, {"op": "scale", "group": "no"}], "since": 0}),
+        ("cml_apply", {"manager": "m1", "operations": [SCALE, {"op": "lead"}], "since": 0}),
+        ("cml_apply", {"manager": "m2", "operations": [SCALE], "since": 0}),  # which is not connected
+        ("cml_apply", {"manager": 3, "operations": [SCALE], "since": 0}),
+        ("cml_set", {"orphan_timeout": 0}),
+        ("cml_set", {"orphan_timeout": 1, "app_url": "javascript:alert(1)"}),
+        ("cml_set", {"leader": "m2"}),
+        ("cml_held", {"names": "mine-0"}),
+    ],
+)
+async def test_a_message_that_no_manager_sends_changes_nothing(comm, handler, message):
+    await comm.cml_watch(manager="m1", **WATCH)
+    before = await comm.cml_watch(manager="m1", **WATCH)
+    with pytest.raises(ValueError, match=r"invalid .*: expected"):
+        await getattr(comm, handler)(**message)
+    assert await comm.cml_watch(manager="m1", **WATCH) == before
+
+
+async def test_managers_need_the_keys_of_the_cluster(folder):
     security = Security.temporary()
-    async with scheduler(security=security) as running:
-        presence = Presence(running.address, security.get_connection_args("client"))
-        await presence.start()
+    async with scheduler_in(folder, security=security) as running:
         assert running.address.startswith("tls://")
-        assert watch_of(running).has(presence.id)
-        await presence.close()
+        async with rpc(running.address, connection_args=security.get_connection_args("client")) as comm:
+            assert (await comm.cml_hello())["record"] == RECORD
+        others = Security.temporary().get_connection_args("client")
+        async with rpc(running.address, connection_args=others) as comm:
+            with pytest.raises(OSError, match=r"\w"):
+                await asyncio.wait_for(comm.cml_hello(), 60)
+
+
+# -- the leader
+
+
+async def leader(comm, manager="m2", **more):
+    return (await comm.cml_watch(manager=manager, **{**WATCH, **more}))["leader"]
+
+
+async def test_the_creator_leads_before_it_is_connected_but_not_for_ever(folder, monkeypatch):
+    async with scheduler_in(folder) as running, rpc(running.address) as comm:
+        assert await leader(comm) == "m1"
+    monkeypatch.setattr(protocol, "LEASE", 0.1)
+    async with scheduler_in(folder) as running, rpc(running.address) as comm:
+        while await leader(comm) != "m2":
+            await asyncio.sleep(0.01)
+
+
+async def test_another_manager_leads_when_the_leaders_connection_closes(scheduler, comm, monkeypatch):
+    async with rpc(scheduler.address) as first:
+        await first.cml_watch(manager="m1", **WATCH)
+        assert await leader(comm) == "m1"
+    while await leader(comm) != "m2":
+        await asyncio.sleep(0.01)
+    async with rpc(scheduler.address) as first:  # which comes back
+        assert await leader(first, "m1") == "m2"
+
+
+async def test_a_manager_that_only_observes_leads_only_alone(tmp_path):
+    folder = prepare(tmp_path / "mine")
+    async with scheduler_in(folder) as running, rpc(running.address) as watcher, rpc(running.address) as comm:
+        assert await leader(watcher, "watcher", observes=True) == "watcher"
+        assert await leader(comm) == "m2"
+
+
+# -- the end
+
+
+async def test_an_orphan_ends_itself(folder):
+    async with scheduler_in(folder) as running:
+        async with rpc(running.address) as comm:
+            await comm.cml_watch(manager="m1", **WATCH)
+            await comm.cml_set(orphan_timeout=0.1)
+        await asyncio.wait_for(running.finished(), 120)
+        assert "orphaned: no manager and no client for 0.1 s" in str(running.get_logs())
+
+
+async def test_a_cluster_whose_folder_was_removed_ends(folder, monkeypatch):
+    for name, seconds in ("_REST", 0.01), ("INTERVAL", 0.02), ("_GONE_FOR", 0.05):
+        monkeypatch.setattr(state_file, name, seconds)
+    async with scheduler_in(folder) as running:
+        folder.rename(folder.with_name(".removed"))
+        await asyncio.wait_for(running.finished(), 120)
+        assert "its folder was removed" in str(running.get_logs())
+    assert not folder.exists()
+
+
+async def test_a_scheduler_without_its_file_does_not_start(tmp_path):
+    """Rather than begin with nothing, which would stop all workers."""
+    running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0")
+    async with running:
+        with pytest.raises(FileNotFoundError):
+            await running.register_scheduler_plugin(CMLSchedulerPlugin(tmp_path), idempotent=True)
 
 
 # -- real processes
 
-_MANAGER = """
+MANAGER = """
 import asyncio, sys
-from dask_cml.manager.presence import Presence
+from distributed.core import rpc
 async def manage():
-    presence = Presence(sys.argv[1], orphan_timeout=1)
-    presence._silence = 2
-    await presence.start()
+    comm = rpc(sys.argv[1])
+    await comm.cml_watch(manager="m1", observes=False, lease=2.0, since=0, wait=0.1)
+    await comm.cml_set(orphan_timeout=1)
     print("there", flush=True)
     await asyncio.sleep(3600)
 asyncio.run(manage())
@@ -316,79 +256,47 @@ def process(*command, **options):
 
 @contextlib.contextmanager
 def run_dask(program, folder, *arguments):
-    command = ("-m", "dask", program, "--scheduler-file", folder / "scheduler.json", *arguments)
+    command = ("-m", "dask", program, *arguments)
     with (folder / f"{program}.log").open("wb") as log, process(*command, stdout=log, stderr=log) as started:
         yield started
 
 
 @pytest.fixture
-def cluster(tmp_path, until):
+def cluster(folder, until, monkeypatch):
     """A scheduler's and a worker's process, and the scheduler's address."""
-    file = tmp_path / "scheduler.json"
+    for name, value in (FOLDER, folder), (NUMBER, 0), (PATIENCE, 120):
+        monkeypatch.setenv(name, str(value))
     arguments = ("--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0")
-    with run_dask("scheduler", tmp_path, *arguments) as scheduler:
-        until(lambda: file.exists() and file.read_text().endswith("}"))
-        with run_dask("worker", tmp_path, "--no-dashboard", "--death-timeout", "120") as worker:
-            yield scheduler, worker, json.loads(file.read_text())["address"]
+    with run_dask("scheduler", folder, *arguments, "--preload", PRELOAD) as scheduler:
+        file = folder / scheduler_file(0)
+        until(file.exists)
+        more = ("--scheduler-file", file, "--no-dashboard", "--death-timeout", "120")
+        with run_dask("worker", folder, *more) as worker:
+            yield scheduler, worker, file_of(folder)["address"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
-def test_processes_of_an_orphan_end_when_its_last_client_has_left(cluster, tmp_path, end):
+def test_the_processes_of_an_orphan_end_after_its_last_client_has_left(cluster, folder, end):
     scheduler, worker, address = cluster
 
-    async def look_on_alone(dask_scheduler):
+    async def wait_alone(dask_scheduler):
         """Wait until there is no manager, and for longer than the timeout after that."""
-        watch = dask_scheduler.plugins["dask-cml"]._watch
-        while watch._managers:
+        presence = dask_scheduler.plugins["dask-cml"]._presence
+        while presence.managers:
             await asyncio.sleep(0.05)
-        end = watch._looked + 2
-        while watch._looked < end:
+        later = time.monotonic() + 2
+        while time.monotonic() < later:
             await asyncio.sleep(0.05)
 
-    with process("-c", _MANAGER, address, stdout=subprocess.PIPE) as manager:
+    with process("-c", MANAGER, address, stdout=subprocess.PIPE) as manager:
         assert manager.stdout.readline() == b"there\n"
         with Client(address) as client:
             client.wait_for_workers(1)
             manager.send_signal(end)
-            client.run_on_scheduler(look_on_alone)
+            client.run_on_scheduler(wait_alone)
             assert client.submit(sum, [1, 2]).result(120) == 3
             assert scheduler.poll() is worker.poll() is None
         assert scheduler.wait(120) == 0
         assert worker.wait(120) == 0
-    assert "orphaned: no manager and no client for 1 s" in (tmp_path / "scheduler.log").read_text()
-
-
-HERE = {"manager": "m1", "info": {"host": "here"}, "silence": 15.0}
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"manager": "m1", "info": "many", "silence": 15.0},
-        {"manager": "m1", "info": {str(i): i for i in range(1000)}, "silence": 15.0},
-        {"manager": "m1", "info": {"host": ["here"]}, "silence": 15.0},
-        {"manager": ["m1"], "info": {}, "silence": 15.0},
-        {"manager": "m1", "info": {}, "silence": "long"},
-        {"manager": "m1", "info": {}, "silence": float("inf")},
-        {**HERE, "orphan_timeout": "never"},
-        {**HERE, "orphan_timeout": 0},
-        {**HERE, "orphan_timeout": float("nan")},
-    ],
-)
-async def test_heartbeat_that_no_manager_sends_changes_nothing(message):
-    async with scheduler(orphan_timeout=5) as running, rpc(running.address) as asked:
-        with pytest.raises(ValueError, match=r"invalid .*: expected"):
-            await asked.cml_manager_heartbeat(**message)
-        assert watch_of(running).timeout == 5
-        assert not watch_of(running)._managers
-
-
-async def test_sync_that_no_manager_sends_leaves_the_managers_able_to_work():
-    async with scheduler() as running, rpc(running.address) as asked:
-        await asked.cml_manager_heartbeat(**HERE)
-        before = await asked.cml_sync(manager="m1", wanted={"default": 2})
-        for message in {"wanted": "many"}, {"launched": {"other": ["x"]}}, {"gone": 3}:
-            with pytest.raises(ValueError, match=r"invalid .*: expected"):
-                await asked.cml_sync(manager="m1", **message)
-        assert await asked.cml_sync(manager="m1") == before
+    assert "orphaned: no manager and no client for 1 s" in (folder / "scheduler.log").read_text()

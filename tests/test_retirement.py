@@ -46,15 +46,15 @@ def test_a_session_that_keeps_one_of_its_workers_is_not_lost(platform, light, lo
         ]
         cluster.scale(1)
         until(lambda: "kept: no other worker can take its data" in str(cluster.get_logs()["Cluster"]))
-        until(lambda: len(cluster.scheduler_info["workers"]) == 3 and cluster._fleet.group().target == 2)
+        until(lambda: len(cluster.scheduler_info["workers"]) == 3 and target(cluster) == 2)
         later = time.monotonic() + 1
         until(lambda: time.monotonic() > later)
         seen = len(looks)
         until(lambda: cluster.loop.add_callback(cluster._reconciler.poke) or len(looks) > seen + 2)
         assert "failed" not in cluster.get_logs()["Cluster"]
         assert sorted(cluster.workers) == ["mine-0", "mine-1"]
-        assert cluster._fleet.group().target == 2
-        assert cluster._reconciler.problem is None
+        assert target(cluster) == 2
+        assert cluster.manager.state.problem is None
         assert len(platform.sessions()) == 3
         assert [counter.add(1).result(120) for counter in counters] == [1, 1]
 
@@ -71,5 +71,5 @@ def test_a_kept_session_that_lacks_a_worker_is_replaced_when_others_can_take_its
         client.retire_workers(names=["mine-0-0"])
         until(lambda: "Worker mine-0 kept: no other worker" in str(cluster.get_logs()["Cluster"]))
         until(lambda: "mine-0" not in cluster.workers)
-        until(lambda: len(cluster.scheduler_info["workers"]) == 2 * cluster._fleet.group().target == 4)
+        until(lambda: len(cluster.scheduler_info["workers"]) == 2 * target(cluster) == 4)
         assert data.result(120) == [1, 2]

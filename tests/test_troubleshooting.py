@@ -135,10 +135,6 @@ def test_errors_about_names(platform, seen, shown, caplog):
     shown("Errors about names")
 
 
-def told(cluster):
-    return "\n".join(line for _, line in cluster._cluster_manager_logs)
-
-
 def worker_sessions(cluster):
     return [each.id for each in cluster.sessions if each.role == "worker"]
 
@@ -154,7 +150,7 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
         for n, fault in enumerate(["fails", "succeeds", "hangs"], start=1):
             platform.inject(fault)
             cluster.scale(1)
-            until(lambda n=n: told(cluster).count("Worker failed") == n)
+            until(lambda n=n: log_of(cluster).count("Worker failed") == n)
         platform.inject("hangs")
         # This one is to be evicted, and has its time until then.
         cluster._launcher.options = dataclasses.replace(cluster._launcher.options, worker_timeout=600.0)
@@ -163,16 +159,16 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
         until(lambda: {*worker_sessions(cluster)} - before and not waiting(platform))
         [session] = {*worker_sessions(cluster)} - before
         platform.evict(session)
-        until(lambda: session in told(cluster))
+        until(lambda: session in log_of(cluster))
         platform.configure(quota={"sessions": 2})
         cluster.scale(3)
-        until(lambda: "1 of 3 workers" in told(cluster))
+        until(lambda: "1 of 3 workers" in log_of(cluster))
         cluster.scale(0)
         until(lambda: not cluster.workers)
         platform.configure(quota={"sessions": 1}, over_quota="wait")
         cluster.scale(1)
-        until(lambda: "waiting for room" in told(cluster))
-        seen.append(told(cluster))
+        until(lambda: "waiting for room" in log_of(cluster))
+        seen.append(log_of(cluster))
     shown("Workers that do not start")
 
 
@@ -187,7 +183,7 @@ def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, u
         for pid in processes.pids(cluster.workers["night-2"].session_id):
             os.kill(pid, signal.SIGSTOP)
         cluster.sync(cluster.scale_down, ["night-2"])
-        until(lambda: "abandoned" in told(cluster))
+        until(lambda: "abandoned" in log_of(cluster))
         assert len(held.result()) == 10**6
         held.cancel()
         # The scheduler can best do without the worker that holds least.
@@ -196,14 +192,14 @@ def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, u
         [scattered] = client.scatter([bytes(10**6)], workers=["night-1"])
         wait(computed)
         cluster.scale(1)
-        until(lambda: "kept" in told(cluster))
+        until(lambda: "kept" in log_of(cluster))
         [session] = [each.id for each in cluster.sessions if each.name == "night-1"]
         platform.evict(session)
         assert len(computed.result()) == 10**6
         assert actor
         fails(seen, CancelledError, scattered.result)
-        until(lambda: session in told(cluster))
-        seen.append(told(cluster))
+        until(lambda: session in log_of(cluster))
+        seen.append(log_of(cluster))
     shown("Workers that stop")
 
 
@@ -212,8 +208,8 @@ def test_what_is_said_of_tasks_that_wait(platform, seen, shown, until):
         waiting = client.map(abs, range(3), resources={"FPGA": 1})
         waiting += client.map(abs, range(3, 5), resources={"GPU": 1})
         waiting.append(client.submit(abs, 5, workers=["night-7"]))
-        until(lambda: all(words in told(cluster) for words in ("FPGA", "GPU", "night-7")))
-        seen.append(told(cluster))
+        until(lambda: all(words in log_of(cluster) for words in ("FPGA", "GPU", "night-7")))
+        seen.append(log_of(cluster))
     shown("Tasks that wait")
 
 
@@ -241,7 +237,7 @@ def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, 
 def test_what_a_cluster_without_its_scheduler_says(platform, seen, shown, until, monkeypatch):
     def ended(cluster):
         until(lambda: cluster.status.name == "closed")
-        seen.append(told(cluster))
+        seen.append(log_of(cluster))
 
     with make(n_workers=1) as cluster, Client(cluster) as client:
         client.wait_for_workers(1)

@@ -122,7 +122,7 @@ def test_sessions_that_were_scaled_away_count_until_they_were_stopped(platform, 
     start = time.time()
     with make(n_workers=2, cpu=0.5, memory=1.5) as cluster:
         until(lambda: len(store.read("mine").sessions) == 3)
-        until(lambda: len(cluster._arrived) == 2)
+        until(lambda: arrived(cluster) == 2)
         assert (cluster.usage()["scheduler"].sessions, cluster.usage()["default"].sessions) == (1, 2)
         begin = time.time()
         cluster.scale(0)
@@ -144,7 +144,7 @@ def test_sessions_that_were_scaled_away_count_until_they_were_stopped(platform, 
 
 def test_a_lost_session_counts_until_the_platforms_word(platform, until):
     with make(n_workers=1) as cluster:
-        until(lambda: len(cluster._arrived) == 1)
+        until(lambda: arrived(cluster) == 1)
         [session] = [each.id for each in cluster.sessions if each.role == "worker"]
         platform.evict(session)
         until(lambda: session in {each.launch.id for each in store.read_ended(store.read("mine"))})
@@ -158,7 +158,7 @@ def test_a_lost_session_counts_until_the_platforms_word(platform, until):
 def test_each_worker_group_has_hours_of_its_own_also_when_it_is_deleted(platform, until):
     with make(n_workers=1) as cluster:
         cluster.add_worker_group("gpu", 1, cpu=4, memory=16, nvidia_gpu=2)
-        until(lambda: len(cluster._arrived) == 2)
+        until(lambda: arrived(cluster) == 2)
         begin = time.time()
         until(lambda: time.time() > begin + 2)
         cluster.delete_worker_group("gpu")
@@ -208,7 +208,7 @@ def test_a_session_still_waits_for_a_manager_that_has_just_taken_it_over(platfor
 def test_another_manager_sees_the_same_and_its_end_ends_the_count(platform, until):
     maker = make(n_workers=1)
     try:
-        until(lambda: len(maker._arrived) == 1)
+        until(lambda: arrived(maker) == 1)
         with CMLCluster.from_name("mine", quiet=True) as other:
             other.scale(2)
             until(lambda: maker.usage()["default"].sessions == 2)
@@ -237,7 +237,7 @@ from dask_cml import CMLCluster
 
 if __name__ == "__main__":
     cluster = CMLCluster(name="mine", n_workers=2, quiet=True, orphan_timeout="10 minutes")
-    while len(cluster._arrived) < 2:
+    while arrived(cluster) < 2:
         time.sleep(0.05)
     print("ready", flush=True)
     time.sleep(3600)
@@ -266,7 +266,7 @@ def test_info_prints_it(platform, until):
         return result.output
 
     with make(n_workers=1) as cluster:
-        until(lambda: len(cluster._arrived) == 1)
+        until(lambda: arrived(cluster) == 1)
         until(lambda: cluster.usage().total.sessions == 2)
         lines = [line for line in run("info", "mine").splitlines() if line.startswith("usage")]
         assert [line.split()[1:3] for line in lines] == [

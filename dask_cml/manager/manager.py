@@ -411,8 +411,8 @@ class Manager:
             if not shutdown:
                 await self._hand_over()
             self.fleet.close()
-            await self._record_keeper.close()
             if shutdown:
+                await self._record_keeper.close()
                 await self._client.terminate(_GOODBYE_TIMEOUT)
             await self._client.close()
         except Exception:  # whatever fails before, the sessions are stopped
@@ -443,6 +443,7 @@ class Manager:
             await self._reconciler.report()
         except Exception as error:
             logger.info("Last wishes for cluster %s not sent: %r", self.options.name, error)
+        await self._record_keeper.close()  # before it finds no sessions
         processes = [each for each in (self.scheduler, *self.fleet.workers.values()) if each is not None]
         if self._record_keeper.gone:  # no other manager can take over what was launched here
             processes = [each for each in processes if each.adopted]
@@ -476,19 +477,21 @@ class Manager:
         timeout : float
             Maximum time to wait for the event loop, in seconds.
         """
+        running = self.event_loop is not None and self.event_loop.is_running()
         try:
-            if self.event_loop is not None and self.event_loop.is_running() and self.status != Status.closed:
+            if self.event_loop is not None and running and self.status != Status.closed:
                 closing = asyncio.run_coroutine_threadsafe(
                     self.close(self.shutdown_on_close), self.event_loop
                 )
                 closing.result(timeout)
+            elif self.status != Status.closed and self.shutdown_on_close:
+                self._record_keeper.end_now()  # the event loop has ended, as after asyncio.run
         except CMLError as error:  # all retries have failed
             logger.error("%s", error)
-        except BaseException as error:
+        except Exception as error:
             logger.info("Sessions of cluster %s stopped without its event loop: %r", self.options.name, error)
-        # The event loop may have ended, as after asyncio.run. Then this is enough.
-        if self.status != Status.closed and self.shutdown_on_close:
-            self._record_keeper.end_now()
+            if self.shutdown_on_close:
+                self._record_keeper.end_now()
         self.status = Status.closed
 
     def forget(self) -> None:

@@ -129,6 +129,7 @@ class Reconciler:
         self._changed.clear()
         number = self._begun = self._begun + 1
         losses = None
+        self.backoffs.look(time.monotonic())
         try:
             await self._attach()
             await self.report()
@@ -205,7 +206,6 @@ class Reconciler:
         for group in {each.group for each in wanted if each.name in complete - self._registered}:
             self.backoffs.of(group).arrived(now)
         self._registered = complete | (self._registered & {each.name for each in wanted})
-        self.backoffs.look(now)
         missing = [each for each in wanted if each.name not in complete]
         losses = await self._losses.look(wanted, missing, self._watch)
         self._tell_waiting()
@@ -338,6 +338,7 @@ class Reconciler:
 
     async def _launch_missing(self) -> None:
         fleet = self._fleet
+        self.backoffs.look(time.monotonic())
         wishes = {group.name: group.wishes for group in fleet.states}
         names = [
             each.name

@@ -111,6 +111,7 @@ class RecordKeeper:
         if self._task is not None:
             await cancel(self._task)
             await self.write()
+            self._task = None
 
     async def is_removed(self, timeout: float) -> bool:
         """Wait until another process has removed the record, which it does when it deletes the cluster.
@@ -160,7 +161,7 @@ class RecordKeeper:
         CMLError
             If sessions could not be stopped.
         """
-        if self._task is None or self.record is None:
+        if self.record is None:
             await self._api.close()
         else:
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
@@ -169,7 +170,7 @@ class RecordKeeper:
 
     def end_now(self) -> None:
         """Do the same as :meth:`end` by blocking calls."""
-        if self._task is None or self.record is None:
+        if self.record is None:
             self._api.end()
         else:
             stop_and_remove_now(replace(self.record, sessions={}), self._api)

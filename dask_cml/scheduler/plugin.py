@@ -331,7 +331,5 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
-    plugin = CMLSchedulerPlugin(
-        Path(os.environ[FOLDER]), int(os.environ[NUMBER]), setting("orphan-timeout")
-    )
+    plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]), setting("orphan-timeout"))
     await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)

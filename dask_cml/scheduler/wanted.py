@@ -319,6 +319,7 @@ class Wanted:
                 group.names[name] = None
                 group.target, group.deleted = max(group.target, len(group.names)), False
                 self._touch(name)
+                self.changes.touch(GROUPS)
                 kept.append(name)
         return kept
 

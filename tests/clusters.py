@@ -1,0 +1,100 @@
+"""Clusters on the local platform, records of clusters without processes, and what tests see of either."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dask_cml import CMLCluster
+from dask_cml.layout import scheduler_file
+from dask_cml.records import store
+from dask_cml.records.record import Record
+from dask_cml.records.session_files import Changes
+from dask_cml.sessions.entry import Launch
+
+#: The time at which recorded sessions were launched.
+LAUNCHED = 1790000000
+#: What the first scheduler of a cluster without worker groups begins with.
+WANTED: dict[str, Any] = {"groups": {}}
+
+
+def make(**options: Any) -> CMLCluster:
+    """Return a cluster that starts when it is awaited."""
+    return CMLCluster(**{"platform": "local", "quiet": True, "asynchronous": True, **options})
+
+
+def rebuild(name: str, **options: Any) -> CMLCluster:
+    """Return another manager of a running cluster, which starts when it is awaited."""
+    return CMLCluster.from_name(name, quiet=True, asynchronous=True, **options)
+
+
+def lines_of(cluster: CMLCluster) -> list[str]:
+    """Return the lines that a cluster has reported to its user, also in an event loop."""
+    return [line for _, line in cluster._cluster_manager_logs]
+
+
+def log_of(cluster: CMLCluster) -> str:
+    """Return these lines as one text."""
+    return "\n".join(lines_of(cluster))
+
+
+def live(platform: ModuleType) -> list[dict[str, Any]]:
+    """Return the sessions that run and are not being stopped."""
+    return [
+        each for each in platform.sessions() if each["status"] == "running" and not each["stop_requested"]
+    ]
+
+
+def arrived(cluster: CMLCluster) -> int:
+    """Return the number of wanted worker sessions that are connected, of all groups."""
+    return sum(group.n_arrived for group in cluster.worker_groups.values())
+
+
+def target(cluster: CMLCluster) -> int:
+    """Return the number of requested worker sessions of the default group."""
+    return cluster.worker_groups["default"].n_workers
+
+
+def name_of(session: dict[str, Any]) -> str:
+    """Return the name that a session of the platform has in its cluster."""
+    return session["name"].rpartition(" ")[0]
+
+
+def write_record(record: Record, directory: Path | None = None) -> Path:
+    """Write a record with what its scheduler and its sessions would have written. Return its folder."""
+    folder = store.claim(record, {"groups": record.scheduler.groups}, directory)
+    if record.scheduler.address is not None:
+        write_scheduler(record, folder)
+    launches = [
+        Launch(id, key, record.owners.get(id), record.launched.get(id, LAUNCHED), record.sizes.get(id))
+        for id, key in record.sessions.items()
+    ]
+    changes = Changes(launches, waiting=[*record.waiting], began=record.began)
+    store.write_sessions(changes, record.name, directory, id=record.id)
+    return folder
+
+
+def launch(directory: Path | None, record: Record, *ids: str, key: str = "a-0", **more: Any) -> None:
+    """Write sessions into a record, as the manager does that has launched them."""
+    changes = Changes([Launch(each, key, None, LAUNCHED) for each in ids], **more)
+    store.write_sessions(changes, record.name, directory, id=record.id)
+
+
+def end(directory: Path | None, record: Record, *ids: str, at: int = LAUNCHED + 60) -> None:
+    """Write into a record that sessions have ended."""
+    changes = Changes(ended=dict.fromkeys(ids, at))
+    store.write_sessions(changes, record.name, directory, id=record.id)
+
+
+def write_scheduler(record: Record, folder: Path) -> None:
+    """Write the file of a record's scheduler."""
+    content = asdict(record.scheduler)
+    number = content.pop("number")
+    new = folder / "new"
+    new.touch(0o600)
+    new.write_text(json.dumps(content))
+    os.replace(new, folder / scheduler_file(number))

@@ -1,0 +1,45 @@
+"""A real scheduler with dask-cml's plugin, in the test's own event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed import Scheduler
+from distributed.security import Security
+
+from dask_cml.layout import wanted_file
+from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
+
+#: The id of the cluster's record.
+RECORD = "0123456789abcdef"
+
+
+def prepare(folder: Path, leader: str | None = None, number: int = 0, **groups: Mapping[str, Any]) -> Path:
+    """Write in a cluster's folder what a manager writes that launches a scheduler. Return the folder."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    content = {
+        "cluster": folder.name,
+        "record": RECORD,
+        "leader": leader,
+        "groups": {"default": {}, **groups},
+    }
+    file = folder / wanted_file(number)
+    file.touch(0o600)
+    file.write_text(json.dumps(content))
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def scheduler_in(
+    folder: Path, *, number: int = 0, orphan_timeout: float | None = None, security: Security | None = None
+) -> AsyncIterator[Scheduler]:
+    """Run the scheduler of a cluster whose folder is prepared."""
+    running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", security=security)
+    async with running:
+        plugin = CMLSchedulerPlugin(folder, number, orphan_timeout)
+        await running.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
+        yield running

@@ -1,0 +1,284 @@
+"""Several managers of one cluster: one leads, all may wish, and what nobody knows is found."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import dask
+import pytest
+from clusters import arrived, launch, lines_of, live, log_of, make, rebuild, target, write_record
+from distributed import Worker
+from distributed.core import Status
+
+from dask_cml.manager import losses, strays
+from dask_cml.records import operations, store
+from dask_cml.records.record import Record
+
+pytestmark = pytest.mark.usefixtures("light")
+
+SLEEP = "import time; time.sleep(600)"
+
+
+# -- who leads
+
+
+async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(platform, holds):
+    def settled(n):
+        return all(
+            len(manager.workers) == len(manager.scheduler_info["workers"]) == target(manager) == n
+            for manager in (maker, other)
+        )
+
+    async with make(n_workers=1, name="shared") as maker:
+        await holds(lambda: arrived(maker) == 1)
+        async with rebuild("shared") as other:
+            await holds(lambda: settled(1))
+            other.scale(3)
+            await holds(lambda: settled(3))
+            maker.scale(2)
+            await holds(lambda: settled(2))
+            other.scale(1)
+            await holds(lambda: settled(1))
+            assert maker.workers.keys() == other.workers.keys()
+            assert len(live(platform)) == 2
+            assert (maker.manager.state.leads, other.manager.state.leads) == (True, False)
+            for each in maker, other:
+                assert "failed" not in log_of(each)
+                assert each.manager.state.problem is None
+
+
+async def test_a_lost_worker_is_replaced_once(platform, holds):
+    async with make(n_workers=1, name="shared") as maker:
+        await holds(lambda: arrived(maker) == 1)
+        async with rebuild("shared") as other:
+            [lost] = maker.workers
+            platform.evict(maker.workers[lost].session_id)
+            await holds(lambda: maker.observed and lost not in maker.observed)
+            await holds(lambda: other.observed == maker.observed)
+            assert len(live(platform)) == 2
+
+
+async def test_another_manager_leads_when_the_leader_leaves(platform, holds):
+    maker = await make(n_workers=1, name="shared")
+    async with rebuild("shared") as other:
+        await holds(lambda: arrived(other) == 1)
+        assert not other.manager.state.leads
+        before = store.read("shared").sessions
+        await maker.leave()
+        assert store.read("shared").sessions == before
+        await holds(lambda: other.manager.state.leads)
+        other.scale(2)
+        await holds(lambda: arrived(other) == len(other.workers) == 2)
+        await other.close()
+    assert not live(platform)
+
+
+async def test_wishes_of_a_manager_that_leaves_at_once_come_true(platform, holds):
+    async with make(name="shared") as maker:
+        file = maker.manager.state.folder / "record.json"
+        made = file.stat()
+        async with rebuild("shared") as other:
+            other.scale(2)
+        assert os.path.samestat(file.stat(), made)  # nobody replaces it
+        await holds(lambda: arrived(maker) == len(maker.workers) == 2)
+        assert {each["id"] for each in live(platform)} == {each.id for each in maker.sessions}
+    assert not live(platform)
+
+
+SECOND = """
+import time
+from dask_cml import CMLCluster
+
+if __name__ == "__main__":
+    cluster = CMLCluster.from_name("shared")
+    cluster.scale(3)
+    while cluster.n_pending:
+        time.sleep(0.05)
+    print("ready", flush=True)
+    time.sleep(3600)
+"""
+
+
+@pytest.mark.slow
+async def test_sessions_that_end_with_the_leaders_session_are_replaced_by_the_next_leader(
+    platform, holds, monkeypatch
+):
+    monkeypatch.setenv("CDSW_ENGINE_ID", "first")
+
+    def owners(cluster):
+        return sorted(session.owner for session in cluster.sessions)
+
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}):
+        maker = await make(n_workers=1, name="shared", shutdown_on_close=False)
+        await holds(lambda: arrived(maker) == 1)
+        await maker.leave()
+        environment = {**os.environ, "CDSW_ENGINE_ID": "second"}
+        second = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SECOND, stdout=subprocess.PIPE, env=environment
+        )
+        assert await second.stdout.readline() == b"ready\n"
+        async with rebuild("shared") as again:
+            await holds(lambda: owners(again) == ["first", "first", "second", "second"])
+            assert sorted(store.read("shared").owners.values()) == owners(again)
+            assert not again.manager.state.leads
+            await asyncio.to_thread(platform.end_engine, "second")
+            assert await second.wait() == -signal.SIGKILL
+            await holds(lambda: again.manager.state.leads and arrived(again) == target(again) == 3)
+            await holds(lambda: owners(again) == ["first"] * 4)
+            assert {each["id"] for each in live(platform)} == {each.id for each in again.sessions}
+            await again.close()
+        assert not live(platform)
+
+
+# -- adaptive scaling
+
+
+async def test_who_scales_ends_the_adaptive_scaling_of_another_manager(platform, holds):
+    async with make(name="shared") as maker:
+        adaptive = maker.adapt(minimum=0, maximum=3)
+        await maker
+        async with rebuild("shared") as other:
+            assert other.manager.state.limits() == {"minimum": 0, "maximum": 3}
+            other.scale(1)  # and leaves at once
+        await holds(lambda: target(maker) == 1 and maker.manager.state.limits() is None)
+        await holds(lambda: adaptive.periodic_callback is None)
+        await holds(lambda: arrived(maker) == len(live(platform)) - 1 == 1)
+
+
+async def test_the_leader_adapts_for_a_manager_that_has_left(platform, holds):
+    maker = await make(name="shared")
+    async with rebuild("shared") as other:
+        other.adapt(minimum=1, maximum=2, interval="100 ms")
+        await other
+    await holds(lambda: arrived(maker) == 1)
+    assert maker.manager.state.limits() == {"minimum": 1, "maximum": 2}
+    async with rebuild("shared") as third:  # goes on as the next leader
+        await maker.leave()
+        await holds(lambda: third.manager.state.leads and third.manager.wishes.adaptive() is not None)
+        [lost] = third.workers
+        platform.evict(third.workers[lost].session_id)
+        await holds(lambda: arrived(third) == 1 and lost not in third.observed)
+        await third.close()
+
+
+# -- the end
+
+
+@pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_a_manager_says_that_another_one_has_ended_the_cluster(platform, holds, elsewhere):
+    async with make(name="shared") as maker:
+        other = await rebuild("shared")
+        ending, seeing = (other, maker) if elsewhere else (maker, other)
+        await ending.close()
+        await holds(lambda: seeing.status == Status.closed)
+        assert lines_of(seeing)[-1] == "Cluster shared shut down: another process shut it down"
+
+
+@pytest.mark.slow
+async def test_a_manager_disconnects_from_a_silent_scheduler_that_it_cannot_list(
+    platform, holds, monkeypatch
+):
+    monkeypatch.setattr(losses, "_SILENCE", 1.0)
+    async with make(n_workers=1, name="shared") as maker:
+        await holds(lambda: arrived(maker) == 1)
+        await maker.leave()
+    monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
+    other = await rebuild("shared")
+    platform.evict(store.read("shared").scheduler.session)
+    await holds(lambda: other.status == Status.closed)
+    assert "has not answered for 1 s" in lines_of(other)[-1]
+    assert await operations.end_all(store.records()) == {"shared": None}
+    assert not live(platform)
+
+
+async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(platform, monkeypatch):
+    early, late = (each["id"] for each in platform.launch_workers(2, cpu=1, memory=1, code=SLEEP))
+    write_record(Record("shared", options={"platform": "local"}, sessions={early: "shared-0"}))
+    remove = store.remove
+
+    def after_another_manager_has_launched(name, **more):
+        launch(None, store.read(name), late, key="shared-1")
+        return remove(name, **more)
+
+    monkeypatch.setattr(store, "remove", after_another_manager_has_launched)
+    assert await operations.end_all(store.records()) == {"shared": None}
+    assert all(each["stop_requested"] for each in platform.sessions())
+    assert store.records() == []
+
+
+async def test_a_manager_whose_record_was_removed_stops_its_sessions_when_it_leaves(platform, holds, caplog):
+    caplog.set_level("INFO")
+    async with make(name="shared", silence_logs=False) as maker:  # which would silence caplog, too
+        assert store.remove("shared") is not None
+        maker.scale(1)
+        await holds(lambda: "Record of cluster shared removed" in caplog.text)
+        await maker.leave()
+    assert not live(platform)
+    assert not maker.manager.state.folder.exists()
+
+
+# -- sessions and workers that no manager has launched
+
+
+@pytest.fixture
+def impatience(monkeypatch):
+    monkeypatch.setattr(strays, "_INTERVAL", 0.1)
+    monkeypatch.setattr(strays, "_PATIENCE", 0.3)
+
+
+@contextlib.asynccontextmanager
+async def dask_worker(cluster, name):
+    """A Dask worker of a cluster, in this process."""
+    address, security = cluster.scheduler.address, cluster.security
+    async with Worker(address, name=name, nthreads=1, dashboard=False, security=security) as worker:
+        yield worker
+
+
+async def test_a_session_in_the_record_that_nobody_launched_is_stopped(platform, holds, impatience):
+    [stray] = (each["id"] for each in platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
+    async with make(name="told", n_workers=1) as cluster:
+        await asyncio.to_thread(launch, None, store.read("told"), stray, key="told-7")
+        await holds(lambda: stray not in {each["id"] for each in live(platform)})
+        await holds(lambda: stray not in store.read("told").sessions)
+        await holds(lambda: arrived(cluster) == 1)
+        assert len(live(platform)) == 2
+
+
+async def test_a_dask_worker_whose_session_nobody_knew_hands_over_and_ends(platform, holds, impatience):
+    [stray] = (each["id"] for each in platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
+    async with make(name="told") as cluster, dask_worker(cluster, "told-7") as worker:
+        await asyncio.to_thread(launch, None, store.read("told"), stray, key="told-7")
+        await holds(lambda: worker.status == Status.closed)
+        await holds(lambda: stray not in {each["id"] for each in live(platform)})
+        assert not cluster.workers
+
+
+async def test_a_dask_worker_without_a_session_is_retired(platform, holds, impatience):
+    async with make(name="told") as cluster, dask_worker(cluster, "told-7") as worker:
+        await holds(lambda: worker.status == Status.closed)
+        assert not cluster.observed
+
+
+async def test_a_dask_worker_that_is_not_named_like_the_clusters_stays(platform, holds, impatience):
+    async with (
+        make(name="told") as cluster,
+        dask_worker(cluster, "told-7"),
+        dask_worker(cluster, "mine") as users,
+    ):
+        await holds(lambda: cluster.observed == {"mine"})
+        assert users.status == Status.running
+
+
+async def test_a_launched_session_that_is_not_in_the_record_is_forgotten(platform, holds, impatience):
+    """Its manager has stopped it, and died before it said so."""
+    groups = {"big": {}}
+    async with make(name="told", worker_groups=groups) as cluster:
+        comm, manager = cluster.scheduler_comm, cluster.manager.id
+        operation = {"op": "launched", "names": ["told-big-0"]}
+        await comm.cml_apply(manager=manager, operations=[operation], since=0)
+        await asyncio.wait_for(cluster.delete_worker_group("big"), 60)

@@ -1,0 +1,105 @@
+"""The record of a cluster: which content is valid, and whether its creator still runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from dask_cml.records.record import Maker, Record, SchedulerState
+
+# -- what the scheduler writes
+
+GROUPS = {"default": {"options": {}}, "gpu": {"options": {"nvidia_gpu": 1}, "target": 2}}
+
+
+def test_the_state_of_a_scheduler_reads_back_as_it_was_written():
+    state = SchedulerState(
+        3, GROUPS, "tls://10.0.0.1:8786", "Scheduler-1", "abcdefgh12345678", "https://a/", 2
+    )
+    content = dataclasses.asdict(state)
+    assert content.pop("number") == 3
+    assert SchedulerState.from_json(3, json.dumps(content)) == state
+    assert Record("a", scheduler=state).groups == {"gpu": {"nvidia_gpu": 1}}
+
+
+def test_fields_of_newer_schedulers_are_ignored_and_missing_ones_are_unknown():
+    assert SchedulerState.from_json(0, json.dumps({"groups": {}, "region": "west"})) == SchedulerState()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1]",
+        "null",
+        {},
+        {"groups": 3},
+        {"groups": {"gpu": []}},
+        {"groups": {"gpu": {"options": None}}},
+        {"groups": {}, "address": 8786},
+        {"groups": {}, "id": ["x"]},
+        {"groups": {}, "app_url": {}},
+        {"groups": {}, "protocol": "2"},
+    ],
+)
+def test_other_content_is_not_the_state_of_a_scheduler(content):
+    with pytest.raises(ValueError):  # noqa: PT011  # of json, too
+        SchedulerState.from_json(0, content if isinstance(content, str) else json.dumps(content))
+
+
+def test_a_session_of_a_scheduler_that_is_no_id_is_unknown():
+    """Otherwise it would get into calls of the platform."""
+    content = {"groups": {}, "session": "../etc"}
+    assert SchedulerState.from_json(0, json.dumps(content)).session is None
+
+
+# -- records of release 0.1, which are only deleted
+
+
+def test_a_record_of_format_1_is_read_for_its_deletion():
+    content = json.loads(Record("old").to_json()) | {"version": 1, "groups": {}}
+    content |= {
+        "scheduler_address": "tcp://10.0.0.1:8786",
+        "scheduler_id": "x",
+        "scheduler_session": "abcd1234",
+    }
+    record = Record.from_json(json.dumps(content))
+    assert (record.version, record.scheduler.address) == (1, "tcp://10.0.0.1:8786")
+    assert (record.scheduler.id, record.scheduler.session) == ("x", "abcd1234")
+
+
+# -- its creator
+
+
+def test_own_process_lives():
+    assert Maker.this_process().lives() is True
+
+
+def test_process_that_was_killed_does_not_live():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = psutil.Process(process.pid).create_time()
+        maker = dataclasses.replace(Maker.this_process(), pid=process.pid, started=started)
+        assert maker.lives() is True
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert maker.lives() is False  # a zombie
+    assert maker.lives() is False
+
+
+def test_process_id_that_was_used_again_is_another_process():
+    own = Maker.this_process()
+    assert dataclasses.replace(own, started=own.started - 3600).lives() is False
+
+
+def test_of_another_host_or_session_nothing_is_said(monkeypatch):
+    own = Maker.this_process()
+    assert dataclasses.replace(own, host=f"not-{own.host}", pid=1).lives() is None
+    monkeypatch.setenv("CDSW_ENGINE_ID", "abcdefgh12345678")
+    assert own.lives() is None
+    assert Maker.this_process().session == "abcdefgh12345678"

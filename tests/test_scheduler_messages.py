@@ -1,0 +1,143 @@
+"""Messages to the scheduler: a valid one passes, and one wrong value refuses all of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dask_cml.scheduler import messages
+from dask_cml.scheduler.messages import OPERATIONS, check_operation, check_values, check_watch
+
+VALID = {
+    "scale": {"group": "default", "n": 3},
+    "adapt": {"group": "gpu", "minimum": 0, "maximum": None, "key": "a1", "options": {"interval": 1.0}},
+    "stop_adapting": {"group": "gpu", "key": None},
+    "remove": {"names": ["mine-0", "mine-1-0"]},
+    "add_group": {"group": "gpu", "options": {"cpu": 2, "env": {"A": "b"}}, "n": 0},
+    "delete_group": {"group": "gpu"},
+    "resize": {"group": "gpu", "n": 100_000, "key": "a1"},
+    "shrink": {"group": "gpu", "names": (), "key": "a1"},
+    "trim": {"group": "gpu", "names": ["mine-0"]},
+    "replace": {"names": ["mine-0"]},
+    "refuse": {"group": "gpu", "names": ["mine-0"], "wishes": 0},
+    "keep": {"names": ["mine-0"], "wishes": {"default": 2}},
+    "launched": {"names": ["mine-0"]},
+    "stopped": {"names": ["mine-0"]},
+}
+#: Wrong values of each argument.
+WRONG = {
+    "group": ["", "0", "a b", "x" * 400, 3, None, ["gpu"]],
+    "n": [-1, 100_001, 1.5, True, "3", None, math.nan],
+    "minimum": [-1, True, "0", None],
+    "maximum": [-1, 1.5, "all", math.inf],
+    "key": ["", 3, "x" * 400],
+    "names": ["mine-0", [""], [3], {"mine-0"}, None, ["x" * 400], ["mine-0"] * 100_001],
+    "options": [None, [], {"a": object()}, {"a": math.nan}, {"a": "x" * 200_000}],
+    "wishes": [None, -1, {"0": 1}, {"gpu": -1}, {"gpu": "1"}, {3: 1}],
+}
+
+
+def test_there_is_a_valid_example_of_each_operation():
+    assert {op: {*arguments} for op, arguments in VALID.items()} == {
+        op: {*arguments} for op, arguments in OPERATIONS.items()
+    }
+
+
+@pytest.mark.parametrize("op", VALID)
+@pytest.mark.parametrize("wish", [{}, {"wish": None}, {"wish": 7}], ids=["none", "null", "7"])
+def test_valid_operations_pass(op, wish):
+    check_operation({"op": op, **VALID[op], **wish})
+
+
+@pytest.mark.parametrize(
+    ("op", "argument"), [(op, each) for op, arguments in VALID.items() for each in arguments]
+)
+def test_a_wrong_or_missing_argument_refuses_the_operation(op, argument):
+    valid = {"op": op, **VALID[op]}
+    for wrong in WRONG[argument]:
+        with pytest.raises(ValueError, match=rf"invalid {argument}=.*: expected"):
+            check_operation({**valid, argument: wrong})
+    without = {name: value for name, value in valid.items() if name != argument}
+    with pytest.raises(ValueError, match=f"invalid operation {op}: expected .*{argument}"):
+        check_operation(without)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        None,
+        "scale",
+        {},
+        {"op": None},
+        {"op": "apply"},
+        {"op": "__init__"},
+        {"op": ["scale"]},
+        {"op": "scale", "group": "default", "n": 1, "manager": "other"},
+        {"op": "scale", "group": "default", "n": 1, "wish": -1},
+        {"op": "scale", "group": "default", "n": 1, "wish": "1"},
+        {"op": "scale", "group": "default", "n": 1, "wish": True},
+        {"op": "scale", "group": "default", "n": 1, 3: 4},
+    ],
+)
+def test_other_operations_are_refused(operation):
+    with pytest.raises(ValueError, match=r"invalid .*: expected"):
+        check_operation(operation)
+
+
+WATCH = {"observes": False, "manager": "m-1", "lease": 15.0, "since": 0, "wait": 2}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"observes": "no"},
+        {"observes": None},
+        {"manager": ""},
+        {"manager": "x" * 65},
+        {"manager": "a b"},
+        {"manager": ["m"]},
+        {"lease": 0},
+        {"lease": math.inf},
+        {"lease": math.nan},
+        {"lease": "15"},
+        {"lease": True},
+        {"since": -1},
+        {"since": 1.0},
+        {"wait": -2},
+        {"wait": None},
+    ],
+)
+def test_a_wrong_heartbeat_is_refused(change):
+    check_watch(**WATCH)
+    with pytest.raises(ValueError, match=r"invalid .*: expected"):
+        check_watch(**{**WATCH, **change})
+
+
+@pytest.mark.parametrize(
+    ("values", "valid"),
+    [
+        ({}, True),
+        ({"orphan_timeout": None}, True),
+        ({"orphan_timeout": 300, "app_url": "https://abc.example.com/"}, True),
+        ({"orphan_timeout": 0}, False),
+        ({"orphan_timeout": math.nan}, False),
+        ({"orphan_timeout": "never"}, False),
+        ({"app_url": "javascript:alert(1)"}, False),
+        ({"app_url": "https://" + "x" * 3000}, False),
+        ({"app_url": None}, False),
+        ({"leader": "me"}, False),
+    ],
+)
+def test_only_known_values_are_kept(values, valid):
+    if valid:
+        check_values(values)
+    else:
+        with pytest.raises(ValueError, match=r"invalid .*: expected"):
+            check_values(values)
+
+
+def test_an_error_quotes_only_the_beginning_of_a_wrong_value():
+    with pytest.raises(ValueError, match="invalid names=") as caught:
+        messages.check_names("x" * 10**6)
+    assert len(str(caught.value)) < 300

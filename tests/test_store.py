@@ -1,0 +1,575 @@
+"""Records of clusters: written whole or not at all, whatever happens to the writers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from clusters import LAUNCHED, WANTED, end, launch, write_record, write_scheduler
+
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.layout import (
+    ENDED_FOLDER,
+    RECORD_FILE,
+    REMOVED_FILE,
+    SESSIONS_FOLDER,
+    STARTED_FOLDER,
+    scheduler_file,
+    wanted_file,
+)
+from dask_cml.options import SessionSize
+from dask_cml.records import session_files, store
+from dask_cml.records.record import Record, SchedulerState
+from dask_cml.records.store import read, read_ended, records, remove
+
+
+@pytest.fixture
+def state(tmp_path):
+    return tmp_path / "state"
+
+
+FILES = sorted([ENDED_FOLDER, RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER, wanted_file(0)])
+
+
+def claim(record, state=None):
+    return store.claim(record, WANTED, state)
+
+
+def names_in(state, folder):
+    return sorted(os.listdir(state / "a" / folder))
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def fork(monkeypatch):
+    """Start processes of functions of this module, and soon: from one that has imported it."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    processes = []
+
+    def start(function, *arguments):
+        processes.append(context.Process(target=function, args=arguments))
+        processes[-1].start()
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+# -- one record
+
+
+def test_a_record_reads_back_as_it_was_written(state):
+    record = Record(
+        name='My cluster, "naïve" 雲',
+        scheduler=SchedulerState(
+            groups={"default": {"options": {}, "target": 2}},
+            address="tls://10.0.0.1:8786",
+            id="Scheduler-1",
+            session="abcdefgh12345678",
+            app_url="https://abc.example.com/",
+            protocol=2,
+        ),
+        options={"n_workers": 2, "env": {"A": "b"}, "idle_timeout": None},
+        sessions={"abcdefgh12345678": "scheduler", "ijklmnop12345678": 'My cluster, "naïve" 雲-0'},
+        owners={"ijklmnop12345678": "qrstuvwx12345678"},
+        launched={"abcdefgh12345678": 1790000000, "ijklmnop12345678": 1790000060},
+        waiting={"ijklmnop12345678": 1790000060},
+        began={"abcdefgh12345678": 1790000030},
+        sizes={"abcdefgh12345678": SessionSize(1, 2), "ijklmnop12345678": SessionSize(1 / 3, 1e22, 8)},
+        security={"tls_ca_file": "/home/cdsw/ca.pem"},
+    )
+    assert write_record(record, state) == state / record.name
+    assert read(record.name, state) == record
+    assert records(state) == [record]
+
+
+def test_the_state_directory_of_the_configuration_is_the_default(platform):
+    record = Record("a")
+    claim(record)
+    assert records() == [read("a")] == [record]
+    assert remove("a") == {}
+
+
+def test_only_the_owner_can_read_a_clusters_folder(state):
+    previous = os.umask(0)
+    try:
+        record = Record("a")
+        folder = claim(record, state)
+        launch(state, record, "session-1")
+    finally:
+        os.umask(previous)
+    folders = [folder / name for name in (SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER)]
+    assert {mode(each) for each in (state, folder, *folders)} == {0o700}
+    [file] = (folder / SESSIONS_FOLDER).iterdir()
+    assert {mode(each) for each in (folder / RECORD_FILE, folder / wanted_file(0), file)} == {0o600}
+
+
+def test_options_that_json_cannot_represent_leave_nothing(state):
+    with pytest.raises(TypeError):
+        claim(Record("a", options={"security": object()}), state)
+    assert os.listdir(state) == []
+
+
+def test_a_full_disk_leaves_nothing(state, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        claim(Record("a"), state)
+    assert os.listdir(state) == []
+
+
+def test_a_record_that_nobody_would_read_is_refused(state):
+    with pytest.raises(CMLError, match="the record of cluster 'a' is too large: expected at most"):
+        claim(Record("a", options={"env": {"A": "x" * 2**20}}), state)
+    assert os.listdir(state) == []
+
+
+# -- what the scheduler has written
+
+
+def test_before_a_scheduler_has_written_the_record_has_what_its_manager_wrote_for_it(state):
+    groups = {"default": {"options": {}, "target": 3}}
+    store.claim(Record("a"), {"groups": groups, "leader": "m1"}, state)
+    assert read("a", state).scheduler == SchedulerState(groups=groups)
+
+
+def test_the_last_scheduler_counts(state):
+    record = Record("a")
+    folder = claim(record, state)
+    for number in 0, 10, 9:
+        scheduler = SchedulerState(number, address=f"tcp://10.0.0.{number}:8786")
+        write_scheduler(dataclasses.replace(record, scheduler=scheduler), folder)
+    assert read("a", state).scheduler.address == "tcp://10.0.0.10:8786"
+    assert read("a", state).scheduler.number == 10
+
+
+def test_a_damaged_file_of_a_scheduler_is_reported_once_and_the_cluster_is_still_found(state, caplog):
+    groups = {"default": {"options": {}, "target": 3}}
+    folder = store.claim(Record("a"), {"groups": groups}, state)
+    (folder / scheduler_file(0)).write_text('{"address": ')
+    for _ in range(2):
+        assert read("a", state).scheduler == SchedulerState(groups=groups)
+    assert [str(folder / scheduler_file(0)) in each.getMessage() for each in caplog.records] == [True]
+
+
+# -- names
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(state):
+    with pytest.raises(NoSuchCluster, match="no clusters exist"):
+        read("a", state)
+    claim(Record("b"), state)
+    claim(Record("c"), state)
+    with pytest.raises(NoSuchCluster, match="'a'; existing clusters: 'b', 'c'") as error:
+        read("a", state)
+    assert error.value.known == ("b", "c")
+    assert isinstance(error.value, (CMLError, LookupError))
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../b", ".hidden", "x/../b", "a\0"])
+def test_a_name_that_leads_elsewhere_is_refused(state, name):
+    claim(Record("b"), state)
+    with pytest.raises(NoSuchCluster):
+        read(name, state)
+    with pytest.raises(ValueError, match="name="):
+        claim(Record(name), state)
+    with pytest.raises(ValueError, match="name="):
+        remove(name, state)
+
+
+def test_a_name_that_is_too_long_for_the_file_system_is_refused(state):
+    with pytest.raises(ValueError, match="expected a folder's name"):
+        claim(Record("雲" * 100), state)
+    assert os.listdir(state) == []
+
+
+# -- claims
+
+
+def test_a_name_in_use_is_refused(state):
+    first = Record("a")
+    claim(first, state)
+    with pytest.raises(ClusterExists, match="'a'"):
+        claim(Record("a"), state)
+    assert read("a", state) == first
+    assert os.listdir(state) == ["a"]
+
+
+def test_one_of_many_processes_that_replace_a_stale_record_gets_the_name(state):
+    for _ in range(20):
+        stale = Record("a")
+        (claim(stale, state) / "key.pem").write_text("secret")
+        start = threading.Barrier(8)
+
+        def take(record, stale=stale, start=start):
+            start.wait()
+            remove("a", state, id=stale.id)
+            with contextlib.suppress(ClusterExists):
+                return claim(record, state)
+
+        rivals = [Record("a") for _ in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            got = [r for r, folder in zip(rivals, pool.map(take, rivals), strict=True) if folder]
+        assert [read("a", state)] == got
+        assert sorted(os.listdir(state / "a")) == FILES
+        remove("a", state)
+
+
+def test_a_cluster_that_took_the_place_of_a_stale_one_is_left_alone(state):
+    stale, new = Record("a"), Record("a")
+    claim(stale, state)
+    remove("a", state, id=stale.id)
+    claim(new, state)
+    assert remove("a", state, id=stale.id) is None
+    with pytest.raises(NoSuchCluster):
+        launch(state, stale, "session-1")
+    assert read("a", state) == new
+    assert os.listdir(state) == ["a"]
+
+
+def test_a_cluster_that_takes_the_name_while_another_is_removed_is_left_alone(state, monkeypatch):
+    stale, new = Record("a"), Record("a")
+    claim(stale, state)
+    rename = os.rename
+
+    def late(*paths, **folders):  # after the look at whose it is
+        monkeypatch.setattr(os, "rename", rename)
+        remove("a", state, id=stale.id)
+        claim(new, state)
+        launch(state, new, "session-1")
+        rename(*paths, **folders)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert remove("a", state, id=stale.id) is None
+    assert (read("a", state).id, [*read("a", state).sessions]) == (new.id, ["session-1"])
+    assert os.listdir(state) == ["a"]
+
+
+# -- the end
+
+
+def test_a_removed_cluster_leaves_nothing(state):
+    folder = claim(Record("a"), state)
+    (folder / "security").mkdir()
+    (folder / "security" / "key.pem").write_text("secret")
+    assert remove("a", state) == {}
+    assert os.listdir(state) == []
+    assert remove("a", state) is None
+
+
+def test_a_late_write_does_not_bring_a_removed_cluster_back(state):
+    record = Record("a")
+    claim(record, state)
+    remove("a", state)
+    with pytest.raises(NoSuchCluster):
+        launch(state, record, "session-1")
+    assert os.listdir(state) == []
+
+
+@pytest.mark.parametrize("step", ["first listing", "made", "last look"])
+def test_a_session_written_while_the_cluster_is_removed_is_known_to_its_launcher_or_the_remover(
+    state, monkeypatch, step
+):
+    record = Record("a")
+    claim(record, state)
+    write_files, listdir, removed = session_files.write, os.listdir, []
+
+    def during(*arguments):
+        if step == "first listing":
+            removed.append(remove("a", state, id=record.id))
+        write_files(*arguments)
+        if step == "made":
+            removed.append(remove("a", state, id=record.id))
+
+    def after(path):
+        if path == state and step == "last look" and not removed:
+            removed.append({})
+            removed[0] = remove("a", state, id=record.id)
+        return listdir(path)
+
+    monkeypatch.setattr(session_files, "write", during)
+    monkeypatch.setattr(os, "listdir", after)
+    with pytest.raises(NoSuchCluster):  # so who has launched it, stops it
+        launch(state, record, "session-1")
+    assert removed == [{} if step == "first listing" else {"session-1": "a-0"}]
+    assert listdir(state) == []
+
+
+def test_removing_returns_the_sessions_that_were_launched_since_the_last_look(state):
+    record = Record("a")
+    claim(record, state)
+    launch(state, record, "session-1", "session-2")
+    assert remove("a", state, id=record.id) == {"session-1": "a-0", "session-2": "a-0"}
+
+
+def test_old_leftovers_of_crashes_are_removed(state):
+    claim(Record("a"), state)
+    old = [state / ".claim-old", state / ".removed-old"]
+    young = [state / ".claim-young"]
+    for path in [*old, *young]:
+        path.write_text("half a rec")
+    for path in old:
+        os.utime(path, (time.time() - 3600,) * 2)
+    claim(Record("b"), state)
+    assert not any(path.exists() for path in old)
+    assert all(path.exists() for path in young)
+    assert [record.name for record in records(state)] == ["a", "b"]
+
+
+# -- damage
+
+
+def damages():
+    good = json.loads(Record("bad").to_json())
+    yield "empty", b"", "Expecting value"
+    yield "half", Record("bad").to_json().encode()[:90], ""
+    yield "bytes", bytes(range(128, 256)), "codec"
+    yield "nested", b"[" * 100_000, "recursion"
+    yield "list", b"[1]", "not the record"
+    yield "other", b'{"address": "tcp://x"}', "not the record"
+    yield "newer", {**good, "version": 3}, "in format 3: upgrade"
+    yield "elsewhere", {**good, "name": "a"}, "the record of another cluster, 'a'"
+    yield "lacking", {key: good[key] for key in good if key != "maker"}, "lacks maker"
+    for key, value in {
+        "id": 3,
+        "maker": {"host": "a", "pid": -1, "started": 1.0},
+        "created": "yesterday",
+        "security": ["a"],
+        "options": None,
+        "version": 0,
+    }.items():
+        yield key, {**good, key: value}, f"its {key} is invalid"
+
+
+@pytest.mark.parametrize(("content", "why"), [d[1:] for d in damages()], ids=[d[0] for d in damages()])
+def test_a_damaged_record_is_reported_once_and_ignored(state, caplog, content, why):
+    claim(Record("good"), state)
+    folder = claim(Record("bad"), state)
+    damaged = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (folder / RECORD_FILE).write_bytes(damaged)
+    for _ in range(2):
+        assert [record.name for record in records(state)] == ["good"]
+    with pytest.raises(NoSuchCluster, match="existing clusters: 'good'"):
+        read("bad", state)
+    assert len(caplog.records) == 1
+    assert str(folder / RECORD_FILE) in caplog.text
+    assert why in caplog.text
+    with pytest.raises(ClusterExists):  # whose it is cannot be known
+        claim(Record("bad"), state)
+    assert remove("bad", state) == {}
+
+
+def test_a_record_without_its_folder_of_sessions_is_ignored(state, caplog):
+    (claim(Record("a"), state) / SESSIONS_FOLDER).rmdir()
+    assert records(state) == []
+    assert "its folder lacks sessions" in caplog.text
+
+
+def test_foreign_files_and_folders_are_ignored(state, caplog):
+    claim(Record("a"), state)
+    (state / "notes.txt").write_text("not ours")
+    (state / "logs").mkdir()
+    (state / "strange" / RECORD_FILE).mkdir(parents=True)
+    (state / "dangling").symlink_to(state / "nowhere")
+    assert [record.name for record in records(state)] == ["a"]
+    assert "strange" in caplog.text
+    assert "notes.txt" not in caplog.text
+
+
+def test_a_file_that_was_replaced_while_it_was_read_is_read_again(state, monkeypatch):
+    record = Record("a")
+    claim(record, state)
+    content = store.read_file
+    errors = [OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError()]
+
+    def read_file(*arguments):
+        if errors:
+            raise errors.pop()
+        return content(*arguments)
+
+    monkeypatch.setattr(store, "read_file", read_file)
+    assert read("a", state).id == record.id
+    assert errors == []
+
+
+def test_a_file_system_that_stays_stale_is_no_removed_cluster(state, monkeypatch, caplog):
+    """Otherwise its manager would believe that another process has deleted it."""
+    record = Record("a")
+    claim(record, state)
+
+    def stale(*arguments):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(store, "read_file", stale)
+    with pytest.raises(OSError, match="Stale"):
+        launch(state, record, "session-1")
+
+
+# -- several writers, and their deaths
+
+
+@pytest.mark.slow
+def test_sessions_are_read_whole_or_not_at_all_whenever_their_writer_is_killed(state, caplog, fork):
+    record = Record("a")
+    claim(record, state)
+    for life in range(20):
+        before = {*read("a", state).sessions}
+        writer = fork(launch_for_ever, state, record, life)
+        while {*read("a", state).sessions} == before:
+            assert writer.is_alive()
+        writer.kill()
+        writer.join()
+        for session, key in read("a", state).sessions.items():
+            assert session.startswith("session-")
+            assert key == f"a-{session.split('-')[1]}"
+    assert not caplog.records
+    end(state, record, *read("a", state).sessions)
+    assert names_in(state, SESSIONS_FOLDER) == []
+
+
+def launch_for_ever(state, record, life):
+    for count in itertools.count():
+        ended = {f"session-{life}-{count - 3}": LAUNCHED}
+        launch(state, record, f"session-{life}-{count}", key=f"a-{life}", ended=ended)
+
+
+@pytest.mark.parametrize("what", ["launch", "replace", "remove"])
+def test_death_before_any_step_leaves_the_old_record_the_new_or_none(state, what, monkeypatch, fork):
+    monkeypatch.setattr(store, "_LEFTOVER_AGE", -1.0)
+    seen = []
+    for step in range(1, 100):
+        old = Record("a", options={"is": "old"})
+        (claim(old, state) / "key.pem").write_text("secret")
+        writer = fork(die_at, state, what, step)
+        writer.join()
+        found = records(state)
+        seen.append(["new" if record.sessions else record.options["is"] for record in found])
+        if writer.exitcode == 0:
+            break
+        assert writer.exitcode == -signal.SIGKILL
+        for each in found:
+            launch(state, each, "session-2")
+            assert "session-2" in read("a", state).sessions
+        if not found and os.path.exists(state / "a"):  # who looks next can finish the removal
+            assert [each.id for each in records(state, removed=True)] in ([], [old.id])
+        remove("a", state)
+        claim(Record("another"), state)
+        remove("another", state)
+        assert os.listdir(state) == []
+    assert len(seen) > 5
+    assert seen[0] == ["old"]
+    assert seen[-1] == ([] if what == "remove" else ["new"])
+    assert all(each in (["old"], ["new"], []) for each in seen)
+    assert what != "launch" or [] not in seen
+
+
+def die_at(state, what, step):
+    """Do it, and die in front of one of the calls that it makes of the file system."""
+    calls = ("open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "os.utime")
+    steps = itertools.count(1)
+
+    def audit(event, arguments):
+        if event in calls and next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    old = read("a", state)
+    sys.addaudithook(audit)
+    if what == "launch":
+        launch(state, old, "session-1")
+    elif what == "end":
+        end(state, old, "session-1", "session-2")
+    elif what == "replace":
+        remove("a", state, id=old.id)
+        claim(Record("a", options={"is": "new"}), state)
+    else:
+        remove("a", state, id=old.id)
+
+
+def test_a_removal_whose_process_died_is_in_nobodys_way(state):
+    """The cluster is not found any more, its name is free, and its sessions are still known."""
+    record = Record("a")
+    folder = claim(record, state)
+    launch(state, record, "session-1")
+    os.rename(folder / RECORD_FILE, folder / REMOVED_FILE)
+    assert records(state) == []
+    [half] = records(state, removed=True)
+    assert (half.id, half.sessions) == (record.id, {"session-1": "a-0"})
+    with pytest.raises(NoSuchCluster):
+        launch(state, record, "session-2")
+    assert remove("a", state, id="another") is None
+    new = Record("a")
+    claim(new, state)
+    assert [each.id for each in records(state)] == [new.id]
+    assert records(state, removed=True) == []
+    assert remove("a", state, id=record.id) is None
+
+
+def test_a_removal_whose_process_died_is_finished_by_another(state):
+    record = Record("a")
+    folder = claim(record, state)
+    launch(state, record, "session-1")
+    os.rename(folder / RECORD_FILE, folder / REMOVED_FILE)
+    assert remove("a", state, id=record.id) == {"session-1": "a-0"}
+    assert os.listdir(state) == []
+
+
+def test_nothing_is_lost_when_two_processes_write_sessions_at_the_same_moment(state, fork):
+    record = Record("a")
+    claim(record, state)
+    writers = [fork(add_sessions, state, record, each) for each in "xy"]
+    while any(writer.is_alive() for writer in writers):
+        read("a", state)
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert set(read("a", state).sessions) == {f"{p}-session-{i}" for p in "xy" for i in range(40)}
+
+
+def add_sessions(state, record, prefix):
+    for i in range(40):
+        launch(state, record, f"{prefix}-session-{i}")
+
+
+def test_an_ended_session_is_in_one_folder_or_the_other_whenever_the_writer_dies(state, fork):
+    record = Record("a")
+    seen = []
+    for step in range(1, 100):
+        claim(record, state)
+        launch(state, record, "session-1", "session-2", waiting=["session-1"], began={"session-2": LAUNCHED})
+        writer = fork(die_at, state, "end", step)
+        writer.join()
+        running = {*read("a", state).sessions}
+        over = {each.launch.id for each in read_ended(record, state)}
+        assert running | over == {"session-1", "session-2"}
+        assert not running & over
+        seen.append(len(over))
+        # Whoever looks after the cluster next finishes it.
+        end(state, record, "session-1", "session-2")
+        assert names_in(state, SESSIONS_FOLDER) == []
+        assert len(names_in(state, ENDED_FOLDER)) == 2
+        remove("a", state)
+        if writer.exitcode == 0:
+            break
+        assert writer.exitcode == -signal.SIGKILL
+    assert {*seen} == {0, 1, 2}
+    assert os.listdir(state) == []
