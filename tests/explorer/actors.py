@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from distributed import Client
@@ -205,6 +206,9 @@ class Page(Keeper):
 class Command(Actor):
     """A command of ``dask cml``, which ends by itself, or by Ctrl-C."""
 
+    #: The clusters that ``dask cml prune`` names instead of deleting them, and why.
+    passed_over: Mapping[str, str] = MappingProxyType({})
+
     def begin(self, what: str, *arguments: Any) -> asyncio.Task[Any]:
         return self.start(getattr(self, f"_{what.replace(' ', '_')}")(*arguments))
 
@@ -231,7 +235,10 @@ class Command(Actor):
             raise error
 
     async def _prune(self) -> None:
-        await operations.prune()
+        results, passed_over = await operations.prune()
+        for error in filter(None, results.values()):
+            raise error
+        self.passed_over = passed_over
 
     async def _list(self) -> None:
         await operations.describe(store.records())

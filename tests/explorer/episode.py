@@ -7,6 +7,7 @@ import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from distributed.core import Status
 from simulated.faults import CALM
@@ -23,7 +24,7 @@ from .schedule import NAME, WEATHERS, Schedule
 
 #: Seconds for what must come true, by the clock of the episode. The longest patience is that of orphans, and of
 #: a scheduler that waits for its first manager.
-PATIENCE = 400.0
+PATIENCE = 250.0
 
 
 @dataclass
@@ -222,6 +223,8 @@ class Episode:
         self.over = time.time()
         if ending == "abandon":
             await self._abandon()
+        elif self._is_dead():
+            await self._prune()
         elif ending == "close" and (keeper := self._keeper()) is not None and isinstance(keeper, Notebook):
             self.note(f"{keeper.name}: close")
             await self._until_done(keeper.close(keeper.open), "close()")
@@ -235,18 +238,18 @@ class Episode:
         keepers = [each for each in self.actors.values() if isinstance(each, Keeper) and each.open is not None]
         return keepers[0] if keepers else None
 
-    async def _run(self, what: str, *arguments: Any, again: bool = False) -> None:
+    async def _run(self, what: str, *arguments: Any, again: bool = False) -> Command:
         """Run a command, perhaps again until it gives no error or the cluster does not exist."""
         deadline = time.monotonic() + PATIENCE
         while True:
             self.commands += 1
             self.note(f"run {what}{arguments or ''}")
-            command = self.actor(f"command last{self.commands}")
+            command: Command = self.actor(f"command last{self.commands}")
             await self._until_done(command.begin(what, *arguments), f"dask cml {what}")
             for error in command.errors:
                 self.note(f"    {error}")
-            if not again or not command.errors or self.record() is None or time.monotonic() > deadline:
-                return
+            if not again or not command.errors or self.record() is None or self._is_dead() or time.monotonic() > deadline:
+                return command
             await asyncio.sleep(5.0)
 
     async def _until_done(self, task: asyncio.Task[Any], what: str) -> None:
@@ -283,11 +286,11 @@ class Episode:
 
         def is_true() -> bool:
             wrong[:] = self._differs(wanted)
-            return not wrong or self.record() is None
+            return not wrong or self.record() is None or self._is_dead()
 
         if not await self._until(is_true):
             self.violate(f"the last wish {wanted} is not what runs: {'; '.join(wrong)}")
-        elif self.record() is None:
+        elif self.record() is None or self._is_dead():
             self._check_ended()
         else:
             self.outcome.converged = time.monotonic() - began
@@ -352,9 +355,20 @@ class Episode:
             await self._run("delete", again=True)
         # Orphans end themselves.
         await self._until(lambda: not self._left_running())
-        # That of the scheduler's last sign of life.
-        await asyncio.sleep(130.0)
-        await self._run("prune")
+        await self._prune()
+
+    async def _prune(self) -> None:
+        await asyncio.sleep(130.0)  # after the scheduler's last sign of life
+        command = await self._run("prune")
+        if command.passed_over:
+            self.note(f"    passed over: {command.passed_over}")
+            await self._run("delete")
+
+    def _is_dead(self) -> bool:
+        """Whether the cluster has no scheduler, and nobody who gets it another one."""
+        return not self.sessions("scheduler") and not any(
+            isinstance(each, Keeper) and each.runs and each.cluster is not None for each in self.actors.values()
+        )
 
     def _left_running(self) -> list[str]:
         return [f"{each.key} ({each.id})" for each in self.platform.live_sessions if each.id != self.others]
@@ -373,8 +387,11 @@ class Episode:
         if self.world.sessions.doubles:
             self.violate(f"two sessions ran workers of one name: {self.world.sessions.doubles}")
         await self._leave_all()
-        if folders := [each for each in self.world.clusters if each != "tmp"]:
-            self.violate(f"these folders are left: {folders}")
+        if any(each.startswith(".") for each in self.world.clusters):
+            with mock.patch.object(store, "_LEFTOVER_AGE", -1.0):  # much later
+                await self._run("prune")
+        if self.world.clusters:
+            self.violate(f"these folders are left: {self.world.clusters}")
         for what in self.log.tracebacks:
             self.violate(f"a traceback: {what}")
         self.outcome.leaked = sum(self._leaked(each) for each in self.platform.all.values())

@@ -101,8 +101,8 @@ def world(directory: Path, *, luck: Luck | None = None, named: bool = True) -> I
     named : bool
         Whether sessions have names on the platform.
     """
-    settings = {**_SETTINGS, "cml.state-directory": str(directory), "temporary-directory": str(directory / "tmp")}
-    with virtual_time() as loop, dask.config.set(settings):
+    folders = {"cml.state-directory": str(directory), "temporary-directory": f"{directory}.tmp"}
+    with virtual_time() as loop, dask.config.set({**_SETTINGS, **folders}):
         made: list[World] = []
 
         def run(play: Callable[[World], Coroutine[Any, Any, Any]]) -> Any:
