@@ -34,9 +34,10 @@ PATHS = {
 PANE = "/individual-task-stream"
 
 MANAGER = """
-import asyncio, sys
+import asyncio, functools, sys
 from distributed.security import Security
-from dask_cml.manager.dashboard import DashboardForwarder
+from dask_cml.dashboard.connection import open_comm
+from dask_cml.dashboard.forwarder import DashboardForwarder
 from dask_cml.manager.presence import Presence
 
 async def manage(address, folder):
@@ -47,7 +48,7 @@ async def manage(address, folder):
     arguments = Security(**keys).get_connection_args("client")
     presence = Presence(address, arguments)
     await presence.start()
-    async with DashboardForwarder(address, arguments, timeout=60) as forwarder:
+    async with DashboardForwarder(functools.partial(open_comm, address, arguments, timeout=60)) as forwarder:
         print(forwarder.port, flush=True)
         await asyncio.to_thread(sys.stdin.read)
     await presence.close()

@@ -19,8 +19,9 @@ from distributed.security import Security
 
 from dask_cml import errors
 from dask_cml.options import state_directory
-from dask_cml.records import store
+from dask_cml.records import liveness, store
 from dask_cml.records.record import SCHEME, Record
+from dask_cml.sessions import tls
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +69,16 @@ class CMLConnector(Connector):
         NoSuchCluster
             If no cluster has this name, or its creator ended before its scheduler answered.
         OSError
-            If the scheduler cannot be reached.
+            If the scheduler cannot be reached, or has no keys and left no sign of life lately.
         """
         record = await _running(unquote(address))
         scheduler = record.scheduler.address
         assert scheduler is not None
+        if why := await asyncio.to_thread(liveness.why_not_contacted, record):
+            raise OSError(f"not connected to cluster {record.name!r}: {why}")
         _schedulers[address] = scheduler
-        if (security := record.get_security()) is not None:  # reads the key files
-            connection_args |= await asyncio.to_thread(security.get_connection_args, "client")
+        if (security := record.get_security()) is not None:
+            connection_args |= await asyncio.to_thread(tls.connection_args, security)
         scheme, location = parse_address(scheduler)
         connector = get_backend(scheme).get_connector()
         try:

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import parse_timedelta
 from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
+from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
+from distributed.objects import SchedulerInfo
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
 from dask_cml.checks import message
+from dask_cml.dashboard.forwarder import DashboardForwarder
 from dask_cml.display.group import WorkerGroup
-from dask_cml.display.html import first_line, sessions_html
+from dask_cml.display.html import escaped, first_line, sessions_html
 from dask_cml.errors import CMLError
-from dask_cml.frames import without_frames
 from dask_cml.manager.adaptive import CMLAdaptive
-from dask_cml.manager.dashboard import DashboardForwarder
 from dask_cml.manager.manager import Manager
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options
@@ -32,6 +33,7 @@ from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sizing import bounds, sessions_for
+from dask_cml.tracebacks import without_frames
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -710,7 +712,14 @@ class CMLCluster(SpecCluster):
             state.pending,
             state.problem,
         )
-        return super()._repr_html_(cluster_status=(cluster_status or "") + rows)
+        # Dask's template escapes neither the cluster's name nor those of workers.
+        shown = {
+            "name": escaped(self.name),
+            "dashboard_link": escaped(self.dashboard_link),
+            "scheduler_info": SchedulerInfo(escaped(self.scheduler_info)),
+        }
+        stand_in = type(type(self).__name__, (), shown)()
+        return str(Cluster._repr_html_(stand_in, cluster_status=(cluster_status or "") + rows))
 
     def job_script(self) -> str:
         """Return the code, size and environment of the scheduler's session and of a worker session.
@@ -752,9 +761,7 @@ class CMLCluster(SpecCluster):
         self.quiet = self._quiet
         await self.manager.start()
         if self.options.forward_dashboard and self._forwarder is None:
-            self._forwarder = DashboardForwarder(
-                self.scheduler_comm.address, self.manager.state.connection_args
-            )
+            self._forwarder = DashboardForwarder(self.manager.state.open_dashboard)
             await self._forwarder.start()
 
     async def _correct_state(self) -> None:

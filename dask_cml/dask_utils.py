@@ -29,11 +29,11 @@ from distributed.comm.addressing import get_address_host_port
 from distributed.core import rpc
 from distributed.scheduler import Scheduler
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
 from dask_cml.options import Options, state_directory
-from dask_cml.private import make_folder
+from dask_cml.private_files import make_folder
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess

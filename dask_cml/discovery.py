@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from dask_cml.cluster import CMLCluster
-from dask_cml.records import probe, store
+from dask_cml.records import liveness, store
 
 
 async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
@@ -21,5 +21,5 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     """
     records = await asyncio.to_thread(store.records)
     # dask-ctl gives a discovery 5 s, which stale records must not use up.
-    for name in await probe.identities(records, timeout=2.0, patience=4.0):
+    for name in await liveness.identities(records, timeout=2.0, patience=4.0):
         yield name, CMLCluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from dask_cml.frames import render
+from dask_cml.tracebacks import render
 
 
 class CMLError(RuntimeError):

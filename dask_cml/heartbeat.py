@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from dask_cml.layout import scheduler_number
+from dask_cml.private_files import open_regular
 
 #: Seconds between two signs of life, and of silence after which an unreachable scheduler counts as dead.
 INTERVAL, LONGEST_SILENCE = 15.0, 120.0
@@ -50,7 +51,7 @@ def silence(folder: Path) -> float | None:
     try:
         # The file system's clock dated the sign, so use the same clock for now. NFS may cache an old time of
         # a file, but not of a file that was just opened.
-        with open(file) as sign, tempfile.TemporaryFile(dir=folder.parent) as now:
+        with open_regular(file) as sign, tempfile.TemporaryFile(dir=folder.parent) as now:
             return max(0.0, os.fstat(now.fileno()).st_mtime - os.fstat(sign.fileno()).st_mtime)
-    except OSError:
+    except (OSError, ValueError):
         return None

@@ -10,13 +10,13 @@ from typing import Any
 
 from distributed.core import Status
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import CMLError
 from dask_cml.manager.at_exit import unclosed
 from dask_cml.manager.manager import Manager
-from dask_cml.records import probe, store
-from dask_cml.records.probe import Finding, State
+from dask_cml.records import liveness, store
+from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Observers:
 
     async def examine(self, record: Record) -> Finding:
         """Return whether a cluster's scheduler answers."""
-        return (await probe.look([record]))[record.name]
+        return (await liveness.look([record]))[record.name]
 
     def manage(self, record: Record, **arguments: Any) -> CMLCluster:
         """Return a running cluster with a manager that observes it. It is not started yet.
@@ -178,7 +178,7 @@ class Observers:
     async def _is_lost(self, observed: Observed) -> bool:
         """Return whether a cluster's scheduler has not answered for long, although its record exists."""
         assert observed.cluster is not None
-        if observed.cluster.manager.state.connected or await probe.is_alive(observed.record):
+        if observed.cluster.manager.state.connected or await liveness.is_alive(observed.record):
             observed.lost_since = None
             return False
         observed.lost_since = observed.lost_since or time.monotonic()

@@ -39,8 +39,10 @@ TOGETHER = (
     "test_address.py",
     "test_browser.py",
     "test_jupyter.py",
+    "test_panes.py",
     "test_running.py",
     "test_serve_browser.py",
+    "test_workloads.py",
 )
 
 
@@ -198,3 +200,22 @@ def configured(monkeypatch: pytest.MonkeyPatch, option: str, value: object) -> I
     monkeypatch.setenv(f"DASK_CML__{option.replace('-', '_').upper()}", str(value))
     with dask.config.set({f"cml.{option}": value}):
         yield
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Any:
+    """An object that leaves a mark when it is unpickled."""
+    from wire_samples import Hostile  # imports distributed
+
+    return Hostile(tmp_path / "ran")
+
+
+@pytest.fixture(params=["tcp", "tls"])
+def security(request: pytest.FixtureRequest) -> Any:
+    """Keys for connections by TLS, or None for connections without."""
+    if request.param == "tcp":
+        return None
+    pytest.importorskip("cryptography")
+    from distributed.security import Security
+
+    return Security.temporary()

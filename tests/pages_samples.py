@@ -1,4 +1,4 @@
-"""A stand-in for the board of ``dask cml serve``, with clusters in every state that the pages draw."""
+"""A stand-in for the clusters of ``dask cml serve``, with clusters in every state that the pages draw."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ def usage() -> dict[str, Any]:
     return {"groups": {"scheduler": scheduler, "default": hours, "gpu": gpu}, "total": total}
 
 
-class StandInBoard:
-    """Answer as the board does."""
+class StandInClusters:
+    """Answers as ``ProjectClusters`` does."""
 
     def __init__(self, clusters: list[dict[str, Any]]) -> None:
         self.found = clusters
@@ -174,11 +174,14 @@ class StandInBoard:
         self.platform = "local"
         self.created: list[tuple[dict[str, Any], str | None]] = []
 
-    def clusters(self) -> list[dict[str, Any]]:
+    def record_id(self, name: str) -> str | None:
+        return name
+
+    def describe(self) -> list[dict[str, Any]]:
         return copy.deepcopy(self.found)
 
     async def details(self, name: str) -> dict[str, Any]:
-        for each in self.clusters():
+        for each in self.describe():
             if each["name"] == name:
                 sessions = sessions_of(each)
                 logs = ["Scheduler", *(one["name"] for one in sessions if one["link"])][: len(sessions)]

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,22 +27,35 @@ class PageServer(ServerProcess):
     folder : Path
         Where its log is.
     session : str, optional
-        The id of the CML session that it is to run in. There it knows users by the headers of the platform's
-        entry, and has no token.
+        The id of its CML session. There, the page knows users by the headers of the platform's entry, and its
+        dashboards are at ``read-only-<session>.ml.test``.
     variables : mapping of str to str, optional
         More environment variables.
+    arguments : sequence of str
+        More arguments of ``dask cml serve``.
+    descriptors : int, optional
+        The number of files that the process can open.
     """
 
     def __init__(
-        self, folder: Path, session: str | None = None, variables: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        session: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+        descriptors: int | None = None,
     ) -> None:
         self.log_file = folder / "serve.log"
-        self._command = [sys.executable, "-u", "-m", "dask", "cml", "serve"]
+        self._command = [sys.executable, "-u", "-m", "dask", "cml", "serve", *arguments]
+        if descriptors is not None:
+            self._command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *self._command]
         self._environment = {**os.environ, "DASK_CML__PLATFORM": "local", "DASK_CML_SERVE_TOKEN": TOKEN}
         for name in ("CDSW_ENGINE_ID", "CDSW_APP_PORT", "CDSW_READONLY_PORT"):
             self._environment.pop(name, None)
+        self.dashboard_port = _free_port()
         if session is not None:
-            self._environment.update(CDSW_ENGINE_ID=session, CDSW_APP_PORT=str(_free_port()))
+            ports = {"CDSW_APP_PORT": str(_free_port()), "CDSW_READONLY_PORT": str(self.dashboard_port)}
+            self._environment.update(ports, CDSW_ENGINE_ID=session, CDSW_DOMAIN="ml.test")
         self._environment.update(variables or {})
 
     def _wait(self) -> None:

@@ -37,7 +37,7 @@ def client(cluster):
 
 def launched(cluster, group):
     """How many sessions a group has ever had."""
-    return cluster._fleet.group(group).number
+    return cluster.manager.fleet.group(group).number
 
 
 def test_from_nothing_tasks_bring_sessions_of_the_group_that_they_need(cluster, client, where, until):
@@ -47,7 +47,7 @@ def test_from_nothing_tasks_bring_sessions_of_the_group_that_they_need(cluster, 
     assert {name.rpartition("-")[0] for name in client.gather(futures)} == {"mine-gpu"}
     assert launched(cluster, "default") == 0
     del futures
-    until(lambda: not cluster.worker_spec)
+    until(lambda: not cluster.worker_spec and not cluster.workers)
     gpus = launched(cluster, "gpu")
     futures = client.map(where, range(12, 24))
     assert {*client.gather(futures)} == {"mine-0"}
@@ -60,13 +60,13 @@ def test_groups_adapt_at_once_and_a_fixed_one_stays(cluster, client, where, unti
     cluster.add_worker_group("big", n_workers=1, resources={"DISK": 2})
     cluster.adapt(0, 1, **FAST)
     cluster.adapt(0, 1, worker_group="gpu", **FAST)
-    until(lambda: cluster._arrived == {"mine-big-0"})
+    until(lambda: cluster.observed == {"mine-big-0"})
     go = Event("go")
     plain = client.map(lambda _: Event("go").wait(), range(4))
     gpu = client.map(where, range(4), resources={"GPU": 1})
     disk = client.map(where, range(4, 8), resources={"DISK": 1})
     assert {*client.gather(gpu)} == {"mine-gpu-0"}
-    until(lambda: "mine-0" in cluster._arrived)
+    until(lambda: "mine-0" in cluster.observed)
     go.set()
     assert {*client.gather(disk)} == {"mine-big-0"}
     assert client.gather(plain) == [True] * 4

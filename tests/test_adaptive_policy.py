@@ -52,11 +52,8 @@ class Simulation:
         self.launched = self.closed = self.killed = 0
         self.session_seconds = 0.0
         self.quota = math.inf
-        self.scheduler = SimpleNamespace(start_time=start)
-        backoffs = SimpleNamespace(affordable=lambda n, group: min(n, self.quota))
-        self._reconciler = SimpleNamespace(backoffs=backoffs, choose=self.choose)
-        self._fleet = self
-        self._client = SimpleNamespace(demand=self.demand)
+        self.state = SimpleNamespace(leads=True, start_time=start)
+        self.fleet = self
         self.loop = SimpleNamespace(add_callback=lambda *_: None)
         self.scheduler_comm = self
         self.want(there)
@@ -67,7 +64,6 @@ class Simulation:
     # -- the cluster
 
     plan = requested = property(lambda self: set(self.worker_spec))
-    _arrived = property(lambda self: set(self.here))
     observed = property(
         lambda self: (
             {f"{key}-{i}" for key in self.here for i in range(self.options.processes)}
@@ -82,8 +78,18 @@ class Simulation:
     def group(self, name):
         assert name == "default"
         return SimpleNamespace(
-            name=name, options=self.options, keys=self.worker_spec, target=len(self.worker_spec), driver=self
+            name=name,
+            options=self.options,
+            names=tuple(self.worker_spec),
+            target=len(self.worker_spec),
+            adapting={"minimum": 0},
         )
+
+    def arrived(self, group):
+        return {*self.here}
+
+    def affordable(self, n, group):
+        return min(n, self.quota)
 
     def want(self, n):
         while len(self.worker_spec) < n:
@@ -96,15 +102,20 @@ class Simulation:
     async def scale(self, n):
         self.want(n)
 
-    async def _resize(self, n, driver, group):
-        self.want(n)
+    async def decide(self, op, group, key, n=0, names=()):
+        assert key == self.adaptive.key
+        if op == "resize":
+            self.want(n)
+        else:
+            assert op == "shrink"
+            await self.scale_down(names)
 
     async def choose(self, n, *_):
         order = [key for key in self.worker_spec if key not in self.here]
         order += [key for key in self.here[::-1] if key not in self.ends]
         return (order + self.here[::-1])[:n]
 
-    async def scale_down(self, keys, driver=None):
+    async def scale_down(self, keys):
         for key in keys:
             self.closed += 1
             self.killed += key not in self.here
@@ -114,8 +125,7 @@ class Simulation:
 
     # -- the scheduler
 
-    async def demand(self, cluster, max_age):
-        assert cluster == "mine"
+    async def demand(self, max_age):
         tasks = self.waiting + len(self.ends)
         queue = {"unrunnable": 0, "queued": self.waiting, "processing": len(self.ends)}
         work = {"resources": {}, **queue, "seconds": tasks * (self.task if self.known else 0.5)}
@@ -199,9 +209,7 @@ WORKLOADS = {"one burst": [BURST], "two bursts": [BURST, BURST], "trickle": [TRI
 
 @pytest.mark.parametrize("start", [0, 5, 20])
 @pytest.mark.parametrize("workload", WORKLOADS)
-async def test_few_sessions_more_than_needed_and_little_more_time_and_cost_than_the_best(
-    simulate, workload, start
-):
+async def test_time_sessions_and_cost_are_close_to_the_best(simulate, workload, start):
     run = simulate(start)
     seconds = best = needed = 0.0
     for times in WORKLOADS[workload]:
@@ -239,13 +247,13 @@ async def test_work_that_ends_before_a_session_would_come_launches_none(simulate
     assert run.launched == 0
 
 
-async def test_more_work_than_those_there_can_do_meanwhile_launches_more(simulate):
+async def test_work_that_outlasts_a_start_launches_more_sessions(simulate):
     run = simulate(20, known=True, there=4, minimum=4)
     assert await run.work([0.0] * 400) < 20 + 400 / 20
     assert run.launched > 10
 
 
-async def test_no_session_on_its_way_is_closed_while_work_is_left(simulate):
+async def test_no_starting_session_is_closed_while_work_waits(simulate):
     run = simulate(20)
     await run.work([0.0] * 10)
     launched = run.launched
@@ -254,7 +262,7 @@ async def test_no_session_on_its_way_is_closed_while_work_is_left(simulate):
 
 
 @pytest.mark.parametrize("start", [0, 5, 20])
-async def test_sessions_too_many_for_the_work_are_kept_as_long_as_others_take_to_start(simulate, start):
+async def test_unneeded_sessions_are_kept_for_the_time_of_a_start(simulate, start):
     run = simulate(start)
     await run.work(BURST)
     run.task = 1000
@@ -311,24 +319,24 @@ async def test_tasks_that_turn_out_to_be_long_get_more_sessions(simulate):
     assert run.launched >= 15
 
 
-async def test_start_times_are_learned_from_those_that_come(simulate):
+async def test_start_times_are_learned_from_new_sessions(simulate):
     run = simulate(30)
-    run.scheduler.start_time = 2.0
+    run.state.start_time = 2.0
     assert run.adaptive.start_time == 2.0
     await run.work(BURST)
     assert run.adaptive.start_time == pytest.approx(30, abs=1.1)
 
 
-async def test_sessions_that_were_there_before_teach_nothing(simulate):
+async def test_start_times_are_not_learned_from_sessions_that_ran_before(simulate):
     run = simulate(30, there=3)
     run.now += 500
     await run.idle(3)
     assert run.adaptive.start_time == 30
 
 
-async def test_an_unknown_start_time_is_none(simulate):
+async def test_without_any_start_the_start_time_is_zero(simulate):
     run = simulate(0)
-    run.scheduler = None
+    run.state.start_time = None
     assert run.adaptive.start_time == 0
 
 
@@ -338,7 +346,7 @@ async def test_sessions_of_many_threads_are_counted_before_the_first_one_is_ther
     assert await run.adaptive.target() == 3200 // 16 // 5
 
 
-async def test_the_quota_bounds_what_is_wanted(simulate):
+async def test_no_more_sessions_are_requested_than_the_quota_allowed(simulate):
     run = simulate(5)
     run.quota = 3
     await run.work([0.0] * 60)
@@ -353,7 +361,7 @@ async def test_minimum_and_maximum_hold(simulate):
     assert len(run.worker_spec) == 2
 
 
-async def test_what_the_user_says_of_duration_and_patience_counts(simulate):
+async def test_target_duration_and_wait_count_are_respected(simulate):
     run = simulate(0, known=True, target_duration="60s", wait_count=30)
     await run.work([0.0] * 120)
     assert run.launched == 2

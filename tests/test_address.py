@@ -208,7 +208,9 @@ def test_of_two_clusters_at_one_address_the_newer_one_has_the_keys(platform):
     for name, year in ("new", 2026), ("old", 2025):
         address = "tls://10.0.0.1:8786"
         keys = {"tls_ca_file": f"/{name}.pem"}
-        store.claim(Record(name, created=f"{year}-01-01", scheduler_address=address, security=keys))
+        store.claim(
+            Record(name, created=f"{year}-01-01T00:00:00+00:00", scheduler_address=address, security=keys)
+        )
     assert load_security({"address": "tls://10.0.0.1:8786"}).tls_ca_file == "/new.pem"
 
 
@@ -225,6 +227,16 @@ def test_the_users_own_loader_stays(configured, left):
     with dask.config.set({LOADER: configured}):
         importlib.reload(dask_cml)
         assert dask.config.get(LOADER) == left
+
+
+async def test_without_keys_and_without_a_sign_of_life_nobody_is_contacted(platform):
+    contacted = []
+    async with await asyncio.start_server(lambda *_: contacted.append(1), "127.0.0.1", 0) as other:
+        address = f"tcp://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+        store.claim(Record("old", maker=Maker("elsewhere", 1, 1.0, "gone"), scheduler_address=address))
+        with pytest.raises(OSError, match="not connected to cluster 'old': it has no keys"):
+            await CMLConnector().connect("old")
+    assert not contacted
 
 
 async def test_a_cluster_that_starts_is_waited_for(platform, caplog, holds):

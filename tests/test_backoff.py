@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from fleets import Cluster
 
 from dask_cml.manager import backoff as module
-from dask_cml.manager.backoff import Backoff
+from dask_cml.manager.backoff import Backoff, Backoffs
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def backoff(clock, told):
     return Backoff("cluster mine", told.append)
 
 
-def test_the_first_failure_costs_no_time_and_each_further_one_twice_as_much(backoff, clock):
+def test_the_pause_after_the_second_failure_in_a_row_doubles_with_each_further_one(backoff, clock):
     pauses = []
     for _ in range(4):
         backoff.failed("it ended", 1)
@@ -45,11 +46,11 @@ def test_the_first_failure_costs_no_time_and_each_further_one_twice_as_much(back
     assert backoff.pause == 0
 
 
-def test_failures_are_told_until_a_worker_arrives(backoff, told):
+def test_a_failure_is_a_problem_until_a_worker_connects(backoff, told, clock):
     backoff.failed("it ended", 3)
     assert told == ["Worker failed: it ended (and 2 more)"]
     assert backoff.words == "it ended (and 2 more)"
-    backoff.arrived()
+    backoff.arrived(clock.now)
     assert backoff.words is None
 
 
@@ -64,7 +65,7 @@ def test_after_too_many_failures_in_a_row_nothing_is_launched_until_the_next_wis
     assert (backoff.pause, backoff.words, backoff.gave_up) == (0, None, False)
 
 
-def test_a_quota_is_told_once_and_tried_again_later(backoff, told, clock):
+def test_a_refusal_is_told_once_and_tried_again_later(backoff, told, clock):
     for _ in range(2):
         backoff.refused(3, 5, "quota")
     assert told == ["Cluster mine launched 3 of 5 workers: quota"]
@@ -77,6 +78,62 @@ def test_a_quota_is_told_once_and_tried_again_later(backoff, told, clock):
     assert backoff.words is None
 
 
-def test_nothing_more_is_asked_for_while_sessions_have_waited_long_for_room(backoff):
+def test_nothing_more_is_launched_while_sessions_have_waited_long_for_room(backoff):
     assert backoff.affordable(9, 4, [1.0]) == 9
     assert backoff.affordable(9, 4, [1.0, 3600.0]) == 4
+
+
+def test_a_connection_forgets_earlier_failures_only_after_a_while(backoff, clock):
+    """Otherwise a group whose workers connect and fail at once would never give up."""
+    for _ in range(3):
+        backoff.failed("it ended", 1)
+        backoff.arrived(clock.now)
+        backoff.settle(clock.now)
+    assert backoff.pause == 4
+    backoff.settle(clock.now + 31)
+    backoff.failed("it ended", 1)
+    assert backoff.pause == 0
+
+
+# -- of all groups
+
+
+@pytest.fixture
+def mine():
+    return Cluster(2, gpu={"target": 1})
+
+
+def test_failures_in_one_group_do_not_affect_the_others(mine, clock, told):
+    backoffs = Backoffs(mine.fleet, told.append)
+    backoffs.of("gpu").failed("it ended", 1)
+    backoffs.of("gpu").failed("it ended", 1)
+    assert (backoffs.of().pause, backoffs.of("gpu").pause, backoffs.shortest_pause) == (0, 2, 2)
+    assert backoffs.words == "gpu: it ended"
+    backoffs.of("gpu").refused(1, 3, "quota")
+    assert told[-1] == "Group gpu of cluster mine launched 1 of 3 workers: quota"
+    assert (backoffs.affordable(9), backoffs.affordable(9, "gpu")) == (9, 1)
+
+
+def test_a_users_wish_forgets_the_failures_of_its_group(mine, clock, told):
+    backoffs = Backoffs(mine.fleet, told.append)
+    backoffs.look(clock.now)
+    for group in "default", "gpu":
+        backoffs.of(group).failed("it ended", 1)
+    mine.want("scale", "gpu", 1)
+    backoffs.look(clock.now)
+    assert backoffs.words == "it ended"
+    mine.want("adapt", "default", 0, 3, "k1")
+    backoffs.look(clock.now)
+    assert backoffs.words is None
+    backoffs.of().failed("it ended", 1)
+    mine.want("resize", "default", 3, "k1")  # adaptive scaling is no user's wish
+    backoffs.look(clock.now)
+    assert backoffs.words == "it ended"
+    assert backoffs.shortest_pause is None
+
+
+def test_the_problems_of_a_deleted_group_are_forgotten(mine, clock, told):
+    backoffs = Backoffs(mine.fleet, told.append)
+    backoffs.of("gpu").failed("it ended", 2)
+    mine.want("delete_group", "gpu")
+    assert backoffs.words is None

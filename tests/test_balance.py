@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import dask
 import pytest
-from distributed import Client, Event, Scheduler, Worker
+from distributed import Client, Event, Worker
+from schedulers import prepare, scheduler_in
 
 from dask_cml.scheduler.balance import spread
-from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
 
 class Task:
@@ -105,16 +105,15 @@ def test_who_wants_no_work_stealing_gets_none():
     assert scheduling.spread() == [6, 0]
 
 
-async def test_workers_that_come_later_get_their_share_while_other_tasks_are_queued(holds):
+async def test_workers_that_come_later_get_their_share_while_other_tasks_are_queued(tmp_path, holds):
     def wait_for_event(_):
         Event("go").wait()
 
     async with (
-        Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0") as running,
+        scheduler_in(prepare(tmp_path / "mine")) as running,
         Client(running.address, asynchronous=True) as client,
     ):
         await running.extensions["stealing"].stop()
-        await running.register_scheduler_plugin(CMLSchedulerPlugin(None), name=NAME, idempotent=True)
         gpu = client.map(wait_for_event, range(12), resources={"GPU": 1}, key="gpu")
         plain = client.map(wait_for_event, range(100), key="plain")
         options = {"nthreads": 1, "resources": {"GPU": 1}, "dashboard": False}

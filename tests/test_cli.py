@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -12,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import dask
@@ -24,6 +24,7 @@ from dask_cml import CMLCluster, cli
 from dask_cml.cli import console, show
 from dask_cml.manager.waiting import span
 from dask_cml.options import state_directory
+from dask_cml.printable import printable
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record
 
@@ -166,7 +167,7 @@ def test_a_cluster_whose_workers_fail_is_not_waited_for(platform):
 # -- adapt, and Ctrl-C
 
 
-@contextmanager
+@contextlib.contextmanager
 def started(*arguments):
     with subprocess.Popen(
         command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -239,6 +240,59 @@ def test_logs_of_a_cluster_whose_scheduler_is_gone(write_log):
     assert run("logs", "left", "left-0", "left-1", code=1) == (
         "Error: invalid worker 'left-1': expected one of Scheduler, left-0, left-2\n"
     )
+
+
+def in_a_terminal(*arguments):
+    """Return what a command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    output = b""
+    with subprocess.Popen(command(*arguments), stdout=theirs, stderr=theirs, stdin=theirs) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while chunk := os.read(ours, 65536):
+                output += chunk
+        process.wait(240)
+    os.close(ours)
+    return output.decode()
+
+
+STEERING = "\x1b]0;title\x07\x1b[2J\u202e"
+
+
+def test_text_of_other_processes_does_not_steer_a_terminal(platform):
+    name = f"a{STEERING}"
+    options = {"platform": "local", "cpu": "many"}
+    record = Record(name, maker=replace(NOBODY, host=STEERING), options=options)
+    folder = store.claim(record)
+    (folder / f"{name}-0.log").write_text(f"{STEERING}\n50%\r100%\n")
+    for arguments in (["list"], ["info", name], ["logs", name], ["scale", f"b{STEERING}", "1"]):
+        output = in_a_terminal(*arguments)
+        assert r"\x1b]0;title\x07\x1b[2J\u202e" in output
+        # The terminal ends lines with \r\n, and click makes headings bold.
+        left = re.sub("\r\n|\x1b\\[[01]m", "", output)
+        assert left == printable(left)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_link_or_a_pipe_in_place_of_a_log_is_named_and_other_logs_are_printed(write_log, kind):
+    path = state_directory() / "left" / "left-1.log"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/proc/self/environ")
+    note = f"[cannot read the log {path}: it is not a regular file]"
+    assert run("logs", "left", "left-0", "left-1") == (
+        f"==> left-0 <==\nStart worker\nEnd worker\n\n==> left-1 <==\n{note}\n"
+    )
+
+
+def test_one_damaged_record_does_not_hide_the_other_clusters(platform, caplog):
+    add_record("good")
+    folder = state_directory() / add_record("bad").name
+    content = json.loads((folder / "record.json").read_text())
+    (folder / "record.json").write_text(json.dumps({**content, "created": "yesterday"}))
+    assert [each["name"] for each in json.loads(run("list", "--json"))] == ["good"]
+    assert "its created is invalid: 'yesterday'" in caplog.text
 
 
 def test_logs_are_followed_until_the_cluster_is_gone(write_log):

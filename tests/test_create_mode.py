@@ -11,7 +11,7 @@ from distributed import Client
 from distributed.core import Status
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
-from dask_cml.records import probe
+from dask_cml.records import liveness
 from dask_cml.records.record import Record
 
 pytestmark = pytest.mark.usefixtures("light")

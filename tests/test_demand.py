@@ -1,21 +1,17 @@
-"""What work the scheduler knows, by the resources that it needs, and how managers ask for it."""
+"""What work the scheduler knows, by the resources that it needs."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from types import SimpleNamespace
 
 import dask
 import pytest
 from distributed import Client, Event, Scheduler, Worker, secede
-from distributed.core import rpc
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.scheduler import demand
 from dask_cml.scheduler.demand import known_demand
-from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
 PLAIN = ()
 GPU = (("GPU", 1),)
@@ -24,7 +20,6 @@ GPU = (("GPU", 1),)
 @pytest.fixture
 async def scheduler():
     async with Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0") as running:
-        await running.register_scheduler_plugin(CMLSchedulerPlugin(None), name=NAME, idempotent=True)
         yield running
 
 
@@ -262,86 +257,3 @@ def test_an_answer_has_a_limit_however_different_the_tasks_are():
     assert sum(work["seconds"] for work in answer["work"]) == pytest.approx(1000)
     assert len(answer["restricted"]) == demand._MOST_RESTRICTIONS
     assert max(len(each["names"]) for each in answer["restricted"]) == demand._MOST_NAMES
-
-
-# -- by the network
-
-
-async def test_the_plugin_answers_managers_and_refuses_what_they_do_not_send(scheduler, client, holds):
-    future = client.submit(abs, 1, resources={"GPU": 1})
-    await holds(lambda: scheduler.unrunnable)
-    async with rpc(scheduler.address) as asked:
-        answer = await asked.cml_demand(cluster="mine")
-        assert (states(answer), answer["groups"]) == ({GPU: (1, 0, 0)}, {})
-        for cluster in None, 3, "", "x" * 1000, ["mine"]:
-            with pytest.raises(ValueError, match=r"invalid cluster=.*: expected a cluster's name"):
-                await asked.cml_demand(cluster=cluster)
-    del future
-
-
-class Comm:
-    """A scheduler that answers as the test says."""
-
-    def __init__(self):
-        self.questions = []
-
-    async def cml_demand(self, cluster):
-        assert cluster == "mine"
-        question = asyncio.get_running_loop().create_future()
-        self.questions.append(question)
-        return await question
-
-
-@pytest.fixture
-async def asked():
-    client = SchedulerClient()
-    client.comm = Comm()
-    client.listen(asyncio.get_running_loop().create_future())
-    return client
-
-
-async def asking(client, max_age=0.0):
-    task = asyncio.create_task(client.demand("mine", max_age))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    return task
-
-
-async def test_all_who_ask_at_once_share_one_question(asked):
-    tasks = [await asking(asked) for _ in range(3)]
-    [question] = asked.comm.questions
-    question.set_result({"work": []})
-    assert await asyncio.gather(*tasks) == [{"work": []}] * 3
-    assert len(asked.comm.questions) == 1
-
-
-async def test_an_answer_is_used_again_while_it_is_young(asked):
-    first = await asking(asked)
-    asked.comm.questions[0].set_result({"work": []})
-    await first
-    assert await asked.demand("mine", 1000) == {"work": []}
-    assert len(asked.comm.questions) == 1
-    again = await asking(asked)
-    assert len(asked.comm.questions) == 2
-    asked.comm.questions[1].set_result({"work": [1]})
-    assert await again == {"work": [1]}
-
-
-async def test_an_error_is_everybodys_who_asked_and_no_later_ones(asked):
-    tasks = [await asking(asked) for _ in range(3)]
-    asked.comm.questions[0].set_exception(OSError("gone"))
-    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-        assert isinstance(outcome, OSError)
-    later = await asking(asked)
-    asked.comm.questions[1].set_result({"work": []})
-    assert await later == {"work": []}
-
-
-async def test_who_leaves_takes_the_answer_from_nobody(asked):
-    first, second = await asking(asked), await asking(asked)
-    first.cancel()
-    await asyncio.wait([first])
-    while len(asked.comm.questions) < 2:
-        await asyncio.sleep(0)
-    asked.comm.questions[1].set_result({"work": []})
-    assert await second == {"work": []}

@@ -41,7 +41,7 @@ from dask_cml.serve.access import TOKEN_VARIABLE
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [
-    pytest.param(path, id=path.name)
+    pytest.param(path, id=path.name, marks=pytest.mark.images if path.name == "examples.md" else ())
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 ]
 MODULES = [

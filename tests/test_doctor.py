@@ -1,4 +1,4 @@
-"""``dask cml doctor``: what it finds in good and in broken environments, and whether its commands mend it."""
+"""``dask cml doctor``: its findings in good and broken environments, and the effect of its commands."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 from types import ModuleType
 
 import dask
+import psutil
 import pytest
 from click.testing import CliRunner
 from distributed import Client
@@ -20,19 +21,19 @@ from dask_cml import CMLCluster, cli, pulse
 from dask_cml.doctor import clusters, examine, jupyterlab, packages, session
 from dask_cml.doctor.finding import Finding
 from dask_cml.options import state_directory
-from dask_cml.records import probe, store
+from dask_cml.records import liveness, store
 from dask_cml.records.record import Maker, Record
 
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
     "platform", "key", "sessions", "configuration", "state directory", "versions", "dask", "image",
-    "dashboard", "sidebar", "time-outs", "clusters",
+    "dashboard", "imports", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def cml(monkeypatch):
-    """A session of CML, as far as a process can see it. Its module answers what a test says."""
+    """The environment of a CML session. A test sets what its platform module answers."""
     module = ModuleType("cml.workers_v1")
     module.launch_workers = None
     module.answer = list
@@ -71,7 +72,7 @@ def home(monkeypatch, tmp_path):
 
 @pytest.fixture
 def install(monkeypatch, tmp_path):
-    """Put packages into a folder that comes first on Python's path, and return the folder."""
+    """Install packages without code into a folder that comes first on Python's path; return the folder."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -107,7 +108,7 @@ def mend(finding, **more):
 # -- the command
 
 
-def test_a_good_environment_with_a_running_cluster(platform, no_nannies):
+def test_doctor_finds_nothing_wrong_in_a_good_environment_with_a_running_cluster(platform, no_nannies):
     variables = {**os.environ, "DASK_CML__PLATFORM": "local"}
     with CMLCluster(n_workers=1, name="lab", platform="local", quiet=True) as cluster:
         cluster.wait_for_workers(1, timeout=120)
@@ -115,14 +116,15 @@ def test_a_good_environment_with_a_running_cluster(platform, no_nannies):
     assert result.returncode == 0, result.stdout + result.stderr
     findings = {each["name"]: each for each in json.loads(result.stdout)}
     assert [*findings] == [*CHECKS[:-1], "cluster lab"]
-    for name in ("platform", "key", "sessions", "configuration", "state directory", "versions", "dashboard"):
+    for name in [*CHECKS[: CHECKS.index("versions") + 1], "dashboard", "imports"]:
         assert findings[name]["state"] == "ok"
         assert findings[name]["command"] is None
     assert findings["cluster lab"]["state"] == "ok"
-    assert findings["cluster lab"]["words"] == "Scheduler and workers (1) have the versions of this process."
+    words = "The scheduler and all workers (1) run the same versions as this process."
+    assert findings["cluster lab"]["words"] == words
 
 
-def test_a_broken_environment(tmp_path, install):
+def test_doctor_finds_every_fault_of_a_broken_environment_and_exits_with_1(tmp_path, install):
     (tmp_path / "cml").mkdir()
     (tmp_path / "cml" / "__init__.py").touch()
     (tmp_path / "cml" / "workers_v1.py").write_text(
@@ -153,7 +155,7 @@ def test_a_broken_environment(tmp_path, install):
     assert "\x1b" not in result.stdout
 
 
-def test_a_platform_that_never_answers_holds_up_neither_other_checks_nor_the_end(tmp_path):
+def test_doctor_finishes_all_other_checks_if_the_platform_hangs(tmp_path):
     (tmp_path / "cdsw.py").write_text(
         "import time\ndef launch_workers(): ...\ndef list_workers(): time.sleep(3600)\n"
     )
@@ -168,7 +170,7 @@ def test_a_platform_that_never_answers_holds_up_neither_other_checks_nor_the_end
 
 
 @pytest.mark.parametrize("error", [ImportError("libssl.so.3"), SystemExit(3), RecursionError()])
-def test_a_check_that_fails_is_one_wrong_line(home, laptop, monkeypatch, error):
+def test_a_check_that_raises_an_error_becomes_one_wrong_finding(home, laptop, monkeypatch, error):
     def fail():
         raise error
 
@@ -179,14 +181,14 @@ def test_a_check_that_fails_is_one_wrong_line(home, laptop, monkeypatch, error):
     assert type(error).__name__ in findings["dask"].words
 
 
-def test_the_exit_code_is_0_with_warnings_and_1_if_anything_is_wrong(monkeypatch):
+def test_warnings_exit_with_0_and_wrong_findings_with_1(monkeypatch):
     for state, code in (("ok", 0), ("warning", 0), ("wrong", 1)):
         found = [Finding("first", state, "Words."), Finding("last", "ok", "Words.")]
         monkeypatch.setattr("dask_cml.doctor.examine", lambda names, timeout, found=found: iter(found))
         assert CliRunner().invoke(cli.cml, ["doctor"]).exit_code == code
 
 
-def test_words_are_broken_to_the_terminals_width_and_commands_are_not():
+def test_rendering_wraps_words_to_the_width_but_never_a_command():
     finding = Finding("dask", "wrong", "many words " * 20, "pip uninstall --yes " + "package " * 20)
     *lines, last = finding.render(60).splitlines()
     assert len(lines) > 3
@@ -197,25 +199,25 @@ def test_words_are_broken_to_the_terminals_width_and_commands_are_not():
 # -- the session
 
 
-def test_the_platforms_module_in_a_session(cml):
+def test_a_session_has_the_platforms_module(cml):
     assert session.platform() == Finding("platform", "ok", "cml.workers_v1 is available.")
 
 
-def test_no_platform_on_a_laptop(laptop):
+def test_a_laptop_without_a_platform_is_pointed_to_the_local_platform(laptop):
     finding = session.platform()
     assert finding.state == "wrong"
     assert finding.command == "export DASK_CML__PLATFORM=local"
     assert session.sessions() == []
 
 
-def test_a_python_that_is_not_the_runtimes(laptop, monkeypatch):
+def test_a_python_other_than_the_runtimes_is_wrong(laptop, monkeypatch):
     monkeypatch.setenv("CDSW_ENGINE_ID", "kbmjhsx8uobd5ks9")
     finding = session.platform()
     assert (finding.state, finding.command) == ("wrong", f"{sys._base_executable} -m dask cml doctor")
     assert sys.executable in finding.words
 
 
-def test_the_key(cml, monkeypatch):
+def test_only_the_platform_of_cml_requires_the_key(cml, monkeypatch):
     assert session.key().state == "ok"
     monkeypatch.delenv("CDSW_API_KEY")
     assert session.key().state == "wrong"
@@ -223,11 +225,11 @@ def test_the_key(cml, monkeypatch):
         assert session.key().state == "ok"
 
 
-def test_the_sessions_that_the_platform_lists(cml):
+def test_doctor_counts_the_sessions_that_the_platform_lists(cml):
     cml.answer = lambda: [{"id": "aaaa", "status": "running"}, {"id": "bbbb", "status": "stopped"}]
     finding = session.sessions()
     assert finding.state == "ok"
-    assert "2 worker sessions; 1 have not ended" in finding.words
+    assert "2 worker sessions; 1 of them are live" in finding.words
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_the_sessions_that_the_platform_lists(cml):
         (ConnectionError("x" * 1000), "list_workers() fails"),
     ],
 )
-def test_a_listing_that_fails_is_told_in_the_platforms_words(cml, answer, words):
+def test_a_failed_listing_shows_the_platforms_reason(cml, answer, words):
     def answers():
         if isinstance(answer, Exception):
             raise answer
@@ -256,7 +258,7 @@ def test_a_listing_that_fails_is_told_in_the_platforms_words(cml, answer, words)
     assert len(finding.words) < 400
 
 
-def test_an_option_that_is_not_valid(cml):
+def test_an_invalid_option_is_wrong(cml):
     assert session.configuration().state == "ok"
     with dask.config.set({"cml.memory": "lots"}):
         finding = session.configuration()
@@ -267,19 +269,19 @@ def test_an_option_that_is_not_valid(cml):
 # -- the state directory
 
 
-def test_a_state_directory_that_the_first_cluster_makes(home, cml):
+def test_a_missing_state_directory_is_ok_and_stays_missing(home, cml):
     assert session.state_directory().words == f"The first cluster will create {home / '.dask-cml'}."
     assert [*home.iterdir()] == []
 
 
-def test_a_private_state_directory(home, cml):
+def test_a_private_state_directory_is_ok_and_stays_empty(home, cml):
     (home / ".dask-cml").mkdir(mode=0o700)
     assert session.state_directory().state == "ok"
     assert [*(home / ".dask-cml").iterdir()] == []
 
 
 @pytest.mark.parametrize(("mode", "state"), [(0o755, "warning"), (0o770, "wrong"), (0o500, "wrong")])
-def test_the_mode_of_the_state_directory_is_mended(home, cml, mode, state):
+def test_the_command_fixes_the_mode_of_the_state_directory(home, cml, mode, state):
     (home / ".dask-cml").mkdir()
     (home / ".dask-cml").chmod(mode)
     finding = session.state_directory()
@@ -289,7 +291,7 @@ def test_the_mode_of_the_state_directory_is_mended(home, cml, mode, state):
     assert session.state_directory().state == "ok"
 
 
-def test_a_file_in_place_of_the_state_directory_is_moved_aside(home, cml):
+def test_the_command_moves_a_file_in_place_of_the_state_directory_aside(home, cml):
     (home / ".dask-cml").write_text("mine")
     finding = session.state_directory()
     assert finding.state == "wrong"
@@ -299,7 +301,7 @@ def test_a_file_in_place_of_the_state_directory_is_moved_aside(home, cml):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to others")
-def test_the_state_directory_of_another_user(home, cml):
+def test_the_command_moves_the_state_directory_of_another_user_aside(home, cml):
     (home / ".dask-cml").mkdir(mode=0o700)
     os.chown(home / ".dask-cml", 12345, -1)
     finding = session.state_directory()
@@ -309,14 +311,14 @@ def test_the_state_directory_of_another_user(home, cml):
     assert session.state_directory().state == "ok"
 
 
-def test_a_state_directory_that_cannot_be_written(cml):
+def test_a_read_only_state_directory_is_wrong(cml):
     with dask.config.set({"cml.state-directory": "/proc/dask-cml"}):
         finding = session.state_directory()
     assert finding.state == "wrong"
     assert "Cannot write to /proc" in finding.words
 
 
-def test_a_state_directory_that_other_sessions_do_not_see(home, cml, tmp_path_factory):
+def test_a_state_directory_outside_the_home_folder_is_wrong_on_cml_only(home, cml, tmp_path_factory):
     with dask.config.set({"cml.state-directory": str(tmp_path_factory.mktemp("elsewhere") / "state")}):
         assert "the only folder that all sessions share" in session.state_directory().words
         with dask.config.set({"cml.platform": "local"}):
@@ -326,13 +328,13 @@ def test_a_state_directory_that_other_sessions_do_not_see(home, cml, tmp_path_fa
 # -- packages
 
 
-def test_the_versions_of_this_process():
+def test_doctor_shows_the_versions_of_this_process():
     finding = packages.versions()
     assert finding.state == "ok"
     assert f"dask {dask.__version__}" in finding.words
 
 
-def test_a_distributed_that_is_too_old(install):
+def test_a_distributed_below_the_requirement_is_wrong(install):
     install("distributed", "2022.1.0")
     finding = packages.versions()
     assert finding.state == "wrong"
@@ -340,26 +342,28 @@ def test_a_distributed_that_is_too_old(install):
     assert any(word.startswith("distributed>=") for word in shlex.split(finding.command))
 
 
-def test_a_second_dask_in_the_home_folder_and_the_command_that_removes_it(install_at_home):
+def test_the_command_removes_a_second_dask_from_the_home_folder(install_at_home):
     folder = install_at_home("dask", "2020.1.0")
     finding = packages.one_dask()
     assert finding.state == "warning"
-    assert f"dask 2020.1.0 in {folder} hides {dask.__version__} in " in finding.words
+    assert f"dask 2020.1.0 in {folder} takes precedence over {dask.__version__} in " in finding.words
     assert shlex.split(finding.command)[-3:] == ["uninstall", "--yes", "dask"]
 
 
-def test_a_second_dask_that_is_not_in_the_home_folder_is_not_removed(install):
+def test_no_command_removes_a_second_dask_outside_the_home_folder(install):
     install("distributed", "2020.1.0")
     finding = packages.one_dask()
     assert (finding.state, finding.command) == ("warning", None)
 
 
-def test_one_dask(install):
+def test_a_package_with_a_similar_name_is_no_second_dask(install):
     install("dasklike", "1.0")
     assert packages.one_dask().state == "ok"
 
 
-def test_packages_of_the_image_in_the_home_folder(cml, install_at_home, monkeypatch):
+def test_the_command_removes_copies_of_the_images_packages_from_the_home_folder(
+    cml, install_at_home, monkeypatch
+):
     assert packages.image().state == "ok"
     install_at_home("jupyter_client", "99.0")
     install_at_home("tornado", "99.0")
@@ -370,20 +374,99 @@ def test_packages_of_the_image_in_the_home_folder(cml, install_at_home, monkeypa
     assert packages.image().state == "ok"
 
 
-def test_a_bokeh_that_is_too_old(install):
-    assert packages.dashboard().state == "ok"
-    install("bokeh", "1.0")
+@pytest.mark.parametrize(
+    ("distributed", "bokeh", "words", "command"),
+    [
+        ("2024.5.0", "3.6.3", "bokeh 3.6.3 works with distributed 2024.5.0.", None),
+        (
+            "2024.5.0",
+            "3.7.0",
+            "too new for distributed 2024.5.0: the profile panes fail.",
+            "<3.7,>=3.1",
+        ),
+        ("2024.11.2", "3.9.2", "the profile panes and performance reports fail.", "<3.7,>=3.1"),
+        ("2026.1.2", "3.8.2", "bokeh 3.8.2 works with distributed 2026.1.2.", None),
+        ("2026.1.2", "3.9.0", "too new for distributed 2026.1.2: performance reports fail.", "<3.9,>=3.1"),
+        ("2026.8.0", "3.9.2", "bokeh 3.9.2 works with distributed 2026.8.0.", None),
+        ("2026.8.0", "2.4.3", "bokeh 2.4.3 is too old.", ">=3.1"),
+    ],
+)
+def test_doctor_compares_bokeh_with_distributed(install, distributed, bokeh, words, command):
+    install("distributed", distributed)
+    install("bokeh", bokeh)
     finding = packages.dashboard()
+    assert words in finding.words
+    assert finding.state == ("warning" if command else "ok")
+    if command:
+        assert shlex.split(finding.command)[-1] == f"bokeh{command}"
+
+
+def test_a_missing_bokeh_is_a_warning(monkeypatch):
+    assert packages.dashboard().state == "ok"
+    monkeypatch.setattr(packages, "version", lambda name: None if name == "bokeh" else "2024.11.2")
+    finding = packages.dashboard()
+    assert (finding.state, shlex.split(finding.command)[-1]) == ("warning", "bokeh<3.7,>=3.1")
+
+
+@pytest.fixture
+def importable(install, monkeypatch):
+    """Replace packages by such of one line of code, in the processes that this one starts."""
+
+    def importable(**code):
+        for name in ("bokeh", "pandas", "pyarrow"):
+            folder = install(name, "99.0")
+            (folder / f"{name}.py").write_text(code.get(name, "pass"))
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    return importable
+
+
+def test_doctor_imports_the_packages_that_computations_use():
+    finding = packages.imports(120)
+    assert finding.state == "ok", finding.words
+    for name in ("bokeh", "pandas", "pyarrow"):
+        assert name in finding.words
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            "raise ImportError('it needs NumPy 2.0')",
+            "pyarrow 99.0 fails to import: ImportError: it needs NumPy 2.0.",
+        ),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            "pyarrow 99.0 fails to import: it crashed (Segm",
+        ),
+        ("import os; os._exit(3)", "pyarrow 99.0 fails to import: exit code 3."),
+        ("import sys; sys.stderr.write('x' * 100_000); sys.exit(1)", "pyarrow 99.0 fails to import: "),
+    ],
+    ids=["error", "crash", "silent exit", "long message"],
+)
+def test_doctor_says_why_a_package_fails_to_import(importable, code, words):
+    importable(pyarrow=code)
+    finding = packages.imports(120)
     assert finding.state == "warning"
-    assert "bokeh 1.0 is installed" in finding.words
-    assert shlex.split(finding.command)[-1].startswith("bokeh>=")
+    assert words in finding.words
+    assert "bokeh" not in finding.words
+    assert len(finding.words) < 500
+    # Any release works with the NumPy of newer Pythons.
+    expected = "pyarrow<26" if sys.version_info < (3, 13) else None
+    assert (finding.command and shlex.split(finding.command)[-1]) == expected
+
+
+def test_an_import_that_hangs_is_ended(importable):
+    importable(pyarrow="import time; time.sleep(3600)")
+    assert "pyarrow 99.0 fails to import: it did not finish in time." in packages.imports(0).words
+    assert [each for each in psutil.Process().children() if "pyarrow" in each.cmdline()[-1]] == []
 
 
 # -- JupyterLab
 
 
 @pytest.mark.parametrize("file", ["jupyter_server_config.json", "jupyter_server_config.d/dask_cml.json"])
-def test_a_disabled_sidebar_is_enabled(monkeypatch, tmp_path, file):
+def test_the_command_enables_a_disabled_sidebar(monkeypatch, tmp_path, file):
     monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")  # as outside of virtual environments
     assert jupyterlab.sidebar().state == "ok"
@@ -392,13 +475,13 @@ def test_a_disabled_sidebar_is_enabled(monkeypatch, tmp_path, file):
     (tmp_path / file).write_text(json.dumps(disabled))
     finding = jupyterlab.sidebar()
     assert finding.state == "warning"
-    assert "does not load dask_cml.jupyter:" in finding.words
+    assert "does not enable dask_cml.jupyter." in finding.words
     mend(finding)
     assert jupyterlab.sidebar().state == "ok"
     assert json.loads((tmp_path / file).read_text())["ServerApp"]["token"] == "mine"
 
 
-def test_a_sidebar_that_is_not_installed(monkeypatch):
+def test_a_missing_sidebar_is_a_warning(monkeypatch):
     installed = packages.version
     monkeypatch.setattr(
         packages, "version", lambda name: None if name == "dask-labextension" else installed(name)
@@ -414,7 +497,7 @@ def test_a_workbench_needs_no_sidebar(cml, monkeypatch):
     assert jupyterlab.time_outs().state == "ok"
 
 
-def test_the_time_outs_of_jupyterlab(cml, monkeypatch):
+def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):
     assert "by default 3600" in jupyterlab.time_outs().words
     monkeypatch.setenv("JUPYTER_KERNEL_TIMEOUT_SECONDS", "7200")
     monkeypatch.setenv("JUPYTER_SERVER_TIMEOUT_SECONDS", "43200")
@@ -429,7 +512,7 @@ def test_the_time_outs_of_jupyterlab(cml, monkeypatch):
 # -- clusters
 
 
-def test_versions_in_a_cluster_that_differ_and_workers_that_do_not_answer(platform, light, monkeypatch):
+def test_doctor_names_different_versions_and_silent_workers_of_a_cluster(platform, light, monkeypatch):
     with CMLCluster(n_workers=1, name="lab", platform="local", quiet=True) as cluster:
         cluster.wait_for_workers(1, timeout=120)
         own = clusters._own()
@@ -449,10 +532,10 @@ def test_versions_in_a_cluster_that_differ_and_workers_that_do_not_answer(platfo
         finally:
             os.kill(pid, signal.SIGCONT)
         assert finding.state == "warning"
-        assert "Not all of its processes reported their versions within 5 s" in finding.words
+        assert "Some processes of the cluster did not report their versions within 5 s" in finding.words
 
 
-def test_a_cluster_of_another_name_and_one_that_is_gone(platform):
+def test_an_unknown_cluster_is_wrong_and_a_stale_one_a_warning(platform):
     gone = Record("gone", maker=Maker("elsewhere", 1, 1.0, "ended"), scheduler_address="tcp://127.0.0.1:1")
     store.claim(gone)
     [unknown, stale] = clusters.versions(["lab", "gone"], 5)
@@ -463,12 +546,12 @@ def test_a_cluster_of_another_name_and_one_that_is_gone(platform):
     assert clusters.versions([], 5) == [stale]
 
 
-def test_no_scheduler_has_more_time_than_the_check_gives_it(platform, monkeypatch):
+def test_the_check_limits_the_time_of_each_scheduler(platform, monkeypatch):
     asked = []
 
-    async def look_at(record, security, timeout):
+    async def look_at(record, timeout):
         asked.append(timeout)
-        return probe.Finding(probe.State.UNKNOWN)
+        return probe.Finding(liveness.State.UNKNOWN)
 
     store.claim(Record("busy", options={"platform": "local"}, scheduler_address="tcp://10.0.0.1:8786"))
     pulse.beat(state_directory() / "busy")

@@ -1,251 +1,257 @@
-"""What a user asks for is never lost, whatever the manager finds at the same moment."""
+"""What a manager knows of the workers: the answers of the scheduler, and its own wishes until then."""
 
 from __future__ import annotations
 
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
+from fleets import Cluster
 
 from dask_cml.errors import CMLError
-from dask_cml.manager.fleet import Fleet
-from dask_cml.options import Options
+from dask_cml.scheduler.wanted import Wanted
 
 
-def new(processes: int = 1) -> Fleet[str]:
-    return Fleet(Options.read(name="mine", processes=processes))
+def seen(fleet, group="default"):
+    """The target of a group, and the names of its wanted sessions."""
+    state = fleet.group(group)
+    return state.target, [*state.names]
 
 
-def of(n: int, processes: int = 1) -> Fleet[str]:
-    """Return a fleet that is asked for `n` sessions, which the other managers know."""
-    fleet = new(processes)
-    fleet.resize(n)
-    fleet.take_claims()
-    return fleet
+# -- wishes
 
 
-def launched(fleet: Fleet[str], n: int) -> None:
-    """Give the first `n` missing keys a session."""
-    for key in fleet.missing[:n]:
-        fleet.launched(key, f"session of {key}")
+def test_a_wish_counts_before_the_scheduler_has_answered():
+    mine = Cluster(1)
+    mine.fleet.wish("scale", group="default", n=3)
+    assert seen(mine.fleet) == (3, ["mine-0", "mine-1", "mine-2"])
+    assert mine.fleet.names == ["mine-0", "mine-1", "mine-2"]
+    assert [member.name for member in mine.fleet.members] == ["mine-0"]
+    mine.carry_out()
+    assert seen(mine.fleet) == (3, ["mine-0", "mine-1", "mine-2"])
+    assert mine.fleet.wishes == []
 
 
-def test_the_last_of_many_threads_wins():
-    fleet = new()
+@pytest.mark.parametrize(
+    ("wishes", "after"),
+    [
+        ([("scale", {"n": 3}), ("scale", {"n": 1})], 1),
+        ([("adapt", {"minimum": 2, "maximum": 5, "key": "k", "options": {}})], 3),
+        ([("adapt", {"minimum": 4, "maximum": None, "key": "k", "options": {}})], 4),
+        ([("scale", {"n": 9}), ("adapt", {"minimum": 0, "maximum": 2, "key": "k", "options": {}})], 2),
+        ([("delete_group", {})], 0),
+    ],
+)
+def test_the_last_wishes_of_a_group_count(wishes, after):
+    """As the scheduler carries them out."""
+    mine = Cluster(gpu={"target": 3})
+    for op, arguments in wishes:
+        mine.fleet.wish(op, group="gpu", **arguments)
+    assert mine.fleet.group("gpu").target == after
+    assert mine.fleet.group().target == 0
+    adapts = wishes[-1][0] == "adapt"
+    assert (mine.fleet.group("gpu").adapting is not None) == adapts
+    if wishes[-1][0] != "delete_group":
+        mine.carry_out()
+        assert mine.fleet.group("gpu").target == after
+        assert (mine.fleet.group("gpu").adapting is not None) == adapts
 
-    def scale(seed: int) -> None:
+
+def test_a_removed_session_lowers_the_target_at_once():
+    mine = Cluster(3)
+    mine.fleet.wish("remove", names=["mine-1", "unknown"])
+    assert mine.fleet.group().target == 2
+    mine.carry_out()
+    assert seen(mine.fleet) == (2, ["mine-0", "mine-2"])
+
+
+def test_a_wish_replaces_those_of_its_group_that_it_makes_void():
+    mine = Cluster(gpu={})
+    for group in "default", "gpu":
+        for n in range(50):
+            mine.fleet.wish("scale", group=group, n=n)
+    mine.fleet.wish("remove", names=["mine-0"])
+    assert [(each["op"], each.get("group"), each.get("n")) for each in mine.fleet.wishes] == [
+        ("scale", "default", 49),
+        ("scale", "gpu", 49),
+        ("remove", None, None),
+    ]
+
+
+def test_the_last_wish_of_many_threads_counts():
+    mine = Cluster()
+
+    def scale(seed):
         luck = random.Random(seed)
         for _ in range(200):
-            fleet.resize(luck.randrange(12))
-            fleet.trim(fleet.keys[::-1])
+            mine.fleet.wish("scale", group="default", n=luck.randrange(12))
+            assert len(mine.fleet.names) == len({*mine.fleet.names})
 
     threads = [threading.Thread(target=scale, args=(seed,)) for seed in range(8)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    fleet.resize(2)
-    fleet.trim(fleet.keys[::-1])
-    assert (fleet.group().target, len(fleet.keys)) == (2, 2)
+    while any(thread.is_alive() for thread in threads):
+        mine.carry_out()
+    mine.fleet.wish("scale", group="default", n=2)
+    mine.carry_out()
+    assert mine.fleet.group().target == mine.wanted.groups["default"].target == 2
 
 
-def test_keys_are_never_used_twice():
-    fleet = of(2)
-    fleet.replace(["mine-0"])
-    assert fleet.keys == ["mine-1", "mine-2"]
-
-
-def test_a_refusal_lowers_the_target_to_what_was_granted():
-    fleet = of(8)
-    wish, missing = fleet.group().wishes, fleet.missing
-    launched(fleet, 5)
-    assert fleet.refuse(missing, wish) == (5, 8)
-    assert (fleet.group().target, len(fleet.keys)) == (5, 5)
-
-
-def test_a_refusal_leaves_a_smaller_wish_as_it_is():
-    fleet = of(8)
-    wish, missing = fleet.group().wishes, fleet.missing
-    launched(fleet, 5)
-    fleet.resize(1)
-    assert fleet.refuse(missing, wish) is None
-    assert fleet.group().target == 1
-    fleet.trim(fleet.keys[::-1])
-    assert len(fleet.keys) == 1
-
-
-def test_a_refusal_of_an_older_wish_does_not_lower_a_new_one():
-    fleet = of(8)
-    wish, missing = fleet.group().wishes, fleet.missing
-    launched(fleet, 5)
-    fleet.resize(8)
-    assert fleet.refuse(missing, wish) is None
-    assert fleet.missing == ["mine-5", "mine-6", "mine-7"]
-
-
-def test_adaptive_scaling_that_has_ended_has_no_say():
-    fleet = new()
-    adaptive = object()
-    fleet.drive(adaptive)
-    assert fleet.resize(3, adaptive)
-    fleet.resize(0)
-    assert not fleet.resize(3, adaptive)
-    assert not fleet.remove(["mine-0"], adaptive)
-    assert fleet.group().target == 0
-
-
-def test_another_manager_is_not_followed_while_a_wish_is_untold():
-    fleet = new()
-    fleet.resize(5)
-    assert not fleet.follow(1)
-    assert not fleet.follow(1, ["mine-0"])
-    assert (fleet.group().target, len(fleet.keys)) == (5, 5)
-    assert fleet.take_claims() == {"default": 5}
-    assert fleet.take_claims() == {}
-    assert fleet.follow(1, ["other-0"])
-    assert (fleet.group().target, fleet.keys) == (1, ["other-0"])
-
-
-def test_a_claim_that_could_not_be_told_is_told_with_the_newest_target():
-    fleet = new()
-    fleet.resize(5)
-    fleet.take_claims()
-    fleet.resize(4)
-    fleet.claim(["default"])
-    assert fleet.take_claims() == {"default": 4}
-    assert fleet.take_claims() == {}
-
-
-def test_only_what_is_too_many_is_trimmed():
-    fleet = of(4)
-    chosen = fleet.keys[:3]
-    fleet.resize(1)
-    fleet.resize(3)
-    assert fleet.trim(chosen) == ["mine-0"]
-    assert fleet.trim(chosen) == []
-
-
-def test_lost_sessions_that_nobody_wants_are_not_replaced():
-    fleet = of(3)
-    fleet.resize(1)
-    fleet.trim(["mine-2", "mine-1"])
-    assert fleet.replace(["mine-2", "mine-0"]) == ["mine-0"]
-    assert fleet.keys == ["mine-3"]
-
-
-def test_a_lost_session_is_not_replaced_while_there_are_too_many():
-    fleet = of(3)
-    fleet.resize(2)
-    assert fleet.replace(["mine-1"]) == ["mine-1"]
-    assert fleet.keys == ["mine-0", "mine-2"]
-
-
-def test_what_is_removed_lowers_the_target():
-    fleet = of(3)
-    fleet.remove(["mine-1", "unknown"])
-    assert (fleet.group().target, fleet.keys) == (2, ["mine-0", "mine-2"])
-    fleet.resize(1)  # one of the two is still to be picked
-    fleet.remove(["mine-0"])
-    assert (fleet.group().target, fleet.keys) == (1, ["mine-2"])
-
-
-def test_a_session_that_keeps_its_data_raises_the_target():
-    fleet = of(1)
-    launched(fleet, 1)
-    fleet.resize(0)
-    fleet.trim(["mine-0"])
-    assert fleet.unwanted_workers == {"mine-0": "session of mine-0"}
-    fleet.keep("mine-0")
-    assert (fleet.group().target, fleet.keys, fleet.unwanted_workers) == (1, ["mine-0"], {})
-
-
-def test_attached_sessions_keep_their_names_for_themselves():
-    fleet = new()
-    fleet.attach("mine-7", "session")
-    fleet.resize(2)
-    assert fleet.keys == ["mine-7", "mine-8"]
-    assert fleet.drop("mine-7") == "session"
-    assert fleet.drop("mine-7") is None
-
-
-def test_workers_of_several_processes_have_their_sessions_name():
-    fleet = of(2, processes=2)
-    assert fleet.dask_names("mine-0") == ["mine-0-0", "mine-0-1"]
-    assert fleet.arrived({"mine-1-1", "mine-0"}) == {"mine-1"}
-
-
-@pytest.mark.parametrize(
-    "wish", [lambda f: f.resize(1), lambda f: f.remove(["x"]), lambda f: f.drive(object())]
-)
-def test_a_closed_cluster_takes_no_wishes(wish):
-    fleet = of(1)
-    fleet.close()
+def test_a_closed_cluster_takes_no_wishes():
+    mine = Cluster(1)
+    mine.fleet.close()
     with pytest.raises(CMLError, match="cannot scale cluster mine: it is closed"):
-        wish(fleet)
-    assert not fleet.follow(3)
-    fleet.clear()
-    assert fleet.keys == []
+        mine.fleet.wish("scale", group="default", n=3)
+    mine.fleet.clear()
+    assert (seen(mine.fleet), mine.fleet.members, mine.fleet.observed) == ((0, []), [], set())
 
 
-def test_each_group_is_scaled_by_itself():
-    fleet = of(2)
-    fleet.add_group("gpu", Options.read(name="mine", processes=2))
-    fleet.resize(1, group="gpu")
-    assert fleet.take_claims() == {"gpu": 1}
-    assert fleet.keys == ["mine-0", "mine-1", "mine-gpu-0"]
-    assert fleet.dask_names("mine-gpu-0") == ["mine-gpu-0-0", "mine-gpu-0-1"]
-    fleet.replace(["mine-gpu-0"])
-    fleet.resize(1)
-    fleet.trim(fleet.keys)
-    assert fleet.keys == ["mine-1", "mine-gpu-1"]
+# -- groups
 
 
-def test_adaptive_scaling_of_one_group_has_no_say_in_another():
-    fleet = of(1)
-    fleet.add_group("gpu", Options.read(name="mine"))
-    adaptive = object()
-    fleet.drive(adaptive, "gpu")
-    assert fleet.resize(2, adaptive, "gpu")
-    assert not fleet.resize(2, adaptive)
-    assert not fleet.remove(["mine-0"], adaptive)
-    assert fleet.remove(["mine-gpu-0"], adaptive)
-    assert (fleet.group().target, fleet.group("gpu").target) == (1, 1)
-    fleet.resize(3)
-    assert fleet.resize(1, adaptive, "gpu")
+def test_an_unknown_group_is_refused():
+    with pytest.raises(ValueError, match="invalid worker_group='no': expected one of 'default', 'gpu'"):
+        Cluster(gpu={}).fleet.group("no")
 
 
-def test_a_group_ends_when_its_last_session_has_gone():
-    fleet = of(0)
-    fleet.add_group("gpu", Options.read(name="mine"))
-    fleet.resize(1, group="gpu")
-    launched(fleet, 1)
-    assert not fleet.forget_ended_group("gpu")
-    fleet.end_group("gpu")
-    assert fleet.unwanted_workers.keys() == {"mine-gpu-0"}
-    assert not fleet.forget_ended_group("gpu")
-    fleet.stopped("mine-gpu-0")
-    assert fleet.forget_ended_group("gpu")
-    assert fleet.groups == ["default"]
+def test_groups_come_and_go_with_the_schedulers_answers():
+    mine = Cluster()
+    mine.wanted.add_group("m2", "gpu", {"nvidia_gpu": 2, "processes": 2}, 1)
+    mine.answer()
+    assert mine.fleet.groups == ["default", "gpu"]
+    assert mine.fleet.group("gpu").options.nvidia_gpu == 2
+    assert mine.fleet.options_of("gpu").processes == 2
+    assert not mine.fleet.is_deleted("gpu")
+    mine.launch("mine-gpu-0")
+    mine.wanted.delete_group("m2", "gpu")
+    mine.answer()
+    assert mine.fleet.is_deleted("gpu")
+    mine.wanted.stopped("m1", ["mine-gpu-0"])
+    mine.answer()
+    assert mine.fleet.groups == ["default"]
+    assert mine.fleet.options_of("gpu") is mine.fleet.options
 
 
-def test_a_group_that_is_scaled_again_does_not_end():
-    fleet = of(0)
-    fleet.add_group("gpu", Options.read(name="mine"))
-    fleet.end_group("gpu")
-    fleet.resize(1, group="gpu")
-    assert not fleet.forget_ended_group("gpu")
-    fleet.end_group("gpu")
-    fleet.take_claims()
-    fleet.follow(2, group="gpu")
-    assert not fleet.forget_ended_group("gpu")
+def test_a_group_with_other_options_under_the_same_name_has_those():
+    mine = Cluster(gpu={"options": {"cpu": 2}})
+    assert mine.fleet.group("gpu").options.cpu == 2
+    mine.wanted.delete_group("m2", "gpu")
+    mine.wanted.add_group("m2", "gpu", {"cpu": 4}, 0)
+    mine.answer()
+    assert mine.fleet.group("gpu").options.cpu == 4
 
 
-def test_a_session_that_keeps_its_data_keeps_its_group():
-    fleet = of(0)
-    fleet.add_group("gpu", Options.read(name="mine"))
-    fleet.resize(1, group="gpu")
-    launched(fleet, 1)
-    fleet.end_group("gpu")
-    fleet.keep("mine-gpu-0")
-    assert fleet.group("gpu").target == 1
-    assert not fleet.forget_ended_group("gpu")
+def test_a_group_that_a_newer_release_has_added_is_ignored(caplog):
+    mine = Cluster(1)
+    mine.wanted.add_group("m2", "new", {"colour": "blue"}, 1)
+    mine.answer()
+    assert mine.fleet.groups == ["default"]
+    assert "Worker group new of cluster mine ignored" in caplog.text
+    assert seen(mine.fleet) == (1, ["mine-0"])
+
+
+# -- sessions and Dask workers
+
+
+def test_a_session_has_arrived_when_one_of_its_dask_workers_is_connected():
+    mine = Cluster(2, processes=2, gpu={"options": {"processes": 1}, "target": 1})
+    member = mine.fleet.member("mine-0")
+    for connected, arrived, whole in (["mine-0-1"], {"mine-0"}, False), (["mine-0-0"], {"mine-0"}, True):
+        mine.connect(*connected)
+        assert mine.fleet.arrived("default") == arrived
+        assert (mine.fleet.is_whole(member), mine.fleet.has_registered(member)) == (whole, whole)
+    mine.connect("mine-gpu-0", "users")
+    assert mine.fleet.arrived() == {"mine-0", "mine-gpu-0"}
+    assert mine.fleet.observed == {"mine-0-0", "mine-0-1", "mine-gpu-0", "users"}
+    mine.disconnect("mine-0-0")
+    assert (mine.fleet.is_whole(member), mine.fleet.has_registered(member)) == (False, True)
+    mine.disconnect("mine-0-1", "users")
+    assert mine.fleet.arrived("default") == set()
+    assert mine.fleet.observed == {"mine-gpu-0"}
+
+
+def test_a_dask_worker_that_comes_back_at_another_address_is_connected():
+    """Its old connection may end after that."""
+    mine = Cluster(1)
+    mine.connect("mine-0")
+    mine.connected = {"tcp://new": "mine-0"}
+    mine.answer()
+    mine.gone = ["tcp://mine-0"]
+    mine.answer()
+    assert mine.fleet.arrived() == {"mine-0"}
+    assert mine.fleet.member("mine-0").connected == {"mine-0": "tcp://new"}
+
+
+@pytest.mark.parametrize("name", [5, "", "mine", "mine-", "others-0"])
+def test_dask_workers_of_the_user_are_observed_only(name):
+    mine = Cluster(1)
+    mine.connected = {"tcp://10.0.0.1:1": name}
+    mine.answer()
+    assert mine.fleet.observed == {name}
+    assert mine.fleet.arrived() == set()
+
+
+def test_a_session_that_another_manager_stopped_is_gone():
+    mine = Cluster(2)
+    mine.launch("mine-0")
+    mine.wanted.replace("m1", ["mine-0"])
+    mine.wanted.stopped("m2", ["mine-0"])
+    mine.answer()
+    member = mine.fleet.member("mine-0")
+    assert (member.gone, member.wanted) == (True, False)
+    assert mine.fleet.detach("mine-0").session_id == "session of mine-0"
+    assert mine.fleet.member("mine-0") is None
+    assert mine.fleet.detach("mine-0") is None
+
+
+def test_a_session_that_is_launched_and_not_told_yet_is_known_here():
+    mine = Cluster()
+    mine.fleet.attach("mine-3", SimpleNamespace(waits_for=None))
+    mine.answer()
+    assert {*mine.fleet.workers} == {"mine-3"}
+    assert not mine.fleet.member("mine-3").wanted
+    assert mine.fleet.names == []
+
+
+def test_sessions_that_wait_for_room_are_wanted_ones_that_never_connected():
+    mine = Cluster(4)
+    mine.launch("mine-0", "mine-1", "mine-2", "mine-3")
+    for name in "mine-0", "mine-1", "mine-2":
+        mine.fleet.workers[name].waits_for = 9.0
+    mine.connect("mine-1")
+    mine.disconnect("mine-1")
+    mine.wanted.replace("m1", ["mine-2"])
+    mine.answer()
+    assert mine.fleet.waits == {"mine-0": 9.0}
+
+
+# -- answers
+
+
+def test_an_answer_that_comes_late_changes_nothing():
+    mine = Cluster(1)
+    late = {**mine.wanted.since(1), "workers": {"tcp://old": {"name": "mine-0"}}}
+    mine.wanted.scale("m2", "default", 3)
+    mine.connect("mine-0")
+    mine.fleet.update(late)
+    assert seen(mine.fleet)[0] == 3
+    assert mine.fleet.member("mine-0").connected == {"mine-0": "tcp://mine-0"}
+
+
+def test_a_whole_answer_replaces_all():
+    """As from the next scheduler, which counts its revisions anew."""
+    mine = Cluster(3)
+    mine.launch("mine-0")
+    mine.connect("mine-0", "users")
+    for n in 5, 1, 2:
+        mine.wanted.scale("m2", "default", n)
+        mine.answer()
+    mine.wanted = Wanted("mine", "m2", {"default": {"target": 1, "number": 9}})
+    mine.connected = {"tcp://new": "mine-9"}
+    mine.answer()
+    assert (mine.fleet.leader, mine.fleet.revision) == ("m2", mine.wanted.changes.revision)
+    assert seen(mine.fleet) == (1, ["mine-9"])
+    assert mine.fleet.observed == {"mine-9"}
+    assert mine.fleet.member("mine-0").gone
+    assert (mine.fleet.tasks_done, mine.fleet.managers) == (7, 2)

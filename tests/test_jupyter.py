@@ -15,14 +15,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from clusters import write_record
 from distributed import Client
 from distributed.core import Status
 from lab import JupyterServer, until
 
 from dask_cml import CMLCluster, jupyter, observers
 from dask_cml.jupyter import Sidebar, find_manager
-from dask_cml.records import probe, store
-from dask_cml.records.record import Record
+from dask_cml.records import liveness, store
+from dask_cml.records.record import Record, SchedulerState
 
 pytestmark = pytest.mark.usefixtures("no_nannies")
 FACTORY = {"n-workers": 1, "forward-dashboard": True, "worker-args": ["--no-nanny"]}
@@ -130,7 +131,7 @@ def test_refused_launch_is_told_in_the_platform_s_words(server, shared_platform,
 def test_shutdown_of_a_cluster_whose_scheduler_has_died(server, shared_platform, new, leaves_no_session):
     model = new()
     [record] = store.records()
-    shared_platform.evict(record.scheduler_session)
+    shared_platform.evict(record.scheduler.session)
     assert server.ask("DELETE", f"dask/clusters/{model['id']}")[0] == 204
     assert server.clusters == {}
 
@@ -412,11 +413,11 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar
 
     async def counted(record):
         asked.append(record.name)
-        return (await probe.look([record], timeout=120))[record.name]
+        return (await liveness.look([record], timeout=120))[record.name]
 
     monkeypatch.setattr(sidebar, "examine", counted)
     monkeypatch.setattr(observers, "_RETRY", 3600.0)
-    store.claim(Record("stale", scheduler_address="tcp://127.0.0.1:9", scheduler_id="Scheduler-1"))
+    write_record(Record("stale", scheduler=SchedulerState(address="tcp://127.0.0.1:9", id="Scheduler-1")))
     await made_elsewhere("alive")
     await holds(lambda: len(sidebar._manager._clusters) == 1)
     assert [*sidebar._manager._cluster_names.values()] == ["alive"]

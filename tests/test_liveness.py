@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import socket
 import time
@@ -12,14 +13,20 @@ import time
 import dask
 import pytest
 from clusters import write_record
-from distributed import Scheduler
+from distributed import Scheduler, Worker
+from distributed.protocol.serialize import ToPickle
 from distributed.security import Security
+from schedulers import prepare, scheduler_in
+from wire_samples import framed
 
+from dask_cml import heartbeat
+from dask_cml.identity import Identity
 from dask_cml.layout import scheduler_file
 from dask_cml.records import operations
-from dask_cml.records.probe import State, identities, is_alive, judge
+from dask_cml.records.liveness import State, identities, is_alive, judge
 from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.records.store import records
+from dask_cml.scheduler import state_file
 
 
 @contextlib.asynccontextmanager
@@ -61,11 +68,11 @@ async def test_keys_of_a_scheduler_are_found_by_the_record(tmp_path):
     async with scheduler(security) as running:
         record = record_of(running)
         assert await is_alive(dataclasses.replace(record, security=files))
-        assert await is_alive(record, security)
-        assert not await is_alive(record, Security.temporary(), timeout=1)
         assert not await is_alive(record, timeout=1)
         (tmp_path / "tls_client_key").unlink()
         assert not await is_alive(dataclasses.replace(record, security=files))
+        os.mkfifo(tmp_path / "tls_client_key")  # opening it would wait for ever
+        assert not await is_alive(dataclasses.replace(record, security=files), timeout=60)
 
 
 GONE = Maker("elsewhere", 1, 1.0, "gone")
@@ -196,7 +203,7 @@ async def test_among_two_hundred_records_those_that_are_alive_are_found(tmp_path
             found = await identities(records(tmp_path), timeout=10)
             end = time.monotonic()
             assert set(found) == {f"live-{i}" for i in range(100)}
-            assert {each["id"] for each in found.values()} == {running.id}
+            assert {each.id for each in found.values()} == {running.id}
             while descriptors() > before:  # the silent ones' are not kept until the system gives up
                 assert time.monotonic() < end + 60
                 await asyncio.sleep(0.01)
@@ -204,3 +211,124 @@ async def test_among_two_hundred_records_those_that_are_alive_are_found(tmp_path
 
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
+
+
+# -- programs that answer as a scheduler
+
+
+@contextlib.asynccontextmanager
+async def impostor(sent=None):
+    """A program at a scheduler's address: it keeps what it receives, and sends what it is given."""
+    received = []
+
+    async def serve(reader, writer):
+        if sent is not None:
+            writer.write(sent)
+        received.append(b"")
+        while chunk := await reader.read(2**16):
+            received.append(chunk)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", received
+
+
+@pytest.mark.parametrize("silence", [None, 3600])
+async def test_without_keys_and_without_a_sign_of_life_a_program_at_the_address_is_sent_nothing(
+    cluster, silence
+):
+    async with impostor() as (address, received):
+        found = (await judge([cluster(address, silence)], timeout=5, api=Listing("running")))["a"]
+        assert found.state is State.UNKNOWN
+        assert "it has no keys" in found.why
+        assert "run `dask cml delete a`" in found.why
+        assert received == [b""] * len(received)
+
+
+async def test_a_program_at_a_scheduler_s_address_runs_no_code_in_the_probing_process(cluster, hostile):
+    async with impostor(framed(ToPickle(hostile)) * 3) as (address, received):
+        [row] = await operations.describe([cluster(address, silence=1)], timeout=5)
+        assert row["status"] == "not answering"
+        assert row["problem"] == "the scheduler's answer is invalid: identity=None"
+        assert any(received)
+    assert not hostile.ran
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nthreads": "many"}, "nthreads='many'"),
+        ({"nthreads": -1}, "nthreads=-1"),
+        ({"nthreads": float("nan")}, "nthreads=nan"),
+        ({"memory_limit": float("inf")}, "memory_limit=inf"),
+        ({"memory_limit": 2.0**70}, "memory_limit=1.18"),
+        ({"name": None}, "name=None"),
+        ({"name": "x" * 2000}, "name='xxx"),
+        ({"name": {"a": 1}}, "name={'a': 1}"),
+    ],
+)
+async def test_an_invalid_answer_is_the_problem_of_its_cluster_alone(cluster, change, words):
+    async with scheduler() as good, scheduler() as bad:
+        worker = {"name": "a-0", "nthreads": 1, "memory_limit": 1, **change}
+        bad.handlers["identity"] = lambda: {"id": bad.id, "services": {}, "workers": {"tcp://w": worker}}
+        records = [
+            cluster(bad.address, silence=1, id=bad.id),
+            record_of(good, "b"),
+        ]
+        first, second = await operations.describe(records, timeout=60)
+        assert (first["status"], second["status"]) == ("not answering", "running")
+        assert words in first["problem"]
+        assert len(first["problem"]) < 200
+        json.dumps([first, second], allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://127.0.0.1:99999999",
+        "tcp://a\0b:1",
+        "tcp://",
+        "",
+        "x",
+        "tcp://[::1",
+        "ucx://a:1",
+        "tcp://a..b:1",
+    ],
+)
+async def test_an_invalid_address_is_the_problem_of_its_cluster_alone(cluster, address):
+    async with scheduler() as good:
+        records = [
+            cluster(address, silence=1),
+            record_of(good, "b"),
+        ]
+        rows = await operations.describe(records, timeout=60)
+    assert [row["status"] for row in rows] == ["not answering", "running"]
+
+
+def test_a_pipe_in_place_of_a_sign_of_life_hangs_nobody(tmp_path):
+    os.mkfifo(tmp_path / scheduler_file(0))
+    assert heartbeat.silence(tmp_path) is None
+
+
+@pytest.mark.parametrize("answer", [None, [], {"workers": {}}, {"id": "a", "workers": [1]}, {"id": 1.5}])
+async def test_an_answer_that_is_no_identity_is_invalid(answer):
+    with pytest.raises(ValueError, match="the scheduler's answer is invalid"):
+        Identity.read(answer)
+
+
+async def test_a_worker_s_name_may_be_a_number(cluster):
+    async with scheduler() as running, Worker(running.address, name=7):
+        [row] = await operations.describe([cluster(running.address, 1, id=running.id)], timeout=60)
+        assert (row["status"], row["workers"], row["groups"]) == ("running", 1, {"default": 1})
+
+
+async def test_a_scheduler_leaves_signs_of_life_in_its_clusters_folder(tmp_path, monkeypatch, holds):
+    assert heartbeat.silence(tmp_path / "mine") is None
+    for name in "INTERVAL", "_REST":
+        monkeypatch.setattr(state_file, name, 0.05)
+    folder = prepare(tmp_path / "mine")
+    async with scheduler_in(folder):
+        sign = folder / scheduler_file(0)
+        await holds(sign.exists)
+        os.utime(sign, (0, 0))
+        await holds(lambda: heartbeat.silence(folder) < 3600)

@@ -264,14 +264,16 @@ async def test_a_dask_worker_without_a_session_is_retired(platform, holds, impat
         assert not cluster.observed
 
 
-async def test_a_dask_worker_that_is_not_named_like_the_clusters_stays(platform, holds, impatience):
+async def test_dask_workers_that_are_not_named_like_the_clusters_stay(platform, holds, impatience, caplog):
     async with (
         make(name="told") as cluster,
         dask_worker(cluster, "told-7"),
-        dask_worker(cluster, "mine") as users,
+        dask_worker(cluster, "mine") as named,
+        dask_worker(cluster, 5) as numbered,
     ):
-        await holds(lambda: cluster.observed == {"mine"})
-        assert users.status == Status.running
+        await holds(lambda: cluster.observed == {"mine", 5})
+        assert named.status == numbered.status == Status.running
+    assert "Cannot manage" not in caplog.text
 
 
 async def test_a_launched_session_that_is_not_in_the_record_is_forgotten(platform, holds, impatience):

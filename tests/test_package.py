@@ -85,6 +85,7 @@ def test_importing_its_commands_loads_what_they_need_only_when_they_run():
     assert {name for name in ours if not name.startswith("dask_cml.cli")} == {
         "dask_cml",
         "dask_cml.naming",
+        "dask_cml.printable",
     }
     assert {name.partition(".")[0] for name in added - ours} <= {*sys.stdlib_module_names}
 

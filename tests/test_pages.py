@@ -1,4 +1,4 @@
-"""The pages of ``dask cml serve``, drawn from a stand-in of the board."""
+"""The pages of ``dask cml serve``, with clusters of a stand-in."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from typing import Any
 
 import dask
 import pytest
-from pages_samples import StandInBoard, cluster, group, many, several
+from pages_samples import StandInClusters, cluster, group, many, several
 from tornado.httpclient import AsyncHTTPClient, HTTPResponse
-from tornado.httpserver import HTTPServer
-from tornado.netutil import bind_sockets
 
+from dask_cml.dashboard.http_server import LocalServer, local_socket
+from dask_cml.described import unattended_text
 from dask_cml.serve import form
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.application import make_application
+from dask_cml.serve.dashboards import Dashboards
 
 Ask = Callable[..., Any]
 PAGES = ["", "new", *(f"clusters/{each['name']}" for each in several())]
 
 
 @asynccontextmanager
-async def served(board: StandInBoard, **user: Any) -> AsyncIterator[Ask]:
+async def served(clusters: StandInClusters, **user: Any) -> AsyncIterator[Ask]:
     """Serve the pages to a user, or to whoever sends the token."""
-    [socket] = bind_sockets(0, "127.0.0.1")
-    access = Access(socket.getsockname()[1])
+    listener = local_socket(0)
+    access = Access(listener.getsockname()[1])
     if user:
         access.user = lambda request: User(**user)
-    server = HTTPServer(make_application(board, access))
-    server.add_sockets([socket])
+    dashboards = Dashboards(clusters, access)
+    dashboards.start()
+    server = LocalServer(make_application(clusters, access, dashboards), listener)
 
     async def ask(path: str = "", token: bool = True, **request: Any) -> HTTPResponse:
         headers = {"Authorization": f"Bearer {access.token}"} if token else {}
@@ -41,13 +43,13 @@ async def served(board: StandInBoard, **user: Any) -> AsyncIterator[Ask]:
         )
 
     yield ask
-    server.stop()
-    await server.close_all_connections()
+    await server.close()
+    await dashboards.close()
 
 
 @pytest.fixture
 async def ask() -> AsyncIterator[Ask]:
-    async with served(StandInBoard(several())) as ask:
+    async with served(StandInClusters(several())) as ask:
         yield ask
 
 
@@ -57,7 +59,7 @@ async def text_of(answer: Any) -> str:
     return " ".join(html.split())
 
 
-async def test_the_list_says_of_each_cluster_how_it_is(ask):
+async def test_the_list_shows_the_status_of_each_cluster(ask):
     text = await text_of(ask())
     assert "6 clusters · 30 of 35 workers · 120 threads · 480 GiB" in text
     assert "churn-model running, 1 waiting for room, 3 min 3 default adapts, 0 to 10" in text
@@ -67,17 +69,17 @@ async def test_the_list_says_of_each_cluster_how_it_is(ask):
     assert "night failed" in text
 
 
-async def test_an_empty_list_says_how_to_begin():
-    async with served(StandInBoard([])) as ask:
+async def test_an_empty_list_shows_how_to_create_a_cluster():
+    async with served(StandInClusters([])) as ask:
         text = await text_of(ask())
     assert "No cluster runs in this project New cluster" in text
     assert "CMLCluster(n_workers=2" in text
 
 
-async def test_what_the_platform_lacks_stands_above_the_list():
-    board = StandInBoard([])
-    board.problem = "CML does not answer"
-    async with served(board) as ask:
+async def test_a_problem_of_the_platform_is_shown_above_the_list():
+    clusters = StandInClusters([])
+    clusters.problem = "CML does not answer"
+    async with served(clusters) as ask:
         assert "CML does not answer" in await text_of(ask())
         assert "CML does not answer" not in await text_of(ask(token=False))
 
@@ -91,27 +93,27 @@ async def test_a_cluster_s_page_has_its_sessions_groups_logs_and_usage(ask):
     assert "churn-model-0 (ended)" not in text
     assert "gpu 2 4.00 32.00 256.00 4.00" in text
     assert "Total 7 41.50 107.00 506.00 4.00" in text
-    assert "This page's server created the cluster" in text.replace("&#39;", "'")
+    assert "The server of this page created the cluster" in text
 
 
-async def test_a_failed_cluster_s_page_says_why_and_offers_to_delete_it(ask):
+async def test_a_failed_cluster_s_page_shows_the_reason_and_deletes_it(ask):
     text = await text_of(ask("clusters/night"))
     assert "exceeded quota: memory=64Gi" in text
     assert "Delete…" in text
     assert "Client(" not in text
 
 
-async def test_only_the_first_of_many_sessions_are_drawn_those_on_their_way_before_others():
-    board = StandInBoard([cluster("big", group(wanted=1000, arrived=999))])
-    async with served(board) as ask:
+async def test_of_many_sessions_the_first_are_shown_and_starting_ones_come_first():
+    clusters = StandInClusters([cluster("big", group(wanted=1000, arrived=999))])
+    async with served(clusters) as ask:
         text = await text_of(ask("clusters/big"))
     assert "801 more sessions run" in text
     assert "waiting for room" in text
 
 
 @pytest.mark.parametrize("name", ["<b>", "a b", "100%", 'x"y', "ü", "a?b#c"])
-async def test_any_name_of_a_cluster_is_shown_and_leads_to_its_page(name):
-    async with served(StandInBoard([cluster(name, group())])) as ask:
+async def test_a_cluster_s_name_of_any_characters_links_to_its_page(name):
+    async with served(StandInClusters([cluster(name, group())])) as ask:
         html = (await ask()).body.decode()
         [link] = re.findall(r'class="name" href="([^"]+)"', html)
         page = await ask(link)
@@ -120,14 +122,15 @@ async def test_any_name_of_a_cluster_is_shown_and_leads_to_its_page(name):
 
 
 @pytest.mark.parametrize("path", [*PAGES, "clusters/none"])
-async def test_a_page_loads_nothing_from_elsewhere_and_has_no_code_or_style_in_it(ask, path):
+async def test_a_page_loads_nothing_from_other_sites_and_contains_no_code_or_style(ask, path):
     html = (await ask(path)).body.decode()
     assert re.findall(r"<style|\sstyle=|\son\w+=|<script(?! src=)|javascript:", html) == []
     links = re.findall(r'\s(?:src|action|data-action|data-url)="([^"]*)"', html)
     links += re.findall(r'<(?:link|a)[^>]* href="([^"]*)"', html)
     foreign = [link for link in links if link.startswith(("/", "http"))]
-    # CML's own pages of sessions
-    assert [link for link in foreign if not link.startswith("https://ml.example.com/")] == []
+    # CML's own pages of sessions, and dashboards, which are in a sandbox
+    known = ("https://ml.example.com/", "//127.0.0.1:")
+    assert [link for link in foreign if not link.startswith(known)] == []
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -140,8 +143,8 @@ async def test_ids_are_unique_and_labels_name_fields(ask, path):
 
 
 @pytest.mark.parametrize("path", PAGES)
-async def test_who_may_only_read_sees_no_forms_and_why(path):
-    async with served(StandInBoard(several()), name="eve", may_change=False) as ask:
+async def test_a_read_only_user_sees_no_forms_and_the_reason(path):
+    async with served(StandInClusters(several()), name="eve", may_change=False) as ask:
         html = (await ask(path)).body.decode()
     assert "<form" not in html
     assert "data-opens" not in html
@@ -149,60 +152,60 @@ async def test_who_may_only_read_sees_no_forms_and_why(path):
     assert "your role in the project allows reading only" in html
 
 
-async def test_pages_are_for_users(ask):
+async def test_pages_are_shown_to_users_only(ask):
     for path in PAGES:
         answer = await ask(path, token=False)
         assert answer.code == 401
         assert "churn-model" not in answer.body.decode().replace(path, "")
-    assert "open the link that dask cml serve has printed" in await text_of(ask(token=False))
+    assert "Open the link that dask cml serve printed" in await text_of(ask(token=False))
 
 
-async def test_what_is_not_there_has_a_page_that_says_so(ask):
+async def test_an_unknown_cluster_or_address_has_an_error_page(ask):
     unknown = await ask("clusters/none")
     assert unknown.code == 404
     assert "no cluster named &#39;none&#39;" in unknown.body.decode()
     other = await ask("nowhere/at/all")
     assert other.code == 404
-    assert "The page has no such address" in other.body.decode()
+    assert "No such page" in other.body.decode()
 
 
-async def test_what_pages_load_is_served(ask):
+async def test_static_files_are_served(ask):
     for name in ("serve.css", "serve.js", "favicon.svg"):
         answer = await ask(f"static/{name}")
         assert answer.code == 200
         assert answer.body
 
 
-async def test_a_list_of_fifty_clusters_is_drawn_whole():
-    async with served(StandInBoard(many())) as ask:
+async def test_a_list_of_fifty_clusters_is_complete():
+    async with served(StandInClusters(many())) as ask:
         assert (await ask()).body.decode().count('class="name"') == 50
 
 
 # -- the form of a new cluster
 
 
-def test_the_form_asks_for_what_the_command_line_asks_for():
+def test_the_form_has_the_options_of_the_command_line():
     from dask_cml.cli.create import create
 
-    fields = [each for fields in form.sections().values() for each in fields]
+    fields = [each.option for fields in form.sections().values() for each in fields]
     context = create.make_context("create", [])
     options = {each.name for each in create.get_params(context) if each.opts[0] not in ("spec", "--help")}
     assert sorted(each.argument for each in fields) == sorted(options)
 
 
-def test_the_usual_fields_stand_first_and_others_as_the_configuration_groups_them():
+def test_the_usual_fields_come_first_and_others_in_the_groups_of_the_configuration():
     sections = form.sections()
-    assert [each.argument for each in sections[""]][:3] == ["name", "n_workers", "cpu"]
+    assert [each.option.argument for each in sections[""]][:3] == ["name", "n_workers", "cpu"]
     assert [*sections][:3] == ["", "One worker session", "The scheduler's session"]
 
 
-def test_the_form_says_what_holds_where_a_field_stays_empty():
+def test_the_form_shows_the_default_of_each_field():
     with dask.config.set({"cml.cpu": 3, "cml.security": False}):
-        fields = {each.argument: each for group in form.sections().values() for each in group}
-    assert fields["cpu"].default == 3
+        fields = {each.option.argument: each for group in form.sections().values() for each in group}
+    assert fields["cpu"].default == "3"
     assert fields["idle_timeout"].default == "1 hour"
-    assert 'By default 1 hour; "never"' in fields["idle_timeout"].description
-    assert fields["security"].default is False
+    assert 'By default 1 hour; "never"' in unattended_text(fields["idle_timeout"].option)
+    assert not fields["security"].checked
 
 
 async def test_no_page_shows_environment_variables(ask):
@@ -249,18 +252,18 @@ def test_a_filled_form_is_read_as_arguments():
         ({"create_mode": "connect"}, "invalid option 'create_mode'"),
     ],
 )
-def test_a_text_that_cannot_be_read_is_refused_without_being_repeated(texts, words):
+def test_an_invalid_text_is_refused_and_not_repeated(texts, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         form.arguments(texts)
     assert "s3cr3t" not in str(error.value)
 
 
 async def test_the_form_creates_a_cluster_for_its_user():
-    board = StandInBoard([])
-    async with served(board, name="alice", may_change=True) as ask:
+    clusters = StandInClusters([])
+    async with served(clusters, name="alice", may_change=True) as ask:
         answer = await ask("new", method="POST", body=json.dumps({"name": "day", "n_workers": "3"}))
     assert json.loads(answer.body)["name"] == "day"
-    assert board.created == [({"name": "day", "n_workers": 3, "security": False}, "alice")]
+    assert clusters.created == [({"name": "day", "n_workers": 3, "security": False}, "alice")]
 
 
 @pytest.mark.parametrize(
@@ -272,15 +275,15 @@ async def test_the_form_creates_a_cluster_for_its_user():
         ({"nvidia_gpu": "1"}, 503, "exceeded quota"),
     ],
 )
-async def test_a_form_that_is_refused_answers_with_the_words(ask, texts, status, words):
+async def test_the_answer_to_a_refused_form_is_the_reason(ask, texts, status, words):
     answer = await ask("new", method="POST", body=json.dumps(texts))
     assert answer.code == status, answer.body
     assert words in json.loads(answer.body)["error"]
 
 
-async def test_a_form_of_another_page_is_refused():
-    board = StandInBoard([])
-    async with served(board, name="alice", may_change=True) as ask:
+async def test_a_form_without_the_page_s_proof_is_refused():
+    clusters = StandInClusters([])
+    async with served(clusters, name="alice", may_change=True) as ask:
         answer = await ask("new", token=False, method="POST", body="{}")
     assert answer.code == 403
-    assert board.created == []
+    assert clusters.created == []

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dask_cml.manager.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unmet
+from dask_cml.manager.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unrunnable
 
 GPU = {"GPU": 1}
 
@@ -226,7 +226,7 @@ def test_data_that_others_cannot_hold_keeps_a_group():
 
 def test_tasks_that_need_what_no_group_offers_are_told():
     snapshot = Snapshot([work(3, unrunnable=3, FPGA=1)], [supply(), gpus()])
-    assert [*unmet(snapshot, []).values()] == ["3 tasks need FPGA=1, which no worker group offers"]
+    assert [*unrunnable(snapshot, []).values()] == ["3 tasks need FPGA=1, which no worker group offers"]
 
 
 def test_tasks_for_a_group_without_workers_are_told_until_it_is_scaled():
@@ -235,14 +235,14 @@ def test_tasks_for_a_group_without_workers_are_told_until_it_is_scaled():
         "1 task needs GPU=0.5; worker group gpu offers it, but has no workers: "
         "call cluster.scale(1, worker_group='gpu')"
     ]
-    assert [*unmet(Snapshot(tasks, [supply(), gpus(adapts=False)]), []).values()] == words
-    assert not unmet(Snapshot(tasks, [supply(), gpus(adapts=False, target=1)]), [])
-    assert not unmet(Snapshot(tasks, [supply(), gpus()]), [])
+    assert [*unrunnable(Snapshot(tasks, [supply(), gpus(adapts=False)]), []).values()] == words
+    assert not unrunnable(Snapshot(tasks, [supply(), gpus(adapts=False, target=1)]), [])
+    assert not unrunnable(Snapshot(tasks, [supply(), gpus()]), [])
 
 
 def test_tasks_for_workers_that_are_not_to_come_are_told():
     snapshot = Snapshot(restricted={("mine-7",): 1, ("mine-8", "mine-9"): 2, ("mine-1",): 3})
-    assert [*unmet(snapshot, ["mine-0", "mine-1"]).values()] == [
+    assert [*unrunnable(snapshot, ["mine-0", "mine-1"]).values()] == [
         "1 task is restricted to mine-7, which the cluster does not have",
         "2 tasks are restricted to mine-8 or mine-9, which the cluster does not have",
     ]
@@ -250,12 +250,12 @@ def test_tasks_for_workers_that_are_not_to_come_are_told():
 
 def test_a_reason_is_the_same_however_many_tasks_it_holds_up():
     two, three = (Snapshot([work(n, unrunnable=n, FPGA=2, GPU=1)], [supply()]) for n in (2, 3))
-    assert unmet(two, []).keys() == unmet(three, []).keys()
-    assert [*unmet(two, []).values()] == ["2 tasks need FPGA=2, GPU=1, which no worker group offers"]
+    assert unrunnable(two, []).keys() == unrunnable(three, []).keys()
+    assert [*unrunnable(two, []).values()] == ["2 tasks need FPGA=2, GPU=1, which no worker group offers"]
 
 
 def test_tasks_that_run_and_plain_ones_are_no_trouble():
-    assert not unmet(Snapshot([work(3, FPGA=1), work(3, unrunnable=3)], [supply(adapts=False)]), [])
+    assert not unrunnable(Snapshot([work(3, FPGA=1), work(3, unrunnable=3)], [supply(adapts=False)]), [])
 
 
 # -- what it is decided by
@@ -271,8 +271,8 @@ def test_a_snapshot_is_what_the_scheduler_and_the_fleet_say():
     snapshot = Snapshot.of(
         answer,
         [
-            SimpleNamespace(name="default", options=options, target=3, driver=None),
-            SimpleNamespace(name="gpu", options=options, target=0, driver=object()),
+            SimpleNamespace(name="default", options=options, target=3, adapting=None),
+            SimpleNamespace(name="gpu", options=options, target=0, adapting={"minimum": 0}),
         ],
     )
     size = {"processes": 2, "nthreads": 4, "resources": GPU}

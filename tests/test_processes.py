@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from datetime import datetime, timezone
 from types import SimpleNamespace
 
@@ -11,12 +12,14 @@ import dask.config
 import pytest
 from distributed import Scheduler
 from distributed.core import Status
+from schedulers import RECORD, prepare, scheduler_in
 from stub import HTTPError, Stub, eventually
 
 from dask_cml import CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
+from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import Options
-from dask_cml.sessions import calls, process
-from dask_cml.sessions.plan import SCHEDULER_FILE
+from dask_cml.sessions import calls, process, session
+from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
 
@@ -63,7 +66,7 @@ def folder(tmp_path):
 @pytest.fixture
 def make(api, folder):
     """Make the scheduler's session, unlaunched."""
-    return lambda **options: CMLScheduler(api, read(**options), folder)
+    return lambda **options: CMLScheduler(api, read(**options), Place(folder))
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def make_worker(api, folder):
     """Make a worker's session, unlaunched."""
 
     def make_worker(name="mine-0", address="tcp://10.0.0.1:8786", **options):
-        return CMLWorker(address, name, api=api, options=read(**options), folder=folder)
+        return CMLWorker(address, name, api=api, options=read(**options), place=Place(folder))
 
     return make_worker
 
@@ -87,7 +90,7 @@ async def running():
 def clock(monkeypatch):
     """The time by which sessions are late: it passes when a test says so."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(process, "time", clock)
+    monkeypatch.setattr(session, "time", clock)
     return clock
 
 
@@ -109,10 +112,10 @@ def read(**options):
     return Options.read(**{"name": "mine", "scheduler_timeout": 600, **options})
 
 
-def write_scheduler_file(folder, address):
+def write_scheduler_file(folder, address, number=0):
     new = folder / "new"
-    new.write_text(json.dumps({"type": "Scheduler", "id": "x", "address": address}))
-    new.rename(folder / SCHEDULER_FILE)
+    new.write_text(json.dumps({"id": "x", "address": address}))
+    new.rename(folder / scheduler_file(number))
 
 
 async def begin(stub, scheduler):
@@ -296,14 +299,22 @@ async def test_the_listed_address_is_tried_when_the_scheduler_file_is_late(
     stub.set(scheduler.session_id, "running", ip_address="127.0.0.1")
     await starting
     assert scheduler.address == f"tcp://127.0.0.1:{running.port}"
-    assert not (folder / SCHEDULER_FILE).exists()
+    assert not (folder / scheduler_file(0)).exists()
 
 
-@pytest.mark.parametrize("content", ["", '{"type": "Sched', "{}"])
+@pytest.mark.parametrize("content", ["", '{"type": "Sched', "{}", "[]", '{"address": 3}', "[" * 100_000])
 async def test_a_scheduler_file_that_is_not_wholly_written_is_looked_at_again(
     stub, make, folder, running, content
 ):
-    (folder / SCHEDULER_FILE).write_text(content)
+    (folder / scheduler_file(0)).write_text(content)
+    starting = await begin(stub, make())
+    assert not starting.done()
+    write_scheduler_file(folder, running.address)
+    await starting
+
+
+async def test_a_pipe_in_place_of_the_scheduler_file_does_not_hold_up_the_start(stub, make, folder, running):
+    os.mkfifo(folder / scheduler_file(0))
     starting = await begin(stub, make())
     assert not starting.done()
     write_scheduler_file(folder, running.address)
@@ -403,6 +414,56 @@ async def test_it_listens_for_all_unless_sessions_share_the_machines_ports(stub,
     assert (first.port == second.port == 8786) is not shared
 
 
+# -- whose scheduler it is
+
+
+@pytest.mark.parametrize(
+    ("record", "number", "ours"), [(RECORD, 0, True), ("another", 0, False), (RECORD, 1, False)]
+)
+async def test_only_the_schedulers_own_answer_counts(stub, api, folder, record, number, ours):
+    """On CML an address is soon another scheduler's."""
+    stub.first_status = "running"
+    place = Place(folder, number, record)
+    scheduler = CMLScheduler(api, read(scheduler_timeout=30 if ours else 0.5), place)
+    async with scheduler_in(prepare(folder)) as running:
+        write_scheduler_file(folder, running.address, number)
+        if ours:
+            await scheduler.start()
+            assert scheduler.address == running.address
+        else:
+            with pytest.raises(SchedulerTimeout):
+                await scheduler.start()
+
+
+async def test_a_scheduler_without_the_plugin_is_not_that_of_a_cluster(stub, api, folder, running):
+    stub.first_status = "running"
+    write_scheduler_file(folder, running.address)
+    with pytest.raises(SchedulerTimeout):
+        await CMLScheduler(api, read(scheduler_timeout=0.5), Place(folder, 0, RECORD)).start()
+
+
+@pytest.mark.parametrize("status", ["running", "succeeded"])
+async def test_the_session_that_took_the_name_first_is_the_schedulers(stub, api, folder, monkeypatch, status):
+    """The answer to its launch was lost, so another one was launched, which ends."""
+    [first] = stub.launch_workers(1, 1, 1)
+    stub.set(first["id"], "running")
+    scheduler = CMLScheduler(api, read(), Place(folder, 0, RECORD))
+    starting = await begin(stub, scheduler)
+    second = scheduler.session_id
+    (folder / STARTED_FOLDER).mkdir()
+    (folder / STARTED_FOLDER / "scheduler-0").write_text(first["id"])
+    stub.set(second, "running")
+    stub.set(second, status)
+    monkeypatch.setenv("CDSW_ENGINE_ID", first["id"])  # in which the scheduler runs
+    async with scheduler_in(prepare(folder)) as running:
+        write_scheduler_file(folder, running.address)
+        await starting
+    assert scheduler.session_id == first["id"]
+    monkeypatch.delenv("CDSW_ENGINE_ID")
+    await api.close()
+    assert second not in stub.live
+
+
 # -- a worker's start
 
 
@@ -423,7 +484,7 @@ async def test_a_workers_start_returns_once_its_launch_is_accepted(stub, make_wo
 async def test_a_worker_is_given_the_schedulers_address_or_its_file(make_worker, folder, address):
     code = make_worker(address=address).plan.code
     assert ("tcp://10.0.0.1:8786" in code) is (address is not None)
-    assert (f"'--scheduler-file', '{folder / SCHEDULER_FILE}'" in code) is (address is None)
+    assert (f"'--scheduler-file', '{folder / scheduler_file(0)}'" in code) is (address is None)
 
 
 async def test_what_is_known_of_a_session_is_what_was_listed_last(stub, api, make_worker):

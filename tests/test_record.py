@@ -38,6 +38,8 @@ def test_fields_of_newer_schedulers_are_ignored_and_missing_ones_are_unknown():
         "",
         "[1]",
         "null",
+        "[" * 100_000,
+        '{"groups": {"default": {"options": {}, "target": NaN}}}',
         {},
         {"groups": 3},
         {"groups": {"gpu": []}},

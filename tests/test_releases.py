@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from dask_cml.doctor import packages
+
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / ".ci/images"
 WORKFLOW = ROOT / ".github/workflows/ci.yml"
@@ -19,14 +22,25 @@ with (ROOT / "docs/releases.csv").open() as file:
     TABLE = [*csv.DictReader(file)]
 
 
-def required(extra=""):
-    """What the package, or an extra of it, requires of distributed."""
-    for text in metadata.requires("dask-cml"):
-        requirement = Requirement(text)
-        wanted = requirement.marker is None if not extra else requirement.marker is not None
-        if requirement.name == "distributed" and wanted and (not extra or extra in str(requirement.marker)):
-            return requirement.specifier
-    raise AssertionError(f"nothing is required of distributed by {extra or 'the package'}")
+def required(package="distributed", extra="", python="3.11"):
+    """What dask-cml, or an extra of it, requires of a package in a release of Python."""
+    requirements = [Requirement(text) for text in metadata.requires("dask-cml")]
+    markers = {"extra": extra, "python_version": python}
+    [found] = [
+        each.specifier
+        for each in requirements
+        if each.name == package
+        and bool(each.marker) is bool(extra)
+        and (each.marker is None or each.marker.evaluate(markers))
+    ]
+    return found
+
+
+def constraints(file):
+    """The specifiers in a file of constraints, by the package's name."""
+    lines = (IMAGES / file).read_text().splitlines()
+    requirements = [Requirement(line) for line in lines if not line.startswith("#")]
+    return {each.name: each.specifier for each in requirements}
 
 
 def test_the_oldest_releases_in_the_table_are_the_oldest_allowed():
@@ -38,7 +52,7 @@ def test_the_oldest_releases_in_the_table_are_the_oldest_allowed():
 
 def test_the_newest_release_that_dask_ctl_allows_is_in_the_table():
     [row] = [row for row in TABLE if row["Tests"] == "ctl"]
-    assert required("ctl") == SpecifierSet(f"<={row['distributed']}")
+    assert required(extra="ctl") == SpecifierSet(f"<={row['distributed']}")
 
 
 @pytest.mark.skipif(not WORKFLOW.exists(), reason="needs the repository, not a source distribution")
@@ -55,12 +69,38 @@ def test_the_page_names_the_oldest_releases():
     assert f"distributed {str(required()).removeprefix('>=')} and newer" in page
 
 
+def test_the_pages_name_the_wheel_of_this_release():
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    wheel = f"dask_cml-{metadata.version('dask-cml')}-py3-none-any.whl"
+    assert {*re.findall(r"dask_cml-\S+?\.whl", pages)} == {wheel}
+
+
 @pytest.mark.skipif(not IMAGES.exists(), reason="needs the repository, not a source distribution")
 @pytest.mark.parametrize(
     "row", [row for row in TABLE if row["Constraints"]], ids=lambda row: row["Constraints"]
 )
 def test_the_images_constraints_hold_the_release_in_the_table(row):
-    pins = dict(
-        line.split("==") for line in (IMAGES / row["Constraints"]).read_text().split("\n") if "==" in line
-    )
-    assert pins["distributed"] == pins["dask"] == row["distributed"]
+    pins = constraints(row["Constraints"])
+    assert pins["distributed"] == pins["dask"] == SpecifierSet(f"=={row['distributed']}")
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['Python']}-{row['distributed']}")
+def test_the_extra_dashboard_excludes_a_bokeh_that_breaks_the_dashboard_of_a_release_in_the_table(row):
+    allowed = required("bokeh", "dashboard", row["Python"])
+    assert packages.OLDEST_BOKEH in allowed
+    broken = [
+        since
+        for since, until, _part in packages.BREAKS
+        if row["distributed"] != "newest" and Version(row["distributed"]) < Version(until)
+    ]
+    assert [*allowed.filter(broken)] == []
+
+
+@pytest.mark.skipif(not IMAGES.exists(), reason="needs the repository, not a source distribution")
+@pytest.mark.parametrize("file", [path.name for path in sorted(IMAGES.glob("*.txt"))])
+def test_the_images_constraints_exclude_what_the_extras_exclude(file):
+    python = f"{file[2]}.{file[3:5]}"
+    pins = constraints(file)
+    assert {*pins["pyarrow"]} <= {*required("pyarrow", "notebooks", python)}
+    if "distributed" in pins:
+        assert {*pins["bokeh"]} <= {*required("bokeh", "dashboard", python)}

@@ -6,6 +6,7 @@ import time
 
 import dask
 import pytest
+from clusters import target
 from distributed import Client
 
 from dask_cml import CMLCluster
@@ -50,7 +51,7 @@ def test_a_session_that_keeps_one_of_its_workers_is_not_lost(platform, light, lo
         later = time.monotonic() + 1
         until(lambda: time.monotonic() > later)
         seen = len(looks)
-        until(lambda: cluster.loop.add_callback(cluster._reconciler.poke) or len(looks) > seen + 2)
+        until(lambda: cluster.sync(cluster.manager.wishes.settle) or len(looks) > seen + 2)
         assert "failed" not in cluster.get_logs()["Cluster"]
         assert sorted(cluster.workers) == ["mine-0", "mine-1"]
         assert target(cluster) == 2
@@ -67,7 +68,7 @@ def test_a_kept_session_that_lacks_a_worker_is_replaced_when_others_can_take_its
         client.wait_for_workers(2, timeout=120)
         data = client.submit(lambda: [1, 2], workers=["mine-0-1"], pure=False)
         assert data.result(120) == [1, 2]
-        until(lambda: cluster._fleet.has_registered("mine-0"))
+        until(lambda: not cluster.n_pending)
         client.retire_workers(names=["mine-0-0"])
         until(lambda: "Worker mine-0 kept: no other worker" in str(cluster.get_logs()["Cluster"]))
         until(lambda: "mine-0" not in cluster.workers)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
+from urllib.parse import urlsplit
 
 import pytest
 from distributed import Client
+from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
+from tornado.websocket import websocket_connect
 
 from dask_cml import CMLCluster
 from dask_cml.manager.role import ManagerRole
@@ -68,6 +72,31 @@ def test_dashboard_link_leads_to_the_dashboard(cluster):
     assert cluster.dashboard_link.endswith("/status")
     with urllib.request.urlopen(cluster.dashboard_link, timeout=120) as answer:
         assert b"Dask" in answer.read()
+
+
+async def opens_socket(link, origin):
+    """Return whether a page of this origin gets the updates of a pane."""
+    pane = link.replace("status", "individual-task-stream")
+    page = await AsyncHTTPClient().fetch(pane, request_timeout=120)
+    token = re.search(r'"token":"([^"]+)"', page.body.decode()).group(1)
+    request = HTTPRequest(f"{pane.replace('http', 'ws')}/ws", headers={"Origin": origin})
+    try:
+        socket = await websocket_connect(request, subprotocols=["bokeh", token])
+    except HTTPClientError as error:
+        return error.code != 403
+    assert "ACK" in await socket.read_message()
+    socket.close()
+    return True
+
+
+async def test_pages_of_other_sites_get_no_updates_of_the_raw_dashboard(cluster):
+    link = cluster.dashboard_link
+    port = urlsplit(link).port
+    for own in (f"http://127.0.0.1:{port}", "http://localhost:9000"):
+        assert await opens_socket(link, own)
+    # A page whose name resolves to 127.0.0.1 has that name as its origin.
+    for other in (f"http://evil.example:{port}", "https://127.0.0.1.evil.example", "null"):
+        assert not await opens_socket(link, other)
 
 
 def test_widget_and_representations(cluster, client):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -52,7 +53,7 @@ async def test_without_keys_whoever_has_the_address_gets_in(platform):
     async with CMLCluster(name="open", n_workers=1, security=False, **options) as cluster:
         assert cluster.scheduler_address.startswith("tcp://")
         assert cluster.scheduler_address in repr(cluster)
-        assert not (cluster._folder / "keys").exists()
+        assert not (cluster.manager.state.folder / "keys").exists()
         for address in cluster, cluster.scheduler_address, "cml://open":
             assert await computes(address) == 3
 
@@ -80,8 +81,8 @@ async def test_tasks_may_have_open_clusters_of_their_own(cluster):
 
 async def test_keys_are_for_their_owner_only_and_go_with_the_cluster(platform):
     async with CMLCluster(platform="local", asynchronous=True) as cluster:
-        folder = cluster._folder / "keys"
-        assert stat.S_IMODE(cluster._folder.stat().st_mode) == 0o700
+        folder = cluster.manager.state.folder / "keys"
+        assert stat.S_IMODE(cluster.manager.state.folder.stat().st_mode) == 0o700
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         files = [*folder.iterdir()]
         assert files
@@ -93,7 +94,7 @@ async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, p
     await holds(lambda: cluster.scheduler_info["workers"])
     secrets = {
         line
-        for file in (cluster._folder / "keys").glob("*_key.pem")
+        for file in (cluster.manager.state.folder / "keys").glob("*_key.pem")
         for line in file.read_text().splitlines()
         if len(line) > 40
     }
@@ -107,7 +108,7 @@ async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, p
         except psutil.Error:
             continue
     assert len(told) > 10
-    for folder in (Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]), cluster._folder):
+    for folder in (Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]), cluster.manager.state.folder):
         files = [file for file in folder.rglob("*") if file.is_file() and "keys" not in file.parts]
         told += [file.read_text(errors="replace") for file in files]
     assert not [secret for secret in secrets if any(secret in text for text in told)]
@@ -141,3 +142,11 @@ async def test_an_incomplete_security_is_refused_before_anything_is_launched(pla
     with pytest.raises(ValueError, match=r"invalid security=.*expected a Security with tls_ca_file"):
         await CMLCluster(security=Security(require_encryption=True), platform="local", asynchronous=True)
     assert platform.list_workers() == []
+
+
+def test_the_tests_that_the_page_on_security_names_exist():
+    root = Path(__file__).parent
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root.parent / "docs" / "security.md").read_text())
+    assert len(named) > 20
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (root / file).read_text()]
+    assert missing == []

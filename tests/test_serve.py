@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import dask
+import psutil
 import pytest
 from conftest import PATIENCE, configured
 from distributed import Client
 from served import PageServer
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
-from tornado.httpserver import HTTPServer
-from tornado.netutil import bind_sockets
+from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
 from dask_cml import CMLCluster
+from dask_cml.dashboard.host_guard import Refused
+from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.manager import leadership
+from dask_cml.options import state_directory
 from dask_cml.records import store
-from dask_cml.serve import board as board_module
+from dask_cml.records.record import Record
+from dask_cml.serve import clusters as clusters_module
+from dask_cml.serve import views
 from dask_cml.serve.access import Access
 from dask_cml.serve.application import make_application
-from dask_cml.serve.board import Board
+from dask_cml.serve.clusters import ProjectClusters
+from dask_cml.serve.dashboards import Dashboards
 from dask_cml.serve.views import TaskRate
 
 SECRET = "correct-horse-battery"
@@ -46,17 +58,20 @@ class Answer:
 class Server:
     """The page, and a program that asks it."""
 
-    board: Board
+    clusters: ProjectClusters
     access: Access
+    dashboards: Dashboards
 
-    async def ask(self, method: str, path: str, body: object = None, *, token=True, **headers) -> Answer:
+    async def ask(
+        self, method: str, path: str, body: object = None, *, raw=None, token=True, port=None, **headers
+    ) -> Answer:
         if token:
             headers["Authorization"] = f"Bearer {self.access.token}"
         request = HTTPRequest(
-            f"http://127.0.0.1:{self.access.port}{path}",
+            f"http://127.0.0.1:{port or self.access.port}{path}",
             method=method,
             headers=headers,
-            body=None if body is None else json.dumps(body),
+            body=raw if body is None else json.dumps(body),
             allow_nonstandard_methods=True,
             follow_redirects=False,
             request_timeout=120,
@@ -82,7 +97,7 @@ class Server:
 
         async def wait() -> Any:
             while True:
-                found = [each for each in self.board.clusters() if each["name"] == name]
+                found = [each for each in self.clusters.describe() if each["name"] == name]
                 if found and condition(found[0]):
                     return found[0]
                 await asyncio.sleep(0.02)
@@ -98,15 +113,16 @@ def local_clusters(platform, light, monkeypatch):
 
 @pytest.fixture
 async def server(local_clusters):
-    sockets = bind_sockets(0, "127.0.0.1")
-    access, board = Access(sockets[0].getsockname()[1]), Board(interval=0.1)
-    http = HTTPServer(make_application(board, access))
-    http.add_sockets(sockets)
-    board.start()
-    yield Server(board, access)
-    http.stop()
-    await board.close()
-    await http.close_all_connections()
+    listener = local_socket(0)
+    access, clusters = Access(listener.getsockname()[1]), ProjectClusters(interval=0.1)
+    dashboards = Dashboards(clusters, access)
+    dashboards.start()
+    http = LocalServer(make_application(clusters, access, dashboards), listener)
+    clusters.start()
+    yield Server(clusters, access, dashboards)
+    await http.close()
+    await dashboards.close()
+    await clusters.close()
 
 
 async def made_elsewhere(name, **options):
@@ -162,14 +178,14 @@ async def test_cluster_of_the_page_is_used_from_another_process(server):
         (["cpu"], "invalid body: expected a JSON object"),
     ],
 )
-async def test_bad_options_are_refused_in_words(server, platform, options, words):
+async def test_invalid_options_are_refused_with_a_reason(server, platform, options, words):
     answer = await server.ask("POST", "/api/clusters", options)
     assert answer.status == 400
     assert answer.json["error"].startswith(words)
     assert platform.sessions() == []
 
 
-async def test_refused_cluster_is_told_in_the_platforms_words_and_leaves_nothing(server, platform):
+async def test_a_refused_cluster_leaves_nothing_and_the_answer_is_cml_s_reason(server, platform):
     platform.configure(quota={"cpu": 2})
     answer = await server.post("/api/clusters", name="big", n_workers=2, cpu=2)
     assert answer.status == 503
@@ -178,10 +194,10 @@ async def test_refused_cluster_is_told_in_the_platforms_words_and_leaves_nothing
     platform.configure(quota={})
 
 
-async def test_cluster_that_fails_later_is_listed_with_the_reason_until_it_is_dismissed(
+async def test_a_cluster_that_fails_later_stays_listed_with_the_reason_until_it_is_deleted(
     server, platform, monkeypatch
 ):
-    monkeypatch.setattr(board_module, "_PATIENCE", 0.0)
+    monkeypatch.setattr(clusters_module, "_PATIENCE", 0.0)
     platform.configure(quota={"cpu": 2})
     assert (await server.post("/api/clusters", name="big", n_workers=2, cpu=2)).status == 202
     failed = await server.until("big", lambda cluster: cluster["status"] == "failed")
@@ -202,7 +218,7 @@ async def test_taken_name_is_refused(server):
     assert (await server.ask("DELETE", "/api/clusters/day")).status == 200
 
 
-async def test_cluster_shuts_down_when_idle_unless_told_otherwise(server):
+async def test_a_cluster_has_an_idle_timeout_by_default(server):
     await server.post("/api/clusters", name="night")
     await server.post("/api/clusters", name="day", idle_timeout="never")
     assert store.read("night").options["idle_timeout"] == 3600
@@ -210,7 +226,7 @@ async def test_cluster_shuts_down_when_idle_unless_told_otherwise(server):
 
 
 async def test_cluster_that_is_deleted_while_it_starts_leaves_nothing(server, platform, monkeypatch):
-    monkeypatch.setattr(board_module, "_PATIENCE", 0.0)
+    monkeypatch.setattr(clusters_module, "_PATIENCE", 0.0)
     platform.configure(start_delay=60)
     await server.post("/api/clusters", name="night", n_workers=1)
     assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
@@ -242,7 +258,7 @@ BAD_NUMBERS = [
 ]
 
 
-async def test_bad_numbers_are_refused_in_words(server):
+async def test_invalid_numbers_are_refused_with_a_reason(server):
     await server.post("/api/clusters", name="night")
     await server.until("night", running)
     for path, body, words in BAD_NUMBERS:
@@ -252,12 +268,12 @@ async def test_bad_numbers_are_refused_in_words(server):
     assert (await server.cluster("night"))["n_workers"] == 0
 
 
-async def test_what_does_not_run_is_not_scaled(server):
+async def test_scaling_an_unknown_cluster_fails(server):
     assert (await server.post("/api/clusters/nosuch/scale", n=1)).status == 404
     assert (await server.ask("DELETE", "/api/clusters/nosuch")).status == 404
 
 
-async def test_log_is_read_on_from_where_it_was(server):
+async def test_reading_a_log_continues_at_the_offset(server):
     await server.post("/api/clusters", name="night")
     await server.until("night", running)
     assert (await server.get("/api/clusters/night/logs"))["sessions"] == ["Scheduler"]
@@ -272,7 +288,7 @@ async def test_log_is_read_on_from_where_it_was(server):
     assert (answer.status, answer.json["error"].startswith("invalid session")) == (400, True)
 
 
-async def test_no_values_of_variables_and_no_keys_are_shown(server):
+async def test_the_page_shows_neither_values_of_variables_nor_keys(server):
     await server.post("/api/clusters", name="night", n_workers=1, env={"PASSWORD": SECRET})
     await server.until("night", running)
     key = next(iter(store.read("night").get_security().get_tls_config_for_role("client").values()))
@@ -281,6 +297,168 @@ async def test_no_values_of_variables_and_no_keys_are_shown(server):
         assert SECRET not in answer.text
         assert str(key) not in answer.text
         assert "PRIVATE KEY" not in answer.text
+
+
+# -- what is wrong with one cluster
+
+
+async def test_a_scheduler_s_invalid_answer_is_the_problem_of_its_cluster_alone(server):
+    await server.post("/api/clusters", name="night")
+    await server.post("/api/clusters", name="day")
+    for name in ("night", "day"):
+        await server.until(name, running)
+    workers = server.clusters.manager_of("night").scheduler_info["workers"]
+    good = {"name": 7, "nthreads": 1, "memory_limit": 1}
+    for change in ({"nthreads": "many"}, {"memory_limit": float("nan")}, {"name": None}):
+        workers["tcp://x"] = {**good, **change}
+        day, night = server.clusters.describe()  # without an await, so that no answer takes its place
+        assert day["problem"] is None
+        assert "the scheduler's answer is invalid" in night["problem"]
+        assert json.dumps(night, allow_nan=False)
+    workers["tcp://x"] = good
+    assert server.clusters.describe()[1]["threads"] == 1
+    del workers["tcp://x"]
+
+
+async def test_a_cluster_that_cannot_be_described_does_not_hide_the_others(server, monkeypatch):
+    await server.post("/api/clusters", name="night")
+    await server.post("/api/clusters", name="day")
+    managed = clusters_module.views.managed
+
+    def fail(cluster, *arguments):
+        if cluster.options.name == "night":
+            raise RecursionError("too deep")
+        return managed(cluster, *arguments)
+
+    monkeypatch.setattr(clusters_module.views, "managed", fail)
+    found = await server.cluster("night")
+    assert (found["status"], found["problem"]) == (
+        "unknown",
+        "it cannot be described: RecursionError: too deep",
+    )
+    assert (await server.cluster("day"))["status"] in ("starting", "running")
+    assert (await server.ask("GET", "/")).status == 200
+    assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
+
+
+def test_options_of_another_shape_in_a_record_are_left_out():
+    options = {"cpu": "many", "memory": float("inf"), "nthreads": [], "resources": {"GPU": "x", "A": 1}}
+    described = views.recorded(Record("a", options=options, app_url="javascript:alert(1)"), None, None)
+    [group] = described["groups"]
+    assert (group["cpu"], group["memory"], group["nthreads"]) == (None, None, None)
+    assert group["resources"] == {"A": 1}
+    json.dumps(described, allow_nan=False)
+    described = views.recorded(Record("a", options={"resources": 3}), None, None)
+    assert described["groups"][0]["resources"] == {}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+async def test_a_link_or_a_pipe_in_place_of_a_log_is_refused_with_a_reason(server, kind):
+    await server.post("/api/clusters", name="night")
+    await server.until("night", running)
+    path = state_directory() / "night" / "night-7.log"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/proc/self/environ")
+    answer = await server.ask("GET", "/api/clusters/night/logs?session=night-7")
+    assert answer.status == 503
+    assert answer.json["error"] == f"cannot read the log {path}: it is not a regular file"
+    assert (await server.ask("GET", "/api/clusters/night/logs?session=Scheduler")).status == 200
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"n": NaN}', b'{"n": 1e999}', b"\xff"])
+async def test_an_invalid_body_is_refused(server, body):
+    await server.post("/api/clusters", name="night")
+    answer = await server.ask("POST", "/api/clusters/night/scale", raw=body)
+    assert answer.status in (400, 503)
+    assert "Traceback" not in answer.text
+
+
+# -- dashboards
+
+
+async def dashboard_of(server, name="night"):
+    """Return the address of a cluster's dashboard, for the page's host."""
+    link = (await server.get(f"/api/clusters/{name}"))["dashboard"]
+    assert link.startswith(f"//127.0.0.1:{server.dashboards.port}/")
+    return link
+
+
+async def test_a_dashboard_is_at_a_port_of_its_own_and_needs_no_token(server):
+    pytest.importorskip("bokeh")
+    for name in ("night", "day"):
+        await server.post("/api/clusters", name=name, scheduler_args=[])
+        await server.until(name, running)
+    night, day = await dashboard_of(server), await dashboard_of(server, "day")
+    ask = functools.partial(server.ask, "GET", token=False, port=server.dashboards.port)
+    path = night.removeprefix(f"//127.0.0.1:{server.dashboards.port}")
+    page = await ask(f"{path}status", Cookie=f"{server.access.cookie}={server.access.token}")
+    assert page.status == 200
+    assert "Dask Diagnostic UI" in page.text
+    assert page.headers["Content-Security-Policy"].startswith("sandbox ")
+    assert page.headers["Referrer-Policy"] == "no-referrer"
+    assert not page.headers.get_list("Set-Cookie")
+    assert (await ask(path)).headers["Location"] == "status"
+    # Neither the page's port nor another secret leads to it.
+    assert (await server.ask("GET", "/clusters/night/dashboard/status")).status == 404
+    stranger = day.split("/")[3]
+    for secret in (stranger, "x", "\xe9", server.access.token):
+        assert (await ask(f"/{quote(secret)}/night/status")).status == 404
+    assert (await ask(path.replace("/night/", "/nosuch/"))).status == 404
+    assert (await ask(f"{path}proxy/1/localhost/")).status == 404
+    assert (await ask(f"{path}status", Host="evil.example")).status == 403
+    assert (await server.ask("POST", f"{path}status", {}, port=server.dashboards.port)).status == 405
+    await server.ask("DELETE", "/api/clusters/night")
+    assert (await ask(f"{path}status")).status == 404
+
+
+@pytest.fixture
+def session(monkeypatch):
+    """A CML session whose second port is free."""
+    with local_socket(0) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("CDSW_ENGINE_ID", "eng1ne0000000000")
+    monkeypatch.setenv("CDSW_DOMAIN", "ml.example.com")
+    monkeypatch.setenv("CDSW_APP_PORT", "8100")
+    monkeypatch.setenv("CDSW_READONLY_PORT", str(port))
+    return port
+
+
+async def test_in_a_cml_session_dashboards_are_at_the_second_port(session):
+    dashboards = Dashboards(ProjectClusters(), Access(8100))
+    dashboards.start()
+    assert dashboards.port == session
+    assert dashboards.host(None) == "read-only-eng1ne0000000000.ml.example.com"
+    await dashboards.close()
+
+
+async def test_a_page_at_the_second_port_or_beside_a_taken_one_has_no_dashboards(session, caplog):
+    beside = Dashboards(ProjectClusters(), Access(session))
+    beside.start()
+    assert (beside.port, beside.host(None), beside.link(None, "night", "id")) == (None, None, None)
+    with local_socket(session):
+        taken = Dashboards(ProjectClusters(), Access(8100))
+        taken.start()
+    assert taken.port is None
+    assert caplog.text.count("Dashboards not served") == 2
+
+
+def sent(method, headers):
+    return HTTPServerRequest(
+        start_line=RequestStartLine(method, "/", "HTTP/1.1"), headers=HTTPHeaders(headers)
+    )
+
+
+async def test_a_page_of_a_dashboard_changes_no_cluster(session):
+    """In a CML session, the entry may change the Host, so that the Origin alone names the page."""
+    for port, own in ((8100, ""), (session, "read-only-")):
+        guard = Access(port).guard
+        for prefix in ("", "read-only-"):
+            origin = f"https://{prefix}eng1ne0000000000.ml.example.com"
+            request = sent("POST", {"Host": f"127.0.0.1:{port}", "Origin": origin})
+            with contextlib.nullcontext() if prefix == own else pytest.raises(Refused):
+                guard.check_origin(request)
 
 
 # -- clusters of others
@@ -307,14 +485,14 @@ async def test_lost_worker_of_a_cluster_without_a_manager_is_replaced(server, pl
 
 
 @pytest.mark.slow
-async def test_cluster_goes_on_to_adapt_when_the_manager_that_did_has_left(server, monkeypatch):
+async def test_a_cluster_continues_to_adapt_after_its_manager_left(server, monkeypatch):
     monkeypatch.setattr(leadership, "_ALONE", 0.0)
     await made_elsewhere("day")
     await server.until("day", running)
     command = [sys.executable, "-m", "dask", "cml", "adapt", "day", "1", "2"]
     with started(command) as adapting:
         await server.until("day", lambda cluster: cluster["n_workers"] == 1)
-        cluster = server.board.manager_of("day")
+        cluster = server.clusters.manager_of("day")
         assert cluster._fleet.group().driver is None
         adapting.send_signal(signal.SIGINT)
         out, _ = await asyncio.to_thread(adapting.communicate, timeout=120)
@@ -329,7 +507,7 @@ async def test_cluster_goes_on_to_adapt_when_the_manager_that_did_has_left(serve
 
 
 @pytest.mark.slow
-async def test_orphan_is_not_kept_alive_by_looking(server, platform):
+async def test_observing_an_orphan_does_not_keep_it_running(server, platform):
     code = (
         "import os, signal; from dask_cml import CMLCluster; "
         "cluster = CMLCluster(name='day', orphan_timeout=1, quiet=True); print('here', flush=True); "
@@ -344,14 +522,14 @@ async def test_orphan_is_not_kept_alive_by_looking(server, platform):
 
 
 async def gone(server, name):
-    while any(each["name"] == name for each in server.board.clusters()):
+    while any(each["name"] == name for each in server.clusters.describe()):
         await asyncio.sleep(0.05)
 
 
 async def test_cluster_whose_scheduler_does_not_answer_is_described_by_its_record(server):
     await made_elsewhere("day", n_workers=1)
     await server.until("day", running)
-    [observed] = server.board.observed.values()
+    [observed] = server.clusters.observed.values()
     observed.cluster, cluster = None, observed.cluster
     observed.not_before = float("inf")
     found = await server.get("/api/clusters/day")
@@ -364,15 +542,15 @@ async def test_cluster_whose_scheduler_does_not_answer_is_described_by_its_recor
 # -- users
 
 
-async def test_nobody_gets_in_without_the_token(server):
+async def test_requests_without_the_token_are_refused(server):
     for headers in ({}, {"Authorization": "Bearer x"}, {"Cookie": f"{server.access.cookie}=x"}):
-        for method, path in (("GET", "/api/clusters"), ("GET", "/"), ("GET", "/clusters/x/dashboard/status")):
+        for method, path in (("GET", "/api/clusters"), ("GET", "/"), ("GET", "/clusters/x")):
             answer = await server.ask(method, path, token=False, **headers)
             assert answer.status == 401
             assert server.access.token not in answer.text
 
 
-async def test_link_with_the_token_signs_in_by_a_cookie(server):
+async def test_the_link_with_the_token_sets_a_cookie(server):
     answer = await server.ask("GET", f"/?token={server.access.token}", token=False)
     assert (answer.status, answer.headers["Location"]) == (302, "?")
     [cookie] = [each for each in answer.headers.get_list("Set-Cookie") if server.access.token in each]
@@ -385,7 +563,7 @@ async def test_link_with_the_token_signs_in_by_a_cookie(server):
     assert (answer.status, "_xsrf" in answer.json["error"]) == (403, True)
 
 
-async def test_headers_of_the_platform_count_in_its_sessions_only(server, monkeypatch):
+async def test_cml_s_headers_identify_users_in_cml_sessions_only(server, monkeypatch):
     writer = {"REMOTE-USER": "alice", "REMOTE-USER-PERM": "RW"}
     assert (await server.ask("GET", "/api/clusters", token=False, **writer)).status == 401
     monkeypatch.setenv("CDSW_ENGINE_ID", "eng1ne0000000000")
@@ -396,17 +574,25 @@ async def test_headers_of_the_platform_count_in_its_sessions_only(server, monkey
 
 
 @pytest.mark.parametrize("permission", [{"REMOTE-USER-PERM": "RO"}, {"REMOTE-USER-PERM": ""}, {}])
-async def test_user_who_may_not_write_may_only_look(server, permission):
+async def test_a_read_only_user_changes_nothing(server, permission):
     server.access.behind_entry = True
     reader = {"REMOTE-USER": "bob", **permission}
     answer = await server.ask("GET", "/api/clusters", token=False, **reader)
     assert answer.json["user"] == {"name": "bob", "may_change": False}
     for method, path in (("POST", "/api/clusters"), ("DELETE", "/api/clusters/x")):
         answer = await server.ask(method, path, {}, token=False, **reader)
-        assert (answer.status, answer.json["error"][:12]) == (403, "you may look")
+        assert (answer.status, answer.json["error"][:26]) == (403, "You cannot change clusters")
 
 
-async def test_cluster_belongs_to_the_user_who_asked(server):
+@pytest.mark.parametrize("permissions", [["RW", "RO"], ["RO", "RW"], ["RW", "RW"], ["rw"]])
+def test_a_permission_that_the_caller_added_grants_nothing(session, permissions):
+    request = sent("GET", {"Host": "localhost", "REMOTE-USER": "bob"})
+    for each in permissions:
+        request.headers.add("REMOTE-USER-PERM", each)
+    assert Access(8100).user(request).may_change is False
+
+
+async def test_a_cluster_belongs_to_the_user_who_created_it(server):
     server.access.behind_entry = True
     writer = {"REMOTE-USER": "alice", "REMOTE-USER-PERM": "RW"}
     more = await xsrf(server, writer)
@@ -433,13 +619,13 @@ async def xsrf(server, headers):
         ({"Origin": "null"}, "The page refuses requests from pages of 'null'"),
     ],
 )
-async def test_foreign_host_and_origin_are_refused(server, headers, words):
+async def test_requests_for_other_hosts_and_of_other_origins_are_refused(server, headers, words):
     answer = await server.ask("POST", "/api/clusters", {"name": "night"}, **headers)
     assert (answer.status, answer.json["error"][: len(words)]) == (403, words)
     assert store.records() == []
 
 
-def test_token_is_not_that_of_another_start(monkeypatch):
+def test_each_start_has_a_new_token(monkeypatch):
     assert Access(1).token != Access(1).token
     monkeypatch.setenv("DASK_CML_SERVE_TOKEN", SECRET)
     assert Access(1).token == SECRET
@@ -456,7 +642,7 @@ def test_token_is_not_that_of_another_start(monkeypatch):
         pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
     ],
 )
-def test_clusters_of_the_page_end_with_it_and_the_others_stay(local_clusters, tmp_path, number):
+def test_the_page_shuts_down_its_own_clusters_when_it_ends(local_clusters, tmp_path, number):
     with PageServer(tmp_path) as page:
         asyncio.run(made_elsewhere("day"))
         page.create("night", n_workers=1)
@@ -467,7 +653,64 @@ def test_clusters_of_the_page_end_with_it_and_the_others_stay(local_clusters, tm
     CMLCluster.from_name("day", quiet=True).close()
 
 
-def test_killed_page_takes_its_clusters_up_when_it_starts_again(local_clusters, tmp_path):
+def test_the_token_is_on_no_command_line_and_in_no_file_of_others(platform, tmp_path, until):
+    seen = tmp_path / "seen"
+    browser = tmp_path / "browser"
+    browser.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        "path = sys.argv[1].removeprefix('file://')\n"
+        f"with open({str(seen)!r} + '.part', 'w') as file:\n"
+        "    print(sys.argv[1], oct(os.stat(path).st_mode & 0o777), sep='\\n', file=file)\n"
+        "    print(open(path).read(), file=file)\n"
+        f"os.rename({str(seen)!r} + '.part', {str(seen)!r})\n"
+    )
+    browser.chmod(0o700)
+    with PageServer(tmp_path, variables={"BROWSER": f"{browser} %s"}, arguments=["--open"]) as page:
+        until(seen.exists)
+        argument, mode, *content = seen.read_text().splitlines()
+        token = page.link.partition("token=")[2]
+        assert token
+        assert token not in argument
+        assert mode == "0o600"
+        assert f'content="0; url={page.link}"' in "".join(content)
+        assert token not in " ".join(psutil.Process(page.process.pid).cmdline())
+    assert not Path(argument.removeprefix("file://")).exists()
+
+
+def test_a_browser_in_a_terminal_does_not_hold_up_the_end(platform, tmp_path, until):
+    begun = tmp_path / "begun"
+    browser = f"{sys.executable} -c \"open({str(begun)!r}, 'w'); import time; time.sleep(3600)\" %s"
+    with PageServer(tmp_path, variables={"BROWSER": browser}, arguments=["--open"]) as page:
+        until(begun.exists)
+        children = psutil.Process(page.process.pid).children()
+        page.process.terminate()
+        assert page.process.wait(PATIENCE) == 0
+    for child in children:
+        child.kill()
+
+
+def test_idle_connections_do_not_stop_the_page(platform, tmp_path):
+    with PageServer(tmp_path, descriptors=200) as page:
+        host = urlsplit(page.url)
+        idle = [socket.create_connection((host.hostname, host.port)) for _ in range(210)]
+        assert page.clusters == {}
+        for connection in idle:
+            connection.close()
+        assert len(page.log) < 1000
+        assert "Traceback" not in page.log
+
+
+def test_a_pipe_in_place_of_a_log_does_not_hold_up_the_end(local_clusters, tmp_path):
+    with PageServer(tmp_path) as page:
+        page.create("night")
+        os.mkfifo(state_directory() / "night" / "night-7.log")
+        assert page.ask("GET", "api/clusters/night/logs?session=night-7")[0] == 503
+        assert page.ask("GET", "api/clusters/night")[0] == 200
+        page.process.terminate()
+        assert page.process.wait(PATIENCE) == 0
+
+
+def test_a_restarted_page_takes_over_the_clusters_of_a_killed_page(local_clusters, tmp_path):
     with PageServer(tmp_path) as page:
         page.create("night", n_workers=1)
         page.process.kill()
@@ -479,11 +722,11 @@ def test_killed_page_takes_its_clusters_up_when_it_starts_again(local_clusters, 
     assert store.records() == []
 
 
-async def test_page_of_a_machine_without_a_platform_says_so(monkeypatch, tmp_path):
+async def test_without_a_platform_the_page_shows_the_reason(monkeypatch, tmp_path):
     monkeypatch.setenv("DASK_CML__STATE_DIRECTORY", str(tmp_path))
     with dask.config.set({"cml.platform": "auto"}):
-        board = Board()
-    assert "not in a CML session" in board.problem
+        clusters = ProjectClusters()
+    assert "not in a CML session" in clusters.problem
 
 
 async def test_page_with_an_invalid_platform_says_so(monkeypatch, tmp_path):
@@ -494,6 +737,7 @@ async def test_page_with_an_invalid_platform_says_so(monkeypatch, tmp_path):
 
 
 def test_tasks_a_second_are_those_of_the_last_seconds():
+def test_the_task_rate_covers_the_last_seconds():
     rate = TaskRate()
     assert rate.per_second is None
     for now in range(0, 101, 5):

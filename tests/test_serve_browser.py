@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 import pytest
 from conftest import ENDED
@@ -81,10 +82,10 @@ def is_drawn_anew(page):
             pass
 
 
-# -- what is seen
+# -- what the pages show
 
 
-def test_the_list_moves_by_itself(opened, server):
+def test_the_list_refreshes_itself(opened, server):
     page = opened()
     page.evaluate("window.opened = 'once'")
     assert "token" not in page.url
@@ -111,8 +112,10 @@ def test_a_cluster_s_page_has_its_sessions_and_connects_a_client(opened, night, 
         assert client.submit(sum, [1, 2]).result() == 3
 
 
-def test_a_pane_of_the_dashboard_draws_what_runs(opened, night):
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_pane_of_the_dashboard_draws_what_runs(opened, night, width):
     page = opened(f"clusters/{night}")
+    page.set_viewport_size({"width": width, "height": 900})
     page.get_by_text("Dashboard", exact=True).last.click()
     pane = Pane(page.frame_locator("#view iframe"))
     until(lambda: pane.drawn)
@@ -124,6 +127,64 @@ def test_a_pane_of_the_dashboard_draws_what_runs(opened, night):
     assert page.locator("#view iframe[data-here]").count() == 1
     page.locator("#dashboard summary").click()
     page.locator("#view iframe").wait_for(state="detached")
+
+
+def test_all_panes_are_drawn_in_a_tab_of_their_own(opened, night):
+    page = opened(f"clusters/{night}")
+    with page.context.expect_page() as opening:
+        page.get_by_role("link", name="Dashboard of night").click()
+    tab = opening.value
+    pane = Pane(tab)
+    until(lambda: pane.drawn)
+    with Client(f"cml://{night}") as client:
+        client.gather(client.map(lambda n: sum(range(10**6)), range(50), pure=False))
+        until(lambda: pane.coloured > 1000)
+    assert tab.evaluate("window.opener") is None
+    tab.get_by_role("link", name="Workers", exact=True).click()
+    tab.wait_for_url("**/workers")
+    tab.goto(tab.url.replace("/workers", "/info/main/workers.html"))
+    tab.get_by_text(f"{night}-").first.wait_for()
+
+
+def test_a_dashboard_reaches_neither_the_page_nor_cookies_nor_other_dashboards(opened, night, server):
+    page = opened(f"clusters/{night}")
+    page.locator("#dashboard summary").click()
+    page.locator("#view iframe").wait_for()
+    [pane] = [frame for frame in page.frames if frame.parent_frame]
+    pane.wait_for_load_state()
+    assert urlsplit(pane.url).netloc != urlsplit(server.url).netloc
+    refused = "each => { try { return String(each()) } catch (error) { return error.name } }"
+    for attempt in ("document.cookie", "localStorage", "parent.document", "navigator.serviceWorker.register"):
+        found = pane.evaluate(f"({refused})(() => {attempt})")
+        assert found in ("SecurityError", "TypeError"), attempt
+    fetched = "fetch({0!r}, {1}).then(each => each.type, error => error.name)"
+    api = f"{server.url}api/clusters/{night}"
+    for url in (api, server.url, pane.url):
+        assert pane.evaluate(fetched.format(url, "{credentials: 'include'}")) == "TypeError"
+    order = "{method: 'POST', mode: 'no-cors', credentials: 'include', body: '{\"n\": 0}'}"
+    assert pane.evaluate(fetched.format(f"{api}/scale", order)) == "opaque"
+    assert server.clusters[night]["n_workers"] == 1
+
+
+def test_in_a_cml_session_dashboards_are_drawn_from_the_second_port(chrome, shared_platform, tmp_path, night):
+    headers = {"REMOTE-USER": "ann", "REMOTE-USER-PERM": "RW"}
+    with PageServer(tmp_path, "application") as application:
+        rule = f"--host-resolver-rules=MAP *.ml.test 127.0.0.1:{application.dashboard_port}"
+        browser = chrome.browser_type.launch(executable_path=chromium(), args=["--no-sandbox", rule])
+        try:
+            page = browser.new_page(extra_http_headers=headers)
+            page.set_default_timeout(PATIENCE * 1000)
+            page.goto(f"{application.url}clusters/{night}")
+            page.locator("#dashboard summary").click()
+            assert (
+                page.locator("#view iframe")
+                .get_attribute("src")
+                .startswith("//read-only-application.ml.test/")
+            )
+            pane = Pane(page.frame_locator("#view iframe"))
+            until(lambda: pane.drawn)
+        finally:
+            browser.close()
 
 
 def test_logs_are_followed_and_those_of_ended_sessions_stay(opened, night, server):
@@ -154,7 +215,7 @@ def test_no_page_scrolls_sideways(opened, night, width, mode):
         assert page.evaluate(f"{root}.scrollWidth - {root}.clientWidth") == 0
 
 
-def test_a_page_that_lost_its_server_says_so_and_goes_on(opened, shared_platform, tmp_path):
+def test_a_page_that_lost_its_server_says_so_and_recovers(opened, shared_platform, tmp_path):
     with PageServer(tmp_path, "application") as lonely:
         page = opened(server=lonely, extra_http_headers={"REMOTE-USER": "ann", "REMOTE-USER-PERM": "RW"})
         page.get_by_role("heading", name="Clusters").wait_for()
@@ -165,7 +226,7 @@ def test_a_page_that_lost_its_server_says_so_and_goes_on(opened, shared_platform
         page.locator("#connection").wait_for(state="hidden")
 
 
-# -- what is done
+# -- changes
 
 
 def test_workers_are_scaled(opened, night, server):
@@ -202,7 +263,7 @@ def test_a_group_adapts_until_it_is_stopped(opened, night, server):
     server.until_runs(night, 1)
 
 
-def test_a_form_that_is_refused_says_why_and_then_creates_the_cluster(opened, server, shared_platform):
+def test_a_refused_form_shows_the_reason_and_then_creates_the_cluster(opened, server, shared_platform):
     page = opened("new")
     before = len(shared_platform.sessions())
     page.get_by_label("Name name").fill("created")
@@ -237,7 +298,7 @@ def test_a_form_that_is_refused_says_why_and_then_creates_the_cluster(opened, se
     assert server.ask("DELETE", "api/clusters/created")[0] == 200
 
 
-def test_a_cluster_is_deleted_after_a_question(opened, server, shared_platform):
+def test_a_cluster_is_deleted_after_confirmation(opened, server, shared_platform):
     server.create("short")
     ids = {*store.read("short").sessions}
     other, page = opened("clusters/short"), opened("clusters/short")
@@ -301,10 +362,10 @@ def test_the_keyboard_suffices(opened, server):
     until(lambda: "typed" not in server.clusters)
 
 
-# -- who may
+# -- users
 
 
-def test_who_may_only_read_changes_nothing(opened, shared_platform, tmp_path, night):
+def test_a_read_only_user_changes_nothing_in_a_browser(opened, shared_platform, tmp_path, night):
     with PageServer(tmp_path, "readers") as application:
         headers = {"REMOTE-USER": "eve", "REMOTE-USER-PERM": "RO"}
         page = opened(server=application, extra_http_headers=headers)
@@ -317,18 +378,18 @@ def test_who_may_only_read_changes_nothing(opened, shared_platform, tmp_path, ni
         status = page.evaluate("fetch('../api/clusters/night', {method: 'DELETE'}).then(each => each.status)")
         assert status == 403
         nobody = opened(server=application)
-        nobody.get_by_role("heading", name="You are not signed in").wait_for()
+        nobody.get_by_role("heading", name="You are not logged in").wait_for()
         assert night not in nobody.content()
     assert night in [record.name for record in store.records()]
 
 
-def test_foreign_hosts_and_origins_are_refused(server, night):
+def test_other_hosts_and_origins_are_refused(server, night):
     for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
         status, words = server.ask("POST", f"api/clusters/{night}/scale", {"n": 0}, **headers)
         assert (status, "evil.example" in str(words)) == (403, True)
     status, page = server.ask("GET", f"clusters/{night}", Host="evil.example")
     assert status == 403
-    assert "The page refuses this request" in page
+    assert "Request refused" in page
     assert "cml://" not in page
 
 

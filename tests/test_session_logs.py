@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 
+from dask_cml.errors import CMLError
 from dask_cml.sessions import session_logs
-from dask_cml.sessions.session_logs import SessionLogs
+from dask_cml.sessions.session_logs import SessionLogs, last_lines
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def test_workers_are_chosen_by_the_names_of_sessions_and_of_dask_workers(tmp_pat
             those.choose([unknown])
 
 
-def test_logs_are_read_for_those_who_are_chosen(tmp_path, write):
+def test_the_logs_of_chosen_workers_are_read(tmp_path, write):
     write("mine-scheduler", "a\nb")
     write("mine-0", "c\n")
     logs = {"Scheduler": ["a", "b"], "mine-0": ["c"]}
@@ -106,3 +110,84 @@ def test_of_a_long_log_the_end_is_read_first(tmp_path, write, monkeypatch):
     assert lines == ["o", "three"]
     write("mine-0", "much is written later\n" * 2, "a")
     assert [line for _, line in logs.lines()] == ["much is written later"] * 2
+
+
+# -- files that are not logs
+
+
+@pytest.fixture(params=["link", "pipe", "folder", "socket", "of another user"])
+def foreign(request, tmp_path):
+    """What stands in place of a log."""
+    path = tmp_path / "mine-7.log"
+    with socket.socket(socket.AF_UNIX) as listener:
+        if request.param == "link":
+            path.symlink_to("/proc/self/environ")
+        elif request.param == "pipe":
+            os.mkfifo(path)
+        elif request.param == "folder":
+            path.mkdir()
+        elif request.param == "socket":
+            listener.bind(str(path))
+        else:
+            if os.geteuid() != 0:
+                pytest.skip("only root can give files to others")
+            path.write_text("planted\n")
+            os.chown(path, 12345, -1)
+        yield path
+
+
+def test_a_file_that_is_not_a_log_of_this_user_is_refused_in_words(tmp_path, write, foreign):
+    write("mine-0", "one\n")
+    logs = SessionLogs("mine", tmp_path)
+    with pytest.raises(CMLError, match=f"cannot read the log {foreign}"):
+        logs.part("mine-7")
+    [own, [session, note]] = logs.lines()
+    assert own == ("mine-0", "one")
+    assert session == "mine-7"
+    assert f"cannot read the log {foreign}" in note
+    assert [*logs.lines()] == []  # the note appears once
+    assert f"cannot read the log {foreign}" in last_lines(foreign, 5)
+
+
+def test_a_log_that_is_replaced_by_a_link_is_refused(tmp_path, write):
+    write("mine-0", "one\n")
+    logs = SessionLogs("mine", tmp_path)
+    assert len([*logs.lines()]) == 1
+    (tmp_path / "mine-0.log").unlink()
+    (tmp_path / "mine-0.log").symlink_to("/proc/self/environ")
+    [[_, note]] = logs.lines()
+    assert "it is not a regular file" in note
+
+
+# -- size
+
+
+def test_a_line_of_any_length_is_read_in_pieces(tmp_path, write, monkeypatch):
+    monkeypatch.setattr(session_logs, "_LONGEST", 10)
+    logs = SessionLogs("mine", tmp_path)
+    write("mine-0", "a\n")
+    assert [*logs.lines(whole=False)] == [("mine-0", "a")]
+    write("mine-0", "x" * 35, "a")
+    assert [line for _, line in logs.lines(whole=False)] == ["x" * 10] * 3
+    write("mine-0", "\n", "a")
+    assert [line for _, line in logs.lines(whole=False)] == ["x" * 5]
+
+
+def test_a_reading_ends_where_the_log_ended_when_it_began(tmp_path, write):
+    write("mine-0", "one\n")
+    logs = SessionLogs("mine", tmp_path)
+    found = []
+    for _, line in logs.lines():
+        found.append(line)
+        write("mine-0", "another\n", "a")  # as by a task that prints faster than anybody reads
+    assert found == ["one"]
+    assert [line for _, line in logs.lines()] == ["another"]
+
+
+def test_the_last_lines_are_printable_and_few(tmp_path, write):
+    write("mine-0", "old\n" * 10_000 + "\x1b]0;title\x07\n" + "x" * 100_000)
+    text = last_lines(tmp_path / "mine-0.log", 3)
+    assert len(text) < 10_000
+    write("mine-0", "one\n\x1b[2Jtwo\n")
+    assert last_lines(tmp_path / "mine-0.log", 1) == r"\x1b[2Jtwo"
+    assert last_lines(tmp_path / "mine-1.log", 1) == ""

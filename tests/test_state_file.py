@@ -12,7 +12,7 @@ from schedulers import prepare
 
 from dask_cml import heartbeat
 from dask_cml.layout import scheduler_file, scheduler_number, wanted_file
-from dask_cml.private import NotPrivate
+from dask_cml.private_files import NotPrivate
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.state_file import StateFile
 

@@ -352,6 +352,10 @@ def damages():
     yield "newer", {**good, "version": 3}, "in format 3: upgrade"
     yield "elsewhere", {**good, "name": "a"}, "the record of another cluster, 'a'"
     yield "lacking", {key: good[key] for key in good if key != "maker"}, "lacks maker"
+    yield "number", json.dumps({**good, "options": {"cpu": float("nan")}}).encode(), "it contains NaN"
+    yield "no zone", {**good, "created": "2030-01-01T00:00:00"}, "its created is invalid"
+    for change in {"pid": 10**30}, {"started": 1e300}, {"started": -1}:
+        yield str(change), {**good, "maker": {**good["maker"], **change}}, "its maker is invalid"
     for key, value in {
         "id": 3,
         "maker": {"host": "a", "pid": -1, "started": 1.0},
@@ -379,6 +383,15 @@ def test_a_damaged_record_is_reported_once_and_ignored(state, caplog, content, w
     with pytest.raises(ClusterExists):  # whose it is cannot be known
         claim(Record("bad"), state)
     assert remove("bad", state) == {}
+
+
+def test_nobody_writes_into_a_damaged_cluster(state):
+    record = Record("bad")
+    folder = claim(record, state)
+    for content in (b"[" * 100_000, b"[1]"):
+        (folder / RECORD_FILE).write_bytes(content)
+        with pytest.raises(CMLError, match="cannot read the record"):
+            launch(state, record, "session-1")
 
 
 def test_a_record_without_its_folder_of_sessions_is_ignored(state, caplog):

@@ -29,7 +29,7 @@ from dask_cml import (
 from dask_cml.local import processes
 from dask_cml.manager import reconciler
 from dask_cml.options import state_directory
-from dask_cml.private import NotPrivate
+from dask_cml.private_files import NotPrivate
 from dask_cml.records import operations, store
 
 pytestmark = pytest.mark.usefixtures("light")

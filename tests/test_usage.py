@@ -12,14 +12,16 @@ from datetime import datetime
 
 import pytest
 from click.testing import CliRunner
+from clusters import arrived
 
 from dask_cml import CMLCluster, SessionHours, Usage, cli
 from dask_cml.errors import NoSuchCluster
 from dask_cml.options import SessionSize
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import Ended, Launch
+from dask_cml.records.session_files import Ended
 from dask_cml.records.usage import usage_of
+from dask_cml.sessions.entry import Launch
 
 HOUR = 3600
 BEGIN = 1790000000
@@ -118,7 +120,7 @@ def check(usage, cpu=1, memory=2):
         assert used.gib_hours == pytest.approx(sizes[1] * used.hours)
 
 
-def test_sessions_that_were_scaled_away_count_until_they_were_stopped(platform, until):
+def test_stopped_sessions_count_until_they_were_stopped(platform, until):
     start = time.time()
     with make(n_workers=2, cpu=0.5, memory=1.5) as cluster:
         until(lambda: len(store.read("mine").sessions) == 3)
@@ -142,7 +144,7 @@ def test_sessions_that_were_scaled_away_count_until_they_were_stopped(platform, 
     assert cluster.usage() == last
 
 
-def test_a_lost_session_counts_until_the_platforms_word(platform, until):
+def test_a_lost_session_counts_until_the_end_that_the_platform_names(platform, until):
     with make(n_workers=1) as cluster:
         until(lambda: arrived(cluster) == 1)
         [session] = [each.id for each in cluster.sessions if each.role == "worker"]
@@ -174,7 +176,7 @@ def test_each_worker_group_has_hours_of_its_own_also_when_it_is_deleted(platform
 
 
 def test_sessions_that_wait_for_room_cost_nothing(platform, until, monkeypatch):
-    monkeypatch.setattr("dask_cml.sessions.process._MOMENT", 0.2)
+    monkeypatch.setattr("dask_cml.sessions.session._MOMENT", 0.2)
     with make() as cluster:
         platform.configure(start_delay=0, quota={"cpu": 2, "memory": 100}, over_quota="wait")
         cluster.scale(2)
@@ -190,18 +192,20 @@ def test_sessions_that_wait_for_room_cost_nothing(platform, until, monkeypatch):
 
 
 def test_a_session_still_waits_for_a_manager_that_has_just_taken_it_over(platform, until, monkeypatch):
-    monkeypatch.setattr("dask_cml.sessions.process._MOMENT", 0.2)
+    monkeypatch.setattr("dask_cml.sessions.session._MOMENT", 0.2)
     with make() as maker:
         platform.configure(start_delay=0, quota={"cpu": 1, "memory": 100}, over_quota="wait")
         maker.scale(1)
         until(lambda: store.read("mine").waiting)
         maker.leave()
-    monkeypatch.setattr("dask_cml.sessions.process._MOMENT", 1000)
+    monkeypatch.setattr("dask_cml.sessions.session._MOMENT", 1000)
     with CMLCluster.from_name("mine", quiet=True) as other:
         until(lambda: [worker.is_listed for worker in other.workers.values()] == [True])
-        other.sync(other._record_keeper.write)
-        assert store.read("mine").waiting
         assert other.usage()["default"] == SessionHours(1)
+        [waits] = store.read("mine").waiting
+        other.scale(2)
+        until(lambda: len(store.read("mine").sessions) == 3)  # so it has written since
+        assert waits in store.read("mine").waiting
         other.close()
 
 
@@ -237,7 +241,7 @@ from dask_cml import CMLCluster
 
 if __name__ == "__main__":
     cluster = CMLCluster(name="mine", n_workers=2, quiet=True, orphan_timeout="10 minutes")
-    while arrived(cluster) < 2:
+    while cluster.n_pending:
         time.sleep(0.05)
     print("ready", flush=True)
     time.sleep(3600)

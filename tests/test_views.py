@@ -18,7 +18,7 @@ import pytest
 from nbclient import NotebookClient
 
 from dask_cml import CMLCluster
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.manager import screens
 from dask_cml.manager.start_display import StartDisplay
 
@@ -295,6 +295,20 @@ def test_a_notebook_keeps_one_output(platform, monkeypatch, tmp_path):
     display, error = failed
     assert display.data == {"text/plain": ""}
     assert error.traceback[0].startswith("SessionFailed: ")
+
+
+# -- HTML
+
+
+@pytest.mark.usefixtures("light")
+async def test_names_are_escaped_in_html(platform, holds):
+    name = "<i>&\"'"
+    async with CMLCluster(n_workers=1, name=name, platform="local", asynchronous=True, quiet=True) as cluster:
+        await holds(lambda: cluster.scheduler_info["workers"])
+        html = cluster._repr_html_()
+    assert "<i>" not in html
+    assert html.count("&lt;i&gt;&amp;&quot;&#x27;-0") > 1
+    assert "CMLCluster</h3>" in html
 
 
 # -- Ctrl-C

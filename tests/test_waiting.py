@@ -7,13 +7,14 @@ import json
 import re
 from datetime import timedelta
 
+import clusters
 import dask
 import pytest
 from click.testing import CliRunner
+from clusters import arrived, log_of
 
-from dask_cml import CMLCluster
 from dask_cml.cli import cml
-from dask_cml.sessions import process
+from dask_cml.sessions import session
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("light")
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """What waits for half a second is said to wait; the time-outs are shorter than what the tests wait."""
-    monkeypatch.setattr(process, "_MOMENT", 0.5)
+    monkeypatch.setattr(session, "_MOMENT", 0.5)
     with dask.config.set({"cml.api.poll-interval": "200ms", "cml.quota-retry": "500ms"}):
         yield
 
@@ -37,7 +38,7 @@ def room(platform):
 
 
 def make(**options):
-    return CMLCluster(platform="local", quiet=True, asynchronous=True, cpu=1, memory=1, **options)
+    return clusters.make(cpu=1, memory=1, **options)
 
 
 async def listed(name):
@@ -56,14 +57,13 @@ async def listed(name):
 async def test_twenty_workers_where_two_have_room(platform, room, holds):
     room(3)
     async with make(n_workers=20) as cluster:
-        await holds(lambda: arrived(cluster) == 2 and len(cluster._fleet.waits) == 18)
+        await holds(lambda: arrived(cluster) == 2 and len(cluster.manager.fleet.waits) == 18)
         before = {each.id for each in cluster.sessions}
         for worker in cluster.workers.values():  # as if an hour had passed
             worker.launched_at -= 3600
             worker.since -= timedelta(hours=1)
         for _ in range(3):
-            cluster._reconciler.poke()
-            await cluster._api.sessions()
+            await cluster
         assert "workers=2 (18 waiting for room, 60 min)" in repr(cluster)
         assert "18 waiting for room, 60 min" in cluster._repr_html_()
         assert cluster._repr_html_().count("waiting for room, 60 min") == 19
@@ -93,7 +93,7 @@ async def test_a_scheduler_that_waits_for_room_is_told_and_comes_with_the_worker
     cluster = make(n_workers=1)
     starting = asyncio.ensure_future(cluster)
     await holds(lambda: cluster.scheduler is not None and cluster.scheduler.waits_for)
-    assert re.search(r", scheduler waiting for room, \d+ s\)", repr(cluster))
+    assert re.search(r", scheduler waiting for room, \d+ s, starting\)", repr(cluster))
     while not (row := (await listed(cluster.name))[0])["waiting"]:
         pass
     assert (row["status"], row["waiting"]) == ("starting", 2) or row["waiting"] == 1
@@ -109,11 +109,11 @@ async def test_adapting_asks_for_no_more_than_what_waits_already(platform, room,
     room(2)
     async with make() as cluster:
         cluster.scale(2)
-        await holds(lambda: cluster._fleet.waits and max(cluster._fleet.waits.values()) > 0.5)
-        assert cluster._reconciler.backoffs.affordable(10) == 2
+        await holds(lambda: cluster.manager.fleet.waits and max(cluster.manager.fleet.waits.values()) > 0.5)
+        assert cluster.manager.wishes.affordable(10, "default") == 2
         room(9)
         await holds(lambda: arrived(cluster) == 2)
-        assert cluster._reconciler.backoffs.affordable(10) == 10
+        assert cluster.manager.wishes.affordable(10, "default") == 10
 
 
 @pytest.mark.parametrize("fault", ["unknown_status", "stopping"])

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.printable import printable
 
 #: Seconds between two looks at what a command waits for.
 INTERVAL = 0.2
@@ -75,7 +76,7 @@ def first_line_of(error: object) -> str:
     """Return an error's first line, or its class where it has no text."""
     from dask_cml.display.html import first_line
 
-    return first_line(str(error)) or type(error).__name__
+    return printable(first_line(str(error))) or type(error).__name__
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -109,7 +110,7 @@ def progress(state: Callable[[], str]) -> Iterator[None]:
 
     def show() -> None:
         while not over.wait(INTERVAL):
-            line = f"{state()}, {time.monotonic() - started:.0f} s"
+            line = f"{printable(state())}, {time.monotonic() - started:.0f} s"
             click.echo(f"\r\x1b[2K{line[: get_terminal_size().columns - 1]}", err=True, nl=False)
 
     thread = threading.Thread(target=show, daemon=True)
@@ -133,6 +134,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         The cells of each row.
     """
     # By hand: rich takes a quarter of a second to import, and cuts names to the terminal's width.
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in [columns, *rows]:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -13,9 +13,15 @@ from dask_cml.cli.console import in_one_line, run
     type=click.IntRange(0, 65535),
     help="Port on 127.0.0.1. Default: $CDSW_APP_PORT, then $CDSW_READONLY_PORT, then a free one.",
 )
+@click.option(
+    "--dashboard-port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    help="Port of the dashboards on 127.0.0.1, outside of CML. Default: a free one.",
+)
 @click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
 @in_one_line
-def serve(port: int | None, open_browser: bool) -> None:
+def serve(port: int | None, dashboard_port: int, open_browser: bool) -> None:
     """Serve a page of all clusters of the project, and keep the clusters created there.
 
     The command runs until Ctrl-C or SIGTERM, and then stops the clusters that it created. In CML, run it as
@@ -23,7 +29,7 @@ def serve(port: int | None, open_browser: bool) -> None:
     """
     from dask_cml.serve.application import serve as serve_page
 
-    run(serve_page(port, _tell, open_browser))
+    run(serve_page(port, _tell, open_browser, dashboard_port))
     click.echo("The page is closed; the clusters created there are stopped.", err=True)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dask_cml.cli.console import complete_names, in_one_line, print_table, run
+from dask_cml.printable import printable
 
 if TYPE_CHECKING:
     from dask_cml.records.record import Record
@@ -100,16 +101,22 @@ def info(name: str, as_json: bool) -> None:
     if n:
         row["waiting"] = f"{n} {waiting(seconds)}"
     for key, value in row.items():
-        click.echo(f"{key:<10} {_shown(key, value)}")
+        if key != "problem" or value:
+            _print(key, _shown(key, value))
     for group, options in {DEFAULT_GROUP: record.options, **record.groups}.items():
         words = [f"{present[group]} Dask workers"] if group in present else []
-        words += [f"{each}={options[each]:g}" for each in ("cpu", "memory", "nvidia_gpu") if each in options]
-        click.echo(f"{'group':<10} {group}  {' '.join(words)}")
+        sizes = {each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu")}
+        words += [f"{each}={size:g}" for each, size in sizes.items() if isinstance(size, (int, float))]
+        _print("group", f"{group}  {' '.join(words)}")
     for session, role in sessions.items():
         owner = f"  ends with the session {owners[session]}" if session in owners else ""
-        click.echo(f"{'session':<10} {session}  {role}{owner}")
+        _print("session", f"{session}  {role}{owner}")
     for line in repr(usage).splitlines():
-        click.echo(f"{'usage':<10} {line}")
+        _print("usage", line)
+
+
+def _print(key: str, text: str) -> None:
+    click.echo(printable(f"{key:<10} {text}"))
 
 
 def _sessions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -148,9 +155,9 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
         lasts = follow and _lasts(record)
         for session, line in session_logs.lines(chosen, whole=not lasts):
             if session != shown:
-                click.echo("\n" * bool(shown) + f"==> {session} <==")
+                click.echo("\n" * bool(shown) + printable(f"==> {session} <=="))
                 shown = session
-            click.echo(line)
+            click.echo(printable(line))
         if not lasts:
             break
         time.sleep(_FOLLOW_INTERVAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ def sessions_html(
 def render(template: str, **values: Any) -> str:
     """Fill a template of dask-cml with values."""
     return get_template(template).render(**values)
+
+
+def escaped(value: Any) -> Any:
+    """Return a copy of a value in which all strings are escaped for HTML."""
+    if isinstance(value, dict):
+        return {escaped(key): escaped(each) for key, each in value.items()}
+    return html.escape(value) if isinstance(value, str) else value
 
 
 def status_of(session: Session) -> str:

@@ -1,6 +1,6 @@
-"""``dask cml doctor``: checks of this environment, of the platform, and of the versions in running clusters.
+"""``dask cml doctor`` checks the environment, the platform, and the versions in running clusters.
 
-Each check imports its modules itself, because in a broken environment any import may fail.
+Each check imports its modules itself: in a broken environment, any import may fail.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Check = Callable[[], Finding | list[Finding]]
 def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Finding]:
     """Run the checks one after the other, and yield their findings.
 
-    A check that raises an error or does not return is a finding itself.
+    If a check raises an error or does not return in time, its finding says so.
 
     Parameters
     ----------
     names : sequence of str
-        The clusters whose versions to compare. Default: all clusters of the project.
+        The clusters to check. Default: all clusters of the project.
     timeout : float
         Time limit of each check, in seconds.
 
@@ -35,7 +35,7 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
     >>> [finding.state for finding in examine() if finding.name == "dask"]
     ['ok']
     """
-    # A call that hangs, such as one of the platform, hangs in the thread of its check.
+    # Each check runs in a thread of its own, because a call of the platform may hang.
     checks: dict[str, Check] = {
         "platform": session.platform,
         "key": session.key,
@@ -46,9 +46,10 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
         "dask": packages.one_dask,
         "image": packages.image,
         "dashboard": packages.dashboard,
+        "imports": functools.partial(packages.imports, timeout / 2),
         "sidebar": jupyterlab.sidebar,
         "time-outs": jupyterlab.time_outs,
-        # The schedulers get a third of the time to answer, and the workers another third.
+        # Schedulers respond within a third of the time, and workers within another third.
         "clusters": functools.partial(clusters.versions, names, timeout / 3),
     }
     for name, check in checks.items():
@@ -64,7 +65,7 @@ def _run(name: str, check: Check, timeout: float) -> list[Finding]:
         except BaseException as error:
             future.set_exception(error)
 
-    # At exit, Python waits for the threads of a pool, but not for a daemon.
+    # At exit, Python waits for the threads of a pool, but not for daemon threads.
     threading.Thread(target=run, name=f"doctor: {name}", daemon=True).start()
     concurrent.futures.wait([future], timeout)
     if not future.done():

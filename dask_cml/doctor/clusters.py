@@ -1,4 +1,4 @@
-"""Checks of running clusters: whether their processes have the same versions as this one."""
+"""Compare package versions in running clusters with those in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dask_cml.doctor.finding import Finding, dask_command
 if TYPE_CHECKING:
     from dask_cml.records.record import Record
 
-#: Packages of which client, scheduler and workers must have the same version.
+#: Client, scheduler and workers need the same versions of these packages.
 _SHARED = ("python", "dask", "distributed", "cloudpickle")
 
 Versions = Mapping[str, str | None]
@@ -27,7 +27,7 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
     names : sequence of str
         The names of the clusters. Default: all clusters of the project.
     timeout : float
-        Time limit for the schedulers to answer, in seconds. The workers get the same time again.
+        Time limit for the schedulers to respond, in seconds. Workers get the same time again.
     """
     from dask_cml.errors import NoSuchCluster
     from dask_cml.records import store
@@ -56,37 +56,47 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
     if row["status"] == "starting":
         return Finding(title, "ok", "The cluster is starting.")
     if row["workers"] is None:
-        words = f"The cluster is {row['status']}: its scheduler does not answer."
+        words = f"The cluster is {row['status']}: its scheduler does not respond."
         return Finding(title, "warning", words, f"{dask_command()} cml prune")
     try:
-        scheduler, workers = await asyncio.wait_for(_ask(record), timeout)
+        scheduler, workers = await asyncio.wait_for(_ask(record, timeout), timeout)
     except asyncio.TimeoutError:
-        words = f"Not all of its processes reported their versions within {timeout:.0f} s."
+        words = f"Some processes of the cluster did not report their versions within {timeout:.0f} s."
         return Finding(
             title, "warning", words, f"{dask_command()} cml doctor --timeout {9 * timeout:g} {name}"
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         return Finding(title, "warning", f"The scheduler does not report its versions: {error}")
     differences = compare(_own(), scheduler, workers)
     if differences:
         words = f"{' '.join(differences)} Delete the cluster, and create it again."
         return Finding(title, "warning", words, f"{dask_command()} cml delete {shlex.quote(name)}")
     if silent := row["workers"] - len(workers):
-        return Finding(title, "warning", f"{silent} of its {row['workers']} workers do not answer.")
-    words = f"Scheduler and workers ({len(workers)}) have the versions of this process."
+        return Finding(title, "warning", f"{silent} of {row['workers']} workers do not respond.")
+    words = f"The scheduler and all workers ({len(workers)}) run the same versions as this process."
     return Finding(title, "ok", words)
 
 
-async def _ask(record: Record) -> tuple[Versions, list[Versions]]:
-    from distributed.core import rpc
-
+async def _ask(record: Record, timeout: float) -> tuple[Versions, list[Versions]]:
+    from dask_cml.msgpack_comm import MsgpackComm
     from dask_cml.sessions.tls import connection_args
 
+    assert record.scheduler.address is not None
     arguments = await asyncio.to_thread(connection_args, record.get_security())
-    async with rpc(record.scheduler.address, connection_args=arguments) as scheduler:
-        own = await scheduler.versions()
-        workers = await scheduler.broadcast(msg={"op": "versions"}, on_error="ignore")
-    return own["packages"], [each["packages"] for each in workers.values()]
+    comm = await MsgpackComm.connect(record.scheduler.address, arguments, timeout)
+    try:
+        own = await comm.ask("versions", timeout)
+        workers = await comm.ask("broadcast", timeout, msg={"op": "versions"}, on_error="ignore")
+        return _shared(own), [_shared(each) for each in workers.values()]
+    except (TypeError, KeyError, AttributeError):
+        raise ValueError("its answer is invalid") from None
+    finally:
+        comm.abort()
+
+
+def _shared(answer: Any) -> Versions:
+    packages = answer["packages"]
+    return {each: packages.get(each) and str(packages[each])[:50] for each in _SHARED}
 
 
 def _own() -> Versions:
@@ -96,7 +106,7 @@ def _own() -> Versions:
 
 
 def compare(here: Versions, scheduler: Versions, workers: Sequence[Versions]) -> list[str]:
-    """Return a sentence for each package whose versions in a cluster and in this process differ.
+    """Return a sentence for each package that has different versions in a cluster and in this process.
 
     Parameters
     ----------

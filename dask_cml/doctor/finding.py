@@ -1,4 +1,4 @@
-"""The result of a check, and commands that solve problems."""
+"""Represent the result of a check, and format commands that fix problems."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 import click
+
+from dask_cml.printable import printable
 
 State = Literal["ok", "warning", "wrong"]
 
@@ -27,11 +29,11 @@ class Finding:
     name : str
         The name of the check.
     state : {"ok", "warning", "wrong"}
-        If the state is ``"wrong"``, clusters do not run. With a ``"warning"``, they run, but lack something.
+        With ``"wrong"``, clusters cannot run. With ``"warning"``, clusters run, but a feature does not work.
     words : str
         The result, in sentences.
     command : str, optional
-        The shell command that solves the problem.
+        The shell command that fixes the problem.
     """
 
     name: str
@@ -40,24 +42,24 @@ class Finding:
     command: str | None = None
 
     def render(self, width: int | None = None) -> str:
-        """Return lines for a terminal, with the command on a line of its own.
+        """Format the finding for a terminal, with the command on a separate line.
 
         Parameters
         ----------
         width : int, optional
             The number of columns of the terminal. Default: unlimited.
         """
-        begin = f"{self.state:<8} {self.name:<16} "
+        begin = f"{self.state:<8} {printable(self.name):<16} "
         room = max(_LEAST_ROOM, width - len(begin)) if width else sys.maxsize
         lines = textwrap.wrap(self.words, room, break_long_words=False, break_on_hyphens=False)
         if self.command:
             lines.append(f"  {self.command}")
-        text = ("\n" + " " * len(begin)).join(lines)
+        text = ("\n" + " " * len(begin)).join(map(printable, lines))
         return click.style(self.state, fg=_COLORS[self.state]) + begin[len(self.state) :] + text
 
 
 def pip_command(action: str, *arguments: str) -> str:
-    """Return a command for the pip of this Python."""
+    """Return a shell command that runs this Python's pip."""
     pip = shutil.which("pip")
     ours = pip is not None and Path(pip).parent == Path(sys.executable).parent
     program = ["pip"] if ours else [sys.executable, "-m", "pip"]
@@ -66,5 +68,5 @@ def pip_command(action: str, *arguments: str) -> str:
 
 
 def dask_command() -> str:
-    """Return the command ``dask``. In older images, the folder of its program is not on the PATH."""
+    """Return the shell command ``dask``, or its long form if ``dask`` is not on the PATH."""
     return "dask" if shutil.which("dask") else shlex.join([sys.executable, "-m", "dask"])

@@ -1,4 +1,4 @@
-"""Checks of JupyterLab: its sidebar for Dask, and its idle time-outs."""
+"""Check JupyterLab: its Dask sidebar and its idle time-outs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SERVER_EXTENSIONS = ("dask_labextension", "dask_cml.jupyter")
 
 
 def sidebar() -> Finding:
-    """Check that JupyterLab's sidebar is installed and lists all clusters of the project."""
+    """Check that JupyterLab's Dask sidebar is installed and enabled."""
     if version("jupyterlab") is None:
-        return Finding("sidebar", "ok", "JupyterLab is not installed here, so its sidebar is not needed.")
-    finding = optional("sidebar", "warning", "jupyter", "Without these, JupyterLab has no sidebar for Dask.")
+        return Finding("sidebar", "ok", "JupyterLab is not installed, so no sidebar is needed.")
+    finding = optional("sidebar", "jupyter", "JupyterLab shows no Dask sidebar without these packages.")
     if finding.state != "ok":
         return finding
     from jupyter_core.paths import jupyter_config_path
@@ -30,15 +30,14 @@ def sidebar() -> Finding:
     if not off:
         return Finding("sidebar", "ok", f"{finding.words} The Jupyter server's extensions are enabled.")
     words = (
-        f"The Jupyter server does not load {' and '.join(off)}: not enabled. "
+        f"The Jupyter server's configuration does not enable {' and '.join(off)}. "
         "Run this command, and start a new session."
     )
     return Finding("sidebar", "warning", words, _enable(off, path[0]))
 
 
 def _enable(extensions: Sequence[str], directory: str) -> str:
-    # `jupyter server extension enable` does not find extensions in ~/.local, where `pip install --user` puts
-    # them.
+    # `jupyter server extension enable` does not find the extensions that pip installed into ~/.local.
     settings = {"ServerApp": {"jpserver_extensions": dict.fromkeys(extensions, True)}}
     code = (
         "from jupyter_server.config_manager import BaseJSONConfigManager as Manager; "
@@ -48,16 +47,16 @@ def _enable(extensions: Sequence[str], directory: str) -> str:
 
 
 def time_outs() -> Finding:
-    """Report after which idle time JupyterLab ends, because the session and its workers end with it."""
+    """Report the idle time-outs of JupyterLab. When it shuts down, the session and its workers stop."""
     if version("jupyterlab") is None:
-        return Finding("time-outs", "ok", "JupyterLab is not installed here.")
+        return Finding("time-outs", "ok", "JupyterLab is not installed.")
     if not launches_sessions():
-        return Finding("time-outs", "ok", "Only CML ends an idle JupyterLab.")
+        return Finding("time-outs", "ok", "Only CML shuts down an idle JupyterLab.")
     kernel = os.environ.get("JUPYTER_KERNEL_TIMEOUT_SECONDS") or "by default 3600"
     server = os.environ.get("JUPYTER_SERVER_TIMEOUT_SECONDS") or "by default 300"
     words = (
-        f"JUPYTER_KERNEL_TIMEOUT_SECONDS ({kernel}): JupyterLab ends a kernel after this idle time. "
-        f"JUPYTER_SERVER_TIMEOUT_SECONDS ({server}): this long after the last kernel, terminal and tab, "
-        "the session ends, and its workers end with it. Set both as environment variables of the project."
+        f"JupyterLab shuts down a kernel that is idle for JUPYTER_KERNEL_TIMEOUT_SECONDS ({kernel}). "
+        f"JUPYTER_SERVER_TIMEOUT_SECONDS ({server}) after the last kernel, terminal and tab close, the "
+        "session stops, and its workers stop with it. Set both as environment variables of the project."
     )
     return Finding("time-outs", "warning", words)

@@ -1,4 +1,4 @@
-"""Checks of the session: the Workers API, the configuration, the state directory."""
+"""Check the session: the Workers API, the configuration, the state directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def platform() -> Finding:
         if not in_session():
             words = "Cannot import cml.workers_v1 or cdsw: not in a CML session."
             return Finding("platform", "wrong", words, "export DASK_CML__PLATFORM=local")
-        words = f"{sys.executable} cannot import cml.workers_v1: it is not the runtime's own Python."
+        words = f"{sys.executable} cannot import cml.workers_v1, because it is not the runtime's Python."
         runtime = getattr(sys, "_base_executable", None) or "python3"
         return Finding("platform", "wrong", words, shlex.join([runtime, "-m", "dask", "cml", "doctor"]))
     if _is_local():
@@ -52,7 +52,7 @@ def in_session() -> bool:
 
 
 def launches_sessions() -> bool:
-    """Return whether clusters that this process creates consist of CML sessions."""
+    """Return whether this process creates clusters of CML sessions."""
     from dask_cml.errors import NotOnCML
 
     try:
@@ -69,13 +69,13 @@ def key() -> Finding:
         return Finding("key", "ok", "Only CML needs CDSW_API_KEY.")
     words = (
         "CDSW_API_KEY is not set, and the Workers API requires it. CML sets it in every session: "
-        "start a new session, or find out what removes it from the environment."
+        "start a new session, or find the code that removes it from the environment."
     )
     return Finding("key", "wrong", words)
 
 
 def sessions() -> Finding | list[Finding]:
-    """Check that the platform lists its worker sessions."""
+    """Check that the platform lists this session's worker sessions."""
     from dask_cml.errors import NotOnCML
     from dask_cml.sessions import answers
 
@@ -87,7 +87,7 @@ def sessions() -> Finding | list[Finding]:
         words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _LONGEST_ANSWER)
         return Finding("sessions", "wrong", f"{words.rstrip('.')}. If this lasts, start a new session.")
     live = sum(not answers.has_ended(each) for each in listed)
-    words = f"The platform lists {len(listed)} worker sessions; {live} have not ended."
+    words = f"The platform lists {len(listed)} worker sessions; {live} of them are live."
     return Finding("sessions", "ok", words)
 
 
@@ -103,9 +103,9 @@ def configuration() -> Finding:
 
 
 def state_directory() -> Finding:
-    """Check that the folder for the clusters' records belongs to this user, is private, and is writable."""
+    """Check that the state directory belongs to this user, is private, and is writable."""
     from dask_cml.options import state_directory
-    from dask_cml.private import NotPrivate, check_folder, move_aside
+    from dask_cml.private_files import NotPrivate, check_folder, move_aside
 
     directory = state_directory()
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
@@ -118,9 +118,11 @@ def state_directory() -> Finding:
             return _state("wrong", f"{directory} {error.why}.", error.command)
         mode = stat.S_IMODE(directory.stat().st_mode)
         if mode & 0o777 != 0o700:
-            state: State = "warning" if mode & 0o700 == 0o700 else "wrong"
-            words = f"{directory} has mode {mode:04o}. Only you must be able to read and write it."
-            return _state(state, words, f"chmod 700 {shlex.quote(str(directory))}")
+            usable = mode & 0o700 == 0o700
+            effect = "other users can open it" if usable else "you cannot use it"
+            words = f"{directory} has mode {mode:04o}, so {effect}."
+            command = f"chmod 700 {shlex.quote(str(directory))}"
+            return _state("warning" if usable else "wrong", words, command)
     probe = there / f".doctor-{secrets.token_hex(8)}"
     try:
         probe.write_text("written")
@@ -132,7 +134,7 @@ def state_directory() -> Finding:
         return _state("wrong", words, 'export DASK_CML__STATE_DIRECTORY="$HOME/.dask-cml"')
     if there != directory:
         return _state("ok", f"The first cluster will create {directory}.")
-    return _state("ok", f"{directory} is yours, private and writable.")
+    return _state("ok", f"{directory} belongs to you, and only you can read and write it.")
 
 
 def _state(state: State, words: str, command: str | None = None) -> Finding:

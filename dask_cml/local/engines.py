@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dask_cml.local import processes, records, state
-from dask_cml.private import make_folder
+from dask_cml.private_files import make_folder
 
 
 def has_ended(name: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dask_cml.private import make_folder, owner_only
+from dask_cml.private_files import make_folder, owner_only
 
 DIRECTORY_VARIABLE = "DASK_CML_LOCAL_DIRECTORY"
 

@@ -12,90 +12,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dask_cml.checks import message
 from dask_cml.errors import CMLError
+from dask_cml.identity import read_workers
+from dask_cml.manager.members import GroupState, Member
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
 from dask_cml.options import Options
 from dask_cml.sessions.process import CMLWorker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Member:
-    """A worker session that is wanted or launched.
-
-    Parameters
-    ----------
-    name : str
-        Its name.
-    group : str
-        Its worker group.
-    wanted : bool
-        Whether it is wanted.
-    launched : bool
-        Whether the scheduler knows that it is launched.
-    manager : str or None
-        The manager that may launch it, or has launched it.
-    seen : collection of str
-        The names of its Dask workers that have been connected.
-    connected : dict of str to str
-        The addresses of its Dask workers that are connected now, by their names.
-    worker : CMLWorker or None
-        Its session. None if it is not launched, or not known here yet.
-    gone : bool
-        Whether another manager has stopped it.
-    """
-
-    name: str
-    group: str
-    wanted: bool = False
-    launched: bool = False
-    manager: str | None = None
-    seen: Collection[str] = ()
-    connected: dict[str, str] = field(default_factory=dict)
-    worker: CMLWorker | None = None
-    gone: bool = False
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """The state of a worker group at one moment, with the wishes of this manager.
-
-    Parameters
-    ----------
-    name : str
-        The group's name.
-    options : Options
-        The cluster's options, with the values of this group.
-    target : int
-        Number of requested sessions.
-    number : int
-        The number of the next session.
-    wishes : int
-        How often a user has scaled the group.
-    adapting : mapping or None
-        The limits of adaptive scaling, see :class:`dask_cml.scheduler.wanted.WantedGroup`.
-    names : tuple of str
-        The names of the wanted sessions, the oldest first.
-    """
-
-    name: str
-    options: Options
-    target: int = 0
-    number: int = 0
-    wishes: int = 0
-    adapting: Mapping[str, Any] | None = None
-    names: tuple[str, ...] = ()
-
-    @property
-    def excess(self) -> int:
-        """Number of wanted sessions above the target, because none was chosen to stop yet."""
-        return len(self.names) - self.target
 
 
 class Fleet:
@@ -153,6 +81,7 @@ class Fleet:
                 sessions.update(dict.fromkeys(self._members.keys() - sessions.keys()))
             for name, each in sessions.items():
                 self._update_member(name, each)
+            read_workers({address: each for address, each in answer["workers"].items() if each is not None})
             self._update_workers(answer["workers"], answer["whole"])
 
     def _read_groups(
@@ -299,6 +228,11 @@ class Fleet:
     def names(self) -> list[str]:
         """The names of the wanted sessions of all groups, with the wishes of this manager."""
         return [name for group in self.states for name in group.names]
+
+    @property
+    def differs(self) -> bool:
+        """Whether sessions are to be launched or stopped."""
+        return any(each.wanted == (each.worker is None) for each in self.members)
 
     @property
     def observed(self) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from distributed.security import Security
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.display.start import StartDisplay
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.fleet import Fleet

@@ -11,8 +11,9 @@ from enum import Enum
 import dask.config
 from dask.utils import parse_timedelta
 
-from dask_cml.manager.fleet import Fleet, Member
+from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launcher import Launcher
+from dask_cml.manager.members import Member
 from dask_cml.manager.record_keeper import RecordKeeper
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.options import setting

@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import shlex
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from dask.utils import parse_timedelta
 from distributed.core import Status
 from distributed.security import Security
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
 from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
 from dask_cml.manager.fleet import Fleet
@@ -30,7 +29,7 @@ from dask_cml.manager.unrunnable import UnrunnableTasks
 from dask_cml.manager.wishes import Wishes
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options, state_directory
-from dask_cml.records import probe
+from dask_cml.records import liveness
 from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.scheduler.wanted import Wanted
@@ -42,7 +41,6 @@ from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 logger = logging.getLogger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
-_JOIN_PAUSE = 0.5
 #: Seconds between two tries to stop the sessions of a cluster that has ended.
 _RETRY_INTERVAL = 60.0
 #: Seconds between two looks of an observer. A process may observe many clusters.
@@ -293,7 +291,7 @@ class Manager:
         await self._join(record, options.scheduler_timeout)
         # Until now, the scheduler has waited for a manager for some time.
         timeout = options.orphan_timeout if self.shutdown_on_close else None
-        await self._set(orphan_timeout=timeout)
+        await self._client.change_within(options.scheduler_timeout, orphan_timeout=timeout)
         await self._record_keeper.write()
         if not self.shutdown_on_close:
             self._log(lifetime(options.name))
@@ -302,7 +300,7 @@ class Manager:
         # As long as Dask's clients wait: a busy scheduler may need it. Without a scheduler this fails at
         # once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
-        if not await probe.is_alive(record, timeout=patience):
+        if not await liveness.is_alive(record, timeout=patience):
             address = record.scheduler.address or "an unknown address"
             raise CMLError(
                 f"the scheduler of cluster {record.name!r} does not answer at {address}: to stop its "
@@ -326,38 +324,7 @@ class Manager:
         assert scheduler.address is not None
         self.security = self._launcher.security or Security()
         arguments = await asyncio.to_thread(tls.connection_args, self.security)
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                await self._client.join(scheduler.address, arguments, record.id)
-                return
-            except (OSError, asyncio.TimeoutError) as error:
-                if time.monotonic() > deadline:
-                    raise CMLError(
-                        f"the scheduler of cluster {record.name!r} at {scheduler.address} did not answer "
-                        f"within {timeout:g} s: {error!r}"
-                    ) from error
-            await asyncio.sleep(_JOIN_PAUSE)
-
-    async def _set(self, **values: Any) -> None:
-        """Change what the scheduler keeps of the cluster.
-
-        Raises
-        ------
-        CMLError
-            If the scheduler does not answer.
-        """
-        deadline = time.monotonic() + self.options.scheduler_timeout
-        while True:
-            try:
-                return await self._client.change(**values)
-            except (OSError, asyncio.TimeoutError) as error:
-                if time.monotonic() > deadline:
-                    name = self.options.name
-                    raise CMLError(
-                        f"the scheduler of cluster {name!r} did not take {values}: {error!r}"
-                    ) from error
-            await asyncio.sleep(_JOIN_PAUSE)
+        await self._client.join_within(timeout, scheduler.address, arguments, record.id)
 
     async def outlive_this_process(self) -> None:
         """Let the cluster run on when this process exits, until the session ends that launched it.
@@ -367,7 +334,7 @@ class Manager:
         CMLError
             If the scheduler does not answer. The cluster is still shut down with this process.
         """
-        await self._set(orphan_timeout=None)
+        await self._client.change_within(self.options.scheduler_timeout, orphan_timeout=None)
         self.shutdown_on_close = False
 
     @property

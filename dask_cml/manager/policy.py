@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask_cml.manager.fleet import GroupState
+from dask_cml.manager.members import GroupState
 
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
 #: The remaining workers must have a limit of this many times the managed bytes.

@@ -19,6 +19,7 @@ from dask_cml.manager.retirement import Retirements
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.manager.strays import Strays
 from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.protocol import SET
 from dask_cml.sessions.answers import CallFailed
 
 if TYPE_CHECKING:
@@ -109,7 +110,9 @@ class Reconciler:
         return losses
 
     async def settle(self) -> None:
-        """Wait until a look has ended that begins now or later, with no wishes left to send."""
+        """Wait until sessions were launched and stopped for all wishes, as far as the platform allows it."""
+        if not self._fleet.wishes and not self._fleet.differs:
+            return
         next_look = self._begun + 1
         self.poke()
         async with self._looked:
@@ -196,7 +199,7 @@ class Reconciler:
         scheduler = self._launcher.scheduler
         url = None if scheduler is None or scheduler.adopted else scheduler.info.get("app_url")
         if url and url != self._told_url and self._client.connected:
-            await self._client.change(app_url=url)
+            await self._client.ask(SET, app_url=url)
             self._told_url = url
 
     async def _find_losses(self) -> Losses:

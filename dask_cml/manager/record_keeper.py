@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import SCHEDULER
@@ -73,6 +73,8 @@ class RecordKeeper:
         self._seen: dict[str, CMLProcess] = {}
         self._launches: dict[str, Launch] = {}
         self._written: set[str] = set()
+        #: The sessions whose end is written.
+        self._over: set[str] = set()
         self._waiting = set() if record is None else {*record.waiting}
         self._storing = threading.Lock()
         self._changed = asyncio.Event()
@@ -212,6 +214,7 @@ class RecordKeeper:
             self._launches.clear()
             self._waiting = (self._waiting | {*changes.waiting}) - {*changes.began, *changes.ended}
         self._written = {*sessions}
+        self._over |= changes.ended.keys()
 
     def _store(self, write: Callable[[], None]) -> None:
         with self._storing:  # a cancelled write, which is older, may continue in its thread
@@ -236,7 +239,7 @@ class RecordKeeper:
             if process.is_listed or not process.adopted or self._has_registered(process.name)
         }
         now = int(time.time())
-        ended = (self._written | self._launches.keys()) - sessions.keys()
+        ended = {*self._api.stopped} - self._over
         changes = Changes(
             launched=[self._launches[each] for each in new],
             ended={each: _end_of(self._seen.get(each), now) for each in ended},

@@ -9,9 +9,10 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError
-from dask_cml.manager.fleet import Fleet, Member
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.members import Member
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.options import setting
 from dask_cml.sessions.workers_api import WorkersAPI

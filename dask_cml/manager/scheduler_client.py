@@ -6,29 +6,30 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from distributed.core import rpc
 from distributed.protocol import pickle
 
 from dask_cml import protocol
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError
+from dask_cml.identity import Identity
+from dask_cml.manager.connection import ANSWER_TIMEOUT, Connection
 from dask_cml.manager.fleet import Fleet
+from dask_cml.msgpack_comm import MsgpackComm
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-#: Seconds for an answer: normally, and after the connection for changes has ended.
-_ANSWER_TIMEOUT, _GONE_TIMEOUT = 10.0, 1.0
+#: Seconds for an answer after the connection for changes has ended.
+_GONE_TIMEOUT = 1.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 3.0
-_CLOSE_TIMEOUT = 2.0
+#: Seconds. Workers may take long to move their data; their manager watches them meanwhile.
+_NO_LIMIT = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -54,25 +55,19 @@ class SchedulerClient:
     ----------
     info : dict
         The scheduler's information on itself, from ``Scheduler.identity``, without its workers.
-    comm : distributed.core.rpc or None
-        The connection for requests. None before :meth:`join`.
-    connection_args : dict
-        Arguments of connections to the scheduler, such as its keys.
     heard : float
         The monotonic time of the scheduler's last answer.
     """
 
     def __init__(self, fleet: Fleet, observes: bool, changed: Callable[[], None]) -> None:
         self.info: dict[str, Any] = {}
-        self.comm: Any = None
-        self.address: str | None = None
-        self.connection_args: dict[str, Any] = {}
         self.heard = time.monotonic()
         self.connected = False
         self._fleet = fleet
         self._observes = observes
         self._changed = changed
-        self._watched: Any = None
+        self._watched: MsgpackComm | None = None
+        self._requests = Connection()
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wished = asyncio.Event()
@@ -80,7 +75,45 @@ class SchedulerClient:
         self._asking = asyncio.Lock()
         self._demand: _Answer | None = None
 
+    @property
+    def address(self) -> str | None:
+        """The scheduler's address. None before :meth:`join`."""
+        return self._requests.address
+
+    @property
+    def connection_args(self) -> dict[str, Any]:
+        """Arguments of connections to the scheduler, such as its keys."""
+        return self._requests.connection_args
+
     # -- the connection
+
+    async def join_within(self, timeout: float, *arguments: Any) -> None:
+        """Call :meth:`join` until the scheduler answers, which may be busy.
+
+        Raises
+        ------
+        CMLError
+            If it does not answer within so many seconds.
+        """
+        await self._within(timeout, lambda: self.join(*arguments))
+
+    async def change_within(self, timeout: float, **values: Any) -> None:
+        """Change values that the scheduler keeps, such as ``orphan_timeout``; see :meth:`join_within`."""
+        await self._within(timeout, lambda: self.ask(protocol.SET, **values))
+
+    async def _within(self, timeout: float, request: Callable[[], Awaitable[Any]]) -> None:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                await request()
+                return
+            except (OSError, asyncio.TimeoutError) as error:
+                if time.monotonic() > deadline:
+                    raise CMLError(
+                        f"the scheduler of cluster {self._fleet.name!r} at {self.address} did not answer "
+                        f"within {timeout:g} s: {error!r}"
+                    ) from error
+            await asyncio.sleep(_LONGEST_PAUSE / 6)
 
     async def join(self, address: str, connection_args: Mapping[str, Any], record: str) -> None:
         """Connect to the scheduler at this address, and follow it until :meth:`close`.
@@ -101,14 +134,11 @@ class SchedulerClient:
         CMLError
             If the scheduler belongs to another cluster, or has another protocol.
         """
-        self.address, self.connection_args = address, dict(connection_args)
-        self.comm = rpc(address, connection_args=self.connection_args)
-        # A connection of its own: its end marks the manager's end.
-        self._watched = rpc(address, connection_args=self.connection_args)
-        hello = await asyncio.wait_for(getattr(self.comm, protocol.HELLO)(), _ANSWER_TIMEOUT)
-        self._check(hello, record)
-        self.info = {**await asyncio.wait_for(self.comm.identity(), _ANSWER_TIMEOUT)}
-        self.info.pop("workers", None)
+        self._requests = Connection(address, connection_args)
+        self._check(await self.call(protocol.HELLO), record)
+        identity = await self.call("identity")
+        Identity.read(identity)
+        self.info = {name: each for name, each in identity.items() if name != "workers"}
         await self._watch(0.0)
         self._loop = asyncio.get_running_loop()
         self._wished.set()
@@ -130,14 +160,23 @@ class SchedulerClient:
         heartbeat, lease = protocol.HEARTBEAT, protocol.LEASE
         if self._observes:
             heartbeat, lease = protocol.OBSERVER_HEARTBEAT, protocol.OBSERVER_LEASE
-        watching = getattr(self._watched, protocol.WATCH)(
-            manager=self._fleet.manager,
-            observes=self._observes,
-            lease=lease,
-            since=self._fleet.revision if wait else 0,
-            wait=(wait and heartbeat) or _FIRST_PAUSE,
-        )
-        answer = await asyncio.wait_for(watching, heartbeat + _ANSWER_TIMEOUT)
+        if self._watched is None:
+            # A connection of its own: its end marks the manager's end.
+            self._watched = await MsgpackComm.connect(str(self.address), self.connection_args, ANSWER_TIMEOUT)
+        try:
+            answer = await self._watched.ask(
+                protocol.WATCH,
+                heartbeat + ANSWER_TIMEOUT,
+                manager=self._fleet.manager,
+                observes=self._observes,
+                lease=lease,
+                since=self._fleet.revision if wait else 0,
+                wait=heartbeat if wait else _FIRST_PAUSE,
+            )
+        except BaseException:
+            self._watched.abort()
+            self._watched = None
+            raise
         self._take(answer)
 
     def _take(self, answer: Mapping[str, Any]) -> None:
@@ -167,10 +206,15 @@ class SchedulerClient:
         self.connected = False
         for future in self._results.values():
             future.cancel()
-        for each in (self._watched, self.comm):
-            if each is not None:
-                with contextlib.suppress(Exception):
-                    await asyncio.wait_for(each.close_rpc(), _CLOSE_TIMEOUT)
+        if self._watched is not None:
+            await self._watched.close()
+        self._watched = None
+        await self._requests.close()
+
+    @property
+    def rpc(self) -> Any:
+        """Dask's own connection to the scheduler, for Dask's classes. This class does not use it."""
+        return self._requests.rpc
 
     @property
     def leads(self) -> bool:
@@ -237,11 +281,10 @@ class SchedulerClient:
         ValueError
             If the scheduler refuses all of them.
         """
-        message = {"manager": self._fleet.manager, "operations": operations, "since": self._fleet.revision}
-        answer = await self.ask(getattr(self.comm, protocol.APPLY)(**message))
+        message = {"manager": self._fleet.manager, "operations": [*operations], "since": self._fleet.revision}
+        answer = await self.ask(protocol.APPLY, **message)
         self._take(answer)
-        results: list[Any] = answer["results"]
-        return results
+        return [*answer["results"]]
 
     async def decide(self, op: str, **arguments: Any) -> Any:
         """Let the scheduler carry out one operation, and return its result; see :meth:`apply`."""
@@ -250,38 +293,33 @@ class SchedulerClient:
 
     # -- requests
 
-    async def ask(self, call: Coroutine[Any, Any, T]) -> T:
-        """Wait for an answer of the scheduler. Wait only briefly if the scheduler has probably ended.
+    async def ask(self, op: str, **arguments: Any) -> Any:
+        """Return an answer of the scheduler. Wait only briefly if the scheduler has probably ended.
 
         Raises
         ------
         OSError, asyncio.TimeoutError
             If the scheduler does not answer.
+        CMLError
+            If the scheduler refuses the request.
         """
-        asking: asyncio.Future[Any] = asyncio.ensure_future(call)
-        deadline = time.monotonic() + _ANSWER_TIMEOUT
+        asking = asyncio.ensure_future(self.call(op, **arguments))
         try:
-            while self.connected and not asking.done() and time.monotonic() < deadline:
+            while self.connected and not asking.done():
                 await asyncio.wait({asking}, timeout=_FIRST_PAUSE)
             return await asyncio.wait_for(asking, _GONE_TIMEOUT)
         finally:
             asking.cancel()
 
-    async def change(self, **values: Any) -> None:
-        """Change what the scheduler keeps of its cluster, such as ``orphan_timeout``.
-
-        Raises
-        ------
-        OSError, asyncio.TimeoutError
-            If the scheduler does not answer.
-        """
-        await self.ask(getattr(self.comm, protocol.SET)(**values))
+    async def call(self, op: str, limit: float = ANSWER_TIMEOUT, **arguments: Any) -> Any:
+        """Return an answer of the scheduler within a time limit in seconds; see :meth:`Connection.call`."""
+        return await self._requests.call(op, limit, **arguments)
 
     async def terminate(self, timeout: float) -> None:
         """Ask the scheduler to inform its workers and clients of its end, whatever it answers."""
-        if self.comm is not None:
+        if self.address is not None:
             try:
-                await asyncio.wait_for(self.comm.terminate(), timeout)
+                await self.call("terminate", timeout)
             except Exception as error:  # its workers may be frozen, and Dask's errors vary
                 logger.debug("Scheduler of cluster %s gave no answer to its end: %r", self._fleet.name, error)
 
@@ -305,7 +343,7 @@ class SchedulerClient:
             oldest = now if self._demand is None or self._demand.error else now - max_age
             if self._demand is None or self._demand.time < oldest:
                 try:
-                    content = await self.ask(getattr(self.comm, protocol.DEMAND)())
+                    content = await self.ask(protocol.DEMAND)
                     self._demand = _Answer(time.monotonic(), content)
                 except (OSError, asyncio.TimeoutError) as error:
                     self._demand = _Answer(time.monotonic(), error=error)
@@ -329,7 +367,7 @@ class SchedulerClient:
         """
         pickled = pickle.dumps(key) if key else None
         try:
-            names = await self.ask(self.comm.workers_to_close(n=n, key=pickled, attribute="name", **more))
+            names = await self.ask("workers_to_close", n=n, key=pickled, attribute="name", **more)
         except (OSError, asyncio.TimeoutError):
             return []
         return list(names)
@@ -344,13 +382,14 @@ class SchedulerClient:
         """
         # SpecCluster passes names instead of addresses (`retire_workers(workers=...)`), so its workers are
         # closed with their data.
-        retired = await self.comm.retire_workers(names=sorted(names))
-        return {info["name"] for info in retired.values()}
+        retired = await self.call("retire_workers", _NO_LIMIT, names=sorted(names))
+        return {str(info["name"]) for info in retired.values()}
 
     async def held(self, names: Collection[str]) -> dict[str, dict[str, float]]:
         """Return what Dask workers hold, see ``CMLSchedulerPlugin.held``. Empty without an answer."""
         try:
-            return await self.ask(getattr(self.comm, protocol.HELD)(names=sorted(names)))
+            held: dict[str, dict[str, float]] = await self.ask(protocol.HELD, names=sorted(names))
+            return held
         except (OSError, asyncio.TimeoutError):
             return {}
 
@@ -365,7 +404,7 @@ class SchedulerClient:
         workers = [*self._fleet.workers_info.items()]
         for address in [address for address, worker in workers if worker["name"] in names]:
             stimulus = f"cml-drop-{time.time()}"
-            await self.ask(self.comm.unregister(address=address, stimulus_id=stimulus))
+            await self.ask("unregister", address=address, stimulus_id=stimulus)
 
 
 def _result(result: Any) -> Any:

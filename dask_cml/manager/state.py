@@ -10,6 +10,7 @@ from typing import Any
 from distributed.core import Status
 from distributed.objects import SchedulerInfo
 
+from dask_cml.dashboard.connection import open_comm
 from dask_cml.display.group import WorkerGroup
 from dask_cml.display.words import pending, waiting
 from dask_cml.manager.fleet import Fleet
@@ -18,6 +19,7 @@ from dask_cml.manager.reconciler import Reconciler
 from dask_cml.manager.record_keeper import RecordKeeper
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.manager.unrunnable import UnrunnableTasks
+from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage
@@ -95,13 +97,18 @@ class ClusterState:
 
     @property
     def scheduler_comm(self) -> Any:
-        """The connection to the scheduler. None before the start."""
-        return self._client.comm
+        """Dask's own connection to the scheduler. None before the start."""
+        return self._client.rpc
 
-    @property
-    def connection_args(self) -> dict[str, Any]:
-        """Arguments of connections to the scheduler, such as its keys."""
-        return self._client.connection_args
+    async def open_dashboard(self) -> MsgpackComm:
+        """Open a comm to the scheduler's dashboard.
+
+        Raises
+        ------
+        OSError
+            If the scheduler does not accept the connection, or has no dashboard.
+        """
+        return await open_comm(str(self._client.address), self._client.connection_args)
 
     @property
     def address(self) -> str | None:

@@ -67,17 +67,22 @@ class Strays:
         record = await asyncio.to_thread(self._record_keeper.read)
         if record is None:
             return
-        found = {**dict.fromkeys(unknown), **self._unknown_sessions(record)}
+        lost = {f"{name} (lost)" for name in self._launcher.attach_launched(record)}
+        found = {**dict.fromkeys(unknown), **dict.fromkeys(lost), **self._unknown_sessions(record)}
         self._since = {name: self._since.get(name, now) for name in found}
-        for name, since in self._since.items():
-            if now - since >= _PATIENCE:
+        late = [name for name, since in self._since.items() if now - since >= _PATIENCE]
+        if gone := [name.removesuffix(" (lost)") for name in late if name in lost]:
+            logger.info("Sessions of %s forgotten: they are not in the record", gone)
+            await self._client.decide("stopped", names=gone)
+        for name in late:
+            if name not in lost:
                 await self._end(name, found[name], unknown.get(name, []))
 
     def _unknown_workers(self) -> Mapping[str, list[str]]:
         """Return the Dask workers of sessions that are not in the scheduler's list, by the session's name."""
         unknown: dict[str, list[str]] = {}
         for worker in self._fleet.observed:
-            found = read_name(self._fleet.name, worker)
+            found = read_name(self._fleet.name, str(worker))
             name = session_name(self._fleet.name, *found) if found else None
             if name is not None and self._fleet.member(name) is None:
                 unknown.setdefault(name, []).append(worker)

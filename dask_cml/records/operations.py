@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from distributed.core import rpc
-
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.identity import WorkerIdentity
+from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import state_directory
-from dask_cml.records import probe, store
-from dask_cml.records.probe import Finding, State
+from dask_cml.records import liveness, store
+from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions.session_logs import SessionLogs
@@ -45,7 +45,7 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     Raises
     ------
     ClusterExists
-        If a cluster with this name exists, and is not known to be dead; see :func:`probe.judge`.
+        If a cluster with this name exists, and is not known to be dead; see :func:`liveness.judge`.
     """
     try:
         await asyncio.to_thread(store.claim, record, wanted)
@@ -54,7 +54,7 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
         old = await asyncio.to_thread(_read, record.name)
         if old is None:
             raise
-        finding = (await probe.judge([old], api=api))[old.name]
+        finding = (await liveness.judge([old], api=api))[old.name]
         if finding.state is not State.DEAD:
             raise ClusterExists(old.name, finding.why) from None
     if old.sessions:
@@ -85,7 +85,7 @@ async def wait_until_running(name: str, timeout: float) -> Record:
     deadline = time.monotonic() + timeout
     while True:
         record = await asyncio.to_thread(store.read, name)
-        if record.scheduler.address is not None and await probe.is_alive(record):
+        if record.scheduler.address is not None and await liveness.is_alive(record):
             return record
         if time.monotonic() > deadline:
             raise CMLError(
@@ -103,7 +103,7 @@ def _read(name: str) -> Record | None:
 
 
 async def describe(
-    records: Iterable[Record], timeout: float = 1.5, patience: float = probe.PATIENCE
+    records: Iterable[Record], timeout: float = 1.5, patience: float = liveness.PATIENCE
 ) -> list[dict[str, Any]]:
     """Describe clusters within a time limit for all of them.
 
@@ -119,44 +119,40 @@ async def describe(
     Returns
     -------
     list of dict
-        Name, address for clients, status, workers, Dask workers by worker group, threads, memory in bytes,
-        age in seconds, dashboard, the scheduler's own address, the number of sessions that wait for room, and
-        the longest wait in seconds, or None. The status is "running", "starting", "not answering" or "stale";
-        see :func:`probe.judge`.
+        Name, address for clients, status, problem, workers, Dask workers by worker group, threads, memory in
+        bytes, age in seconds, dashboard, the scheduler's own address, the number of sessions that wait for
+        room, and the longest wait in seconds, or None. The status is "running", "starting", "not answering"
+        or "stale"; see :func:`liveness.judge`.
     """
     records = [*records]
-    findings = await probe.judge(records, timeout, patience)
-    now = datetime.now(timezone.utc)
-    rows = []
-    for record in records:
-        finding = findings[record.name]
-        answer = finding.identity
-        workers = [*answer["workers"].values()] if answer else None
-        rows.append(
-            {
-                "name": record.name,
-                "address": cluster_address(record.name),
-                "status": status_of(record, finding),
-                "workers": len(workers) if workers is not None else None,
-                "groups": _groups(record, workers),
-                "threads": sum(w["nthreads"] for w in workers) if workers is not None else None,
-                "memory": sum(w["memory_limit"] or 0 for w in workers) if workers is not None else None,
-                "age": (now - datetime.fromisoformat(record.created)).total_seconds(),
-                "dashboard": f"{record.scheduler.app_url.rstrip('/')}/status"
-                if record.scheduler.app_url
-                else None,
-                "scheduler": record.scheduler.address,
-                **_waiting(record, {worker["name"] for worker in workers or ()}),
-            }
-        )
-    return rows
+    findings = await liveness.judge(records, timeout, patience)
+    return [_describe(record, findings[record.name]) for record in records]
 
 
-def _groups(record: Record, workers: Collection[Mapping[str, Any]] | None) -> dict[str, int] | None:
+def _describe(record: Record, finding: Finding) -> dict[str, Any]:
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(record.created)
+    workers = finding.identity.workers if finding.identity else None
+    return {
+        "name": record.name,
+        "address": cluster_address(record.name),
+        "status": status_of(record, finding),
+        "problem": None if finding.state is State.ALIVE else finding.why,
+        "workers": len(workers) if workers is not None else None,
+        "groups": _groups(record, workers),
+        "threads": sum(each.nthreads for each in workers) if workers is not None else None,
+        "memory": sum(each.memory_limit for each in workers) if workers is not None else None,
+        "age": age.total_seconds(),
+        "dashboard": f"{record.scheduler.app_url.rstrip('/')}/status" if record.scheduler.app_url else None,
+        "scheduler": record.scheduler.address,
+        **_waiting(record, {each.name for each in workers or ()}),
+    }
+
+
+def _groups(record: Record, workers: Collection[WorkerIdentity] | None) -> dict[str, int] | None:
     """Count the Dask workers in each group."""
     if workers is None:
         return None
-    found = [read_name(record.name, str(worker["name"])) for worker in workers]
+    found = [read_name(record.name, worker.name) for worker in workers]
     groups = [DEFAULT_GROUP if name is None else name[0] for name in found]
     return {group: groups.count(group) for group in (DEFAULT_GROUP, *record.groups)}
 
@@ -225,7 +221,7 @@ async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) 
     """
     records = [*records]
     # A scheduler that answers for another cluster, because it reuses the address, is left alone.
-    answering = await probe.identities(records, timeout=timeout)
+    answering = await liveness.identities(records, timeout=timeout)
     return await _end_all(records, answering)
 
 
@@ -240,6 +236,8 @@ async def _end_all(records: Collection[Record], answering: Collection[str]) -> d
                 await _stop(record)
             except CMLError as error:
                 return error
+            except Exception as error:  # of the file system, for example: the others are deleted nevertheless
+                return CMLError(str(error) or repr(error))
             return None
 
     results = await asyncio.gather(*map(attempt, records))
@@ -247,10 +245,14 @@ async def _end_all(records: Collection[Record], answering: Collection[str]) -> d
 
 
 async def _say_goodbye(record: Record) -> None:
-    arguments = await asyncio.to_thread(connection_args, record.get_security())
+    assert record.scheduler.address is not None
     try:
-        async with rpc(record.scheduler.address, connection_args=arguments) as scheduler:
-            await asyncio.wait_for(scheduler.terminate(), _GOODBYE_TIMEOUT)
+        arguments = await asyncio.to_thread(connection_args, record.get_security())
+        comm = await MsgpackComm.connect(record.scheduler.address, arguments, _GOODBYE_TIMEOUT)
+        try:
+            await comm.ask("terminate", _GOODBYE_TIMEOUT)
+        finally:
+            comm.abort()
     except Exception as error:  # its workers may be frozen, and Dask's errors vary
         logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 
@@ -305,7 +307,7 @@ def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
-    """Delete dead clusters; see :func:`probe.judge`.
+    """Delete dead clusters; see :func:`liveness.judge`.
 
     Parameters
     ----------
@@ -323,7 +325,7 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     removed = await asyncio.to_thread(store.records, removed=True)
     ended = await _end_all(removed, ())
     records = await asyncio.to_thread(store.records)
-    findings = await probe.judge(records, timeout=timeout)
+    findings = await liveness.judge(records, timeout=timeout)
     dead = [r for r in records if findings[r.name].state is State.DEAD]
     passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
     return {**ended, **await _end_all(dead, ())}, passed_over

@@ -25,6 +25,8 @@ SCHEME = "cml"
 
 #: Seconds. psutil derives the start time of a process from the clock, which may be set meanwhile.
 _CLOCK_TOLERANCE = 10.0
+#: The year 36812.
+_MOST_SECONDS = 2**40
 
 
 def cluster_address(name: str) -> str:
@@ -127,7 +129,7 @@ class SchedulerState:
         ValueError
             If the text is no such file.
         """
-        content = json.loads(text)
+        content = _loads(text)
         groups = content.get("groups") if isinstance(content, dict) else None
         if not isinstance(groups, dict) or not all(map(_is_group, groups.values())):
             raise ValueError("its groups are invalid")
@@ -224,7 +226,7 @@ class Record:
         ValueError
             If the text is not a record, or a newer release has written it.
         """
-        content = json.loads(text)
+        content = _loads(text)
         if not isinstance(content, dict) or not isinstance(content.get("version"), int):
             raise ValueError("it is not the record of a cluster")
         if content["version"] > VERSION:
@@ -244,6 +246,18 @@ class Record:
         if self.security is None:
             return None
         return Security(require_encryption=True, **self.security)
+
+
+def _loads(text: str | bytes) -> Any:
+    """Read JSON of another process."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError(f"it is nested too deeply: {error}") from None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"it contains {constant}")
 
 
 def _of_version_1(content: Mapping[str, Any]) -> SchedulerState:
@@ -284,6 +298,8 @@ def _is_time(value: object) -> bool:
 
 def _is_maker(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("started"), (int, float)):
+        return False
+    if not 0 <= value["started"] < _MOST_SECONDS:
         return False
     if not isinstance(value.get("user"), (str, type(None))) or value.get("serves") not in (None, True, False):
         return False

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dask_cml.layout import RECORD_FILE, REMOVED_FILE
-from dask_cml.private import NotPrivate, make_folder
+from dask_cml.private_files import NotPrivate, make_folder
 from dask_cml.records import session_files
 
 _TRIES = 5

@@ -35,7 +35,7 @@ from pathlib import Path
 from dask_cml.checks import is_session_id
 from dask_cml.layout import ENDED_FOLDER, SESSIONS_FOLDER
 from dask_cml.options import SessionSize
-from dask_cml.private import open_folder
+from dask_cml.private_files import open_folder
 from dask_cml.sessions.entry import TIME, Launch, file_name, parse
 
 _ENDED = re.compile(rf"(.*),({TIME}),({TIME})", re.ASCII)
@@ -88,7 +88,7 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Listing:
+class RecordedSessions:
     """The sessions in a folder: mappings by their ids, as in a record, and the names of other files."""
 
     sessions: dict[str, str] = field(default_factory=dict)
@@ -100,9 +100,9 @@ class Listing:
     strays: list[str] = field(default_factory=list)
 
 
-def parse_all(names: Iterable[str], cluster: str) -> Listing:
+def parse_all(names: Iterable[str], cluster: str) -> RecordedSessions:
     """Return the sessions that the names of files describe, the oldest first."""
-    listing, launches = Listing(), []
+    listing, launches = RecordedSessions(), []
     marks, names = _marks(names)
     for name in names:
         if not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open

@@ -35,7 +35,7 @@ from dask_cml.layout import (
     wanted_file,
 )
 from dask_cml.options import state_directory
-from dask_cml.private import (
+from dask_cml.private_files import (
     MOST_BYTES,
     NotPrivate,
     check_folder,

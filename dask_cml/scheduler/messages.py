@@ -122,7 +122,8 @@ def check_watch(observes: object, **values: object) -> None:
 
 def check_operation(operation: object) -> None:
     """Refuse an invalid operation."""
-    if not isinstance(operation, Mapping) or operation.get("op") not in OPERATIONS:
+    op = operation.get("op") if isinstance(operation, Mapping) else None
+    if not isinstance(operation, Mapping) or not isinstance(op, str) or op not in OPERATIONS:
         raise ValueError(
             f"invalid operation {str(operation)[:100]!r}: expected one of {', '.join(OPERATIONS)}"
         )

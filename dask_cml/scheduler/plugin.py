@@ -24,7 +24,7 @@ from distributed.scheduler import Scheduler
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.options import setting
 from dask_cml.options.table import MOST_SESSIONS
@@ -34,7 +34,7 @@ from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.presence import Presence
 from dask_cml.scheduler.state_file import StateFile
 from dask_cml.scheduler.wanted import Wanted
-from dask_cml.wire import Tunnel, unbuffered
+from dask_cml.tunnel import Tunnel
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -169,7 +169,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
                     await asyncio.wait_for(
                         self._told.wait_for(lambda: changes.revision != since), min(wait, lease / 2)
                     )
-            self._presence.hear(manager, observes, lease, comm)
+            if not comm.closed():
+                self._presence.hear(manager, observes, lease, comm)
         return self._since(since)
 
     def apply(self, manager: str, operations: Sequence[Any], since: int) -> dict[str, Any]:
@@ -312,7 +313,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._forwards.add(comm)
         try:
             await comm.write({"status": "OK"})
-            await Tunnel(comm, reader, unbuffered(writer)).run()
+            await Tunnel(comm, reader, writer).run()
         except OSError as error:
             logger.debug("Connection to the dashboard ended: %r", error)
         finally:

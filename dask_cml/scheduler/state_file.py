@@ -18,7 +18,7 @@ from typing import Any
 
 from dask_cml.heartbeat import INTERVAL
 from dask_cml.layout import scheduler_file, wanted_file
-from dask_cml.private import open_folder, read_file, written
+from dask_cml.private_files import open_folder, read_file, written
 
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 

@@ -11,81 +11,17 @@ names are given out once, so no two managers launch sessions with one name.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.scheduler.changes import ChangeLog
+from dask_cml.scheduler.wanted_group import Entry, WantedGroup
 
 #: Maximum number of managers, and of wishes of each, whose results are kept.
 _MOST_ANSWERED = 100
 #: What a change of a group, and of the leader, is logged as; sessions are logged by their names.
 GROUPS = ("groups", "")
-
-
-@dataclass
-class WantedGroup:
-    """What is wanted of one worker group.
-
-    Parameters
-    ----------
-    options : mapping
-        The group's own arguments, as in ``CMLCluster.add_worker_group``. Empty for the default group.
-    target : int
-        Number of requested worker sessions.
-    number : int
-        The number of the next session.
-    wishes : int
-        How often a user has scaled the group.
-    adapting : mapping or None
-        The limits of adaptive scaling: ``minimum``, ``maximum`` (None: unlimited), more ``options``, the
-        ``manager`` that was asked, and the ``wish``.
-    deleted : bool
-        Whether to remove the group after its last session.
-    names : dict
-        The names of the wanted sessions, the oldest first.
-    """
-
-    options: Mapping[str, Any] = field(default_factory=dict)
-    target: int = 0
-    number: int = 0
-    wishes: int = 0
-    adapting: Mapping[str, Any] | None = None
-    deleted: bool = False
-    names: dict[str, None] = field(default_factory=dict)
-
-    @property
-    def excess(self) -> int:
-        """Number of wanted sessions above the target, because none was chosen to stop yet."""
-        return len(self.names) - self.target
-
-    def described(self) -> dict[str, Any]:
-        """Return all but the names."""
-        described = asdict(self)
-        del described["names"]
-        return described
-
-
-@dataclass
-class Entry:
-    """A session that is wanted or launched.
-
-    Parameters
-    ----------
-    group : str
-        Its worker group.
-    manager : str or None
-        The manager that may launch it, or has launched it.
-    launched : bool
-        Whether it is launched, and in the cluster's record.
-    seen : frozenset of str
-        The names of its Dask workers that have been connected.
-    """
-
-    group: str
-    manager: str | None
-    launched: bool = False
-    seen: frozenset[str] = frozenset()
 
 
 def _last(answers: dict[Any, Any]) -> dict[Any, Any]:
@@ -139,7 +75,8 @@ class Wanted:
             of ``workers``.
         """
         changed = self.changes.since(revision) if revision else None
-        keys = [GROUPS, *(("session", name) for name in self.sessions)] if changed is None else changed
+        everything = [GROUPS, *(("session", name) for name in self.sessions)]
+        keys = everything if changed is None else changed[::-1]  # the oldest first
         return {
             "revision": self.changes.revision,
             "whole": changed is None,
@@ -329,7 +266,7 @@ class Wanted:
         """Record launched sessions, wanted or not. They are in the cluster's record."""
         for name in names:
             found = read_name(self.cluster, name)
-            if found is None:
+            if found is None or session_name(self.cluster, *found) != name:
                 raise ValueError(f"invalid session {name!r}: expected a worker session of this cluster")
             group, number = found
             entry = self.sessions.setdefault(name, Entry(group, manager))

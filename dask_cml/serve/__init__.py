@@ -1,1 +1,1 @@
-"""The page of ``dask cml serve``: all clusters of the project, and a manager that stays with them."""
+"""The page of ``dask cml serve``: it shows and manages all clusters of the project."""

@@ -1,4 +1,4 @@
-"""Who may see the page and change clusters, and which requests are answered at all."""
+"""Access to the page: identifies the user of a request, and refuses requests of other sites."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from typing import Any
 from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
-from dask_cml.manager.http_guard import HostGuard, Refused
+from dask_cml.dashboard.host_guard import HostGuard, Refused
 from dask_cml.options import setting
 from dask_cml.sessions.owner import this_session, this_user
 
-#: Requests with it need no protection of forms: a browser does not send it by itself.
+#: Browsers do not add such a header by themselves, so these requests need no protection of forms.
 _BEARER = "Bearer "
-#: The token, where a program cannot read what ``dask cml serve`` prints.
+#: Sets the token, for programs that cannot read the output of ``dask cml serve``.
 TOKEN_VARIABLE = "DASK_CML_SERVE_TOKEN"
 _MAY_CHANGE = "RW"
+#: The page loads nothing from other sites.
+POLICY = "default-src 'self'; img-src 'self' data:"
 
 
 @dataclass(frozen=True)
 class User:
-    """Whoever sends a request.
+    """The user who sends a request.
 
     Parameters
     ----------
     name : str or None
-        The name, if the platform says it.
+        The user's name, if the platform sends it.
     may_change : bool
-        Whether the user may create, scale and delete clusters, or only look.
+        Whether the user may create, scale and delete clusters. Otherwise, the user may only look.
     """
 
     name: str | None
@@ -40,12 +42,12 @@ class User:
 
 @dataclass
 class Access:
-    """Knows users by the headers of the platform's entry, or by a token.
+    """Identifies users by the headers of the platform's entry, or by a token.
 
     Parameters
     ----------
     port : int
-        The port that the page listens on.
+        The port of the page.
     """
 
     port: int
@@ -54,12 +56,12 @@ class Access:
     def __post_init__(self) -> None:
         self.guard = HostGuard(setting("forward-hosts"), "The page")
         ports = {os.environ.get(name) for name in ("CDSW_APP_PORT", "CDSW_READONLY_PORT")}
-        #: Elsewhere every program of this machine could send the headers.
+        #: Whether the platform's entry sends the requests. Elsewhere, any program could send its headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie: browsers send cookies to all ports of a host."""
+        """The name of the cookie, with the port: browsers send cookies to all ports of a host."""
         return f"dask-cml-{self.port}"
 
     def fits(self, token: str | None) -> bool:
@@ -67,7 +69,7 @@ class Access:
         return token is not None and hmac.compare_digest(token.encode(), self.token.encode())
 
     def user(self, request: HTTPServerRequest) -> User | None:
-        """Return whom the platform's entry names, or who sends the token; None if neither is there."""
+        """Return the user that the platform's entry names, or the sender of the token, or None."""
         if self.behind_entry and (name := request.headers.get("REMOTE-USER")):
             return User(name, request.headers.get("REMOTE-USER-PERM") == _MAY_CHANGE)
         cookie = request.cookies.get(self.cookie)
@@ -78,67 +80,67 @@ class Access:
 
 
 def bearer(request: HTTPServerRequest) -> str | None:
-    """Return the token in a request's Authorization header; None if it has none."""
+    """Return the token in a request's Authorization header, if it contains one."""
     header = request.headers.get("Authorization", "")
     return header[len(_BEARER) :] if header.startswith(_BEARER) else None
 
 
-def words_of(error: HTTPError) -> str | None:
-    """Return what an error says to the user, which tornado keeps as a format for logs."""
-    return error.log_message % error.args if error.log_message else None
+def error_text(error: BaseException | None) -> str | None:
+    """Return the text of an HTTPError for the user, which tornado keeps as a format for logs."""
+    if isinstance(error, HTTPError) and error.log_message:
+        return error.log_message % error.args
+    return None
 
 
 class Handler(RequestHandler):
-    """Answer requests of users only, and none that a page of another origin has sent."""
+    """Answers requests of users, and refuses requests that pages of other origins have sent."""
 
     access: Access
 
     def initialize(self, **_: Any) -> None:
-        """Find what all handlers share."""
+        """Get the objects that all handlers share."""
         self.access = self.settings["access"]
-        self.board = self.settings["board"]
+        self.clusters = self.settings["clusters"]
+        self.dashboards = self.settings["dashboards"]
 
     def set_default_headers(self) -> None:
-        """Let no other page show this one, and load nothing from elsewhere."""
+        """Forbid other sites to show the page, and the page to load anything from other sites."""
         self.set_header("X-Content-Type-Options", "nosniff")
         self.set_header("X-Frame-Options", "SAMEORIGIN")
         self.set_header("Referrer-Policy", "same-origin")
         self.set_header("Cache-Control", "no-store")
-        self.set_header("Content-Security-Policy", "default-src 'self'; img-src 'self' data:")
+        self.set_header("Content-Security-Policy", POLICY)
+
+    async def details(self, name: str) -> dict[str, Any]:
+        """Describe one cluster, with the address of its dashboard for this user."""
+        details, id = await self.clusters.details(name), self.clusters.record_id(name)
+        shown = details.pop("has_dashboard") and id is not None
+        return {**details, "dashboard": self.dashboards.link(self.request, name, id) if shown else None}
 
     def get_current_user(self) -> User | None:
-        """Return who asks; None if nobody who may."""
+        """Return the user who sends the request, or None."""
         return self.access.user(self.request)
 
     def prepare(self) -> None:
-        """Refuse foreign hosts and origins, users without a token, and changes by users who may only look."""
-        given = self.request.headers.items()
-        headers = {name.lower().encode(): value.encode("latin-1") for name, value in given}
-        method = (self.request.method or "").encode()
+        """Refuse other hosts and origins, unknown users, and changes by users who may only look."""
+        reads = self.request.method in ("GET", "HEAD")
         try:
-            self.access.guard.check(method, headers)
+            self.access.guard.check_host(self.request)
+            self.access.guard.check_origin(self.request)
         except Refused as refused:
             raise HTTPError(403, str(refused)) from None
-        if method == b"GET" and self.access.fits(self.get_query_argument("token", None)):
-            self._remember()
+        if reads and self.access.fits(self.get_query_argument("token", None)):
+            # Move it from the address, which others may see, to a cookie. The redirect is relative, because a
+            # proxy may serve the page below another path.
+            self.set_cookie(self.access.cookie, self.access.token, httponly=True, samesite="Lax")
+            self.redirect("?")
             return
         if self.current_user is None:
-            raise HTTPError(401, "open the link that `dask cml serve` has printed, or send its token")
-        if method not in (b"GET", b"HEAD") and not self.current_user.may_change:
-            raise HTTPError(403, "you may look at this project, and change nothing")
-        if bearer(self.request) is None and method not in (b"GET", b"HEAD"):
+            raise HTTPError(401, "Open the link that `dask cml serve` printed, or send its token.")
+        if not reads and not self.current_user.may_change:
+            raise HTTPError(403, "You cannot change clusters: your role in the project allows reading only.")
+        if not reads and bearer(self.request) is None:
             super().check_xsrf_cookie()
 
-    def _remember(self) -> None:
-        """Keep the token in a cookie, and out of the address, which others may see."""
-        self.set_cookie(self.access.cookie, self.access.token, httponly=True, samesite="Lax")
-        self.go_to("?")
-
-    def go_to(self, location: str) -> None:
-        """Send the browser elsewhere, relative to this page: a proxy may serve it below another path."""
-        self.set_status(302)
-        self.set_header("Location", location)
-        self.finish()
-
     def check_xsrf_cookie(self) -> None:
-        """Leave the proof that the page sent a change to `prepare`, where it is known who asks."""
+        """Leave this check to `prepare`, which knows the user."""

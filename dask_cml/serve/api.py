@@ -1,10 +1,11 @@
-"""The JSON API under the page: each URL of it, and what its errors are."""
+"""The page's JSON API: its URLs and its errors."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import re
 from typing import Any
 from urllib.parse import quote
 
@@ -13,10 +14,11 @@ from tornado.web import HTTPError
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records import operations, store
-from dask_cml.serve.access import Handler, words_of
+from dask_cml.serve.access import Handler, error_text
 
 logger = logging.getLogger(__name__)
 
+_OFFSET = re.compile(r"\d{1,18}", re.ASCII)
 _STATUS: dict[type[BaseException], int] = {
     NoSuchCluster: 404,
     ClusterExists: 409,
@@ -27,14 +29,14 @@ _STATUS: dict[type[BaseException], int] = {
 
 
 class ApiHandler(Handler):
-    """Answer with JSON, errors too: ``{"error": words}``."""
+    """Answers with JSON. Errors are ``{"error": text}``."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Say what is wrong in the error's words, if it is one for users."""
+        """Answer with the text of an error, if users can understand it."""
         _, error, _ = kwargs.get("exc_info", (None, None, None))
         words = self._reason
         if isinstance(error, HTTPError):
-            words = words_of(error) or words
+            words = error_text(error) or words
         else:
             for kind, status in _STATUS.items():
                 if isinstance(error, kind):
@@ -44,26 +46,35 @@ class ApiHandler(Handler):
         self.answer({"error": words})
 
     def log_exception(self, *exc_info: Any) -> None:
-        """Log what is no error of the user."""
+        """Log errors that are not the user's."""
         if not isinstance(exc_info[1], (*_STATUS, HTTPError)):
             logger.error("Request %s %s failed", self.request.method, self.request.path, exc_info=exc_info)
 
     def answer(self, content: Any) -> None:
-        """Answer with this."""
+        """Answer with JSON."""
         self.set_header("Content-Type", "application/json")
         self.finish(json.dumps(content, allow_nan=False))
 
+    async def answer_details(self, name: str) -> None:
+        """Answer with the description of one cluster."""
+        self.answer(await self.details(name))
+
     def body(self, **types: type | tuple[type, ...]) -> dict[str, Any]:
-        """Return the request's body, an object with some of these members.
+        """Return the members of the request's body, a JSON object.
+
+        Parameters
+        ----------
+        **types
+            The type of each member. Without types, any members are valid.
 
         Raises
         ------
         ValueError
-            If it is another one.
+            If the body is invalid.
         """
         try:
             content = json.loads(self.request.body or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
             raise ValueError("invalid body: expected a JSON object")
@@ -86,12 +97,12 @@ class Clusters(ApiHandler):
     def get(self) -> None:
         """Describe all clusters."""
         user = self.current_user
-        answer = {"clusters": self.board.clusters(), "problem": self.board.problem}
+        answer = {"clusters": self.clusters.describe(), "problem": self.clusters.problem}
         self.answer({**answer, "user": {"name": user.name, "may_change": user.may_change}})
 
     async def post(self) -> None:
         """Create a cluster."""
-        description = await self.board.create(self.body(), self.current_user.name)
+        description = await self.clusters.create(self.body(), self.current_user.name)
         self.set_status(201 if description["status"] == "running" else 202)
         self.set_header("Location", f"/api/clusters/{quote(description['name'], safe='')}")
         self.answer(description)
@@ -102,11 +113,11 @@ class Cluster(ApiHandler):
 
     async def get(self, name: str) -> None:
         """Describe a cluster."""
-        self.answer(await self.board.details(name))
+        await self.answer_details(name)
 
     async def delete(self, name: str) -> None:
-        """Stop every session of a cluster."""
-        await self.board.delete(name)
+        """Stop all sessions of a cluster."""
+        await self.clusters.delete(name)
         self.answer({})
 
 
@@ -118,8 +129,8 @@ class Scale(ApiHandler):
         body = self.body(n=int, worker_group=str)
         if "n" not in body:
             raise ValueError("invalid body: expected n, a whole number")
-        self.board.scale(name, **body)
-        self.answer(await self.board.details(name))
+        self.clusters.scale(name, **body)
+        await self.answer_details(name)
 
 
 class Adapt(ApiHandler):
@@ -127,22 +138,22 @@ class Adapt(ApiHandler):
 
     async def post(self, name: str) -> None:
         """Adapt a worker group."""
-        self.board.adapt(name, **self.body(minimum=int, maximum=(int, type(None)), worker_group=str))
-        self.answer(await self.board.details(name))
+        self.clusters.adapt(name, **self.body(minimum=int, maximum=(int, type(None)), worker_group=str))
+        await self.answer_details(name)
 
     async def delete(self, name: str) -> None:
         """Stop adapting a worker group."""
-        self.board.stop_adapting(name, self.get_query_argument("worker_group", DEFAULT_GROUP))
-        self.answer(await self.board.details(name))
+        self.clusters.stop_adapting(name, self.get_query_argument("worker_group", DEFAULT_GROUP))
+        await self.answer_details(name)
 
 
 class Logs(ApiHandler):
     """``/api/clusters/NAME/logs``."""
 
     async def get(self, name: str) -> None:
-        """Return a part of a session's log; without a session the names of those that have one."""
+        """Return a part of a session's log. Without a session, return the names of those with logs."""
         session, offset = self.get_query_argument("session", None), self.get_query_argument("offset", None)
-        if offset is not None and not offset.isdigit():
+        if offset is not None and not _OFFSET.fullmatch(offset):
             raise ValueError(f"invalid offset={offset!r}: expected a whole number")
 
         def read() -> dict[str, Any]:

@@ -1,52 +1,63 @@
-"""The web application of ``dask cml serve``, from its start until a signal ends it."""
+"""The web application of ``dask cml serve``, until a signal ends it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import html
 import logging
 import os
 import signal
+import tempfile
+import threading
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tornado.httpserver import HTTPServer
-from tornado.netutil import bind_sockets
 from tornado.web import Application
 
-from dask_cml.serve import api, dashboard, pages
+from dask_cml.dashboard.http_server import LocalServer, local_socket
+from dask_cml.serve import api, pages
 from dask_cml.serve.access import Access
-from dask_cml.serve.board import Board
+from dask_cml.serve.clusters import ProjectClusters
+from dask_cml.serve.dashboards import Dashboards
 
 logger = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
-#: Of a request's body.
-_MOST_BYTES = 2**20
-#: Of CML, in the order in which they are tried; the page is served where the port is that it listens on.
+#: The ports that CML serves, in the order in which the page tries them.
 _PORTS = ("CDSW_APP_PORT", "CDSW_READONLY_PORT")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_REDIRECT = """\
+<!doctype html>
+<meta charset="utf-8">
+<meta http-equiv="refresh" content="0; url={link}">
+<title>Dask clusters</title>
+<a href="{link}">Open the page</a>
+"""
 
 
 def port_of_session() -> int:
-    """Return the port that the platform serves; 0, a free one, outside of its sessions."""
+    """Return the port that CML serves in this session. Outside of sessions, return 0, any free port."""
     return int(next(filter(None, map(os.environ.get, _PORTS)), 0))
 
 
-def make_application(board: Board, access: Access) -> Application:
-    """Return the page, its API and the dashboards.
+def make_application(clusters: ProjectClusters, access: Access, dashboards: Dashboards) -> Application:
+    """Return the page and its API.
 
     Parameters
     ----------
-    board : Board
+    clusters : ProjectClusters
         The clusters.
     access : Access
-        Knows the users.
+        Identifies the users.
+    dashboards : Dashboards
+        Serves the dashboards of the clusters.
     """
     return Application(
-        [*api.ROUTES, *dashboard.ROUTES, *pages.ROUTES],
-        board=board,
+        [*api.ROUTES, *pages.ROUTES],
+        clusters=clusters,
         access=access,
+        dashboards=dashboards,
         xsrf_cookies=True,
         xsrf_cookie_name=f"{access.cookie}-xsrf",
         xsrf_cookie_kwargs={"samesite": "Lax"},
@@ -56,47 +67,67 @@ def make_application(board: Board, access: Access) -> Application:
     )
 
 
-async def serve(port: int | None, on_start: Callable[[str, bool], None], open_browser: bool = False) -> None:
-    """Serve the page until SIGTERM, SIGINT or SIGHUP, and stop the clusters that it keeps.
+async def serve(
+    port: int | None,
+    on_start: Callable[[str, bool], None],
+    open_browser: bool = False,
+    dashboard_port: int = 0,
+) -> None:
+    """Serve the page until SIGTERM, SIGINT or SIGHUP, and shut down the clusters that it created.
 
     Parameters
     ----------
     port : int, optional
-        The port, on 127.0.0.1. Default: the one that the platform serves, or a free one.
+        The port on 127.0.0.1. Default: the one that CML serves, or any free port.
     on_start : callable
-        Called with the page's link, and whether the platform serves the page, when it listens.
+        Called when the page listens, with its link, and whether CML serves the page.
     open_browser : bool
-        Whether to open the link in a browser.
+        Whether to open the page in a browser. Default False.
+    dashboard_port : int
+        The port of the dashboards. Default: the second one that CML serves, or any free port.
 
     Raises
     ------
     OSError
-        If the port is taken.
+        If a port is in use.
     CMLError
-        If the platform did not stop sessions at the end. It names their clusters.
+        If CML did not stop some sessions at the end. The message names their clusters.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    sockets = bind_sockets(port_of_session() if port is None else port, _HOST)
-    access = Access(sockets[0].getsockname()[1])
-    board = Board()
-    server = HTTPServer(make_application(board, access), max_body_size=_MOST_BYTES)
+    listener = local_socket(port_of_session() if port is None else port)
+    access, clusters = Access(listener.getsockname()[1]), ProjectClusters()
+    dashboards = Dashboards(clusters, access, dashboard_port)
+    dashboards.start()
+    server = LocalServer(make_application(clusters, access, dashboards), listener)
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)
-    board.start()
+    clusters.start()
     try:
-        server.add_sockets(sockets)
-        link = f"http://{_HOST}:{access.port}/"
+        link = f"http://127.0.0.1:{access.port}/"
         if not access.behind_entry:
             link += f"?token={access.token}"
         on_start(link, access.behind_entry)
-        if open_browser:
-            await asyncio.to_thread(webbrowser.open, link)
-        await stop.wait()
+        with _opened(link) if open_browser else contextlib.nullcontext():
+            await stop.wait()
     finally:
-        server.stop()
+        await server.close()
         try:
-            await board.close()
+            await clusters.close()
         finally:
-            await server.close_all_connections()
+            await dashboards.close()
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _opened(link: str) -> Iterator[None]:
+    """Open a link in a browser by a private file, because other users can read a browser's command line."""
+    descriptor, path = tempfile.mkstemp(prefix="dask-cml-", suffix=".html")
+    try:
+        with open(descriptor, "w") as file:
+            file.write(_REDIRECT.format(link=html.escape(link)))
+        # Not in the event loop's threads: a browser in a terminal returns only when its user leaves it.
+        threading.Thread(target=webbrowser.open, args=(Path(path).as_uri(),), daemon=True).start()
+        yield
+    finally:
+        os.unlink(path)

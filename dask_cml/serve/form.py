@@ -1,4 +1,4 @@
-"""The form of a new cluster: its fields, and what the texts in them ask for."""
+"""The form of a new cluster: its fields, and the options in a filled form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dask_cml.options.table import Option
 from dask_cml.options.texts import pairs, words
 from dask_cml.options.unattended import offered_options
 
-#: The keys of those options that most clusters are given.
+#: The keys of the options that most clusters need.
 _USUAL = ("name", "n-workers", "cpu", "memory", "nvidia-gpu", "idle-timeout")
 _YES = "on"
 
@@ -24,18 +24,18 @@ def sections() -> dict[str, list[Option]]:
 
 
 def arguments(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of CMLCluster that a filled form asks for; empty fields are none.
+    """Return the arguments of CMLCluster in a filled form. Empty fields are left out.
 
     Parameters
     ----------
     texts : mapping of str to str
-        The texts of the fields by the names of the arguments. A box that is not checked has none.
+        The texts of the fields by the names of the arguments. Unchecked checkboxes are missing.
 
     Raises
     ------
     ValueError
-        For a text that cannot be read; its words repeat none that may be a secret. What a text may say is
-        checked by CMLCluster.
+        If a text cannot be read. The message contains no text that may be a secret. CMLCluster checks the
+        values.
     """
     known = {option.argument: option for option in offered_options()}
     if unknown := sorted(texts.keys() - known.keys()):

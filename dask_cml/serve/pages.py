@@ -1,4 +1,4 @@
-"""The pages: HTML drawn from what the board says, and the files that they load."""
+"""The pages: HTML with descriptions of clusters, and the files that they load."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tornado.web import HTTPError
 from dask_cml.display.words import span
 from dask_cml.errors import NoSuchCluster
 from dask_cml.serve import form
-from dask_cml.serve.access import Handler, words_of
+from dask_cml.serve.access import POLICY, Handler, error_text
 from dask_cml.serve.api import ApiHandler
 
 _FOLDER = Path(__file__).parent
 _GIB = 2**30
-#: A browser draws no more sessions well every two seconds.
+#: The number of sessions that a browser can draw every two seconds.
 _MOST_SESSIONS = 200
 _UNKNOWN = "\N{EN DASH}"
-#: The panes of the dashboard that most people look at, by their routes. All of them are at ``status``.
+#: The most useful panes of the dashboard, by their routes. The page ``status`` contains all panes.
 _PANES = {
     "individual-task-stream": "Task stream",
     "individual-progress": "Progress",
@@ -35,16 +35,16 @@ _PANES = {
     "individual-profile": "Profile",
 }
 _TITLES = {
-    401: "You are not signed in",
-    403: "The page refuses this request",
-    404: "The page has no such address",
+    401: "You are not logged in",
+    403: "Request refused",
+    404: "No such page",
 }
 
 
 class Page(Handler):
     """A page of HTML."""
 
-    #: The way to the list, relative, so that the pages work below any path.
+    #: The relative path of the list, because a proxy may serve the pages below any path.
     root = ""
 
     def show(self, template: str, **values: Any) -> None:
@@ -53,25 +53,26 @@ class Page(Handler):
         Parameters
         ----------
         template : str
-            Its name, without the endings.
+            The name of the template, without the endings.
         **values
-            What the template shows.
+            The values of its variables.
         """
-        user = self.current_user
+        user, frames = self.current_user, self.dashboards.host(self.request) or "'none'"
+        self.set_header("Content-Security-Policy", f"{POLICY}; frame-src {frames}")
         common = {
             "root": self.root,
             "user": user,
             "token": self.xsrf_token.decode() if user and user.may_change else None,
-            "problem": self.board.problem,
+            "problem": self.clusters.problem,
         }
         self.finish(_templates().get_template(f"{template}.html.j2").render({**common, **values}))
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Answer with a page that says what is wrong."""
+        """Answer with a page that describes the error."""
         error = kwargs.get("exc_info", (None, None, None))[1]
-        words = words_of(error) if isinstance(error, HTTPError) else None
+        words = error_text(error)
         title = _TITLES.get(status_code, HTTPStatus(status_code).phrase)
-        self.show("error", title=title, words=words, problem=None)  # not for those who may not look
+        self.show("error", title=title, words=words, problem=None)  # the user may be unknown
 
 
 class ClustersPage(Page):
@@ -79,7 +80,7 @@ class ClustersPage(Page):
 
     def get(self) -> None:
         """Show the list."""
-        self.show("clusters", clusters=self.board.clusters())
+        self.show("clusters", clusters=self.clusters.describe())
 
 
 class NewClusterPage(Page, ApiHandler):
@@ -90,9 +91,9 @@ class NewClusterPage(Page, ApiHandler):
         self.show("new", sections=form.sections())
 
     async def post(self) -> None:
-        """Create the cluster that the form asks for, and answer as the API does."""
+        """Create the cluster of a filled form, and answer like the API."""
         options = form.arguments({name: str(text) for name, text in self.body().items()})
-        self.answer(await self.board.create(options, self.current_user.name))
+        self.answer(await self.clusters.create(options, self.current_user.name))
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Answer a browser with a page, and the form with JSON."""
@@ -108,7 +109,7 @@ class ClusterPage(Page):
     async def get(self, name: str) -> None:
         """Show the cluster."""
         try:
-            cluster = await self.board.details(name)
+            cluster = await self.details(name)
         except NoSuchCluster as error:
             self.set_status(404)
             self.show("error", title="No such cluster", words=str(error))
@@ -121,7 +122,7 @@ class ClusterPage(Page):
 
 
 class NotFound(Page):
-    """Answer requests for addresses that do not exist."""
+    """Answers requests for addresses that do not exist."""
 
     def prepare(self) -> None:
         """Answer."""
@@ -138,11 +139,11 @@ ROUTES: list[Any] = [
 
 
 def _order(session: dict[str, Any]) -> tuple[bool, bool]:
-    """Put the scheduler first, and those that are on their way before those that run."""
+    """Put the scheduler first, and starting sessions before running ones."""
     return session["role"] != "scheduler", session["status"] == "running"
 
 
-# -- the words of the templates
+# -- the filters of the templates
 
 
 @functools.cache
@@ -178,7 +179,7 @@ def _rounded(value: float | None, digits: int) -> str:
 
 
 def _bytes(value: float | None) -> str:
-    """Return an amount of memory in GiB, with as many digits as say something."""
+    """Return an amount of memory in GiB, with three digits at most."""
     if not value:
         return _UNKNOWN if value is None else "0 GiB"
     gib = value / _GIB
@@ -186,12 +187,12 @@ def _bytes(value: float | None) -> str:
 
 
 def _total(clusters: list[dict[str, Any]], key: str) -> float:
-    """Return the sum of what is known."""
+    """Return the sum of the known values."""
     return sum(each[key] or 0 for each in clusters)
 
 
 def _marked(text: str) -> Markup:
-    """Return a text with code where it has backquotes."""
+    """Return a text with code in place of backquotes."""
     parts = text.split("`")
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts)

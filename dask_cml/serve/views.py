@@ -1,4 +1,4 @@
-"""What the page and its API say of clusters, as JSON can hold it."""
+"""Descriptions of clusters for the page and its API, as JSON."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from distributed.core import Status
 from dask_cml.cluster import CMLCluster
 from dask_cml.display.group import WorkerGroup
 from dask_cml.display.words import waiting
+from dask_cml.identity import read_workers
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.records.liveness import Finding, State
 from dask_cml.records.operations import status_of
-from dask_cml.records.probe import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage
 
-#: Seconds over which tasks are counted.
+#: Seconds over which finished tasks are counted.
 _RATE_SECONDS = 15.0
-#: What a cluster without a manager shows of its workers.
+_SIZES = ("cpu", "memory", "nvidia_gpu", "nthreads", "processes")
+#: The workers of a cluster without a manager.
 _NO_MANAGER: Mapping[str, Any] = {
     "n_arrived": 0,
     "threads": None,
@@ -35,7 +37,7 @@ _NO_MANAGER: Mapping[str, Any] = {
 
 
 class TaskRate:
-    """How many tasks a second a scheduler has seen done lately.
+    """The number of tasks that a scheduler lately finished in a second.
 
     Examples
     --------
@@ -50,8 +52,8 @@ class TaskRate:
         self._counts: deque[tuple[float, int]] = deque()
 
     def count(self, done: int, now: float) -> None:
-        """Note how many tasks are done."""
-        if self._counts and done < self._counts[-1][1]:  # the scheduler has forgotten some
+        """Note the number of finished tasks."""
+        if self._counts and done < self._counts[-1][1]:  # the scheduler restarted
             self._counts.clear()
         self._counts.append((now, done))
         while now - self._counts[0][0] > _RATE_SECONDS:
@@ -59,7 +61,7 @@ class TaskRate:
 
     @property
     def per_second(self) -> float | None:
-        """Tasks a second; None if that is not known yet."""
+        """Tasks per second. None: not known yet."""
         if len(self._counts) < 2:
             return None
         (began, before), (now, done) = self._counts[0], self._counts[-1]
@@ -67,7 +69,7 @@ class TaskRate:
 
 
 def age_of(created: str) -> float:
-    """Return for how many seconds a cluster has existed, given the time in ISO 8601."""
+    """Return the age of a cluster in seconds, by the time of its creation in ISO 8601."""
     return (datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds()
 
 
@@ -81,33 +83,37 @@ def managed(
     cluster : CMLCluster
         The manager.
     created : str
-        When the cluster was created, in ISO 8601.
+        The time of its creation, in ISO 8601.
     user : str or None
         The user who created it.
     kept : bool
-        Whether the cluster ends with this process.
+        Whether the cluster shuts down with this process.
     rate : TaskRate
-        The cluster's.
+        The rate of its tasks.
     usage : Usage or None
-        The cluster's, if known.
+        Its usage, if known.
     """
     status, state = cluster.status.name, cluster.manager.state
+    problem = state.problem
+    try:
+        workers = read_workers(cluster.scheduler_info["workers"])
+    except ValueError as error:
+        workers, problem = (), str(error)
     if cluster.status == Status.running and not state.connected:
         status = "not answering"
     elif cluster.status not in (Status.running, Status.closing, Status.closed):
         status = "starting"
     groups = [*cluster.worker_groups.values()]
-    workers = [*cluster.scheduler_info["workers"].values()]
     return {
         **_common(cluster.options.name, created, user, usage),
         "status": status,
         "words": ", ".join(filter(None, [status, state.scheduler_wait, state.pending])),
-        "problem": state.problem,
+        "problem": problem,
         "groups": [_group(each, state.limits(each.name)) for each in groups],
         "n_workers": sum(each.n_workers for each in groups),
         "n_arrived": sum(each.n_arrived for each in groups),
-        "threads": sum(each["nthreads"] for each in workers),
-        "memory": sum(each["memory_limit"] or 0 for each in workers),
+        "threads": sum(each.nthreads for each in workers),
+        "memory": sum(each.memory_limit for each in workers),
         "kept": kept,
         "tasks_per_second": rate.per_second,
     }
@@ -115,7 +121,7 @@ def managed(
 
 def recorded(record: Record, finding: Finding | None, usage: Usage | None) -> dict[str, Any]:
     """Describe a cluster by its record, because its scheduler does not answer."""
-    finding = finding or Finding(State.UNKNOWN, "its scheduler was not asked yet")
+    finding = finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")
     status = status_of(record, finding)
     options = {DEFAULT_GROUP: {}, **record.groups}
     groups = {group: {**record.options, **own} for group, own in options.items()}
@@ -130,12 +136,12 @@ def recorded(record: Record, finding: Finding | None, usage: Usage | None) -> di
     }
 
 
-def failed(name: str, created: str, user: str | None, problem: str) -> dict[str, Any]:
-    """Describe a cluster that this process tried to create, or kept until it ended."""
+def unmanaged(name: str, created: str | None, user: str | None, status: str, problem: str) -> dict[str, Any]:
+    """Describe a cluster of which only a problem is known."""
     return {
         **_common(name, created, user, None),
-        "status": "failed",
-        "words": "failed",
+        "status": status,
+        "words": status,
         "problem": problem,
         "groups": [],
         "n_workers": 0,
@@ -143,12 +149,12 @@ def failed(name: str, created: str, user: str | None, problem: str) -> dict[str,
     }
 
 
-def _common(name: str, created: str, user: str | None, usage: Usage | None) -> dict[str, Any]:
+def _common(name: str, created: str | None, user: str | None, usage: Usage | None) -> dict[str, Any]:
     return {
         "name": name,
         "address": cluster_address(name),
         "created": created,
-        "age": age_of(created),
+        "age": None if created is None else age_of(created),
         "owner": user,
         "session_hours": None if usage is None else usage.total.hours,
     }
@@ -167,17 +173,24 @@ def _group(group: WorkerGroup, limits: Mapping[str, float] | None) -> dict[str, 
     }
 
 
+def _number(value: Any) -> float | None:
+    """Return a number of a record, which another process wrote."""
+    return value if isinstance(value, (int, float)) and abs(value) < math.inf else None
+
+
 def _finite(n: float) -> int | None:
     return None if math.isinf(n) else int(n)
 
 
 def _recorded_group(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    resources = options.get("resources")
+    resources = resources if isinstance(resources, Mapping) else {}
     return {
         "name": name,
         "n_workers": None,
         "n_arrived": 0,
-        **{each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu", "nthreads", "processes")},
-        "resources": options.get("resources") or {},
+        **{each: _number(options.get(each)) for each in _SIZES},
+        "resources": {name: amount for name, amount in resources.items() if _number(amount) is not None},
         "adapts": None,
     }
 
@@ -193,7 +206,7 @@ def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
             "status": each.status if each.waits_for is None else waiting(each.waits_for),
             "age": (now - each.since).total_seconds(),
             **asdict(each.size),
-            "link": each.app_url,
+            "link": _link(each.app_url),
         }
         for each in cluster.sessions
     ]
@@ -215,12 +228,16 @@ def recorded_sessions(record: Record) -> list[dict[str, Any]]:
                 "cpu": size and size.cpu,
                 "memory": size and size.memory,
                 "nvidia_gpu": size and size.nvidia_gpu,
-                "link": record.scheduler.app_url if is_scheduler else None,
+                "link": _link(record.scheduler.app_url) if is_scheduler else None,
             }
         )
     return described
 
 
+def _link(url: Any) -> str | None:
+    return url if isinstance(url, str) and url.startswith(("https://", "http://")) else None
+
+
 def usage_as_json(usage: Usage) -> dict[str, Any]:
-    """Return what a cluster has used, by worker group and in total."""
+    """Return the usage of a cluster, by worker group and in total."""
     return {"groups": {group: asdict(hours) for group, hours in usage.items()}, "total": asdict(usage.total)}

@@ -40,12 +40,15 @@ class LiveSessions:
         The name of each session by its id, also of stopped ones.
     sizes : dict of str to SessionSize
         The size of each session launched here, by its id.
+    stopped : set of str
+        The ids of the sessions that were stopped here.
     """
 
     def __init__(self, module: Any, calls: Calls) -> None:
         self.ids: set[str] = set()
         self.names: dict[str, str] = {}
         self.sizes: dict[str, SessionSize] = {}
+        self.stopped: set[str] = set()
         self._module = module
         self._calls = calls
         self._half_made: set[str] = set()
@@ -120,6 +123,7 @@ class LiveSessions:
         with self._lock:
             _stopped.setdefault(self._module, set()).update(set(ids) - self._half_made)
             self.ids.difference_update(ids)
+            self.stopped.update(ids)
 
     def time_to_stop(self, ids: Collection[str]) -> float:
         """Return the time limit of one call that stops these sessions, in seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from distributed.security import Security
 from dask_cml import wrapper
 from dask_cml.checks import runs_one_per_gpu
 from dask_cml.layout import FOLDER, NUMBER, SCHEDULER, scheduler_file
-from dask_cml.options import Options, SessionSize, exact
+from dask_cml.options import Options, SessionSize, exact, setting
 from dask_cml.sessions import tls
 from dask_cml.sessions.entry import form
 from dask_cml.sessions.session_logs import log_path
@@ -124,7 +125,7 @@ def plan_scheduler(
     if dashboard_port is not None:
         arguments += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
     arguments += tls.arguments(security, "scheduler")
-    env = dict(options.env)
+    env = {"BOKEH_ALLOW_WS_ORIGIN": ",".join(_dashboard_origins()), **options.env}
     if place.record is None:
         arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
     else:
@@ -146,6 +147,13 @@ def plan_scheduler(
         env,
         serves_dashboard=dashboard_port is None or None,
     )
+
+
+def _dashboard_origins() -> list[str]:
+    """Return the hosts, with any port, whose pages may open WebSockets of the dashboard. Dask allows all."""
+    domain = os.environ.get("CDSW_DOMAIN")
+    hosts = ["127.0.0.1", "localhost", *setting("forward-hosts"), *([f"*.{domain}"] if domain else [])]
+    return [f"{host}:*" for host in hosts]
 
 
 def plan_worker(

@@ -6,18 +6,17 @@ import asyncio
 import json
 import logging
 import time
-from typing import Any
 from urllib.parse import quote
 
-from distributed.core import rpc
 from distributed.security import Security
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
+from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import dask_names
 from dask_cml.options import Options
-from dask_cml.private import read_file
+from dask_cml.private_files import read_file
 from dask_cml.protocol import HELLO
 from dask_cml.sessions import tls
 from dask_cml.sessions.plan import Place, plan_scheduler, plan_worker
@@ -140,7 +139,7 @@ class CMLScheduler(CMLProcess):
                 return None
             address = json.loads(read_file(file)).get("address")
             return address if isinstance(address, str) else None
-        except (OSError, ValueError, AttributeError, CMLError):
+        except (OSError, ValueError, AttributeError, RecursionError, CMLError):
             return None
 
     def _guess(self) -> str | None:
@@ -153,14 +152,16 @@ class CMLScheduler(CMLProcess):
         record = self.place.record
         try:
             arguments = await asyncio.to_thread(tls.connection_args, self.security)
-            async with rpc(address, connection_args=arguments) as scheduler:
-                asking = scheduler.identity() if record is None else getattr(scheduler, HELLO)()
-                answer: dict[str, Any] = await asyncio.wait_for(asking, _ANSWER_TIMEOUT)
+            comm = await MsgpackComm.connect(address, arguments, _ANSWER_TIMEOUT)
+            try:
+                answer = await comm.ask("identity" if record is None else HELLO, _ANSWER_TIMEOUT)
+            finally:
+                comm.abort()
         except Exception as error:  # a program at this address may speak another protocol
             logger.debug("Scheduler at %s did not answer: %r", address, error)
             return False
-        if record is None:
-            return True
+        if record is None or not isinstance(answer, dict):
+            return record is None
         if (answer.get("record"), answer.get("number")) != (record, self.place.number):
             return False
         session = answer.get("session")

@@ -7,16 +7,20 @@ import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
+from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
+from dask_cml.printable import printable
+from dask_cml.private_files import NotPrivate, open_regular
 
 #: The heading of the scheduler's log. The workers' names are the headings of the others.
 SCHEDULER = "Scheduler"
 _SUFFIX = ".log"
-#: Number of bytes, from the end of a log, that the first reading returns.
-_MOST = 2**20
-#: Bytes of a part of a log.
-_PART = 2**16
+#: Number of bytes, from the end of a log, that the first reading returns, and of the longest line.
+_MOST, _LONGEST = 2**20, 2**20
+#: Bytes of a part of a log, and of the end of a log that contains its last lines.
+_PART, _END = 2**16, 2**13
 
 
 def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
@@ -32,6 +36,27 @@ def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
         The cluster's option `log_directory`.
     """
     return Path(log_directory or folder) / (session + _SUFFIX)
+
+
+def last_lines(log: Path, n: int) -> str:
+    """Return the last lines of a log as a terminal can show them. Without a log, return no lines."""
+    try:
+        with _open(log) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
+            lines = file.read(_END).decode(errors="replace").splitlines()
+    except CMLError as error:
+        return str(error)
+    except OSError:
+        return ""
+    return "\n".join(map(printable, lines[-n:]))
+
+
+def _open(log: Path) -> BinaryIO:
+    """Open a log. Tasks and other users of the project could have put something else in its place."""
+    try:
+        return open_regular(log)
+    except (ValueError, NotPrivate) as error:
+        raise CMLError(f"cannot read the log {log}: {error}") from None
 
 
 class SessionLogs:
@@ -62,6 +87,7 @@ class SessionLogs:
         #: Whether the folder may contain logs of other clusters.
         self._shared = log_directory is not None
         self._read: dict[str, tuple[int, int]] = {}
+        self._refused: set[str] = set()
 
     def paths(self) -> dict[str, Path]:
         """Return the paths of the logs: the scheduler's first, then the workers' in the order of launch."""
@@ -156,7 +182,7 @@ class SessionLogs:
 
     def _new_lines(self, session: str, path: Path, whole: bool) -> Iterator[bytes]:
         try:
-            with path.open("rb") as file:
+            with _open(path) as file:
                 found = os.fstat(file.fileno())
                 inode, begin = self._read.get(session, (found.st_ino, max(0, found.st_size - _MOST)))
                 if session not in self._read and begin:
@@ -164,12 +190,17 @@ class SessionLogs:
                 if inode != found.st_ino or begin > found.st_size:
                     begin = 0
                 file.seek(begin)
-                for line in file:
-                    if not (whole or line.endswith(b"\n")):
+                # A task may print faster than this reads, so read up to the present end only.
+                while line := file.readline(min(_LONGEST, found.st_size - begin)):
+                    if not (whole or line.endswith(b"\n") or len(line) == _LONGEST):
                         break
                     begin += len(line)
                     yield line
                 self._read[session] = found.st_ino, begin
+        except CMLError as error:
+            if session not in self._refused:
+                yield os.fsencode(f"[{error}]")
+            self._refused.add(session)
         except OSError as error:  # a cluster that shuts down removes it
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
@@ -189,11 +220,13 @@ class SessionLogs:
         ------
         ValueError
             If the log does not exist. The message lists the existing ones.
+        CMLError
+            If it is not a regular file of this user.
         """
         paths = self.paths()
         if session not in paths:
             raise ValueError(f"invalid session {session!r}: expected one of {', '.join(paths)}")
-        with paths[session].open("rb") as file:
+        with _open(paths[session]) as file:
             size = os.fstat(file.fileno()).st_size
             if begin is None:
                 begin = max(0, size - _PART)

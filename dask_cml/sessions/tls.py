@@ -6,6 +6,7 @@ Sessions get the paths, so no key is in code, command lines, environments or log
 from __future__ import annotations
 
 import copy
+import errno
 import os
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
@@ -14,7 +15,7 @@ from typing import Any
 
 from distributed.security import Security
 
-from dask_cml.private import make_folder, owner_only
+from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
 #: More than the clocks of two sessions can differ, and more than a cluster can run.
@@ -123,8 +124,18 @@ def paths(security: Security | None) -> dict[str, str] | None:
 
 
 def connection_args(security: Security | None) -> dict[str, Any]:
-    """Return the arguments for a connection to the scheduler. Reads the key files."""
-    return (security or Security()).get_connection_args("client")
+    """Return the arguments for a connection to the scheduler. Reads the key files.
+
+    Raises
+    ------
+    OSError
+        If a key file is missing or not a regular file: reading a pipe would never end.
+    """
+    security = security or Security()
+    for key in security.get_tls_config_for_role("client").values():
+        if isinstance(key, str) and "-----BEGIN" not in key and not os.path.isfile(key):
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", key)
+    return security.get_connection_args("client")
 
 
 def arguments(security: Security | None, role: str) -> list[str]:

@@ -1,6 +1,6 @@
 """The Workers API of the platform, asynchronous, with an account of every session that it launches.
 
-Only this module, :mod:`~dask_cml.sessions.listing` and :mod:`~dask_cml.sessions.live` call
+Only this module, :mod:`~dask_cml.sessions.poller` and :mod:`~dask_cml.sessions.live` call
 ``cml.workers_v1``, ``cdsw`` or the local platform.
 """
 
@@ -23,9 +23,9 @@ from dask_cml.options import SessionSize, setting
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import NoAnswer, SessionInfo, has_ended, ip_address, may_pass
 from dask_cml.sessions.calls import Calls
-from dask_cml.sessions.listing import Listing
 from dask_cml.sessions.live import LiveSessions, check_id
 from dask_cml.sessions.loading import load_platform
+from dask_cml.sessions.poller import Poller
 
 __all__ = ["SessionInfo", "WorkersAPI", "has_ended", "ip_address", "load_platform"]
 
@@ -71,6 +71,8 @@ class WorkersAPI:
         The name of each session, by its id.
     sizes : dict of str to SessionSize
         The size of each session launched here, by its id.
+    stopped : set of str
+        The ids of the sessions that were stopped here.
     on_change : callable
         Called in the event loop after a session was launched or stopped.
     threads : int
@@ -99,11 +101,12 @@ class WorkersAPI:
         functions = ("launch_workers", "list_workers", "stop_workers")
         modules = {getattr(getattr(module, name, None), "__module__", "") for name in functions}
         self._calls = Calls(self.threads, self._limit, setting("api.retries"), modules)
-        self._listing = Listing(module, self._calls, setting("api.poll-interval"))
+        self._listing = Poller(module, self._calls, setting("api.poll-interval"))
         self._live = LiveSessions(module, self._calls)
         self.live = self._live.ids
         self.names = self._live.names
         self.sizes = self._live.sizes
+        self.stopped = self._live.stopped
         # The lock guards the following attributes, which threads share.
         self._lock = threading.Lock()
         self._ended = False

@@ -1,9 +1,9 @@
 "use strict";
 
-// ---- The page moves: what the server draws anew replaces what differs, and nothing else.
+// ---- Refresh: elements that changed on the server replace the old ones. All others stay.
 
 const INTERVAL = 2000;
-// What people and this script change, not the server.
+// Attributes that users and this script change, not the server.
 const KEPT = new Set(["open", "aria-busy", "aria-invalid"]);
 
 function morph(old, fresh) {
@@ -40,7 +40,7 @@ let seen = new Date();
 async function look() {
     try {
         const answer = await fetch(location.href, {headers: {"X-Live": "1"}});
-        if (answer.status >= 500) throw new Error(answer.status); // others have words for people
+        if (answer.status >= 500) throw new Error(answer.status); // other answers are pages with a reason
         const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
         for (const region of document.querySelectorAll("[data-live]")) {
             const drawn = fresh.querySelector(`[data-live="${region.dataset.live}"]`);
@@ -64,7 +64,7 @@ async function live() {
     setTimeout(live, INTERVAL);
 }
 
-// ---- What people ask for
+// ---- Buttons and forms
 
 document.addEventListener("click", (event) => {
     const button = event.target.closest("button");
@@ -76,7 +76,7 @@ document.addEventListener("click", (event) => {
     if (log) showLog(log);
 });
 
-// A dialog that is opened again begins with what holds then.
+// A dialog that opens again shows the current values.
 document.addEventListener("close", (event) => {
     for (const form of event.target.querySelectorAll("form")) {
         form.reset();
@@ -86,7 +86,7 @@ document.addEventListener("close", (event) => {
 
 function copy(button, element) {
     getSelection().selectAllChildren(element);
-    document.execCommand("copy"); // the newer interface is missing where a page came without TLS
+    document.execCommand("copy"); // without TLS, browsers lack the newer interface
     getSelection().removeAllRanges();
     const words = button.firstChild.nodeValue;
     button.firstChild.nodeValue = "Copied";
@@ -130,12 +130,12 @@ function values(form) {
     const found = {};
     for (const each of form.elements) {
         if (!each.name || (each.type === "checkbox" && !each.checked)) continue;
-        found[each.name] = each.type === "number" ? each.valueAsNumber : each.value; // JSON has null for no number
+        found[each.name] = each.type === "number" ? each.valueAsNumber : each.value; // JSON has null in place of NaN
     }
     return found;
 }
 
-// Words about a field stand below it, others at the form's end.
+// A message about a field appears below it, others at the end of the form.
 function refuse(form, words) {
     for (const each of form.querySelectorAll("[aria-invalid]")) each.removeAttribute("aria-invalid");
     const place = form.querySelector(".answer");
@@ -152,7 +152,7 @@ function refuse(form, words) {
     field.focus();
 }
 
-// ---- What is folded comes and goes with the cluster's state, so the document listens for it.
+// ---- Details. They appear and disappear with the cluster's state, so the document listens.
 
 document.addEventListener("toggle", (event) => {
     if (event.target.id === "dashboard") showPane();
@@ -164,7 +164,7 @@ document.addEventListener("change", (event) => {
     if (event.target.id === "log") readLog();
 });
 
-// The dashboard is loaded when it is looked at, and only then.
+// The dashboard loads only while it is open.
 function showPane() {
     const pane = document.getElementById("pane");
     const frame = document.createElement("iframe");
@@ -200,14 +200,14 @@ async function readLog() {
     const query = new URLSearchParams(begins ? {session} : {session, offset});
     const answer = await fetch(`${logs.dataset.url}?${query}`).catch(() => null);
     const found = answer?.ok ? await answer.json() : null;
-    // Another one was chosen meanwhile, or another answer was faster.
+    // The user chose another log meanwhile, or another answer was faster.
     if (session !== chosen.value || (!begins && offset !== read.offset)) return;
     const state = document.getElementById("log-state");
     if (!found) {
         state.textContent = "The log cannot be read.";
         return;
     }
-    // Whoever reads further up is left there.
+    // Scroll only if the end of the log was visible.
     const follows = begins || place.scrollHeight - place.scrollTop - place.clientHeight < 50;
     const text = (begins ? "" : place.textContent) + found.text;
     if (begins || found.text) place.textContent = text.slice(-MOST_CHARACTERS);

@@ -1,54 +1,17 @@
-"""The protocol between the scheduler and its managers: names of handlers, and a tunnel for bytes."""
+"""A tunnel: carries the bytes of a TCP connection through one of Dask's comms."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
 
 from distributed.comm.core import Comm
 
-from dask_cml.aio import cancel
-
-HEARTBEAT = "cml_manager_heartbeat"
-SYNC = "cml_sync"
-#: Asks the scheduler for its pending work and its workers.
-DEMAND = "cml_demand"
-#: Key of a manager's heartbeat. If true, the manager only observes: it does not keep an orphan running.
-WATCHES = "watches"
-#: Key of a manager's heartbeat. If true, the manager stays when others leave, and continues to adapt.
-SERVES = "serves"
-#: Asks the scheduler to connect to its dashboard. The scheduler answers ``{"status": "OK"}``.
-FORWARD = "cml_forward"
+from dask_cml.cancellation import cancel
+from dask_cml.msgpack_comm import MsgpackComm
 
 CHUNK = 2**16
 # A comm's write() does not wait for the reader. This many bytes are sent before the reader confirms some.
 _WINDOW = 8 * CHUNK
-
-
-class Reads(Protocol):
-    """A source of bytes."""
-
-    async def read(self, n: int) -> bytes:
-        """Return up to about `n` bytes. Return no bytes at the end."""
-
-
-class Writes(Protocol):
-    """A destination of bytes."""
-
-    def write(self, data: bytes) -> Any:
-        """Write bytes, now or later."""
-
-    async def drain(self) -> None:
-        """Wait until all bytes are in the system's buffer."""
-
-    def write_eof(self) -> None:
-        """End the stream of bytes."""
-
-
-def unbuffered(writer: asyncio.StreamWriter) -> asyncio.StreamWriter:
-    """Let a writer's ``drain`` wait until all bytes are in the system's buffer, as a tunnel requires."""
-    writer.transport.set_write_buffer_limits(high=0)
-    return writer
 
 
 class Tunnel:
@@ -60,17 +23,19 @@ class Tunnel:
 
     Parameters
     ----------
-    comm : Comm
+    comm : Comm or MsgpackComm
         The comm. The tunnel closes it.
-    reader : Reads
-        The source of the bytes to send, such as the TCP connection's reader.
-    writer : Writes
-        The destination of the received bytes, such as the TCP connection's writer; see :func:`unbuffered`.
+    reader : StreamReader
+        The TCP connection's reader.
+    writer : StreamWriter
+        The TCP connection's writer.
     """
 
-    def __init__(self, comm: Comm, reader: Reads, writer: Writes) -> None:
-        #: Number of bytes that came through the comm and were passed on.
-        self.delivered = 0
+    def __init__(
+        self, comm: Comm | MsgpackComm, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        # So that `drain` waits until all bytes are in the system's buffer.
+        writer.transport.set_write_buffer_limits(high=0)
         self._comm = comm
         self._reader = reader
         self._writer = writer
@@ -109,11 +74,15 @@ class Tunnel:
         await self._end_direction()
 
     async def _receive(self) -> None:
+        ended = False
         while (message := await self._comm.read()) is not None:
-            if isinstance(message, int):
+            if isinstance(message, int) and 0 < message <= self._outstanding:
                 self._outstanding -= message
                 self._passed_on.set()
                 continue
+            if not isinstance(message, (bytes, bytearray, memoryview)) or ended:
+                raise OSError("the other side of the tunnel sent an invalid message")
+            ended = not message
             self._waiting += len(message)
             if self._waiting > _WINDOW + CHUNK:
                 raise OSError("the other side of the tunnel sent more bytes than allowed")
@@ -126,7 +95,6 @@ class Tunnel:
         while chunk := await self._arrived.get():
             self._writer.write(chunk)
             await self._writer.drain()
-            self.delivered += len(chunk)
             self._waiting -= len(chunk)
             unsaid += len(chunk)
             if unsaid >= _WINDOW // 4:

@@ -14,6 +14,7 @@ import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from dask_cml.errors import CMLError
 
@@ -92,8 +93,8 @@ def open_folder(path: Path, parent: int | None = None) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_file(path: Path, parent: int | None = None) -> bytes:
-    """Read a regular file of this user, to which others cannot write.
+def open_regular(path: Path, parent: int | None = None) -> BinaryIO:
+    """Open a regular file of this user to read it. Neither follow a link nor wait for a pipe's writer.
 
     Parameters
     ----------
@@ -105,12 +106,11 @@ def read_file(path: Path, parent: int | None = None) -> bytes:
     Raises
     ------
     NotPrivate
-        If the file belongs to another user, or others can write to it.
+        If the file belongs to another user.
     ValueError
-        If it is not a regular file, or larger than a megabyte.
+        If it is not a regular file.
     """
     try:
-        # Opening a pipe must not wait for a writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
     except OSError as error:
@@ -121,11 +121,31 @@ def read_file(path: Path, parent: int | None = None) -> bytes:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise ValueError("it is not a regular file")
-        _check(path, about, "600")
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(MOST_BYTES + 1)
-    finally:
+        _check_owner(path, about)
+    except BaseException:
         os.close(descriptor)
+        raise
+    return open(descriptor, "rb")
+
+
+def read_file(path: Path, parent: int | None = None) -> bytes:
+    """Read a regular file of this user, to which others cannot write.
+
+    Parameters
+    ----------
+    path, parent
+        As in :func:`open_regular`.
+
+    Raises
+    ------
+    NotPrivate
+        If the file belongs to another user, or others can write to it.
+    ValueError
+        If it is not a regular file, or larger than a megabyte.
+    """
+    with open_regular(path, parent) as file:
+        _check(path, os.fstat(file.fileno()), "600")
+        content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"it is larger than {MOST_BYTES} bytes")
     return content
@@ -174,9 +194,13 @@ def move_aside(path: Path) -> str:
 
 
 def _check(path: Path, about: os.stat_result, mode: str) -> None:
-    if about.st_uid != os.geteuid():
-        why = f"belongs to the user with the id {about.st_uid}, your id is {os.geteuid()}"
-        raise NotPrivate(path, why, move_aside(path))
+    _check_owner(path, about)
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         why = f"has mode {stat.S_IMODE(about.st_mode):04o}, so others can write to it"
         raise NotPrivate(path, why, shlex.join(["chmod", mode, str(path)]))
+
+
+def _check_owner(path: Path, about: os.stat_result) -> None:
+    if about.st_uid != os.geteuid():
+        why = f"belongs to the user with the id {about.st_uid}, your id is {os.geteuid()}"
+        raise NotPrivate(path, why, move_aside(path))

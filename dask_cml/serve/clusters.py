@@ -1,4 +1,4 @@
-"""All clusters of the project: those that this process keeps, and a manager for each of the others."""
+"""All clusters of the project, with a manager for each: the page creates some, and observes the others."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from typing import Any
 
 from distributed.core import Status
 
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
+from dask_cml.dashboard.connection import OpenComm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
 from dask_cml.manager.manager import Manager
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.observers import EXPECTED, Observed, Observers
 from dask_cml.options import OPTION_NAMES, Options, setting
 from dask_cml.options.unattended import unattended
-from dask_cml.records import operations, probe
-from dask_cml.records.probe import Finding
+from dask_cml.records import liveness, operations
+from dask_cml.records.liveness import Finding
 from dask_cml.records.record import Maker, Record
 from dask_cml.records.usage import Usage
 from dask_cml.serve import views
@@ -32,38 +33,38 @@ from dask_cml.sessions.workers_api import load_platform
 
 logger = logging.getLogger(__name__)
 
-#: A refusal that comes within so many seconds answers the request; a later one is shown with the cluster.
+#: Seconds. CML's refusal within this time answers the request. A later one is the cluster's problem.
 _PATIENCE = 3.0
-#: Seconds within which the clusters that this process keeps must end with it. Kubernetes grants 30.
+#: Seconds to shut down the clusters that the page created. Kubernetes grants 30.
 _GRACE = 25.0
-#: Seconds for which what clusters have used is not read again, and nobody looks after whom it is not at all.
+#: Seconds between two readings of a cluster's usage, and after the last request until readings stop.
 _USAGE_AGE, _LOOKED_AT = 10.0, 30.0
-#: They say how long a cluster lives, or where this process shows its dashboard, and that is settled here.
+#: Options of the page's own: they set how long a cluster runs, and where its dashboard is.
 _SETTLED: dict[str, Any] = {
     "create_mode": "create",
     "shutdown_on_close": True,
     "forward_dashboard": False,
 }
-#: The arguments that a new cluster may be given.
+#: The arguments of a new cluster.
 _ALLOWED = tuple(name for name in OPTION_NAMES if name not in _SETTLED)
 
 
 @dataclass
-class Kept:
-    """A cluster that this process has created, or tried to.
+class CreatedCluster:
+    """A cluster that a user of the page created.
 
     Parameters
     ----------
     cluster : CMLCluster
         Its manager.
     user : str or None
-        The user who asked for it.
+        The user.
     created : str
-        When, in ISO 8601.
+        The time of its creation, in ISO 8601.
     failure : Exception or None
         Why it did not start, or ended.
     starting : asyncio.Task or None
-        Its start.
+        The task that starts it.
     """
 
     cluster: CMLCluster
@@ -73,25 +74,25 @@ class Kept:
     starting: asyncio.Task[None] | None = None
 
 
-class Board(Observers):
-    """Keep what the page creates, and observe the other clusters of the project.
+class ProjectClusters(Observers):
+    """Manages the clusters that users create on the page, and observes the other clusters of the project.
 
-    A cluster that another process has created gets a manager, which only looks as long as there are others.
-    Without any other, it replaces lost workers and goes on to adapt, and yet keeps no orphan alive. What an
-    earlier such process has created and left is kept from now on.
+    The manager of an observed cluster only looks while the cluster has other managers. Otherwise, it replaces
+    lost workers and continues adaptive scaling, but it keeps no orphan running. The clusters of an earlier
+    page that was killed belong to this page.
 
     Parameters
     ----------
     interval : float
-        Seconds between two looks at the records.
+        Time between two looks at the records, in seconds.
 
     Examples
     --------
     >>> async def names():
-    ...     board = Board()
-    ...     board.start()
-    ...     found = [cluster["name"] for cluster in board.clusters()]
-    ...     await board.close()
+    ...     clusters = ProjectClusters()
+    ...     clusters.start()
+    ...     found = [each["name"] for each in clusters.describe()]
+    ...     await clusters.close()
     ...     return found
     >>> asyncio.run(names())
     []
@@ -99,12 +100,12 @@ class Board(Observers):
 
     def __init__(self, interval: float = 2.0) -> None:
         super().__init__(interval)
-        self._kept: dict[str, Kept] = {}
+        self._created: dict[str, CreatedCluster] = {}
         self._rates: dict[str, TaskRate] = {}
         self._usages: dict[str, tuple[float, Usage]] = {}
         self._looked_at = -math.inf
         self._reading: asyncio.Task[None] | None = None
-        #: Why no cluster can be created, if that is known.
+        #: Why the page can create no clusters, or None.
         self.problem: str | None = None
         try:
             load_platform(setting("platform"))
@@ -112,20 +113,20 @@ class Board(Observers):
             self.problem = str(error)
 
     def start(self) -> None:
-        """Begin. To be called in the event loop."""
+        """Start to observe. Call this in the event loop."""
         super().start()
         self._reading = asyncio.create_task(self._read_usages())
 
     async def close(self) -> None:
-        """Stop the clusters that this process keeps, and leave the others as they are.
+        """Shut down the clusters that the page created. The others keep running.
 
         Raises
         ------
         CMLError
-            If the platform did not stop sessions in time. It names their clusters.
+            If CML did not stop some sessions in time. The message names their clusters.
         """
-        await cancel(self._looking, self._reading, *(each.starting for each in self._kept.values()))
-        ending = {name: asyncio.create_task(self._close(each)) for name, each in self._all_kept().items()}
+        await cancel(self._looking, self._reading, *(each.starting for each in self._created.values()))
+        ending = {name: asyncio.create_task(self._close(each)) for name, each in self._owned().items()}
         if ending:
             await asyncio.wait(ending.values(), timeout=_GRACE)
         left = [name for name, task in ending.items() if not task.done() or task.exception() is not None]
@@ -140,33 +141,33 @@ class Board(Observers):
         if closing is not None:
             await closing
 
-    def _all_kept(self) -> dict[str, CMLCluster]:
-        """Return the clusters that end with this process."""
-        taken_up = {
+    def _owned(self) -> dict[str, CMLCluster]:
+        """Return the clusters that shut down with this process."""
+        adopted = {
             each.record.name: each.cluster
             for each in self.observed.values()
             if each.cluster is not None and each.cluster.shutdown_on_close
         }
-        return {**taken_up, **self._created()}
+        return {**adopted, **self._running()}
 
     # -- observers
 
     async def examine(self, record: Record) -> Finding:
-        """Find out whether a cluster runs, and whether it is dead if not."""
-        return (await probe.judge([record]))[record.name]
+        """Return whether a cluster's scheduler is alive, dead or neither."""
+        return (await liveness.judge([record]))[record.name]
 
     def manage(self, record: Record, **arguments: Any) -> CMLCluster:
-        """Return a cluster, which is kept if an earlier process like this has created it."""
-        keeps = bool(record.maker.serves) and record.maker.lives() is False
-        return super().manage(record, shutdown_on_close=keeps, observes=not keeps, **arguments)
+        """Return a cluster with a manager. The page owns the clusters of an earlier page."""
+        owns = bool(record.maker.serves) and record.maker.lives() is False
+        return super().manage(record, shutdown_on_close=owns, observes=not owns, **arguments)
 
     def looked(self) -> None:
-        """Count tasks, and drop what is gone."""
+        """Count finished tasks, and forget clusters that another process deleted."""
         now, managers = time.monotonic(), self._managers()
-        for name, each in [*self._kept.items()]:
+        for name, each in [*self._created.items()]:
             if each.cluster.status == Status.closed and each.failure is None and each.starting is None:
                 if (problem := each.cluster.manager.state.problem) is None:
-                    del self._kept[name]  # it was deleted elsewhere
+                    del self._created[name]
                 else:
                     each.failure = CMLError(problem)
         self._rates = {name: self._rates.get(name, TaskRate()) for name in managers}
@@ -175,18 +176,20 @@ class Board(Observers):
 
     def _managers(self) -> dict[str, CMLCluster]:
         observed = {each.record.name: each.cluster for each in self.observed.values() if each.cluster}
-        return {**observed, **self._created()}
+        return {**observed, **self._running()}
 
-    def _created(self) -> dict[str, CMLCluster]:
-        return {name: each.cluster for name, each in self._kept.items() if each.failure is None}
+    def _running(self) -> dict[str, CMLCluster]:
+        return {name: each.cluster for name, each in self._created.items() if each.failure is None}
 
     async def _read_usages(self) -> None:
-        """Read what the clusters have used, while somebody looks."""
+        """Read the usage of all clusters, while users look at the page."""
         while True:
             if time.monotonic() - self._looked_at < _LOOKED_AT:
                 for name in self._managers():
-                    with contextlib.suppress(*EXPECTED):
+                    try:
                         await self._usage(name)
+                    except Exception as error:
+                        logger.info("Usage of cluster %s not read: %s", name, error)
             await asyncio.sleep(self._interval)
 
     async def _usage(self, name: str) -> Usage:
@@ -196,14 +199,23 @@ class Board(Observers):
             self._usages[name] = time.monotonic(), usage
         return usage
 
-    # -- what there is
+    # -- descriptions
 
-    def clusters(self) -> list[dict[str, Any]]:
+    def describe(self) -> list[dict[str, Any]]:
         """Describe all clusters, by name."""
         self._looked_at = time.monotonic()
         names = self._names()
         self._usages = {name: each for name, each in self._usages.items() if name in names}
-        return [self._describe(name) for name in sorted(names)]
+        return [self._describe_alone(name) for name in sorted(names)]
+
+    def _describe_alone(self, name: str) -> dict[str, Any]:
+        """Describe a cluster. Whatever is wrong with it is its problem, and does not hide the others."""
+        try:
+            return self._describe(name)
+        except Exception as error:
+            logger.debug("Cluster %s not described", name, exc_info=True)
+            problem = f"it cannot be described: {type(error).__name__}: {error}"
+            return views.unmanaged(name, None, None, "unknown", problem)
 
     async def details(self, name: str) -> dict[str, Any]:
         """Describe one cluster with its sessions.
@@ -211,7 +223,7 @@ class Board(Observers):
         Raises
         ------
         NoSuchCluster
-            If there is none of this name.
+            If no cluster has this name.
         """
         self._looked_at = time.monotonic()
         usage, logs = Usage(), list[str]()
@@ -236,23 +248,22 @@ class Board(Observers):
 
     def _describe(self, name: str) -> dict[str, Any]:
         _, usage = self._usages.get(name, (0.0, None))
-        if (kept := self._kept.get(name)) is not None:
-            if kept.failure is not None:
-                return views.failed(name, kept.created, kept.user, str(kept.failure))
-            rate = self._rates.get(name, TaskRate())
-            return views.managed(kept.cluster, kept.created, kept.user, True, rate, usage)
+        rate = self._rates.get(name, TaskRate())
+        if (own := self._created.get(name)) is not None:
+            if own.failure is not None:
+                return views.unmanaged(name, own.created, own.user, "failed", str(own.failure))
+            return views.managed(own.cluster, own.created, own.user, True, rate, usage)
         if (observed := self._observed_as(name)) is not None:
             record, cluster = observed.record, observed.cluster
             if cluster is None or cluster.status != Status.running:
                 return views.recorded(record, observed.finding, usage)
-            rate = self._rates.get(name, TaskRate())
-            keeps = cluster.shutdown_on_close
-            return views.managed(cluster, record.created, record.maker.user, keeps, rate, usage)
+            owned = cluster.shutdown_on_close
+            return views.managed(cluster, record.created, record.maker.user, owned, rate, usage)
         raise NoSuchCluster(name, (*self._names(),))
 
     def _record(self, name: str) -> Record | None:
-        if (kept := self._kept.get(name)) is not None:
-            return kept.cluster.manager.state.record if kept.failure is None else None
+        if (own := self._created.get(name)) is not None:
+            return own.cluster.manager.state.record if own.failure is None else None
         observed = self._observed_as(name)
         return None if observed is None else observed.record
 
@@ -260,7 +271,7 @@ class Board(Observers):
         return next((each for each in self.observed.values() if each.record.name == name), None)
 
     def _names(self) -> set[str]:
-        return {*self._kept, *(each.record.name for each in self.observed.values())}
+        return {*self._created, *(each.record.name for each in self.observed.values())}
 
     def manager_of(self, name: str) -> CMLCluster:
         """Return the manager of a running cluster.
@@ -268,35 +279,44 @@ class Board(Observers):
         Raises
         ------
         NoSuchCluster
-            If there is none of this name.
+            If no cluster has this name.
         CMLError
             If it does not run.
         """
-        description = self._describe(name)
         cluster = self._managers().get(name)
         if cluster is None or cluster.status != Status.running:
-            raise CMLError(f"the cluster {name!r} is not running: its status is {description['status']}")
+            status = self._describe(name)["status"]
+            raise CMLError(f"cluster {name!r} is not running: its status is {status}")
         return cluster
 
-    # -- what is done
+    def dashboard_of(self, name: str) -> OpenComm:
+        """Return what opens comms to the dashboard of a running cluster. Errors are those of `manager_of`."""
+        return self.manager_of(name).manager.state.open_dashboard
+
+    def record_id(self, name: str) -> str | None:
+        """Return the id of a cluster's record, if the cluster has one."""
+        record = self._record(name)
+        return None if record is None else record.id
+
+    # -- changes
 
     async def create(self, options: Mapping[str, Any], user: str | None = None) -> dict[str, Any]:
-        """Create a cluster that this process keeps, and describe it.
+        """Create a cluster that shuts down with this process, and describe it.
 
         Parameters
         ----------
         options : mapping
             Arguments of :class:`dask_cml.CMLCluster`.
         user : str, optional
-            The user who asks.
+            The user who creates it.
 
         Raises
         ------
         TypeError, ValueError
-            For an option that is not allowed.
+            If an option is invalid.
         CMLError
-            If the platform refuses the cluster at once, or there is one of its name. A cluster that fails
-            later is described as failed.
+            If CML refuses the cluster at once, or a cluster with its name exists. If the cluster fails later,
+            its status is ``failed``.
         """
         if unknown := [name for name in options if name not in _ALLOWED]:
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
@@ -306,60 +326,61 @@ class Board(Observers):
             lambda **more: Manager(given, maker=maker, **more), asynchronous=True, quiet=True
         )
         name = cluster.options.name
-        if name in self._kept and self._kept[name].failure is None:
+        if name in self._created and self._created[name].failure is None:
             await self._close(cluster)
             raise ClusterExists(name)
-        kept = self._kept[name] = Kept(cluster, user)
-        kept.starting = asyncio.create_task(self._start(kept))
-        await asyncio.wait({kept.starting}, timeout=_PATIENCE)
-        if kept.failure is not None:
-            del self._kept[name]
-            raise kept.failure
+        own = self._created[name] = CreatedCluster(cluster, user)
+        own.starting = asyncio.create_task(self._start(own))
+        await asyncio.wait({own.starting}, timeout=_PATIENCE)
+        if own.failure is not None:
+            del self._created[name]
+            raise own.failure
         return self._describe(name)
 
-    async def _start(self, kept: Kept) -> None:
+    async def _start(self, own: CreatedCluster) -> None:
         try:
-            await kept.cluster
+            await own.cluster
         except Exception as error:
             if not isinstance(error, CMLError):
-                logger.exception("Start of the cluster %s failed", kept.cluster.options.name)
-            kept.failure = error
+                logger.exception("Cluster %s not started", own.cluster.options.name)
+            own.failure = error
             with contextlib.suppress(CMLError):
-                await self._close(kept.cluster)
+                await self._close(own.cluster)
         finally:
-            kept.starting = None
+            own.starting = None
 
     def scale(self, name: str, n: int, worker_group: str = DEFAULT_GROUP) -> None:
-        """Scale a worker group; errors are those of `manager_of` and ``CMLCluster.scale``."""
+        """Scale a worker group. Errors are those of `manager_of` and ``CMLCluster.scale``."""
         self.manager_of(name).scale(n, worker_group=worker_group)
 
     def adapt(
         self, name: str, minimum: int = 0, maximum: int | None = None, worker_group: str = DEFAULT_GROUP
     ) -> None:
-        """Adapt a worker group; errors are those of `manager_of` and ``CMLCluster.adapt``."""
+        """Adapt a worker group. Errors are those of `manager_of` and ``CMLCluster.adapt``."""
         most = math.inf if maximum is None else maximum
         self.manager_of(name).adapt(minimum, most, worker_group=worker_group)
 
     def stop_adapting(self, name: str, worker_group: str = DEFAULT_GROUP) -> None:
-        """Keep the number of workers that there should be now."""
+        """Stop adaptive scaling of a worker group, and keep its target."""
         cluster = self.manager_of(name)
         cluster.manager.wishes.stop_adapting(worker_group)
 
     async def delete(self, name: str) -> None:
-        """Stop every session of a cluster, or forget one that has failed.
+        """Stop all sessions of a cluster, or forget a failed cluster.
 
         Raises
         ------
         NoSuchCluster
-            If there is none of this name.
+            If no cluster has this name.
         CMLError
-            If sessions could not be stopped.
+            If CML did not stop some sessions.
         """
-        self._describe(name)
-        if (kept := self._kept.get(name)) is not None:
-            if kept.failure is None:
-                await self._close(kept.cluster)
-            self._kept.pop(name, None)
+        if name not in self._names():
+            raise NoSuchCluster(name, (*self._names(),))
+        if (own := self._created.get(name)) is not None:
+            if own.failure is None:
+                await self._close(own.cluster)
+            self._created.pop(name, None)
         elif (cluster := self._managers().get(name)) is not None and cluster.status == Status.running:
             await self._close(cluster)
         elif (record := self._record(name)) is not None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from distributed.comm.addressing import get_address_host_port, parse_address
-from distributed.core import rpc
-from distributed.security import Security
 
 from dask_cml import heartbeat
-from dask_cml.aio import cancel
+from dask_cml.cancellation import cancel
+from dask_cml.identity import Identity
+from dask_cml.msgpack_comm import InvalidMessage, MsgpackComm
 from dask_cml.options import state_directory
 from dask_cml.records.record import Record
 from dask_cml.sessions.tls import connection_args
@@ -23,11 +22,10 @@ from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 logger = logging.getLogger(__name__)
 
-#: Shares of the time limit: for one connection, for the scheduler's answer, and for all steps.
-_CONNECTED, _ANSWERED, _FOUND = 0.5, 0.75, 0.95
+#: Shares of the time limit: for the scheduler's answer, and for all steps.
+_ANSWERED, _FOUND = 0.75, 0.95
 #: Seconds for the answer of a scheduler that left a sign of life lately. It, or its machine, may be busy.
 PATIENCE = 10.0
-_reached: set[str] = set()
 
 
 class State(enum.Enum):
@@ -48,15 +46,15 @@ class Finding:
         The state of the cluster.
     why : str
         The reason, as a clause.
-    identity : dict, optional
-        The scheduler's answer (``Scheduler.identity()``), if it answered.
+    identity : Identity, optional
+        The scheduler's answer, if it answered.
     reachable : bool
         Whether the scheduler's address accepts connections.
     """
 
     state: State
     why: str = ""
-    identity: dict[str, Any] | None = None
+    identity: Identity | None = None
     reachable: bool = True
 
 
@@ -149,7 +147,6 @@ async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | No
 
 async def look(
     records: Iterable[Record],
-    security: Security | None = None,
     timeout: float = 2.5,
     patience: float | None = None,
 ) -> dict[str, Finding]:
@@ -159,8 +156,6 @@ async def look(
     ----------
     records : iterable of Record
         The records of the clusters.
-    security : Security, optional
-        Keys for clusters whose records contain none. Default: those of Dask's configuration.
     timeout : float
         Time limit for all schedulers together, in seconds.
     patience : float, optional
@@ -176,7 +171,7 @@ async def look(
     if patience is not None:
         fresh = await asyncio.to_thread(_fresh, records)
         timeouts.update(dict.fromkeys(fresh, max(timeout, patience)))
-    tasks = {r.name: asyncio.create_task(_look_at(r, security, timeouts[r.name])) for r in records}
+    tasks = {r.name: asyncio.create_task(_look_at(r, timeouts[r.name])) for r in records}
     if not tasks:
         return {}
     try:
@@ -199,77 +194,84 @@ def _fresh(records: Iterable[Record]) -> list[str]:
 
 async def identities(
     records: Iterable[Record],
-    security: Security | None = None,
     timeout: float = 2.5,
     patience: float | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Identity]:
     """Return the identities of the schedulers that answer, by the clusters' names; see :func:`look`."""
-    findings = await look(records, security, timeout, patience)
+    findings = await look(records, timeout, patience)
     return {name: each.identity for name, each in findings.items() if each.identity is not None}
 
 
-async def is_alive(record: Record, security: Security | None = None, timeout: float = 5.0) -> bool:
+async def is_alive(record: Record, timeout: float = 5.0) -> bool:
     """Return whether a cluster's scheduler answers with the id in the record.
 
     Parameters
     ----------
     record : Record
         The cluster's record.
-    security : Security, optional
-        The cluster's keys. Default: those in the record, or else those of Dask's configuration.
     timeout : float
         Time limit, in seconds. A scheduler that needs longer may still run; see :func:`judge`.
     """
-    return bool(await identities([record], security, timeout))
+    return bool(await identities([record], timeout))
 
 
-async def _look_at(record: Record, security: Security | None, timeout: float) -> Finding:
+async def _look_at(record: Record, timeout: float) -> Finding:
     address = record.scheduler.address
     if address is None:
         return Finding(State.UNKNOWN, "its scheduler has not answered yet", reachable=False)
-    begin = asyncio.get_running_loop().time()
+    begin, why = asyncio.get_running_loop().time(), None
     try:
-        asking = _ask(record, address, security, _CONNECTED * timeout)
-        return await asyncio.wait_for(asking, _ANSWERED * timeout)
+        why = await asyncio.to_thread(why_not_contacted, record)
+        if why is None:
+            return await asyncio.wait_for(_ask(record, address, timeout), _ANSWERED * timeout)
+    except (ValueError, InvalidMessage) as error:
+        why = str(error)
     except Exception as error:  # a program at this address may speak another protocol
         logger.debug("Scheduler of cluster %s did not answer: %r", record.name, error)
     left = _FOUND * timeout - (asyncio.get_running_loop().time() - begin)
     try:
-        await asyncio.wait_for(_reach(address, None), left)
-    except (OSError, asyncio.TimeoutError):
-        why = f"nothing accepts connections at {address}"
-        return Finding(State.UNKNOWN, why, reachable=False)
-    why = f"its scheduler accepts connections at {address} but does not answer; it may be busy"
-    return Finding(State.UNKNOWN, why)
+        await asyncio.wait_for(_reach(address), left)
+    except Exception:  # the address may be invalid in any way
+        return Finding(State.UNKNOWN, f"nothing accepts connections at {address}", reachable=False)
+    busy = f"its scheduler accepts connections at {address} but does not answer; it may be busy"
+    return Finding(State.UNKNOWN, why or busy)
 
 
-async def _ask(record: Record, address: str, security: Security | None, patience: float) -> Finding:
-    arguments = await asyncio.to_thread(connection_args, record.get_security() or security)
-    if address not in _reached:
-        await asyncio.wait_for(_reach(address, arguments.get("ssl_context")), patience)
-    other = Finding(State.DEAD, f"another scheduler answers at {address}")
-    try:
-        async with rpc(address, connection_args=arguments) as scheduler:
-            identity: dict[str, Any] = await scheduler.identity()
-            same = identity.get("id") == record.scheduler.id
-    except BaseException:
-        _reached.discard(address)
-        raise
-    _reached.add(address)
-    return Finding(State.ALIVE, identity=identity) if same else other
+def why_not_contacted(record: Record) -> str | None:
+    """Return why to send nothing to the address in a record. Return None if its scheduler runs or has keys.
 
-
-async def _reach(address: str, ssl_context: Any) -> None:
-    """Connect once. Raise OSError or wait if that is not possible.
-
-    When Dask's connections are cancelled, they keep their sockets until the system gives up, which takes
-    minutes if the address does not exist any more. These connections do not.
+    Without keys, another program that now has the address could answer, and pretend to be the scheduler.
+    Blocks while it waits for the file system.
     """
+    address = record.scheduler.address
+    if record.security is not None or str(address).startswith("tls:") or record.maker.lives():
+        return None
+    silence = heartbeat.silence(state_directory() / record.name)
+    if silence is not None and silence < heartbeat.LONGEST_SILENCE:
+        return None
+    sign = "left no sign of life" if silence is None else f"left its last sign of life {silence:.0f} s ago"
+    return (
+        f"it has no keys, and its scheduler {sign}, so another program may have the address {address}: if "
+        f"the cluster does not run any more, run `dask cml delete {shlex.quote(record.name)}`"
+    )
+
+
+async def _ask(record: Record, address: str, timeout: float) -> Finding:
+    arguments = await asyncio.to_thread(connection_args, record.get_security())
+    comm = await MsgpackComm.connect(address, arguments, timeout)
+    try:
+        identity = Identity.read(await comm.ask("identity", timeout))
+        same = identity.id == record.scheduler.id
+    finally:
+        comm.abort()
+    if same:
+        return Finding(State.ALIVE, identity=identity)
+    return Finding(State.DEAD, f"another scheduler answers at {address}")
+
+
+async def _reach(address: str) -> None:
+    """Connect once, and send nothing. Raise OSError or wait if that is not possible."""
     scheme, _ = parse_address(address)
     if scheme in ("tcp", "tls"):
-        host, port = get_address_host_port(address)
-        context = ssl_context if scheme == "tls" else None
-        _, writer = await asyncio.open_connection(host, port, ssl=context)
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+        _, writer = await asyncio.open_connection(*get_address_host_port(address))
+        writer.transport.abort()

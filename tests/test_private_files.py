@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import socket
 import stat
 import subprocess
 
 import pytest
+from clusters import WANTED, write_record
 
 from dask_cml import dask_utils
 from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, scheduler_file
 from dask_cml.options import Options, state_directory
-from dask_cml.private import MOST_BYTES, NotPrivate, make_folder, read_file
+from dask_cml.private_files import MOST_BYTES, NotPrivate, make_folder, read_file
 from dask_cml.records import operations, store
-from dask_cml.records.record import Record
-from dask_cml.records.session_files import SESSIONS_FOLDER, Changes, Launch
-from dask_cml.records.store import RECORD_FILE
+from dask_cml.records.record import Record, SchedulerState
+from dask_cml.records.session_files import Changes
+from dask_cml.sessions.entry import Launch
 
 STRANGER = 12345
 
@@ -113,33 +114,49 @@ def test_a_file_of_more_than_a_megabyte_is_not_read(tmp_path):
 # -- records
 
 
-@pytest.mark.parametrize("part", ["state directory", "folder", "record", "sessions"])
-async def test_a_planted_record_is_passed_over_with_one_warning_and_nobody_is_asked(
-    platform, caplog, open_up, part
-):
+@pytest.fixture
+async def planted():
+    """A record with the address of a program, and the connections that this program gets."""
     connections = []
     async with await asyncio.start_server(lambda *_: connections.append(1), "127.0.0.1", 0) as trap:
         address = f"tcp://127.0.0.1:{trap.sockets[0].getsockname()[1]}"
-        record = Record("planted", scheduler_address=address)
-        folder = store.claim(record)
-        paths = {
-            "state directory": folder.parent,
-            "folder": folder,
-            "record": folder / RECORD_FILE,
-            "sessions": folder / SESSIONS_FOLDER,
-        }
-        open_up(paths[part])
-        for _ in range(2):
-            assert await operations.describe(store.records()) == []
-        with pytest.raises(NoSuchCluster):
-            store.read("planted")
-        with pytest.raises(NotPrivate):
-            store.write_sessions(
-                Changes([Launch("session-1", "planted-0", None, 1)]), "planted", id=record.id
-            )
+        yield Record("planted", scheduler=SchedulerState(address=address)), connections
+
+
+@pytest.mark.parametrize("part", ["state directory", "folder", "record", "sessions"])
+async def test_a_planted_record_is_passed_over_with_one_warning_and_nobody_is_asked(
+    platform, caplog, open_up, planted, part
+):
+    record, connections = planted
+    folder = write_record(record)
+    paths = {
+        "state directory": folder.parent,
+        "folder": folder,
+        "record": folder / RECORD_FILE,
+        "sessions": folder / SESSIONS_FOLDER,
+    }
+    open_up(paths[part])
+    for _ in range(2):
+        assert await operations.describe(store.records()) == []
+    with pytest.raises(NoSuchCluster):
+        store.read("planted")
+    with pytest.raises(NotPrivate):
+        store.write_sessions(Changes([Launch("session-1", "planted-0", None, 1)]), "planted", id=record.id)
     assert connections == []
     [warning] = [each.getMessage() for each in caplog.records if each.name == store.__name__]
     assert warning.startswith(f"{paths[part]} ignored: it ")
+
+
+async def test_a_planted_file_of_a_scheduler_leads_nobody_to_its_address(platform, caplog, open_up, planted):
+    record, connections = planted
+    file = write_record(record) / scheduler_file(0)
+    open_up(file)
+    for _ in range(2):
+        [found] = store.records()
+        await operations.describe([found])
+    assert (found.scheduler.address, connections) == (None, [])
+    [warning] = [each.getMessage() for each in caplog.records if each.name == store.__name__]
+    assert warning.startswith(f"{file} ignored: it ")
 
 
 def test_no_cluster_is_made_where_others_can_write(tmp_path, open_up):
@@ -147,12 +164,12 @@ def test_no_cluster_is_made_where_others_can_write(tmp_path, open_up):
     make_folder(state)
     open_up(state)
     with pytest.raises(NotPrivate):
-        store.claim(Record("a"), state)
+        store.claim(Record("a"), WANTED, state)
     assert os.listdir(state) == []
 
 
 def test_a_pipe_in_place_of_a_record_hangs_nobody(tmp_path, caplog):
-    folder = store.claim(Record("a"), tmp_path / "state")
+    folder = store.claim(Record("a"), WANTED, tmp_path / "state")
     (folder / RECORD_FILE).unlink()
     os.mkfifo(folder / RECORD_FILE)
     assert store.records(tmp_path / "state") == []
@@ -160,7 +177,7 @@ def test_a_pipe_in_place_of_a_record_hangs_nobody(tmp_path, caplog):
 
 
 def test_a_link_to_a_folder_elsewhere_is_no_cluster(tmp_path, caplog):
-    folder = store.claim(Record("a"), tmp_path / "elsewhere")
+    folder = store.claim(Record("a"), WANTED, tmp_path / "elsewhere")
     make_folder(tmp_path / "state")
     (tmp_path / "state" / "a").symlink_to(folder)
     assert store.records(tmp_path / "state") == []
@@ -169,18 +186,10 @@ def test_a_link_to_a_folder_elsewhere_is_no_cluster(tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_sessions_that_are_not_in_a_folder_of_the_clusters_are_not_read(tmp_path, caplog, kind):
-    folder = store.claim(Record("a"), tmp_path / "state")
+    folder = store.claim(Record("a"), WANTED, tmp_path / "state")
     (folder / SESSIONS_FOLDER).rename(tmp_path / "elsewhere")
     if kind == "link":
         (folder / SESSIONS_FOLDER).symlink_to(tmp_path / "elsewhere")
     else:
         (folder / SESSIONS_FOLDER).touch()
     assert store.records(tmp_path / "state") == []
-
-
-def test_a_record_that_nobody_would_read_is_not_written(tmp_path):
-    old = Record("a")
-    store.claim(old, tmp_path)
-    with pytest.raises(CMLError, match="expected at most"):
-        store.write(dataclasses.replace(old, options={"filler": "x" * MOST_BYTES}), tmp_path)
-    assert store.read("a", tmp_path) == old

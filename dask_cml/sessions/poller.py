@@ -16,7 +16,7 @@ from dask_cml.sessions.calls import Calls
 logger = logging.getLogger(__name__)
 
 
-class Listing:
+class Poller:
     """Lists sessions by one call at a time, shared by all that wait. Without any, it makes no calls.
 
     Parameters

@@ -1,0 +1,264 @@
+"""Answers requests of browsers by a scheduler's dashboard, and trusts neither side.
+
+Only GET requests and WebSockets pass. Of the headers of requests and of answers, those of an allow-list pass:
+no cookies, no passwords, no service workers. Each request gets one answer, which ends where its length says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from tornado.http1connection import HTTP1Connection, HTTP1ConnectionParameters
+from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine, ResponseStartLine
+from tornado.iostream import IOStream, StreamClosedError
+from tornado.web import Application, RequestHandler
+
+from dask_cml.cancellation import cancel
+from dask_cml.dashboard.connection import OpenComm, dashboard_stream
+from dask_cml.dashboard.host_guard import HostGuard, Refused
+from dask_cml.tunnel import CHUNK
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_HEADERS = (
+    "Accept",
+    "Accept-Encoding",
+    "Accept-Language",
+    "If-Modified-Since",
+    "If-None-Match",
+    "Sec-WebSocket-Extensions",
+    "Sec-WebSocket-Key",
+    "Sec-WebSocket-Protocol",
+    "Sec-WebSocket-Version",
+    "User-Agent",
+)
+_ANSWER_HEADERS = (
+    "Cache-Control",
+    "Content-Encoding",
+    "Content-Type",
+    "ETag",
+    "Expires",
+    "Last-Modified",
+    "Vary",
+)
+_SOCKET_HEADERS = ("Sec-WebSocket-Accept", "Sec-WebSocket-Extensions", "Sec-WebSocket-Protocol")
+_HEADER = re.compile(r"[\t\x20-\x7e]*")
+#: The target of a redirect, relative to the address that was asked for.
+_RELATIVE = re.compile(r"[\w.-][\w./-]*", re.ASCII)
+#: Parts of the dashboard that reach other servers or run code.
+_CLOSED = {"proxy", "jupyter", ".", ".."}
+#: How often a path may be percent-encoded.
+_MOST_ENCODED = 3
+#: Seconds for the head of an answer, and for the whole of it. Bytes of an answer.
+_HEAD_TIMEOUT, _ANSWER_TIMEOUT, _MOST_BYTES = 60.0, 600.0, 2**30
+
+
+def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) -> Application:
+    """Return an application whose handlers are subclasses of :class:`DashboardProxy`.
+
+    Parameters
+    ----------
+    routes : list
+        Its routes.
+    guard : HostGuard
+        Checks the requests.
+    **settings
+        What its handlers need besides.
+    """
+    return Application(routes, guard=guard, exchanges=set(), log_function=lambda _: None, **settings)
+
+
+class DashboardProxy(RequestHandler):
+    """Answers a request by a scheduler's dashboard. A subclass has the method ``get``."""
+
+    #: The connection to the dashboard.
+    _stream: IOStream | None = None
+
+    def set_default_headers(self) -> None:
+        """Add no headers of the server."""
+        self.clear_header("Server")
+        self.clear_header("Content-Type")
+
+    def compute_etag(self) -> None:
+        """Leave the ETag to the dashboard."""
+
+    def prepare(self) -> None:
+        """Refuse requests for other hosts, of other origins, and for service workers."""
+        try:
+            self.settings["guard"].check_host(self.request)
+            self.check_origin()
+        except Refused as refused:
+            self.refuse(403, str(refused))
+        if "Service-Worker" in self.request.headers:
+            self.refuse(403, "The dashboard has no service workers")
+
+    def check_origin(self) -> None:
+        """Refuse WebSockets of other origins."""
+        self.settings["guard"].check_origin(self.request)
+
+    def refuse(self, status: int, words: str) -> None:
+        """Answer with the reason of a refusal or failure, unless the answer has begun."""
+        if self._headers_written or self._finished:
+            self._hang_up()
+            return
+        logger.info("Request for a dashboard refused: %s", words)
+        self.clear()  # of the headers of an answer that broke off
+        self.set_status(status)
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(f"{words}\n")
+
+    async def forward(self, open_comm: OpenComm, path: str) -> None:
+        """Answer the request by the dashboard.
+
+        Parameters
+        ----------
+        open_comm : callable
+            Opens a comm that a scheduler connects to its dashboard.
+        path : str
+            The path at the dashboard as the browser sent it, without the first slash.
+        """
+        if not _is_served(path):
+            self.refuse(404, "This part of the dashboard is not served here")
+            return
+        exchanges, task = self.settings["exchanges"], asyncio.current_task()
+        exchanges.add(task)
+        try:
+            async with dashboard_stream(open_comm) as self._stream:
+                await self._exchange(self._stream, path)
+        except OSError as error:
+            self.refuse(502, str(error))
+        except asyncio.CancelledError:  # the server closes
+            self._hang_up()
+        finally:
+            exchanges.discard(task)
+
+    async def _exchange(self, stream: IOStream, path: str) -> None:
+        request = self.request
+        parameters = HTTP1ConnectionParameters(header_timeout=_HEAD_TIMEOUT, max_body_size=_MOST_BYTES)
+        connection = HTTP1Connection(stream, is_client=True, params=parameters)
+        upgrades = request.headers.get("Upgrade", "").lower() == "websocket"
+        headers = HTTPHeaders(_allowed(request.headers, _REQUEST_HEADERS))
+        headers["Host"] = "127.0.0.1"
+        headers["Connection"] = "Upgrade" if upgrades else "close"
+        if upgrades:
+            headers["Upgrade"] = "websocket"
+        target = f"/{path}?{request.query}" if request.query else f"/{path}"
+        connection.write_headers(RequestStartLine("GET", target, "HTTP/1.1"), headers)
+        connection.finish()
+        answer = _Answer(self, connection, upgrades)
+        # Tornado logs a traceback if it is cancelled while it passes a part of the answer on.
+        limit = asyncio.get_running_loop().call_later(_ANSWER_TIMEOUT, self._hang_up)
+        try:
+            with contextlib.suppress(StreamClosedError):
+                await connection.read_response(answer)
+        finally:
+            limit.cancel()
+        if answer.socket is not None:
+            await self._carry(answer.socket, answer.headers)
+        elif answer.complete:
+            self.finish()
+        else:
+            raise OSError("the dashboard's answer is invalid, incomplete or late")
+
+    async def _carry(self, stream: IOStream, headers: Mapping[str, str]) -> None:
+        """Carry a WebSocket's bytes until one side closes it."""
+        browser: IOStream = self.detach()
+        browser.set_nodelay(True)
+        lines = ["HTTP/1.1 101 Switching Protocols", "Connection: Upgrade", "Upgrade: websocket"]
+        lines += [f"{name}: {value}" for name, value in _allowed(headers, _SOCKET_HEADERS).items()]
+        directions: list[asyncio.Task[None]] = []
+        try:
+            await browser.write("\r\n".join([*lines, "", ""]).encode())
+            pairs = ((browser, stream), (stream, browser))
+            directions += [asyncio.create_task(_copy(*pair)) for pair in pairs]
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+        except OSError:
+            pass  # the browser has closed it
+        finally:
+            browser.close()
+            await cancel(*directions)
+
+    def on_connection_close(self) -> None:
+        """Receive no more of the answer: the browser is gone."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def _hang_up(self) -> None:
+        """Close the browser's connection, so that no part of an answer passes for the whole."""
+        self.on_connection_close()
+        if not self._finished:
+            self.detach().close()
+
+
+class _Answer(HTTPMessageDelegate):
+    """Passes an answer on to a browser.
+
+    Parameters
+    ----------
+    handler : DashboardProxy
+        Answers the browser.
+    connection : HTTP1Connection
+        The connection to the dashboard.
+    upgrades : bool
+        Whether the browser asks for a WebSocket.
+    """
+
+    def __init__(self, handler: DashboardProxy, connection: HTTP1Connection, upgrades: bool) -> None:
+        self.complete = False
+        self.headers: Mapping[str, str] = {}
+        #: The connection for the WebSocket, if the dashboard agrees.
+        self.socket: IOStream | None = None
+        self._handler = handler
+        self._connection = connection
+        self._upgrades = upgrades
+
+    def headers_received(
+        self, start_line: RequestStartLine | ResponseStartLine, headers: HTTPHeaders
+    ) -> None:
+        """Pass the head on."""
+        assert isinstance(start_line, ResponseStartLine)
+        if start_line.code < 200:
+            stream = self._connection.detach()
+            if start_line.code == 101 and self._upgrades:
+                self.headers, self.socket = headers, stream
+            return
+        self._handler.set_status(start_line.code)
+        for name, value in _allowed(headers, _ANSWER_HEADERS).items():
+            self._handler.set_header(name, value)
+        if _RELATIVE.fullmatch(location := headers.get("Location", "")):
+            self._handler.set_header("Location", location)
+
+    async def data_received(self, chunk: bytes) -> None:
+        """Pass a part of the body on, and wait until the browser has it."""
+        try:
+            self._handler.write(chunk)
+            await self._handler.flush()
+        except (StreamClosedError, asyncio.CancelledError):
+            self._connection.close()
+
+    def finish(self) -> None:
+        """Note that the answer is complete."""
+        self.complete = True
+
+
+def _is_served(path: str) -> bool:
+    for _ in range(_MOST_ENCODED):
+        if (decoded := unquote(path)) == path:
+            return not _CLOSED & {*path.replace("\\", "/").lower().split("/")}
+        path = decoded
+    return False
+
+
+def _allowed(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
+    return {each: headers[each] for each in names if each in headers and _HEADER.fullmatch(headers[each])}
+
+
+async def _copy(source: IOStream, sink: IOStream) -> None:
+    while True:
+        await sink.write(await source.read_bytes(CHUNK, partial=True))

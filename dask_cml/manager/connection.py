@@ -1,0 +1,95 @@
+"""Requests to a scheduler, each with a time limit, over connections that unpickle nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from distributed.core import rpc
+
+from dask_cml.errors import CMLError
+from dask_cml.msgpack_comm import HandlerFailed, MsgpackComm
+
+#: Seconds for a connection, and for an answer.
+ANSWER_TIMEOUT = 10.0
+_CLOSE_TIMEOUT = 2.0
+
+
+class Connection:
+    """Requests to one scheduler. As many run at once as are made.
+
+    Parameters
+    ----------
+    address : str, optional
+        The scheduler's address. Default: it is not known yet, and requests fail.
+    connection_args : mapping, optional
+        The result of ``Security.get_connection_args("client")``.
+    """
+
+    def __init__(self, address: str | None = None, connection_args: Mapping[str, Any] | None = None) -> None:
+        self.address = address
+        self.connection_args = dict(connection_args or {})
+        #: Comms without a request.
+        self._idle: list[MsgpackComm] = []
+        self._rpc: Any = None
+
+    async def open(self) -> MsgpackComm:
+        """Connect to the scheduler.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not accept the connection.
+        """
+        if self.address is None:
+            raise OSError("the scheduler has no address yet")
+        return await MsgpackComm.connect(self.address, self.connection_args, ANSWER_TIMEOUT)
+
+    async def call(self, op: str, limit: float = ANSWER_TIMEOUT, **arguments: Any) -> Any:
+        """Return the scheduler's answer.
+
+        Parameters
+        ----------
+        op : str
+            The name of the handler.
+        limit : float
+            Time limit in seconds.
+        **arguments
+            The handler's arguments, plain data.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer in time.
+        CMLError
+            If the handler fails.
+        """
+        comm = self._idle.pop() if self._idle else await self.open()
+        try:
+            answer = await comm.ask(op, limit, **arguments)
+        except HandlerFailed as error:
+            self._idle.append(comm)
+            raise CMLError(f"the scheduler refused {op}: {error}") from None
+        except BaseException:
+            comm.abort()
+            raise
+        self._idle.append(comm)
+        return answer
+
+    @property
+    def rpc(self) -> Any:
+        """Dask's own connection to the scheduler, for Dask's classes."""
+        if self._rpc is None and self.address is not None:
+            self._rpc = rpc(self.address, connection_args=self.connection_args)
+        return self._rpc
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for comm in self._idle:
+            await comm.close()
+        self._idle = []
+        if self._rpc is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._rpc.close_rpc(), _CLOSE_TIMEOUT)

@@ -1,0 +1,145 @@
+"""The clusters' dashboards at a port, and so an origin, of their own.
+
+A scheduler chooses what its dashboard's pages do in a browser. At the page's own origin they could act as the
+page's user. Their links contain a secret for each cluster, so they need no cookie of the page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from tornado.httputil import HTTPServerRequest
+
+from dask_cml.dashboard.http_server import LocalServer, local_socket
+from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
+from dask_cml.errors import CMLError
+from dask_cml.serve.access import Access
+from dask_cml.sessions.owner import this_session
+
+if TYPE_CHECKING:
+    from dask_cml.serve.clusters import ProjectClusters
+
+logger = logging.getLogger(__name__)
+
+
+class Dashboards:
+    """Serves the dashboards of clusters.
+
+    Parameters
+    ----------
+    clusters : ProjectClusters
+        The clusters.
+    access : Access
+        The page's. In a CML session, the page and its dashboards are at the two ports that CML serves.
+    port : int
+        The port elsewhere. Default: any free port.
+    """
+
+    def __init__(self, clusters: ProjectClusters, access: Access, port: int = 0) -> None:
+        self._clusters = clusters
+        self._access = access
+        self._key = secrets.token_bytes(32)
+        self._server: LocalServer | None = None
+        #: The port. None: the dashboards are not served.
+        self.port: int | None = port
+        #: The host of the links. None: the host of the page.
+        self._host: str | None = None
+        if access.behind_entry:
+            session, domain = this_session(), os.environ.get("CDSW_DOMAIN")
+            own = os.environ.get("CDSW_READONLY_PORT", "")
+            free = own not in ("", str(access.port)) and domain
+            self.port, self._host = (int(own), f"read-only-{session}.{domain}") if free else (None, None)
+
+    def start(self) -> None:
+        """Start to listen.
+
+        Raises
+        ------
+        OSError
+            If the port is in use. In a CML session, this logs a warning instead: the page works without.
+        """
+        try:
+            if self.port is None:
+                raise OSError("CML serves no second port here")
+            listener = local_socket(self.port)
+        except OSError as error:
+            if not self._access.behind_entry:
+                raise
+            logger.warning("Dashboards not served: %s", error)
+            self.port = None
+            return
+        self.port = listener.getsockname()[1]
+        routes = [(r"/([^/]+)/([^/]+)/(.*)", _Dashboard)]
+        application = dashboard_application(
+            routes, self._access.guard, clusters=self._clusters, dashboards=self
+        )
+        self._server = LocalServer(application, listener)
+
+    async def close(self) -> None:
+        """Stop listening, and close all connections."""
+        if self._server is not None:
+            await self._server.close()
+
+    def link(self, request: HTTPServerRequest, name: str, id: str) -> str | None:
+        """Return the address of a cluster's dashboard, for the scheme of the page.
+
+        Parameters
+        ----------
+        request : HTTPServerRequest
+            The request of the page's user.
+        name : str
+            The name of the cluster.
+        id : str
+            The id of its record.
+
+        Returns
+        -------
+        str or None
+            None if the dashboards are not served.
+        """
+        if (host := self.host(request)) is None:
+            return None
+        return f"//{host}/{self.secret(id)}/{quote(name, safe='')}/"
+
+    def host(self, request: HTTPServerRequest) -> str | None:
+        """Return the host and port of the dashboards for the user who sent a request."""
+        if self.port is None:
+            return None
+        return self._host or f"{request.host_name}:{self.port}"
+
+    def secret(self, id: str) -> str:
+        """Return the part of a cluster's links that nobody can guess."""
+        return hmac.new(self._key, id.encode(), hashlib.sha256).hexdigest()
+
+
+class _Dashboard(DashboardProxy):
+    """``/SECRET/NAME/...``: pages and WebSockets of a cluster's dashboard."""
+
+    def set_default_headers(self) -> None:
+        super().set_default_headers()
+        # The dashboards of several clusters share this origin, and browsers send cookies to all ports of a
+        # host. In a sandbox, a page has neither.
+        self.set_header("Content-Security-Policy", "sandbox allow-scripts allow-popups allow-forms")
+        self.set_header("Referrer-Policy", "no-referrer")
+
+    def check_origin(self) -> None:
+        """Accept any origin that knows the secret: pages in a sandbox have none of their own."""
+
+    async def get(self, secret: str, name: str, path: str) -> None:
+        clusters, dashboards = self.settings["clusters"], self.settings["dashboards"]
+        id = clusters.record_id(name)
+        if id is None or not hmac.compare_digest(secret.encode(), dashboards.secret(id).encode()):
+            self.refuse(404, "This address leads to no dashboard: open it from the cluster's page")
+        elif not path:
+            self.redirect("status")
+        else:
+            try:
+                await self.forward(clusters.dashboard_of(name), self.request.path.split("/", 3)[3])
+            except CMLError as error:
+                self.refuse(502, str(error))

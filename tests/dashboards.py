@@ -1,0 +1,176 @@
+"""Dashboards of real schedulers and stand-ins of them, and a browser's view of a pane."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import re
+import tempfile
+from pathlib import Path
+
+from distributed import Scheduler
+from distributed.comm.core import listen
+from schedulers import prepare
+from tornado.httpclient import AsyncHTTPClient, HTTPRequest
+from tornado.websocket import websocket_connect
+
+from dask_cml.dashboard.connection import open_comm
+from dask_cml.dashboard.forwarder import DashboardForwarder
+from dask_cml.msgpack_comm import MsgpackComm
+from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
+from dask_cml.tunnel import Tunnel
+
+
+def arguments(security):
+    return security.get_connection_args("client") if security else {}
+
+
+@contextlib.asynccontextmanager
+async def scheduler(port=0, security=None, dashboard="127.0.0.1:0", plugin=True):
+    running = Scheduler(
+        host="127.0.0.1", port=port, dashboard=True, dashboard_address=dashboard, security=security
+    )
+    with tempfile.TemporaryDirectory() as state:
+        async with running:
+            if plugin:
+                own = CMLSchedulerPlugin(prepare(Path(state) / "mine"))
+                await running.register_scheduler_plugin(own, name=NAME, idempotent=True)
+            yield running
+
+
+def forwarder_to(address, security=None, timeout=30.0, **options):
+    return DashboardForwarder(
+        functools.partial(open_comm, address, arguments(security), timeout=timeout), **options
+    )
+
+
+@contextlib.asynccontextmanager
+async def forwarded(security=None, **options):
+    """A scheduler and a forwarder to its dashboard."""
+    async with (
+        scheduler(security=security, **options) as running,
+        forwarder_to(running.address, security) as forwarder,
+    ):
+        yield running, forwarder
+
+
+async def get(port, path="/status", **headers):
+    client = AsyncHTTPClient(force_instance=True, max_clients=200)
+    url = f"http://127.0.0.1:{port}{path}"
+    request = HTTPRequest(
+        url, headers=headers, request_timeout=120, connect_timeout=120, follow_redirects=False
+    )
+    try:
+        return await client.fetch(request, raise_error=False)
+    finally:
+        client.close()
+
+
+class Pane:
+    """A document of the dashboard as a browser has it: a page, and its WebSocket."""
+
+    def __init__(self, port, path="/individual-task-stream"):
+        self.address, self.path = f"127.0.0.1:{port}", path
+
+    async def __aenter__(self):
+        page = await get(self.address.split(":")[1], self.path)
+        token = re.search(r'"token":"([^"]+)"', page.body.decode()).group(1)
+        self.socket = await websocket_connect(
+            f"ws://{self.address}{self.path}/ws", subprotocols=["bokeh", token]
+        )
+        assert (await self.receive())[0]["msgtype"] == "ACK"
+        return self
+
+    async def __aexit__(self, *args):
+        self.socket.close()
+
+    async def receive(self):
+        """Return the parts of a message of Bokeh's protocol: header, metadata, content."""
+        parts = []
+        while len(parts) < 3:
+            part = await self.socket.read_message()
+            if part is None:
+                raise ConnectionResetError("the WebSocket is closed")
+            parts.append(json.loads(part))
+        return parts
+
+    async def receive_all(self):
+        """Receive until the connection ends."""
+        while True:
+            await self.receive()
+
+    async def ask(self, what, number=1):
+        for part in {"msgid": str(number), "msgtype": what}, {}, {}:
+            await self.socket.write_message(json.dumps(part))
+        while (answer := await self.receive())[0].get("reqid") != str(number):
+            pass  # the document is updated meanwhile
+        return answer
+
+
+class StandIn:
+    """Listens where the dashboard does, and does with connections what a test wants."""
+
+    def __init__(self, serve):
+        self.serve = serve
+        self.connections = 0
+        self.tasks = set()
+
+    def accept(self, reader, writer):
+        self.connections += 1
+        self.tasks.add(asyncio.create_task(self.handle(reader, writer)))
+
+    async def handle(self, reader, writer):
+        try:
+            await self.serve(reader, writer)
+        finally:
+            writer.transport.abort()
+
+
+async def stay(reader, writer):
+    await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def stand_in(serve=stay):
+    server = StandIn(serve)
+    listener = await asyncio.start_server(server.accept, "127.0.0.1", 0)
+    server.port = listener.sockets[0].getsockname()[1]
+    yield server
+    listener.close()
+    for task in server.tasks:
+        task.cancel()
+    await asyncio.gather(*server.tasks, return_exceptions=True)
+    await listener.wait_closed()
+
+
+class Lead:
+    """Carries comms to a port of this machine, as the scheduler's plugin does."""
+
+    def __init__(self, port, security=None):
+        self._port = port
+        self._security = security
+        self.comms = 0
+
+    async def __aenter__(self):
+        protocol = "tls" if self._security else "tcp"
+        options = self._security.get_listen_args("scheduler") if self._security else {}
+        self._listener = await listen(f"{protocol}://127.0.0.1:0", self._lead, **options)
+        return self
+
+    async def __aexit__(self, *args):
+        self._listener.stop()
+
+    async def open(self):
+        return await MsgpackComm.connect(self._listener.contact_address, arguments(self._security))
+
+    async def _lead(self, comm):
+        self.comms += 1
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            with contextlib.suppress(OSError):
+                await Tunnel(comm, reader, writer).run()
+        finally:
+            writer.transport.abort()
+            self.comms -= 1

@@ -1,0 +1,82 @@
+"""Dask's dashboard with the installed bokeh: it writes every report, and every pane opens and updates."""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.request
+
+import cloudpickle
+import pytest
+from distributed import Client, get_task_stream, performance_report
+
+from dask_cml import CMLCluster
+
+# The scheduler's session cannot import this module.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def client(shared_platform):
+    with (
+        CMLCluster(n_workers=1, worker_args=["--no-nanny"], platform="local", quiet=True) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(1, timeout=120)
+        compute(client)
+        yield client
+
+
+def compute(client):
+    return client.gather(client.map(lambda number: number + 1, range(20), pure=False))
+
+
+def test_the_reports_of_a_computation_are_written(client, tmp_path):
+    with performance_report(tmp_path / "report.html"):
+        compute(client)
+    with get_task_stream(client, plot="save", filename=str(tmp_path / "stream.html")):
+        compute(client)
+    client.profile(filename=str(tmp_path / "profile.html"))
+    assert "Dask Performance Report" in (tmp_path / "report.html").read_text()
+    assert "Task Stream" in (tmp_path / "stream.html").read_text()
+    assert "Dask Profile" in (tmp_path / "profile.html").read_text()
+
+
+def test_every_pane_updates(client):
+    assert client.run_on_scheduler(errors_of_updates) == {}
+
+
+def errors_of_updates(dask_scheduler):
+    """Build each pane in the scheduler, and update it once, as the page in a browser does."""
+    from bokeh.document import Document
+    from distributed.dashboard.scheduler import applications
+
+    errors = {}
+    for path, build in applications.items():
+        document = Document()
+        try:
+            build(dask_scheduler, {}, document)
+            for each in document.session_callbacks:
+                each.callback()
+            document.to_json()
+        except Exception as error:
+            errors[path] = repr(error)
+    return errors
+
+
+# The last one: the scheduler keeps what it has served up to date for a while.
+def test_the_dashboard_serves_every_pane(client):
+    from distributed.dashboard.scheduler import applications
+
+    link = client.cluster.dashboard_link
+    statuses = {path: status(link.replace("/status", path)) for path in applications}
+    assert len(statuses) > 40
+    assert {path: each for path, each in statuses.items() if each != 200} == {}
+
+
+def status(link):
+    try:
+        with urllib.request.urlopen(link, timeout=120) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
