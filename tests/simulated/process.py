@@ -18,6 +18,8 @@ from weakref import WeakSet
 
 from distributed.comm.tcp import TCP, BaseTCPListener
 
+from dask_cml.msgpack_comm import MsgpackComm
+
 from .clock import VirtualLoop
 
 _process: contextvars.ContextVar[SimulatedProcess | None] = contextvars.ContextVar("process", default=None)
@@ -126,7 +128,7 @@ class SimulatedProcess:
         for task in self.tasks:
             task.cancel()
         for comm in [*self._comms]:
-            comm.abort() if isinstance(comm, TCP) else comm.stop()
+            comm.stop() if isinstance(comm, BaseTCPListener) else comm.abort()
         for each in self.on_end:
             each()
 
@@ -212,6 +214,7 @@ def processes_in(loop: VirtualLoop) -> Iterator[None]:
     loop.guard = _guard
     with (
         mock.patch.object(TCP, "__init__", _owned(TCP.__init__)),
+        mock.patch.object(MsgpackComm, "__init__", _owned(MsgpackComm.__init__)),
         mock.patch.object(BaseTCPListener, "start", _owned(BaseTCPListener.start)),
     ):
         yield

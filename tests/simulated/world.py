@@ -15,9 +15,9 @@ from unittest import mock
 
 import dask
 
-from dask_cml import heartbeat, observers, private, wrapper
+from dask_cml import heartbeat, observers, private_files, wrapper
 from dask_cml.manager import manager
-from dask_cml.records import operations, probe, record, removal, session_files, store
+from dask_cml.records import liveness, operations, record, removal, session_files, store
 from dask_cml.scheduler import plugin, state_file
 from dask_cml.sessions import calls, owner, workers_api
 from dask_cml.sessions import session as sessions
@@ -139,12 +139,12 @@ def _patched(it: World) -> contextlib.ExitStack:
     """Let the package see this world where it would see the machine."""
     files, table = it.files, ProcessTable(it.processes)
     patches: list[tuple[Any, str, Any]] = [
-        *((module, "os", files) for module in (owner, plugin, private, removal, session_files)),
+        *((module, "os", files) for module in (owner, plugin, private_files, removal, session_files)),
         *((module, "os", files) for module in (state_file, store, wrapper)),
         *((module, "shutil", files.shutil) for module in (removal, store)),
         (heartbeat, "tempfile", files.tempfile),
         (record, "psutil", table),
-        *((module, "load_platform", lambda _: it.platform) for module in (manager, operations, probe)),
+        *((module, "load_platform", lambda _: it.platform) for module in (manager, operations, liveness)),
         (calls, "threading", _with(threading, Thread=Thread)),
         (plugin, "threading", _with(threading, Timer=_Timer)),
         (plugin, "setting", lambda _: float(files.environ[PATIENCE])),
