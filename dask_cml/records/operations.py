@@ -307,7 +307,7 @@ def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
-    """Delete dead clusters; see :func:`liveness.judge`.
+    """Delete dead clusters; see :func:`liveness.judge`. Remove what crashed processes left behind.
 
     Parameters
     ----------
@@ -328,4 +328,6 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     findings = await liveness.judge(records, timeout=timeout)
     dead = [r for r in records if findings[r.name].state is State.DEAD]
     passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
-    return {**ended, **await _end_all(dead, ())}, passed_over
+    ended |= await _end_all(dead, ())
+    await asyncio.to_thread(store.sweep)
+    return ended, passed_over
