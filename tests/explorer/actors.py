@@ -140,6 +140,12 @@ class Notebook(Keeper):
     def cluster(self) -> CMLCluster | None:
         return self._cluster
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the cluster starts, runs, or closes."""
+        over = (Status.closed, Status.failed)
+        return self.runs and self._cluster is not None and self._cluster.status not in over
+
     def create(self, **options: Any) -> None:
         """Make a cluster, or connect to it."""
         self.start(self._make(lambda: CMLCluster(**OPTIONS, **options, **_QUIET)))

@@ -72,7 +72,8 @@ class Episode:
     async def play(self) -> Outcome:
         """Play it all."""
         with self.log.captured():
-            [others] = self.actor("A").process.call(self._launch_others)
+            # From the session of the notebook A, by a process of its own.
+            [others] = Actor(self.world, "A").process.call(self._launch_others)
             self.others = others["id"]
             self.world.luck.weather = WEATHERS[self.schedule.weather]
             for step in self.schedule.steps:
@@ -198,7 +199,9 @@ class Episode:
 
     def _quota(self, sessions: int | None, waits: bool) -> None:
         # One more for the work of others.
-        self.platform.configure(None if sessions is None else {"sessions": sessions + 1}, waits_for_room=waits)
+        self.platform.configure(
+            None if sessions is None else {"sessions": sessions + 1}, waits_for_room=waits
+        )
 
     def _stale(self, seconds: float) -> None:
         self.world.files.stale = True
@@ -235,7 +238,9 @@ class Episode:
         await self._check_the_end()
 
     def _keeper(self) -> Keeper | None:
-        keepers = [each for each in self.actors.values() if isinstance(each, Keeper) and each.open is not None]
+        keepers = [
+            each for each in self.actors.values() if isinstance(each, Keeper) and each.open is not None
+        ]
         return keepers[0] if keepers else None
 
     async def _run(self, what: str, *arguments: Any, again: bool = False) -> Command:
@@ -248,7 +253,13 @@ class Episode:
             await self._until_done(command.begin(what, *arguments), f"dask cml {what}")
             for error in command.errors:
                 self.note(f"    {error}")
-            if not again or not command.errors or self.record() is None or self._is_dead() or time.monotonic() > deadline:
+            if (
+                not again
+                or not command.errors
+                or self.record() is None
+                or self._is_dead()
+                or time.monotonic() > deadline
+            ):
                 return command
             await asyncio.sleep(5.0)
 
@@ -270,6 +281,10 @@ class Episode:
     # -- the last wish comes true
 
     async def _settle(self) -> None:
+        for actor in self.actors.values():
+            if isinstance(actor, Command):
+                for each in actor.under_way:
+                    await self._until_done(each, actor.name)
         began = time.monotonic()
         record = self.record()
         if record is None:
@@ -319,7 +334,9 @@ class Episode:
             found.append(f"sessions {sorted(live.values())}")
         if recorded := {key for key in record.sessions.values() if key != "scheduler"} ^ {*live.values()}:
             found.append(f"the record differs in {sorted(recorded)}")
-        schedulers = [program for each in self.sessions("scheduler") for program in self.world.sessions.program(each.id)]
+        schedulers = [
+            program for each in self.sessions("scheduler") for program in self.world.sessions.program(each.id)
+        ]
         if len(schedulers) != 1:
             return [*found, f"{len(schedulers)} schedulers"]
         connected = {str(worker.name) for worker in schedulers[0].workers.values()}
@@ -341,7 +358,9 @@ class Episode:
 
     def _check_ended(self) -> None:
         """An adopted cluster is ended by a word of its user only, never by an error."""
-        fates = [each for each in self.platform.all.values() if each.key == "scheduler" and each.status == "failed"]
+        fates = [
+            each for each in self.platform.all.values() if each.key == "scheduler" and each.status == "failed"
+        ]
         if not self.ends and not fates and not any(not each.runs for each in self.actors.values()):
             self.violate("the cluster has ended, and nobody wanted it")
 
@@ -365,9 +384,9 @@ class Episode:
             await self._run("delete")
 
     def _is_dead(self) -> bool:
-        """Whether the cluster has no scheduler, and nobody who gets it another one."""
+        """Whether the cluster has no scheduler, and no notebook that starts or ends it."""
         return not self.sessions("scheduler") and not any(
-            isinstance(each, Keeper) and each.runs and each.cluster is not None for each in self.actors.values()
+            isinstance(each, Notebook) and each.is_busy for each in self.actors.values()
         )
 
     def _left_running(self) -> list[str]:

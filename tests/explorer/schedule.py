@@ -108,7 +108,9 @@ class _Writer:
         self.groups = ["default"]
         if chance.random() < 0.4:
             self.groups.append("big")
-            options["worker_groups"] = {"big": {"n_workers": chance.randrange(3), "cpu": 3 - processes, "processes": 3 - processes}}
+            options["worker_groups"] = {
+                "big": {"n_workers": chance.randrange(3), "cpu": 3 - processes, "processes": 3 - processes}
+            }
         if chance.random() < 0.35:
             self.crash("A", 0.5)
         steps = [Step(0.0, "A", "create")]
@@ -135,7 +137,9 @@ class _Writer:
 
     def step(self, what: str) -> Step:
         chance = self.chance
-        after = chance.choice([0.0, 0.0, chance.uniform(0.0, 0.5), chance.uniform(0.0, 4.0), chance.uniform(0, 20)])
+        after = chance.choice(
+            [0.0, 0.0, chance.uniform(0.0, 0.5), chance.uniform(0.0, 4.0), chance.uniform(0, 20)]
+        )
         who, name, arguments = _ACTORS.get(what, "world"), what, ()
         if who == "manager":
             who = chance.choice(["A", "A", "B", "page"])

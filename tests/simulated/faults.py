@@ -208,7 +208,9 @@ FATES = {
     "unknown": 0.04,
     "dies": 0.05,
 }
-ROUGH = Weather(error=0.05, lost=0.04, wrong=0.02, late=0.03, refused=0.03, stale=0.05, denied=0.03, fates=FATES)
+ROUGH = Weather(
+    error=0.05, lost=0.04, wrong=0.02, late=0.03, refused=0.03, stale=0.05, denied=0.03, fates=FATES
+)
 STORM = Weather(0.15, 0.1, 0.05, 0.02, 0.06, 0.08, 0.1, 0.1, {**FATES, "fails": 0.15, "dies": 0.12})
 OUTAGE = Weather(error=0.8, wrong=0.15, late=0.05)
 
@@ -248,13 +250,20 @@ class Luck:
         rates = [getattr(weather, kind) for kind in kinds]
         [kind] = chance.choices((*kinds, "none"), [*rates, 1 - sum(rates)])
         if kind in ("error", "lost"):
-            errors = [HTTPError(503), HTTPError(401), ConnectionError("lost"), ProtocolError("incomplete read")]
+            errors = [
+                HTTPError(503),
+                HTTPError(401),
+                ConnectionError("lost"),
+                ProtocolError("incomplete read"),
+            ]
             errors += [JSONDecodeError("no JSON"), json.JSONDecodeError("no JSON", "<html>", 0)]
             mishap.error, mishap.carried_out = chance.choice(errors), kind == "lost"
         elif kind == "unexpected":
             mishap.error, mishap.carried_out = KeyError("engineId"), chance.random() < 0.5
         elif kind == "wrong":
-            message = {"message": chance.choice(["Internal Server Error", "Unauthorized", "Rate limit exceeded"])}
+            message = {
+                "message": chance.choice(["Internal Server Error", "Unauthorized", "Rate limit exceeded"])
+            }
             as_list = function == "launch_workers" and chance.random() < 0.5
             mishap.answer = [message] if as_list else message
             mishap.carried_out = chance.random() < 0.3

@@ -55,7 +55,9 @@ class Files:
         descriptor: int = opening(path, flags, *args, **options)
         return descriptor
 
-    def _replace(self, old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+    def _replace(
+        self, old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
         os.utime(old, (self._loop.wall_time(),) * 2, dir_fd=src_dir_fd)
         os.replace(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
