@@ -46,9 +46,11 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     ------
     ClusterExists
         If a cluster with this name exists, and is not known to be dead; see :func:`liveness.judge`.
+    asyncio.CancelledError
+        If the task is cancelled. The record may exist.
     """
     try:
-        await asyncio.to_thread(store.claim, record, wanted)
+        await _claim(record, wanted)
         return
     except ClusterExists:
         old = await asyncio.to_thread(_read, record.name)
@@ -62,7 +64,21 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     last = await asyncio.to_thread(store.remove, old.name, id=old.id) or {}
     if late := last.keys() - old.sessions.keys():
         await api.stop(*late)
-    await asyncio.to_thread(store.claim, record, wanted)
+    await _claim(record, wanted)
+
+
+async def _claim(record: Record, wanted: Mapping[str, Any]) -> None:
+    """Create the record. A cancellation waits for the thread, after which the record can be removed."""
+    claiming = asyncio.ensure_future(asyncio.to_thread(store.claim, record, wanted))
+    cancelled = None
+    while not claiming.done():
+        try:
+            await asyncio.wait([claiming])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    claiming.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 async def wait_until_running(name: str, timeout: float) -> Record:

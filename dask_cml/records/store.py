@@ -248,7 +248,7 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
 
 
 def sweep(directory: Path | None = None) -> None:
-    """Remove what crashed processes left behind. The file system's clock tells its age, not this machine's."""
+    """Remove what crashed processes left behind, whose age the file system's clock tells."""
     folder = directory or state_directory()
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         os.utime(folder)
