@@ -22,8 +22,8 @@ from .actors import Actor, Command, Keeper, Notebook, Page
 from .log import CapturedLog
 from .schedule import NAME, WEATHERS, Schedule
 
-#: Seconds for what must come true, by the clock of the episode. The longest patience is that of orphans, and of
-#: a scheduler that waits for its first manager.
+#: Seconds for what must come true, by the clock of the episode. The longest patience is that of orphans, and
+#: of a scheduler that waits for its first manager.
 PATIENCE = 250.0
 
 
@@ -321,12 +321,12 @@ class Episode:
         record = self.record()
         if record is None:
             return ["no record"]
-        if self.log.kept:
+        if self._kept_workers():
             targets = {group: each["target"] for group, each in record.scheduler.groups.items()}
             wanted = {group: max(n, targets.get(group, n)) for group, n in wanted.items()}
         found: list[str] = []
         live = {each.id: each.key for each in self.sessions("worker") if not each.stop_requested}
-        by_group = {group: 0 for group in wanted}
+        by_group = dict.fromkeys(wanted, 0)
         for key in live.values():
             group = "default" if key.count("-") == 1 else key.split("-")[1]
             by_group[group] = by_group.get(group, 0) + 1
@@ -349,6 +349,12 @@ class Episode:
                 if known != wanted:
                     found.append(f"{actor.name} knows of {known}")
         return found
+
+    def _kept_workers(self) -> bool:
+        """Whether workers were kept because no other one could take their data."""
+        clusters = (each.cluster for each in self.actors.values() if isinstance(each, Keeper))
+        lines = [line for each in clusters if each is not None for _, line in each._cluster_manager_logs]
+        return any("kept: no other worker can take its data" in each for each in (*lines, *self.log.lines))
 
     def _dask_names(self, record: Record, key: str) -> list[str]:
         group = "default" if key.count("-") == 1 else key.split("-")[1]

@@ -24,6 +24,10 @@ from unittest import mock
 
 #: Seconds of real time without anything to wait for, after which a loop counts as stuck.
 _STUCK = 10.0
+#: Steps of a loop within a millisecond of its clock, after which something in it counts as restless.
+_MOST_STEPS = 50_000
+#: The shortest pause, in seconds.
+_RESOLUTION = 1e-6
 _REAL = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=time.sleep)
 #: Packages whose modules have bound the functions of the module `time` to names of their own.
 _BOUND = ("dask_cml", "distributed", "tornado")
@@ -37,8 +41,14 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[valid-type,misc]
     """Waits on the loop's clock instead of the machine's."""
 
     loop: VirtualLoop
+    _since, _steps = 0.0, 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        self._steps += 1
+        if self.loop.now - self._since > 0.001:
+            self._since, self._steps = self.loop.now, 0
+        elif self._steps == _MOST_STEPS:
+            raise Stuck("something goes on and on without a pause")
         if timeout is not None and timeout <= 0:
             return super().select(0)
         idle_since = _REAL.monotonic()
@@ -81,7 +91,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._began + self.now
 
     def call_at(self, when: float, callback: Any, *args: Any, **context: Any) -> asyncio.TimerHandle:
-        return super().call_at(when, self.guard(callback), *args, **context)
+        # A pause that is too short for the clock to advance would last for ever.
+        return super().call_at(max(when, self.now + _RESOLUTION), self.guard(callback), *args, **context)
 
     def close(self) -> None:
         super().close()
