@@ -1,52 +1,33 @@
-"""What the user asked for last is what the cluster has in the end, whatever happens at the same moment.
-
-The sessions are those of the simulated platform: real schedulers and workers in this event loop.
-"""
+"""What the user asked for last is what the cluster has in the end, whatever happens at the same moment."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import threading
 
 import pytest
 from distributed import Client
 from distributed.core import Status
-from stub import eventually
-from test_random import Simulation, quick  # noqa: F401  # a fixture
+from simulated.decorator import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError, LaunchRefused
-from dask_cml.manager import lifecycle, reconciler
 
 
-@pytest.fixture
-async def simulated(monkeypatch):
-    """Return a function that makes a cluster on a platform of its own."""
-    platform = Simulation(random.Random(1))
-    monkeypatch.setattr(lifecycle, "load_platform", lambda _: platform)
-    made = []
+async def make(**options):
+    # The simulated schedulers have no keys.
+    return await CMLCluster(**{"asynchronous": True, "quiet": True, "security": False, "cpu": 1, **options})
 
-    def make(**options):
-        options = {"cpu": 1, "worker_timeout": "1 minute", "asynchronous": True, "quiet": True, **options}
-        options["security"] = False  # the simulated schedulers have no keys
-        made.append(CMLCluster(**options))
-        return made[-1]
 
-    make.platform = platform
-    yield make
-    for each in made:
-        await each.close()
-    await platform.finish()
-    assert platform.live == []
+def arrived(cluster):
+    return cluster.worker_groups["default"].n_arrived
 
 
 def has(cluster, n):
     workers = cluster.scheduler_info["workers"]
-    return len(cluster.worker_spec) == len(cluster.workers) == len(cluster._arrived) == len(workers) == n
+    return len(cluster.worker_spec) == len(cluster.workers) == arrived(cluster) == len(workers) == n
 
 
-def told(cluster):
+def log_of(cluster):
     return "\n".join(line for _, line in cluster._cluster_manager_logs)
 
 
@@ -64,93 +45,92 @@ async def last_of_many_threads(mine, platform):
         for _ in range(20):
             mine.scale(luck.randrange(6))
 
-    threads = [threading.Thread(target=scale, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in threads])
+    await asyncio.gather(*[asyncio.to_thread(scale, seed) for seed in range(8)])
     mine.scale(2)
 
 
 @pytest.mark.parametrize(
     "wish", [smaller_during_a_refusal, last_of_many_threads], ids=lambda wish: wish.__name__
 )
-async def test_the_last_wish_counts(simulated, wish):
-    mine = await simulated()
-    await wish(mine, simulated.platform)
-    await eventually(lambda: has(mine, 2))
-    await mine._carry_out()
-    assert (mine._fleet.group().target, len(mine._fleet.keys)) == (2, 2)
-    await eventually(lambda: has(mine, 2))
+@simulated
+async def test_the_last_wish_counts(it, wish):
+    async with await make() as mine:
+        await wish(mine, it.platform)
+        await eventually(lambda: has(mine, 2))
+        await mine.manager.wishes.settle()
+        assert mine.worker_groups["default"].n_workers == 2
+        assert has(mine, 2)
 
 
-async def test_scale_ends_adapting_that_is_under_way(simulated):
-    mine = await simulated()
-    adaptive = mine.adapt(minimum=3, maximum=3, interval="1 hour")
-    with simulated.platform.held("launch_workers"):
-        adapting = asyncio.ensure_future(adaptive.adapt())
-        await eventually(lambda: simulated.platform.under_way)
-        mine.scale(0)
-    await adapting
-    with contextlib.suppress(AttributeError):  # as one that was stopped may still do once
-        await adaptive.scale_up(3)
-    await eventually(lambda: has(mine, 0))
-    assert mine._fleet.group().target == 0
+@simulated
+async def test_scale_ends_adapting_that_is_under_way(it):
+    async with await make() as mine:
+        mine.adapt(minimum=3, maximum=3, interval="1s")
+        with it.platform.held("launch_workers"):
+            await eventually(lambda: it.platform.under_way)
+            mine.scale(0)
+            await asyncio.sleep(10)
+        await eventually(lambda: has(mine, 0))
+        await asyncio.sleep(10)
+        assert has(mine, 0)
+        assert mine.worker_groups["default"].n_workers == 0
 
 
-async def test_what_is_not_wanted_any_more_is_no_failure(simulated):
-    mine = await simulated()
-    for _ in range(10):
-        mine.scale(3)
-        await asyncio.sleep(0)
-        await eventually(lambda: len(mine.workers) == 3)
-        mine.scale(1)
-        await eventually(lambda: len(mine.workers) == 1)
-    await eventually(lambda: has(mine, 1))
-    assert "failed" not in told(mine)
-    assert "problem" not in repr(mine)
+@simulated
+async def test_what_is_not_wanted_any_more_is_no_failure(it):
+    async with await make() as mine:
+        for _ in range(10):
+            mine.scale(3)
+            await eventually(lambda: len(mine.workers) == 3)
+            mine.scale(1)
+            await eventually(lambda: len(mine.workers) == 1)
+        await eventually(lambda: has(mine, 1))
+        assert "failed" not in log_of(mine)
+        assert "problem" not in repr(mine)
 
 
-async def test_workers_that_the_user_retires_are_replaced_and_no_failure(simulated):
-    mine = await simulated(n_workers=2)
-    async with Client(mine, asynchronous=True) as client:
+@simulated
+async def test_workers_that_the_user_retires_are_replaced_and_no_failure(it):
+    async with await make(n_workers=2) as mine, Client(mine, asynchronous=True) as client:
         await eventually(lambda: has(mine, 2))
         for _ in range(3):
-            before = sorted(mine._arrived)
+            before = sorted(mine.workers)
             await client.retire_workers(names=before[:1], close_workers=True)
             await eventually(lambda gone=before[0]: gone not in mine.worker_spec and has(mine, 2))
-    assert "failed" not in told(mine)
-    assert "problem" not in repr(mine)
-    assert "closed; launching a replacement" in told(mine)
+        assert "failed" not in log_of(mine)
+        assert "problem" not in repr(mine)
+        assert "closed; launching a replacement" in log_of(mine)
 
 
-async def test_workers_that_a_client_restarts_are_replaced_and_no_failure(simulated):
-    mine = await simulated(n_workers=2)
-    async with Client(mine, asynchronous=True) as client:
+@simulated
+async def test_workers_that_a_client_restarts_are_replaced_and_no_failure(it):
+    async with await make(n_workers=2) as mine, Client(mine, asynchronous=True) as client:
         await eventually(lambda: has(mine, 2))
-        before = {*mine._arrived}
+        before = {*mine.workers}
         # It closes workers that have no nanny, and waits for as many others.
         await client.restart(timeout=120)
         await eventually(lambda: has(mine, 2))
-        assert not before & mine._arrived
+        assert not before & {*mine.workers}
         assert await client.submit(sum, [1, 2]) == 3
-    assert "failed" not in told(mine)
-    assert "problem" not in repr(mine)
+        assert "failed" not in log_of(mine)
+        assert "problem" not in repr(mine)
 
 
-async def test_a_stop_that_hangs_holds_up_no_launch(simulated, monkeypatch):
-    monkeypatch.setattr(reconciler, "_STOPS_WITHIN", 0.1)
-    mine = await simulated(n_workers=2)
-    await eventually(lambda: has(mine, 2))
-    with simulated.platform.held("stop_workers"):
-        mine.scale(1)
-        await eventually(lambda: simulated.platform.under_way)
-        mine.scale(3)
-        await eventually(lambda: len(mine._arrived) == 3)
-    await eventually(lambda: has(mine, 3))
+@simulated
+async def test_a_stop_that_hangs_holds_up_no_launch(it):
+    async with await make(n_workers=2) as mine:
+        await eventually(lambda: has(mine, 2))
+        with it.platform.held("stop_workers"):
+            mine.scale(1)
+            await eventually(lambda: it.platform.under_way)
+            mine.scale(3)
+            await eventually(lambda: arrived(mine) == 3)
+        await eventually(lambda: has(mine, 3))
 
 
-async def test_a_closed_cluster_says_so(simulated):
-    mine = await simulated()
+@simulated
+async def test_a_closed_cluster_says_so(it):
+    mine = await make()
     await mine.close()
     with pytest.raises(CMLError, match=f"cannot scale cluster {mine.name}: it is closed"):
         mine.scale(1)
@@ -158,29 +138,40 @@ async def test_a_closed_cluster_says_so(simulated):
         mine.adapt()
     with pytest.raises(CMLError, match=f"cannot scale cluster {mine.name}: it is closed"):
         await mine.scale_down(["any"])
-    assert simulated.platform.live == []
+    assert it.platform.live == []
 
 
-async def test_close_ends_a_step_that_scale_began(simulated):
-    mine = await simulated()
-    with simulated.platform.held("launch_workers"):
-        mine.scale(2)
-        await eventually(lambda: simulated.platform.under_way)
-        step = mine._stepping
-        closing = asyncio.ensure_future(mine.close())
-        await eventually(step.done)
-    await closing
-    assert step.cancelled()
-
-
-async def test_a_cluster_that_lost_its_scheduler_does_not_say_that_it_runs(simulated):
-    mine = await simulated(n_workers=1)
+@simulated
+async def test_a_cluster_that_lost_its_scheduler_does_not_say_that_it_runs(it):
+    mine = await make(n_workers=1)
     await eventually(lambda: has(mine, 1))
-    with simulated.platform.held("list_workers"):
-        simulated.platform.evict(mine.sessions[0].id)
+    with it.platform.held("list_workers"):
+        it.platform.evict(mine.sessions[0].id)
         await eventually(lambda: "not connected" in repr(mine))
         assert mine.status == Status.running
     await eventually(lambda: mine.status == Status.closed)
+
+
+@simulated
+async def test_who_deletes_a_group_waits_for_the_leader_without_haste(it):
+    """Each look of a manager that does not lead is over at once."""
+    async with await make(worker_groups={"big": {"n_workers": 1}}) as leader:
+        other = it.process("other", {"CDSW_ENGINE_ID": "other12345678901"})
+
+        async def delete():
+            looks = []
+            async with await CMLCluster.from_name(leader.name, asynchronous=True, quiet=True) as mine:
+                look = mine.manager.fleet.is_deleted
+                mine.manager.fleet.is_deleted = lambda name: looks.append(name) or look(name)
+                await mine.delete_worker_group("big")
+            return looks
+
+        await eventually(lambda: leader.worker_groups["big"].n_arrived == 1)
+        with it.platform.held("stop_workers"):
+            deleting = other.start(delete())
+            done, _ = await asyncio.wait([deleting], timeout=5.0)
+            assert not done
+        assert 10 < len(await deleting) < 200
 
 
 async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform, light):
@@ -191,19 +182,3 @@ async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform
     for _ in range(2):  # what a cluster has stopped that was closed fills the quota, too
         async with CMLCluster(n_workers=2, **options) as smaller:
             assert len(smaller.workers) == 2
-
-
-async def test_a_cluster_that_is_closed_before_its_first_step_says_so(simulated):
-    mine = simulated()
-    begun = asyncio.Event()
-
-    async def sync():
-        begun.set()
-        await asyncio.Event().wait()
-
-    mine._leadership.sync = sync
-    ready = asyncio.ensure_future(mine._ready())
-    await asyncio.wait_for(begun.wait(), 120)
-    await mine.close()
-    with pytest.raises(CMLError, match="was closed meanwhile"):
-        await ready
