@@ -282,9 +282,8 @@ class Episode:
 
     async def _settle(self) -> None:
         for actor in self.actors.values():
-            if isinstance(actor, Command):
-                for each in actor.under_way:
-                    await self._until_done(each, actor.name)
+            for each in actor.under_way:
+                await self._until_done(each, f"what {actor.name} does")
         began = time.monotonic()
         record = self.record()
         if record is None:

@@ -16,7 +16,7 @@ _PATIENCE = 300.0
 
 
 def simulated(test: Callable[..., Any]) -> Callable[..., None]:
-    """Make a test of a coroutine function, which is the code of a notebook in a world. Its argument is ``it``."""
+    """Make a test of a coroutine function: the code of a notebook in the world ``it``, its argument."""
 
     def run_test(tmp_path: Path, **arguments: Any) -> None:
         state = tmp_path / "state"

@@ -62,7 +62,7 @@ class Files:
         os.replace(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     def _temporary(self, **options: Any) -> Any:
-        file = tempfile.TemporaryFile(**options)
+        file = tempfile.TemporaryFile(**options)  # noqa: SIM115  # the caller closes it
         os.utime(file.fileno(), (self._loop.wall_time(),) * 2)
         return file
 

@@ -59,7 +59,7 @@ class SimulatedPlatform(PlannedFaults):
     latency : float
         Seconds that each request takes. ``launch_workers(n)`` does n of them, ten at a time.
     ends : callable, optional
-        Gets the code of a session that advances and returns the status that it ends with, or None: it runs on.
+        Gets the code of a session that advances. Returns the status that it ends with, or None: it runs on.
     luck : Luck, optional
         What goes wrong, in addition to what is planned.
     """

@@ -85,7 +85,7 @@ class RunningSessions:
     # -- for tests
 
     def freeze(self, session_id: str) -> None:
-        """Let the node of a session fail: nobody answers, no connection ends, the platform notices it soon."""
+        """Let the node of a session fail: nobody answers, no connection ends. Soon it is listed as ended."""
         self.processes[session_id].freeze()
         self._loop.call_later(1.0, self._platform.evict, session_id)
 
@@ -242,9 +242,13 @@ class RunningSessions:
     async def _meet(self, folder: str, file: str, timeout: float) -> str | None:
         """Return the scheduler's address, or None if the folder is removed first."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and os.path.isdir(folder):
-            if file in os.listdir(folder):
-                address: str = json.loads(Path(folder, file).read_text())["address"]
+        while time.monotonic() < deadline:
+            try:
+                address: str = json.loads(await asyncio.to_thread(Path(folder, file).read_text))["address"]
+            except FileNotFoundError:
+                if not await asyncio.to_thread(os.path.isdir, folder):
+                    return None
+            else:
                 return address
             await asyncio.sleep(0.2)
         return None
