@@ -40,19 +40,15 @@ def main() -> int:
 def figures(outcomes: list[Outcome]) -> str:
     """Return the figures of all episodes: violations, seconds of convergence, leaked session-seconds."""
     violations = sum(bool(each.violations) for each in outcomes)
-    converged = sorted(each.converged for each in outcomes if each.converged is not None)
-    leaked = sum(each.leaked for each in outcomes)
     lines = [f"violations: {violations}"]
+    converged = sorted(each.converged for each in outcomes if each.converged is not None)
     if len(converged) > 1:
         percentiles = statistics.quantiles(converged, n=100, method="inclusive")
-        p50, p99 = percentiles[49], percentiles[98]
-        lines.append(
-            f"convergence of {len(converged)}: p50 {p50:.1f} s, p99 {p99:.1f} s, {converged[-1]:.1f} s at most"
-        )
-    mean, most = leaked / len(outcomes), max(each.leaked for each in outcomes)
-    lines.append(
-        f"leaked session-seconds: {leaked:.0f}, {leaked / max(1, len(outcomes)):.2f} an episode, {worst:.0f} at most"
-    )
+        p50, p99, most = percentiles[49], percentiles[98], converged[-1]
+        lines.append(f"convergence of {len(converged)}: p50 {p50:.1f} s, p99 {p99:.1f} s, max {most:.1f} s")
+    leaked = [each.leaked for each in outcomes]
+    mean, most = statistics.mean(leaked), max(leaked)
+    lines.append(f"leaked session-seconds: {sum(leaked):.0f}, mean {mean:.2f}, max {most:.0f}")
     return "\n".join(lines)
 
 

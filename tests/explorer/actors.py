@@ -11,6 +11,7 @@ from typing import Any
 
 from distributed import Client
 from distributed.core import Status
+from simulated.faults import UnexpectedError
 from simulated.process import SimulatedProcess
 from simulated.world import World
 
@@ -84,7 +85,7 @@ class Actor:
     async def _as_user(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         try:
             return await coroutine
-        except EXPECTED as error:
+        except (*EXPECTED, UnexpectedError) as error:
             self.errors.append(f"{type(error).__name__}: {error}")
 
     def kill(self) -> None:
@@ -133,6 +134,8 @@ class Notebook(Keeper):
     def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
         super().__init__(world, name, crash)
         self._cluster: CMLCluster | None = None
+        #: Whether it has seen a cluster run.
+        self.started = False
         self.client: Client | None = None
         self.futures: list[Any] = []
 
@@ -156,6 +159,7 @@ class Notebook(Keeper):
     async def _make(self, make: Callable[[], CMLCluster]) -> None:
         self._cluster = make()
         await self._cluster
+        self.started = True
         self.client = await Client(self._cluster, asynchronous=True)
 
     def submit(self, cluster: CMLCluster, n: int, seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -329,7 +330,7 @@ class Episode:
         for key in live.values():
             group = "default" if key.count("-") == 1 else key.split("-")[1]
             by_group[group] = by_group.get(group, 0) + 1
-        if by_group != wanted:
+        if +Counter(by_group) != +Counter(wanted):
             found.append(f"sessions {sorted(live.values())}")
         if recorded := {key for key in record.sessions.values() if key != "scheduler"} ^ {*live.values()}:
             found.append(f"the record differs in {sorted(recorded)}")
@@ -345,7 +346,8 @@ class Episode:
         for actor in self.actors.values():
             if isinstance(actor, Keeper) and (cluster := actor.open) is not None:
                 known = {name: group.n_arrived for name, group in cluster.worker_groups.items()}
-                if known != wanted:
+                # A group may be deleted instead of empty.
+                if +Counter(known) != +Counter(wanted):
                     found.append(f"{actor.name} knows of {known}")
         return found
 
@@ -362,7 +364,10 @@ class Episode:
         return [key] if n == 1 else [f"{key}-{i}" for i in range(n)]
 
     def _check_ended(self) -> None:
-        """An adopted cluster is ended by a word of its user only, never by an error."""
+        """A cluster that runs is ended by a word of its user only, never by an error."""
+        notebooks = [each for each in self.actors.values() if isinstance(each, Notebook)]
+        if not any(each.started for each in notebooks):
+            return
         fates = [
             each for each in self.platform.all.values() if each.key == "scheduler" and each.status == "failed"
         ]

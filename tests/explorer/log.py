@@ -8,10 +8,10 @@ import time
 import traceback
 from collections.abc import Iterator
 
+from simulated.faults import UnexpectedError
 from simulated.process import Killed, current
 
-#: Of the platform's own library, which is told as it is.
-_EXPECTED = (Killed, KeyError)
+_EXPECTED = (Killed, UnexpectedError)
 
 
 class CapturedLog(logging.Handler):

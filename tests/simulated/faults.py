@@ -34,6 +34,10 @@ class ProtocolError(Exception):
     """What an HTTP library may raise that is no OSError."""
 
 
+class UnexpectedError(KeyError):
+    """What the platform's own library raises for an answer that it does not expect."""
+
+
 class JSONDecodeError(OSError, ValueError):
     """As `requests` raises it for the HTML page of a gateway."""
 
@@ -259,7 +263,7 @@ class Luck:
             errors += [JSONDecodeError("no JSON"), json.JSONDecodeError("no JSON", "<html>", 0)]
             mishap.error, mishap.carried_out = chance.choice(errors), kind == "lost"
         elif kind == "unexpected":
-            mishap.error, mishap.carried_out = KeyError("engineId"), chance.random() < 0.5
+            mishap.error, mishap.carried_out = UnexpectedError("engineId"), chance.random() < 0.5
         elif kind == "wrong":
             message = {
                 "message": chance.choice(["Internal Server Error", "Unauthorized", "Rate limit exceeded"])
