@@ -8,7 +8,7 @@ import random
 import pytest
 from distributed import Client
 from distributed.core import Status
-from simulated.decorator import eventually, simulated
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError, LaunchRefused
 
