@@ -136,6 +136,27 @@ def _gib(value: Any) -> float:
         return parse_bytes(value) / 2**30
 
 
+def memory_reserve(argument: str, value: Any, memory: float) -> float:
+    """Check the memory that Dask workers leave to other processes, in GiB. Its default depends on it."""
+    if value is None:
+        # The session's kernel takes 60 to 80 MB, and the parent process of the workers about 100.
+        return min(0.25 + 0.02 * memory, memory / 2)
+    reserve = 0.0 if value == 0 and not isinstance(value, bool) else gibibytes(argument, value)
+    return float(_valid(argument, reserve, reserve < memory, f"less than memory={memory:g} GiB"))
+
+
+def scratch(argument: str, value: Any) -> int:
+    """Check a size of local disk, and return it in bytes. Return 0 if it is unlimited."""
+    from dask.utils import parse_bytes
+
+    if value in (None, "none", 0) and value is not False:
+        return 0
+    expected = 'a size such as "10 GB", or "none"'
+    text = _typed(argument, value, (str, int), expected)
+    _valid(argument, value, not isinstance(value, str) or any(map(str.isdigit, value)), expected)
+    return int(_above_0(argument, text, expected, parse_bytes))
+
+
 def seconds(argument: str, value: Any) -> float:
     """Check a duration, and return it in seconds."""
     from dask.utils import parse_timedelta

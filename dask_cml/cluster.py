@@ -28,6 +28,7 @@ from dask_cml.manager.adaptive import CMLAdaptive
 from dask_cml.manager.manager import Manager
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options
+from dask_cml.printable import printable, printable_lines
 from dask_cml.records import store
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import Session
@@ -76,6 +77,12 @@ class CMLCluster(SpecCluster):
         Number of threads of a worker session, shared evenly by its processes. Default: as many as `cpu`.
     processes : int, optional
         Number of Dask workers in a worker session. Default 1. With ``dask cuda worker``, one for each GPU.
+    memory_reserve : float or str, optional
+        Part of a worker session's memory that its Dask workers leave to the session's other processes, in
+        GiB, or a string such as ``"500 MiB"``. Default: 0.25 GiB and 2 % of the memory.
+    scratch : str, optional
+        Local disk of a worker session. Its Dask workers spill at most 80 % of it. ``"none"``: unlimited.
+        Default ``"10 GB"``, as CML's.
     resources : mapping of str to float, optional
         Resources of a worker session, for tasks such as ``client.submit(f, resources={"GPU": 1})``. Its
         processes share them evenly. Default: ``GPU``, as many as `nvidia_gpu`.
@@ -181,6 +188,8 @@ class CMLCluster(SpecCluster):
         *,
         nthreads: int | None = None,
         processes: int | None = None,
+        memory_reserve: float | str | None = None,
+        scratch: str | None = None,
         resources: Mapping[str, float] | None = None,
         scheduler_cpu: float | None = None,
         scheduler_memory: float | str | None = None,
@@ -237,7 +246,7 @@ class CMLCluster(SpecCluster):
         self._forwarder: DashboardForwarder | None = None
         self._close_lock = threading.Lock()
         self._quiet = quiet
-        self.manager = make_manager(log=self._log)
+        self.manager = make_manager(log=lambda text: self._log(printable_lines(text)))
         try:
             SpecCluster.__init__(
                 self,
@@ -458,6 +467,8 @@ class CMLCluster(SpecCluster):
         nvidia_gpu: int | None = None,
         nthreads: int | None = None,
         processes: int | None = None,
+        memory_reserve: float | str | None = None,
+        scratch: str | None = None,
         resources: Mapping[str, float] | None = None,
         worker_class: str | None = None,
         worker_command: Sequence[str] | None = None,
@@ -486,6 +497,10 @@ class CMLCluster(SpecCluster):
             Number of threads of a session.
         processes : int, optional
             Number of Dask workers in a session.
+        memory_reserve : float or str, optional
+            Part of a session's memory that its Dask workers leave to other processes, in GiB.
+        scratch : str, optional
+            Local disk of a session, such as ``"10 GB"``.
         resources : mapping of str to float, optional
             Resources of a session, for tasks that ask for them.
         worker_class : str, optional
@@ -699,7 +714,7 @@ class CMLCluster(SpecCluster):
         if self.status == Status.running and not state.connected:
             words.append("not connected to the scheduler")
         if state.problem:
-            words.append(f"problem: {first_line(state.problem)}")
+            words.append(f"problem: {printable(first_line(state.problem))}")
         return ", ".join([text[:-1], *filter(None, words)]) + ")"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:

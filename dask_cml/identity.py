@@ -18,7 +18,7 @@ class WorkerIdentity:
     Parameters
     ----------
     name : str
-        Its name. Dask's names may be numbers.
+        Its name. Dask's names may also be empty, numbers or tuples.
     nthreads : int
         Number of its threads.
     memory_limit : int
@@ -83,9 +83,9 @@ def read_workers(answer: Any) -> tuple[WorkerIdentity, ...]:
 def _worker(answer: Any) -> WorkerIdentity:
     content = _mapping("worker", answer)
     return WorkerIdentity(
-        _text("name", content.get("name")),
-        _amount("nthreads", content.get("nthreads"), _MOST_THREADS),
-        _amount("memory_limit", content.get("memory_limit") or 0, _MOST_MEMORY),
+        _name(content.get("name")),
+        amount("nthreads", content.get("nthreads"), _MOST_THREADS),
+        amount("memory_limit", content.get("memory_limit") or 0, _MOST_MEMORY),
     )
 
 
@@ -95,6 +95,13 @@ def _mapping(key: str, value: Any) -> Mapping[Any, Any]:
     return value
 
 
+def _name(value: Any) -> str:
+    text = str(value) if isinstance(value, (str, int, float, tuple)) else None
+    if text is None or len(text) > _MOST_CHARACTERS:
+        _refuse("name", value)
+    return text
+
+
 def _text(key: str, value: Any) -> str:
     text = str(value) if isinstance(value, (str, int)) else ""
     if not 0 < len(text) <= _MOST_CHARACTERS:
@@ -102,7 +109,14 @@ def _text(key: str, value: Any) -> str:
     return text
 
 
-def _amount(key: str, value: Any, most: int) -> int:
+def amount(key: str, value: Any, most: int) -> int:
+    """Check a number in an answer of a scheduler, and return it as an integer.
+
+    Raises
+    ------
+    ValueError
+        If it is no number from 0 to `most`. The message contains a short part of the answer.
+    """
     if not isinstance(value, (int, float)) or not 0 <= value <= most:  # so NaN is none
         _refuse(key, value)
     return int(value)

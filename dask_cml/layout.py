@@ -18,6 +18,8 @@ SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER = "sessions", "ended", "started"
 SCHEDULER = "scheduler"
 #: The environment variables of a scheduler's session: the cluster's folder, and the number of the scheduler.
 FOLDER, NUMBER = "DASK_CML_FOLDER", "DASK_CML_SCHEDULER_NUMBER"
+#: The environment variable with the bytes that a worker's process may reserve after its start. 0: no limit.
+ALLOCATION_LIMIT = "DASK_CML_ALLOCATION_LIMIT"
 
 _SCHEDULER_FILE = re.compile(r"scheduler-([0-9]{1,9})\.json", re.ASCII)
 

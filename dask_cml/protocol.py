@@ -17,6 +17,8 @@ SET = "cml_set"
 DEMAND = "cml_demand"
 #: Asks when the scheduler heard of Dask workers last, and what they hold.
 HELD = "cml_held"
+#: Tells the scheduler that the platform is about to stop the session of some Dask workers.
+NOTICE = "cml_notice"
 #: Asks to be connected to the dashboard. The scheduler answers ``{"status": "OK"}``.
 FORWARD = "cml_forward"
 

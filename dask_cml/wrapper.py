@@ -6,7 +6,10 @@ another Python than that of dask-cml, and its memory is the session's.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import stat
 import subprocess
 import threading
 import time
@@ -16,6 +19,10 @@ from typing import Any
 #: Bytes of the output's end that are printed if the program fails, and their lines.
 _KEPT, _LINES = 8192, 15
 _LOOK_INTERVAL = 0.2
+#: The share of the session's memory above which the log says so, and seconds between two looks.
+_FULL, _MEMORY_INTERVAL = 0.85, 0.02
+#: Seconds from the notice for the program to move its data. The platform waits for 30.
+_GRACE = 20.0
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -34,13 +41,17 @@ class Log:
     def __init__(self, path: str) -> None:
         self._path = path
         self._missing = 0
+        self._writing = threading.Lock()
         self.end = b""
 
     def write(self, output: bytes) -> None:
         """Append output, if possible."""
         self.end = (self.end + output)[-_KEPT:]
         try:
-            with open(os.open(self._path, _WRITE | os.O_APPEND, 0o600), "ab") as file:
+            with self._writing, open(os.open(self._path, _WRITE | os.O_APPEND, 0o600), "ab") as file:
+                about = os.fstat(file.fileno())
+                if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+                    raise OSError("it is not a regular file of this user")
                 if self._missing:
                     file.write(b"\n[%d bytes of output lost: the log could not be written]\n" % self._missing)
                 file.write(output)
@@ -59,6 +70,8 @@ def run(
     scheduler_file: str | None = None,
     timeout: float = 0.0,
     serves_dashboard: bool = False,
+    passes_notice: bool = False,
+    memory: int = 0,
 ) -> None:
     """Run a program until it ends.
 
@@ -82,6 +95,10 @@ def run(
         Time to wait for that file, in seconds.
     serves_dashboard : bool
         Whether the program serves the dashboard on the port that the platform forwards to.
+    passes_notice : bool
+        Whether the program moves its data when the platform is about to stop the session.
+    memory : int
+        The session's memory in bytes. If it is nearly full, the log says so. 0: do not look.
 
     Raises
     ------
@@ -106,6 +123,9 @@ def run(
     if scheduler_file is not None:
         meeting = (process, folder, scheduler_file, time.monotonic() + timeout)
         threading.Thread(target=_meet, args=meeting, daemon=True).start()
+    _handle_sigterm(process, passes_notice)
+    if memory and (files := _memory_files()):
+        threading.Thread(target=_watch_memory, args=(output, memory, *files), daemon=True).start()
     # CML shows a session's output in the console of the session that launched it, so it goes to a log.
     with process:
         assert process.stdout is not None
@@ -143,6 +163,60 @@ def _start(folder: str, name: str, entry: str | None) -> str | None:
 def _create(path: str, content: str = "") -> None:
     with open(os.open(path, _WRITE | os.O_EXCL, 0o600), "w") as file:
         file.write(content)
+
+
+def _handle_sigterm(process: subprocess.Popen[bytes], passes_notice: bool) -> None:
+    """Pass on the notice of the session's end, which the platform sends to the main process."""
+
+    def terminate(*_: object) -> None:
+        if not passes_notice or process.poll() is not None:
+            process.terminate()
+            return
+        process.send_signal(signal.SIGUSR1)
+        timer = threading.Timer(_GRACE, process.terminate)
+        timer.daemon = True
+        timer.start()
+
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, terminate)
+
+
+def _memory_files() -> tuple[str, str] | None:
+    """Return the kernel's files with the memory of this session, and its parts."""
+    try:
+        with open("/proc/self/cgroup") as file:
+            groups = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return None
+    for _, controllers, path in groups:
+        for root, names, usage in (
+            ("/sys/fs/cgroup", "", "memory.current"),
+            ("/sys/fs/cgroup/memory", "memory", "memory.usage_in_bytes"),
+        ):
+            # In a container, its own group is the root.
+            for folder in (root + path, root) if names in controllers.split(",") else ():
+                if os.path.exists(os.path.join(folder, usage)):
+                    return os.path.join(folder, usage), os.path.join(folder, "memory.stat")
+    return None
+
+
+def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
+    """Write into the log when the session's memory is nearly full: its end may leave no time for more."""
+    is_full = False
+    with contextlib.suppress(OSError, ValueError):
+        while True:
+            was_full, is_full = is_full, False
+            with open(usage) as file:
+                used = int(file.read())
+            if used > _FULL * memory:
+                with open(parts) as file:
+                    stat = dict(line.split() for line in file)
+                # Without the cache of files, which the kernel frees before it kills.
+                used = int(stat.get("anon") or stat.get("total_rss") or used)
+                is_full = used > _FULL * memory
+            if is_full and not was_full:
+                log.write(b"[memory: %d of %d bytes]\n" % (used, memory))
+            time.sleep(_MEMORY_INTERVAL)
 
 
 def _meet(process: subprocess.Popen[bytes], folder: str, file: str, deadline: float) -> None:

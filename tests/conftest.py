@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from dask_cml import local
-from dask_cml.local import network
+from dask_cml.local import cgroups, network
 
 
 @pytest.hookimpl(wrapper=True)
@@ -118,9 +118,11 @@ def local_platform() -> Iterator[None]:
         leaked = [each for each in local.sessions() if each["status"] not in ENDED]
         leaked = [each for each in leaked if not each["stop_requested"]]
         processes = end_all(directory / "local")
+        groups = cgroups_left()
         shutil.rmtree(directory)
     assert not leaked, "the test left sessions live"
     assert not processes, "stopped sessions left processes"
+    assert not groups, "sessions left cgroups"
 
 
 def end_all(directory: Path) -> list[str]:
@@ -136,7 +138,14 @@ def end_all(directory: Path) -> list[str]:
     described = [str(process.as_dict(["pid", "cmdline", "status"])) for process in left]
     for process in left:
         process.kill()
+    local.sessions()  # frees what killed supervisors leave
     return described
+
+
+def cgroups_left() -> list[Path]:
+    """Return the cgroups of this state directory's sessions."""
+    place = cgroups.place("0" * 16)
+    return [*place.parent.glob(place.name.replace("0" * 16, "*"))] if place else []
 
 
 def processes_of(directory: Path) -> Iterator[psutil.Process]:

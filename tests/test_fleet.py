@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from fleets import Cluster
+from fleets import Cluster, dask_worker
 
 from dask_cml.errors import CMLError
 from dask_cml.scheduler.wanted import Wanted
@@ -86,13 +86,15 @@ def test_the_last_wish_of_many_threads_counts():
         luck = random.Random(seed)
         for _ in range(200):
             mine.fleet.wish("scale", group="default", n=luck.randrange(12))
-            assert len(mine.fleet.names) == len({*mine.fleet.names})
+            names = mine.fleet.names
+            assert len(names) == len({*names})
 
-    threads = [threading.Thread(target=scale, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        mine.carry_out()
+    with ThreadPoolExecutor(8) as threads:
+        scaling = [threads.submit(scale, seed) for seed in range(8)]
+        while not all(each.done() for each in scaling):
+            mine.carry_out()
+    for each in scaling:
+        each.result()
     mine.fleet.wish("scale", group="default", n=2)
     mine.carry_out()
     assert mine.fleet.group().target == mine.wanted.groups["default"].target == 2
@@ -183,7 +185,7 @@ def test_a_dask_worker_that_comes_back_at_another_address_is_connected():
     assert mine.fleet.member("mine-0").connected == {"mine-0": "tcp://new"}
 
 
-@pytest.mark.parametrize("name", [5, "", "mine", "mine-", "others-0"])
+@pytest.mark.parametrize("name", [5, 0.5, ("mine", 0), "", "mine", "mine-", "others-0"])
 def test_dask_workers_of_the_user_are_observed_only(name):
     mine = Cluster(1)
     mine.connected = {"tcp://10.0.0.1:1": name}
@@ -226,12 +228,21 @@ def test_sessions_that_wait_for_room_are_wanted_ones_that_never_connected():
     assert mine.fleet.waits == {"mine-0": 9.0}
 
 
+def test_a_wish_to_stop_adapting_counts_before_the_scheduler_has_answered():
+    mine = Cluster(1)
+    mine.fleet.wish("adapt", group="default", minimum=1, maximum=3, key="a")
+    mine.fleet.wish("stop_adapting", group="default", key="another")
+    assert mine.fleet.group().adapting["maximum"] == 3
+    mine.fleet.wish("stop_adapting", group="default", key="a")
+    assert mine.fleet.group().adapting is None
+
+
 # -- answers
 
 
 def test_an_answer_that_comes_late_changes_nothing():
     mine = Cluster(1)
-    late = {**mine.wanted.since(1), "workers": {"tcp://old": {"name": "mine-0"}}}
+    late = {**mine.wanted.since(1), "workers": {"tcp://old": dask_worker("mine-0")}}
     mine.wanted.scale("m2", "default", 3)
     mine.connect("mine-0")
     mine.fleet.update(late)
@@ -255,3 +266,13 @@ def test_a_whole_answer_replaces_all():
     assert mine.fleet.observed == {"mine-9"}
     assert mine.fleet.member("mine-0").gone
     assert (mine.fleet.tasks_done, mine.fleet.managers) == (7, 2)
+
+
+@pytest.mark.parametrize("count", ["many", None, float("nan"), -1])
+def test_an_invalid_answer_changes_nothing(count):
+    mine = Cluster(1)
+    mine.wanted.scale("m2", "default", 3)
+    before = mine.fleet.revision
+    with pytest.raises(ValueError, match="the scheduler's answer is invalid: tasks_done="):
+        mine.fleet.update({**mine.wanted.since(before), "workers": {}, "tasks_done": count})
+    assert mine.fleet.revision == before

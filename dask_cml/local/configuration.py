@@ -1,4 +1,4 @@
-"""The settings of the local platform: delays, quotas, the project's variables and the network."""
+"""The settings of the local platform: delays, quotas and limits, the project's variables, the network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from dask_cml import checks
 from dask_cml.local import network, state
 
 RESOURCES = ("cpu", "memory", "nvidia_gpu", "sessions")
-NETWORKS = ("shared", "namespaces")
-OVER_QUOTA = ("refuse", "wait")
+#: The settings with a fixed set of values.
+CHOICES = {
+    "network": ("shared", "namespaces"),
+    "over_quota": ("refuse", "wait"),
+    "memory_limit": ("auto", "watch", "off"),
+    "over_memory": ("session", "process"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +31,9 @@ class Settings:
     over_quota: str = "refuse"
     stop_grace: float = 2.0
     lifetime: float | None = None
+    memory_limit: str = "auto"
+    over_memory: str = "session"
+    scratch: float | str | None = "10 GB"
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     network: str = "shared"
     needs_api_key: bool = False
@@ -40,7 +48,9 @@ def settings() -> Settings:
     >>> local.settings().network
     'shared'
     """
-    return Settings(**(state.read_json(state.directory() / "settings.json") or {}))
+    written = state.read_json(state.directory() / "settings.json") or {}
+    known = {field.name for field in dataclasses.fields(Settings)}
+    return Settings(**{name: value for name, value in written.items() if name in known})
 
 
 def configure(
@@ -51,6 +61,9 @@ def configure(
     over_quota: str | EllipsisType = ...,
     stop_grace: float | EllipsisType = ...,
     lifetime: float | EllipsisType | None = ...,
+    memory_limit: str | EllipsisType = ...,
+    over_memory: str | EllipsisType = ...,
+    scratch: float | str | EllipsisType | None = ...,
     variables: Mapping[str, str] | EllipsisType = ...,
     network: str | EllipsisType = ...,
     needs_api_key: bool | EllipsisType = ...,
@@ -74,9 +87,23 @@ def configure(
         other sessions end, or the quota grows. The oldest session comes first. Releases of CML differ in
         this.
     stop_grace : float
-        Time from SIGTERM to SIGKILL when a session is stopped, in seconds.
+        Time from the notice to SIGKILL when a session is stopped or evicted, in seconds. The notice is a
+        SIGTERM to the session's main process, the kernel that runs its code. If that process ends earlier,
+        so do the others.
     lifetime : float, optional
         Time after which a running session ends as ``timedout``, in seconds. None: never.
+    memory_limit : {"auto", "watch", "off"}
+        How the memory of a session limits all its processes together. "auto": a cgroup, so that the kernel
+        enforces the limit exactly. This requires Linux and, in most cases, root. Elsewhere, as with "watch",
+        the platform looks ten times a second, and kills what exceeds the limit. "off": no limit.
+    over_memory : {"session", "process"}
+        What is killed if a session exceeds its memory: all its processes at once, as on nodes of Kubernetes
+        1.28 and later, or only the largest one, as on older nodes. The session ends as ``failed`` if its main
+        process is killed.
+    scratch : float or str, optional
+        Scratch space of each session: the maximum size of its ``TMPDIR``, in GiB, or as a string such as
+        "10 GB". The platform looks every second, and evicts a session over the limit, with notice. None: no
+        limit.
     variables : mapping of str to str
         The project's environment variables, which all sessions inherit.
     network : {"shared", "namespaces"}
@@ -104,17 +131,7 @@ def configure(
     >>> local.configure(start_delay=0.5, quota={"sessions": 10}).start_delay
     0.5
     """
-    given: dict[str, Any] = {
-        "start_delay": start_delay,
-        "latency": latency,
-        "quota": quota,
-        "over_quota": over_quota,
-        "stop_grace": stop_grace,
-        "lifetime": lifetime,
-        "variables": variables,
-        "network": network,
-        "needs_api_key": needs_api_key,
-    }
+    given = dict(locals())
     changes = {name: value for name, value in given.items() if value is not ...}
     for name, value in changes.items():
         _check(name, value)
@@ -137,40 +154,30 @@ def shares_host_network() -> bool:
 
 
 def _check(name: str, value: Any) -> None:
-    if name in ("start_delay", "latency", "stop_grace"):
-        _check_number(name, value)
-    elif name == "lifetime":
-        if value is not None:
-            _check_number(name, value)
-    elif name == "quota":
-        if value is not None:
-            _check_mapping(name, value)
-            for resource, limit in value.items():
-                if resource not in RESOURCES:
-                    raise ValueError(f"invalid quota {resource!r}: expected one of {', '.join(RESOURCES)}")
-                _check_number(f"quota[{resource!r}]", limit)
-    elif name == "variables":
-        _check_mapping(name, value)
-        checks.environment(name, value)
+    if value is None and name in ("quota", "lifetime", "scratch"):
+        return
+    if name in CHOICES:
+        checks.choice(name, value, CHOICES[name])
+        if value == "namespaces":
+            network.check()
     elif name == "needs_api_key":
-        if not isinstance(value, bool):
-            raise TypeError(f"invalid needs_api_key={value!r}: expected True or False")
-    elif name == "over_quota":
-        if value not in OVER_QUOTA:
-            raise ValueError(f"invalid over_quota={value!r}: expected one of {', '.join(OVER_QUOTA)}")
-    elif value not in NETWORKS:
-        raise ValueError(f"invalid network={value!r}: expected one of {', '.join(NETWORKS)}")
-    elif value == "namespaces":
-        network.check()
+        checks.boolean(name, value)
+    elif name == "scratch":
+        checks.gibibytes(name, value)
+    elif name == "variables":
+        checks.environment(name, value)
+    elif name != "quota":
+        _check_number(name, value)
+    elif not isinstance(value, Mapping):
+        raise TypeError(checks.of_type(name, value, "a mapping of resources to numbers"))
+    else:
+        for resource, limit in value.items():
+            checks.choice(name, resource, RESOURCES)
+            _check_number(f"quota[{resource!r}]", limit)
 
 
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"invalid {name}={value!r}: expected a number")
+        raise TypeError(checks.message(name, value, "a number"))
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"invalid {name}={value!r}: expected a finite number of at least 0")
-
-
-def _check_mapping(name: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"invalid {name} of type {type(value).__name__}: expected a mapping")
+        raise ValueError(checks.message(name, value, "a finite number of at least 0"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dask_cml.local import records, state
+from dask_cml import checks
+from dask_cml.local import session_state, state
 
 
 def sessions() -> list[dict[str, Any]]:
@@ -13,8 +14,10 @@ def sessions() -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        As from :func:`list_workers`, the oldest first, with three more entries: ``launcher``, the id of the
-        session that launched it, ``owner``, the id of the session with which it ends, and ``stop_requested``.
+        As from :func:`list_workers`, the oldest first, with four more entries: ``launcher``, the id of the
+        session that launched it, ``owner``, the id of the session with which it ends, ``stop_requested``,
+        and ``reason``, why the platform let it fail: ``"out of memory"``, ``"scratch full"``, ``"evicted"``,
+        ``"supervisor lost"``, or None. CML is not known to say this.
 
     Examples
     --------
@@ -23,12 +26,13 @@ def sessions() -> list[dict[str, Any]]:
     """
     return [
         {
-            **records.public(record),
-            "launcher": record.plan["launcher"],
-            "owner": record.plan["owner"],
-            "stop_requested": record.stop_requested,
+            **session_state.public(session),
+            "launcher": session.plan["launcher"],
+            "owner": session.plan["owner"],
+            "stop_requested": session.stop_requested,
+            "reason": session.status.get("reason"),
         }
-        for record in records.read_all()
+        for session in session_state.read_all()
     ]
 
 
@@ -53,25 +57,33 @@ def log(session_id: str) -> str:
         ...
     LookupError: no session 'nosuchsession'
     """
-    if records.read(session_id) is None:
+    if session_state.read(session_id) is None:
         raise LookupError(f"no session {session_id!r}")
     path = state.directory() / "sessions" / session_id / "log"
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def evict(session_id: str, *, silently: bool = False) -> None:
-    """Kill a session and all its processes at once, as the failure of its node does.
+def evict(
+    session_id: str, *, notice: bool = False, silently: bool = False, reason: str = session_state.EVICTED
+) -> None:
+    """Let a session fail, and return when all its processes have ended.
 
-    Returns when the processes have ended. The session's status is ``failed`` then, unless it had ended
-    before.
+    By default, they are killed at once, as by the failure of their node. The session's status is ``failed``
+    then, unless it had ended before.
 
     Parameters
     ----------
     session_id : str
         The session's id.
+    notice : bool
+        Whether the session's main process gets SIGTERM first, and ``stop_grace`` seconds, as when a node is
+        drained.
     silently : bool
         Whether to take down the session's link first, so that its peers do not notice that its connections
         end. Requires ``configure(network="namespaces")`` and a running session.
+    reason : {"evicted", "out of memory", "scratch full"}
+        The reason that :func:`sessions` tells. The platform's own evictions for memory have no notice, those
+        for scratch space have.
 
     Raises
     ------
@@ -79,19 +91,22 @@ def evict(session_id: str, *, silently: bool = False) -> None:
         If no session has this id.
     RuntimeError
         If `silently` is true, and the session has no link of its own.
+    ValueError
+        If `reason` is unknown.
 
     Examples
     --------
     >>> from dask_cml import local
     >>> code = "import time; time.sleep(600)"
     >>> [session] = local.launch_workers(1, cpu=1, memory=2, code=code)
-    >>> local.evict(session["id"])
+    >>> local.evict(session["id"], notice=True)
     """
-    records.evict(session_id, silently)
+    checks.choice("reason", reason, session_state.REASONS)
+    session_state.evict(session_id, notice, silently, reason)
 
 
 def prune() -> list[str]:
-    """Remove the records and logs of ended sessions.
+    """Remove ended sessions and their logs.
 
     Returns
     -------
@@ -103,7 +118,7 @@ def prune() -> list[str]:
     >>> from dask_cml import local
     >>> removed = local.prune()
     """
-    ended = [record for record in records.read_all() if not record.live]
-    for record in ended:
-        records.remove(record)
-    return [record.id for record in ended]
+    ended = [session for session in session_state.read_all() if not session.live]
+    for session in ended:
+        session_state.remove(session)
+    return [session.id for session in ended]

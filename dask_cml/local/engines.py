@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from dask_cml.local import processes, records, state
+from dask_cml.local import processes, session_state, state
 from dask_cml.private_files import make_folder
 
 
@@ -96,9 +96,9 @@ def end_engine(name: str) -> None:
 
 def _collect(name: str) -> None:
     """Stop the sessions that an engine launched, before their supervisors notice that it has ended."""
-    for record in records.read_all():
-        if record.live and record.plan["owner"] == name:
-            records.stop(record.id)
+    for session in session_state.read_all():
+        if session.live and session.plan["owner"] == name:
+            session_state.stop(session.id)
 
 
 def _path(name: str) -> Path:

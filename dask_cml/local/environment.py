@@ -7,6 +7,7 @@ import hashlib
 import os
 import pwd
 from collections.abc import Mapping
+from typing import Any
 
 from dask_cml.local import state
 
@@ -19,7 +20,6 @@ _BASE = (
     "SHELL",
     "LANG",
     "LANGUAGE",
-    "TMPDIR",
     "TZ",
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
@@ -61,41 +61,38 @@ def base() -> dict[str, str]:
     return kept
 
 
-def of_session(
-    session_id: str,
-    *,
-    cpu: float,
-    memory: float,
-    ip: str,
-    master_ip: str,
-    app_port: int,
-    public_port: int,
-    variables: Mapping[str, str],
-    env: Mapping[str, str],
-) -> dict[str, str]:
+def of_session(plan: Mapping[str, Any], gateway: str) -> dict[str, str]:
     """Return the complete environment of a session.
 
-    The project's variables override the platform's, and `env` overrides both. Neither can change the
-    variables by which the platform finds the session's processes.
+    The project's variables override the platform's, and those of the launch override both. Neither can change
+    the variables by which the platform finds the session's processes.
+
+    Parameters
+    ----------
+    plan : mapping
+        The session's plan.
+    gateway : str
+        The address of this machine, for sessions.
     """
     project = os.getcwd()
     platform = {
-        "CDSW_API_KEY": _digest("key", session_id),
-        "CDSW_MASTER_ID": owner(),
-        "CDSW_MASTER_IP": master_ip,
-        "CDSW_IP_ADDRESS": ip,
-        "CDSW_APP_PORT": str(app_port),
-        "CDSW_READONLY_PORT": str(app_port),
-        "CDSW_PUBLIC_PORT": str(public_port),
+        "TMPDIR": str(state.directory() / "sessions" / plan["id"] / "tmp"),
+        "CDSW_API_KEY": _digest("key", plan["id"]),
+        "CDSW_MASTER_ID": plan["owner"],
+        "CDSW_MASTER_IP": os.environ.get("CDSW_IP_ADDRESS", gateway),
+        "CDSW_IP_ADDRESS": plan["ip"],
+        "CDSW_APP_PORT": str(plan["ports"][0]),
+        "CDSW_READONLY_PORT": str(plan["ports"][0]),
+        "CDSW_PUBLIC_PORT": str(plan["ports"][1]),
         "CDSW_DOMAIN": "localhost",
         "CDSW_PROJECT": os.path.basename(project) or "project",
         "CDSW_PROJECT_ID": _digest("project", project),
         "CDSW_CREATOR": getpass.getuser(),
-        "CDSW_CPU_MILLICORES": str(round(1000 * cpu)),
-        "CDSW_MEMORY_MB": str(round(1024 * memory)),
+        "CDSW_CPU_MILLICORES": str(round(1000 * plan["cpu"])),
+        "CDSW_MEMORY_MB": str(round(1024 * plan["memory"])),
     }
-    pinned = {"CDSW_ENGINE_ID": session_id, state.DIRECTORY_VARIABLE: str(state.directory())}
-    return {**base(), **platform, **variables, **env, **pinned}
+    pinned = {"CDSW_ENGINE_ID": plan["id"], state.DIRECTORY_VARIABLE: str(state.directory())}
+    return {**base(), **platform, **plan["variables"], **plan["env"], **pinned}
 
 
 def _digest(*words: str) -> str:

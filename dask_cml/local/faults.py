@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dask_cml import checks
 from dask_cml.local import state
 from dask_cml.local.responses import HTTPError, JSONDecodeError, Response
 
@@ -21,6 +22,8 @@ HIDDEN = {
     "unknown_status": "hide_status",
     "stopping": "stopping",
 }
+#: All faults of a session that is launched.
+LAUNCHES = (*FATES, *HIDDEN, "oom")
 #: Faults that replace the answer to an HTTP request.
 ENDS = ("error", "answer", "page", "hang")
 #: All faults of an HTTP request.
@@ -28,6 +31,9 @@ CALLS = (*ENDS, "slow", "unanswered")
 _PAGE = "<html><body><h1>502 Bad Gateway</h1></body></html>"
 _LOOK_INTERVAL = 0.02
 FUNCTIONS = ("launch_workers", "list_workers", "await_workers", "stop_workers")
+
+#: What the faults of earlier versions lack.
+_MISSING = {"message": None}
 
 Fault = dict[str, Any]
 
@@ -63,6 +69,8 @@ def inject(
         - ``"unknown_status"``: its status is ``"UNKNOWN"`` for `seconds` after it started to run.
         - ``"stopping"``: while it stops, its status is ``"STOPPING"``, until `seconds` after its processes
           have ended.
+        - ``"oom"``: the kernel kills all its processes at once, as if it exceeded its memory, `seconds` (or
+          0) after it started to run. It ends as ``failed``.
 
         Or the fault of an HTTP request (each launch of one session, each listing, each stop of one):
 
@@ -106,9 +114,8 @@ def inject(
     >>> local.inject("error", function="list_workers", status=503, seconds=2)
     >>> local.clear_faults()
     """
-    kinds = (*FATES, *HIDDEN, *CALLS)
-    if kind not in kinds:
-        raise ValueError(f"invalid kind={kind!r}: expected one of {', '.join(kinds)}")
+    given = dict(locals())
+    checks.choice("kind", kind, (*LAUNCHES, *CALLS))
     if skip < 0 or times < 1:
         raise ValueError(f"invalid skip={skip!r}, times={times!r}: expected at least 0 and at least 1")
     if seconds is not None and seconds < 0:
@@ -126,20 +133,9 @@ def inject(
         raise ValueError(f"invalid function={function!r}: expected {allowed}")
     if kind == "answer" and status is None:
         raise ValueError('invalid status=None: expected an HTTP status for "answer"')
-    fault = {
-        "kind": kind,
-        "match": match,
-        "skip": skip,
-        "times": times,
-        "seconds": seconds,
-        "status": status,
-        "message": message,
-        "function": function,
-        "injected_at": time.time(),
-    }
     with state.locked() as path:
         faults = state.read_json(path / "faults.json") or []
-        state.write_json(path / "faults.json", [*faults, fault])
+        state.write_json(path / "faults.json", [*faults, {**given, "injected_at": time.time()}])
 
 
 def clear_faults() -> None:
@@ -161,7 +157,7 @@ def of_launch(name: str, code: str) -> list[Fault]:
     """Return the faults for a session that is launched, and count them as applied."""
 
     def fits(fault: Fault) -> bool:
-        return fault["kind"] in (*FATES, *HIDDEN) and _matches(fault, name, code)
+        return fault["kind"] in LAUNCHES and _matches(fault, name, code)
 
     return _use_up(fits)
 
@@ -170,10 +166,8 @@ def of_request(functions: tuple[str, ...], name: str, code: str) -> list[Fault]:
     """Return the faults for an HTTP request of one of the functions, and count them as applied."""
 
     def fits(fault: Fault) -> bool:
-        wanted = fault["function"]
-        return (
-            fault["kind"] in CALLS and (wanted is None or wanted in functions) and _matches(fault, name, code)
-        )
+        concerns = fault["function"] in (None, *functions)
+        return fault["kind"] in CALLS and concerns and _matches(fault, name, code)
 
     return _use_up(fits)
 
@@ -232,9 +226,9 @@ def _use_up(fits: Callable[[Fault], bool]) -> list[Fault]:
     if not (state.directory() / "faults.json").exists():
         return []
     with state.locked() as path:
-        before: list[Fault] = state.read_json(path / "faults.json") or []
         left, hit = [], {}
-        for fault in before:
+        for written in state.read_json(path / "faults.json") or []:
+            fault = {**_MISSING, **written}
             group = _group(fault["kind"])
             lasting = group in ("end", "unanswered") and fault["seconds"] is not None
             if lasting and time.time() > fault["injected_at"] + fault["seconds"]:

@@ -1,7 +1,8 @@
-"""One launch: the quota, the session's record, and its supervisor."""
+"""One launch: the quota, the session's state, and its supervisor."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -13,35 +14,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dask_cml.local import configuration, environment, faults, network, quota, records, state
+from dask_cml import checks
+from dask_cml.local import cgroups, configuration, environment, faults, network, quota, session_state, state
+from dask_cml.local.configuration import Settings
+from dask_cml.local.session_state import SessionState
 
 # Below the ports that Linux and macOS give to outgoing connections.
 _PORTS = range(20000, 32000)
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A request for one session, see :func:`dask_cml.local.launch_workers`."""
+def launch(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Launch one session, and return the platform's answer.
 
-    cpu: float
-    memory: float
-    nvidia_gpu: int
-    kernel: str
-    script: str
-    code: str
-    env: Mapping[str, str]
-    name: str
-
-
-def launch(request: Request) -> dict[str, Any]:
-    """Launch one session, and return the platform's answer."""
+    Parameters
+    ----------
+    request : mapping
+        The parameters of :func:`dask_cml.local.launch_workers` for one session: ``cpu``, ``memory``,
+        ``nvidia_gpu``, ``kernel``, ``script``, ``code``, ``env`` and ``name``.
+    """
     current = configuration.settings()
-    injected = {fault["kind"]: fault for fault in faults.of_launch(request.name, request.code)}
+    injected = {fault["kind"]: fault for fault in faults.of_launch(request["name"], request["code"])}
     fate = next((kind for kind in injected if kind in faults.FATES), None)
     with state.locked():
         live = quota.live_sessions()
-        words = quota.excess(dataclasses.asdict(request), live, current.quota or {})
+        words = quota.excess(request, live, current.quota or {})
         waits = current.over_quota == "wait" and (words is not None or any(each.waits for each in live))
         if waits:
             words = None
@@ -53,55 +50,47 @@ def launch(request: Request) -> dict[str, Any]:
         plan["fate"], plan["waits"] = fate, waits
         for kind, key in faults.HIDDEN.items():
             plan[key] = injected[kind]["seconds"] if kind in injected else 0.0
-        lock = records.create(plan)
+        plan["oom_after"] = injected["oom"]["seconds"] or 0.0 if "oom" in injected else None
+        lock = session_state.create(plan)
     try:
         if words:
             return _refusal(plan["id"], words)
         _start_supervisor(plan, lock)
     finally:
         os.close(lock)
-    record = records.read(plan["id"])
-    # The record may have been removed meanwhile.
-    return records.public(record) if record else {"id": plan["id"], "status": "failed"}
+    session = session_state.read(plan["id"])
+    # The session may have been removed meanwhile.
+    return session_state.public(session) if session else {"id": plan["id"], "status": "failed"}
 
 
-def _plan(request: Request, current: configuration.Settings, live: list[records.Record]) -> dict[str, Any]:
-    session_id = records.new_id()
+def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState]) -> dict[str, Any]:
+    session_id = session_state.new_id()
     own: dict[str, str] | None = None
     if current.network == "namespaces":
         own = network.allocate()
         ip, gateway = own["ip"], own["gateway"]
-        app_port, public_port = network.APP_PORT, network.PUBLIC_PORT
+        ports = [network.APP_PORT, network.PUBLIC_PORT]
     else:
         ip = gateway = "127.0.0.1"
-        app_port, public_port = _free_ports(2, live)
-    return {
-        **dataclasses.asdict(request),
+        ports = _free_ports(2, live)
+    cgroup = cgroups.place(session_id) if current.memory_limit == "auto" else None
+    plan = {
+        **dataclasses.asdict(current),
+        **request,
         "id": session_id,
         "launcher": environment.calling_session(),
         "owner": environment.owner(),
         "created_at": time.time(),
         "ip": ip,
         "network": own,
-        "ports": [app_port, public_port],
-        "app_url": f"http://{ip}:{app_port}/",
-        "env": environment.of_session(
-            session_id,
-            cpu=request.cpu,
-            memory=request.memory,
-            ip=ip,
-            master_ip=os.environ.get("CDSW_IP_ADDRESS", gateway),
-            app_port=app_port,
-            public_port=public_port,
-            variables=current.variables,
-            env=request.env,
-        ),
+        "ports": ports,
+        "app_url": f"http://{ip}:{ports[0]}/",
         "python": sys.executable,
         "directory": os.getcwd(),
-        "start_delay": current.start_delay,
-        "stop_grace": current.stop_grace,
-        "lifetime": current.lifetime,
+        "cgroup": str(cgroup) if cgroup else None,
+        "scratch": None if current.scratch is None else checks.gibibytes("scratch", current.scratch),
     }
+    return {**plan, "env": environment.of_session(plan, gateway)}
 
 
 def _refusal(session_id: str, words: str) -> dict[str, Any]:
@@ -113,8 +102,8 @@ def _refusal(session_id: str, words: str) -> dict[str, Any]:
     }
 
 
-def _free_ports(n: int, live: list[records.Record]) -> list[int]:
-    taken = {port for record in live for port in record.plan["ports"]}
+def _free_ports(n: int, live: list[SessionState]) -> list[int]:
+    taken = {port for session in live for port in session.plan["ports"]}
     free: list[int] = []
     start = random.SystemRandom().randrange(len(_PORTS))
     for i in range(len(_PORTS)):
@@ -145,9 +134,10 @@ def _start_supervisor(plan: Mapping[str, Any], lock: int) -> None:
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
     with open(os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as log:
         # The shell exits at once, so the supervisor has no parent: it outlives this process, and this process
-        # need not wait for it.
+        # need not wait for it. Nor does it end with the session of this process.
+        shell = ["sh", "-c", 'echo $$ > "$0"; "$@" &', _members_outside()]
         subprocess.run(
-            ["sh", "-c", '"$@" &', "sh", *where, sys.executable, str(_SUPERVISOR), str(folder)],
+            [*shell, *where, sys.executable, str(_SUPERVISOR), str(folder)],
             check=True,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -157,3 +147,12 @@ def _start_supervisor(plan: Mapping[str, Any], lock: int) -> None:
             pass_fds=[lock],
             start_new_session=True,
         )
+
+
+def _members_outside() -> str:
+    """Return the file by which a process leaves the cgroup of the session that it is part of."""
+    session = session_state.read(environment.calling_session())
+    with contextlib.suppress(OSError):
+        if session and session.plan["cgroup"]:
+            return str(cgroups.members(session.status["supervisor"]))
+    return os.devnull

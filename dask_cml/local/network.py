@@ -52,7 +52,7 @@ def allocate() -> dict[str, str]:
     path = state.directory() / "network.json"
     with _locked():
         known = state.read_json(path) or {"last": 1}
-        bridge = _bridge()
+        bridge = state.short_name()
         if not _exists(bridge, bridge):
             known["subnet"] = _free_subnet(bridge)
         last = known["last"] = known["last"] % (_LAST_HOST - 1) + 1
@@ -75,7 +75,7 @@ def allocate() -> dict[str, str]:
 
 def host(bridge: str | None = None) -> list[str]:
     """Return the words before a command that run it in this machine's own network."""
-    alias = _host_alias(bridge or _bridge())
+    alias = _host_alias(bridge or state.short_name())
     return ["nsenter", f"--net={alias}"] if alias.exists() else []
 
 
@@ -126,10 +126,6 @@ def remove(plan: dict[str, str]) -> None:
             if _exists(bridge, bridge):
                 _batch(bridge, f"link delete {bridge}")
             _batch(bridge, f"netns delete {alias.name}")
-
-
-def _bridge() -> str:
-    return "cml" + hashlib.sha256(os.fsencode(state.directory())).hexdigest()[:7]
 
 
 def _host_alias(bridge: str) -> Path:

@@ -24,20 +24,25 @@ def pids(session_id: str, group: int | None = None) -> set[int]:
     """
     import psutil
 
-    found = set()
+    found: set[int] = set()
+    parents: dict[int, int] = {}
     for pid in psutil.pids():
         if pid == os.getpid():
             continue
         with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            in_group = group is not None and group in (os.getpgid(pid), os.getsid(pid))
-            environment = process.environ()
-            named = environment.get("CDSW_ENGINE_ID") == session_id
-            if in_group or (named and state.is_of_a_process_with(environment)):
+            with process.oneshot():
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                parents[pid] = process.ppid()
+            if group is not None and group in (os.getpgid(pid), os.getsid(pid)):
                 found.add(pid)
-                found.update(child.pid for child in process.children(recursive=True))
+                continue
+            environment = process.environ()
+            if environment.get("CDSW_ENGINE_ID") == session_id and state.is_of_a_process_with(environment):
+                found.add(pid)
+    while descendants := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= descendants
     return found
 
 

@@ -5,28 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dask_cml.local import records, state
+from dask_cml.local import session_state, state
+from dask_cml.local.session_state import SessionState
 
 
-def excess(plan: Mapping[str, Any], live: Iterable[records.Record], quota: Mapping[str, float]) -> str | None:
+def excess(plan: Mapping[str, Any], live: Iterable[SessionState], quota: Mapping[str, float]) -> str | None:
     """Return the message if one more session would exceed the quota, else None.
 
     Parameters
     ----------
     plan : mapping
         The needs of the session: ``cpu``, ``memory`` and ``nvidia_gpu``.
-    live : iterable of Record
+    live : iterable of SessionState
         The running and waiting sessions. Waiting sessions use nothing.
     quota : mapping of str to float
         The maximum of each resource.
     """
-    present = [record for record in live if not record.waits]
+    present = [session for session in live if not session.waits]
     for resource, limit in quota.items():
         if resource == "sessions":
             wanted, used = 1.0, float(len(present))
         else:
             wanted = float(plan[resource])
-            used = sum(float(record.plan[resource]) for record in present)
+            used = sum(float(session.plan[resource]) for session in present)
         if wanted and used + wanted > limit:
             unit = "Gi" if resource == "memory" else ""
             return ", ".join(
@@ -36,9 +37,9 @@ def excess(plan: Mapping[str, Any], live: Iterable[records.Record], quota: Mappi
     return None
 
 
-def live_sessions() -> list[records.Record]:
+def live_sessions() -> list[SessionState]:
     """Return the sessions that have not ended, the oldest first."""
-    return [record for record in records.read_all() if record.live and not record.half_made]
+    return [session for session in session_state.read_all() if session.live and not session.half_made]
 
 
 def has_room(session_id: str) -> bool:
@@ -47,7 +48,7 @@ def has_room(session_id: str) -> bool:
     Call this while the state is locked, and keep it locked until the session is admitted.
     """
     live = live_sessions()
-    waiting = [record for record in live if record.waits]
+    waiting = [session for session in live if session.waits]
     if not waiting or waiting[0].id != session_id:
         return False
     settings = state.read_json(state.directory() / "settings.json") or {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import tempfile
@@ -35,6 +36,11 @@ def directory() -> Path:
     make_folder(path)
     make_folder(path / "sessions")
     return path
+
+
+def short_name() -> str:
+    """Return a name for what the sessions of the state directory have on this machine."""
+    return "cml" + hashlib.sha256(os.fsencode(directory())).hexdigest()[:7]
 
 
 def is_of_a_process_with(environment: Mapping[str, str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -11,11 +12,13 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_cml.local import engines, environment, network, quota, records, state
+    from dask_cml.local import cgroups, engines, environment, network, quota, session_state, state, watchers
+    from dask_cml.local.memory_watch import MemoryWatch
 
 _RUNNER = Path(__file__).with_name("runner.py")
 #: Seconds for which a session runs that an injected fault ends.
@@ -24,6 +27,8 @@ _MOMENT = 0.1
 _COLLECT_INTERVAL = 0.5
 #: Seconds between two checks whether a waiting session has room.
 _ROOM_INTERVAL = 0.5
+#: Seconds between two looks at a session's memory, at which processes it has, and at its scratch space.
+_MEMORY_INTERVAL, _SEARCH_INTERVAL, _SCRATCH_INTERVAL = 0.1, 0.5, 1.0
 
 
 class Supervisor:
@@ -32,7 +37,7 @@ class Supervisor:
     Parameters
     ----------
     folder : pathlib.Path
-        The folder of the session's record. This process holds its lock.
+        The session's folder. This process holds its lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,16 +46,22 @@ class Supervisor:
         self.status: dict[str, Any] = {"supervisor": os.getpid()}
         self.child: subprocess.Popen[bytes] | None = None
         self.terminated = False
+        self.memory: cgroups.Cgroup | MemoryWatch | None = None
+        #: Whether all processes must die if memory is exhausted.
+        self.whole = self.plan["over_memory"] == "session"
+        #: Why the session fails, and whether its main process gets SIGTERM first.
+        self.reason, self.notice = "", True
         owner = self.plan["owner"]
         self.owner: str | None = owner if environment.ends(owner) else None
         self._listen()
 
     def _listen(self) -> None:
         """Let signals interrupt :meth:`pause`."""
-        self._wake, write = os.pipe()
-        for end in (self._wake, write):
+        wake, self._wake = os.pipe()
+        for end in (wake, self._wake):
             os.set_blocking(end, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._events = [wake]
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # The shell that started this process ignores these signals, and the session would inherit that.
@@ -68,11 +79,37 @@ class Supervisor:
         return self.terminated or (self.folder / "stop").exists()
 
     def pause(self, seconds: float | None) -> None:
-        """Wait for a signal, or for this many seconds."""
-        ready, _, _ = select.select([self._wake], [], [], seconds)
-        if ready:
+        """Wait for a signal, for exhausted memory, or for this many seconds."""
+        ready, _, _ = select.select(self._events, [], [], seconds)
+        for event in ready:
             with contextlib.suppress(BlockingIOError):
-                os.read(self._wake, 4096)
+                os.read(event, 4096)
+            if event != self._events[0] and isinstance(self.memory, cgroups.Cgroup):
+                self.memory.wait_for_kill()
+
+    def wake(self, reason: str = "") -> None:
+        """Interrupt :meth:`pause`, from a thread, and let the session fail for a reason."""
+        self.reason = self.reason or reason
+        os.write(self._wake, b"0")
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether all processes must be killed, because of the memory that they took together."""
+        main_is_killed = self.child is not None and self.child.poll() == -signal.SIGKILL
+        return self.memory is not None and self.memory.oom_kills() > 0 and (self.whole or main_is_killed)
+
+    def find_end(self) -> str | None:
+        """Return the session's last status if it has ended or must end."""
+        exit_status = self.child.poll() if self.child else None
+        if eviction := state.read_json(self.folder / "eviction.json"):
+            self.reason, self.notice = eviction["reason"], eviction["notice"]
+        elif self.stopping:
+            return "stopped"
+        elif self.out_of_memory:
+            self.reason, self.notice = session_state.OUT_OF_MEMORY, False
+        if self.reason or exit_status:
+            return "failed"
+        return None if exit_status is None else "succeeded"
 
     def wait(self, seconds: float | None) -> str | None:
         """Wait until the session ends or must stop, or for this many seconds.
@@ -83,18 +120,16 @@ class Supervisor:
             Its last status, or None after the time has passed.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
-        while not self.stopping:
-            if self.child and self.child.poll() is not None:
-                return "failed" if self.child.returncode else "succeeded"
+        while not (end := self.find_end()):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return None
             if self.owner is not None:
                 left = _COLLECT_INTERVAL if left is None else min(left, _COLLECT_INTERVAL)
             self.pause(left)
-        return "stopped"
+        return end
 
-    def write(self, status: str, **more: float) -> None:
+    def write(self, status: str, **more: Any) -> None:
         """Publish the session's status."""
         self.status.update(status=status, **more)
         state.write_json(self.folder / "status.json", self.status)
@@ -106,13 +141,14 @@ class Supervisor:
         except Exception:
             traceback.print_exc()
             end = "failed"
+        reason = self.reason if end == "failed" else ""
         try:
             self.clean_up()
         except Exception:
             traceback.print_exc()
         if end == "stopped":
             time.sleep(self.plan["stopping"])
-        self.write(end, finished_at=time.time())
+        self.write(end, finished_at=time.time(), reason=reason or None)
 
     def live(self) -> str:
         """Run the session, and return its last status."""
@@ -133,7 +169,12 @@ class Supervisor:
         self.write("running", running_at=time.time())
         if fate in ("fails", "succeeds"):
             return self.wait(_MOMENT) or {"fails": "failed", "succeeds": "succeeded"}[fate]
-        return self.wait(self.plan["lifetime"]) or "timedout"
+        if self.plan["oom_after"] is None:
+            return self.wait(self.plan["lifetime"]) or "timedout"
+        if end := self.wait(self.plan["oom_after"]):
+            return end
+        self.reason, self.notice = session_state.OUT_OF_MEMORY, False
+        return "failed"
 
     def admitted(self) -> bool:
         """Admit a waiting session if there is room and it is the first. Return whether it was admitted."""
@@ -144,39 +185,69 @@ class Supervisor:
             return room
 
     def start(self) -> None:
+        """Start the session's program within its limits."""
+        scratch = self.folder / "tmp"
+        scratch.mkdir(mode=0o700)
+        if self.plan["cgroup"]:
+            self._start_in_cgroup()
+        if self.child is None:
+            self.child = self._popen()
+        if self.memory is None and self.plan["memory_limit"] != "off":
+            from dask_cml.local.memory_watch import MemoryWatch  # imports psutil, which takes long
+
+            self.memory = MemoryWatch(self.folder.name, self.child.pid, self.plan["memory"], self.whole)
+            watchers.repeat(self.memory.search, _SEARCH_INTERVAL)
+            watchers.repeat(self.memory.look, _MEMORY_INTERVAL, self.wake)
+        if limit := self.plan["scratch"]:
+            full = functools.partial(self.wake, session_state.SCRATCH_FULL)
+            watchers.repeat(lambda: watchers.gibibytes(scratch) > limit, _SCRATCH_INTERVAL, full)
+        # The kernel kills one process when memory is exhausted. The others must not have time to notice.
+        if self._events[1:]:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, 0, -20)
+
+    def _start_in_cgroup(self) -> None:
+        cgroup = cgroups.Cgroup(Path(self.plan["cgroup"]))
+        try:
+            cgroup.create(self.plan["memory"], self.whole)
+            events = cgroup.oom_events() if self.whole else []
+            self.child = self._popen(cgroup.join)
+        except (OSError, subprocess.SubprocessError) as error:
+            sys.stderr.write(f"session started without cgroup {cgroup.path}: {error}\n")
+            cgroup.remove()
+        else:
+            self.memory = cgroup
+            self._events += events
+
+    def _popen(self, prepare: Callable[[], None] | None = None) -> subprocess.Popen[bytes]:
         """Start the session's program, as the leader of a process group and a POSIX session."""
         if script := self.plan["script"]:
             command = [script]
         else:
             command = [str(_RUNNER), str(self.folder / "plan.json")]
         where = network.inside(self.plan["network"]) if self.plan["network"] else []
-        self.child = subprocess.Popen(
+        return subprocess.Popen(
             [*where, self.plan["python"], "-u", *command],
             stdin=subprocess.DEVNULL,
             env=self.plan["env"],
             cwd=self.plan["directory"],
             start_new_session=True,
+            preexec_fn=prepare,
         )
 
     def clean_up(self) -> None:
-        """End all processes of the session: by SIGTERM, and after the grace period by SIGKILL."""
+        """End all processes of the session by SIGKILL: after a notice to the main one, or at once."""
         group = None
         if self.child:
             group = self.child.pid
-            if self.child.returncode is None:
-                self._end_group(group)
-        records.free(self.plan, group)
-
-    def _end_group(self, group: int) -> None:
-        assert self.child
-        deadline = time.monotonic() + self.plan["stop_grace"]
-        # On macOS, a group of zombies raises a PermissionError.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGTERM)
-            while time.monotonic() < deadline:
-                self.child.poll()
-                os.killpg(group, 0)
-                time.sleep(0.02)
+            if self.notice and self.child.returncode is None:
+                self.child.terminate()
+                deadline = time.monotonic() + self.plan["stop_grace"]
+                while self.child.poll() is None and not self.out_of_memory:
+                    if (left := deadline - time.monotonic()) <= 0:
+                        break
+                    self.pause(left)
+        session_state.free(session_state.SessionState(self.folder, self.plan, self.status), group)
 
 
 def _import_siblings() -> None:
@@ -187,8 +258,8 @@ def _import_siblings() -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(path)]
         sys.modules[name] = package
-    global engines, environment, network, quota, records, state
-    from dask_cml.local import engines, environment, network, quota, records, state
+    global cgroups, engines, environment, network, quota, session_state, state, watchers
+    from dask_cml.local import cgroups, engines, environment, network, quota, session_state, state, watchers
 
 
 if __name__ == "__main__":

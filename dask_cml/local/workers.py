@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from dask_cml import checks
-from dask_cml.local import configuration, environment, faults, launching, records
+from dask_cml.local import configuration, environment, faults, launching, session_state
 from dask_cml.local.responses import Response
 
-#: A session, in the platform's description.
-Session = dict[str, Any]
+#: What the platform tells of a session.
+SessionInfo = dict[str, Any]
 T = TypeVar("T")
 
 _THREADS = 10
@@ -35,7 +35,7 @@ def launch_workers(
     accelerator_label_id: int | None = None,
     resource_profile_id: int | None = None,
     resource_group_id: int | None = None,
-) -> list[Session]:
+) -> list[SessionInfo]:
     """Launch n sessions, each a process of this machine.
 
     n requests run in a pool of 10 threads. So this function fails while the interpreter exits:
@@ -48,7 +48,8 @@ def launch_workers(
     cpu : float
         Virtual CPUs of each session. They count against the quota, but are not enforced.
     memory : float
-        Memory of each session, in GiB. Not enforced.
+        Memory of each session, in GiB. It limits all processes of the session together, see
+        :func:`configure`.
     nvidia_gpu : int
         Number of GPUs of each session. Not enforced.
     kernel : str
@@ -107,28 +108,28 @@ def launch_workers(
             "the local platform runs !commands with IPython, which is not installed: "
             "`pip install 'dask-cml[local]'`"
         )
-    request = launching.Request(
-        cpu=float(cpu),
-        memory=float(memory),
-        nvidia_gpu=int(nvidia_gpu),
-        kernel=kernel,
-        script=script,
-        code="" if script else code,
-        env=dict(env),
-        name=name or "",
-    )
+    request: dict[str, Any] = {
+        "cpu": float(cpu),
+        "memory": float(memory),
+        "nvidia_gpu": int(nvidia_gpu),
+        "kernel": kernel,
+        "script": script,
+        "code": "" if script else code,
+        "env": dict(env),
+        "name": name or "",
+    }
 
     _check_key()
 
-    def post(_: int) -> Session:
+    def post(_: int) -> SessionInfo:
         return _request(
-            lambda: launching.launch(request), "launch_workers", name=request.name, code=request.code
+            lambda: launching.launch(request), "launch_workers", name=request["name"], code=request["code"]
         )
 
     return _in_threads(post, range(n))
 
 
-def list_workers() -> list[Session]:
+def list_workers() -> list[SessionInfo]:
     """Return all sessions that the calling session launched, also ended ones, by one request.
 
     Returns
@@ -151,17 +152,18 @@ def list_workers() -> list[Session]:
     return _list("list_workers")
 
 
-def _list(*functions: str) -> list[Session]:
-    def get() -> list[Session]:
+def _list(*functions: str) -> list[SessionInfo]:
+    def get() -> list[SessionInfo]:
         launcher, now = environment.calling_session(), time.time()
         return [
-            records.public(record)
-            for record in records.read_all()
-            if record.plan["launcher"] == launcher and now >= record.plan["created_at"] + record.plan["hide"]
+            session_state.public(session)
+            for session in session_state.read_all()
+            if session.plan["launcher"] == launcher
+            and now >= session.plan["created_at"] + session.plan["hide"]
         ]
 
     _check_key()
-    sessions: list[Session] = _request(get, *functions)
+    sessions: list[SessionInfo] = _request(get, *functions)
     return sessions
 
 
@@ -169,7 +171,7 @@ def await_workers(
     ids: Iterable[str | Mapping[str, Any]],
     wait_for_completion: bool = True,
     timeout_seconds: float = 60,
-) -> dict[str, list[Session]]:
+) -> dict[str, list[SessionInfo]]:
     """Wait until all sessions have ended or, with ``wait_for_completion=False``, run.
 
     Lists the sessions now and every 5 s, and blocks meanwhile.
@@ -211,7 +213,7 @@ def await_workers(
             and each["status"] == goal
             and (wait_for_completion or each.get("ip_address") != "unknown")
         ]
-        settled = {each["id"] for each in found if each["status"] in records.ENDED}
+        settled = {each["id"] for each in found if each["status"] in session_state.ENDED}
         settled.update(each["id"] for each in good)
         if settled == wanted or timeout_seconds <= waited:
             return {"workers": good, "failures": [each for each in found if each not in good]}
@@ -257,10 +259,10 @@ def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
     _check_key()
 
     def put(session_id: str) -> Response:
-        record = records.read(session_id) if isinstance(session_id, str) else None
-        plan = record.plan if record else {"name": "", "code": ""}
+        session = session_state.read(session_id) if isinstance(session_id, str) else None
+        plan = session.plan if session else {"name": "", "code": ""}
         return _request(
-            lambda: Response(records.stop(record.id) if record else 404),
+            lambda: Response(session_state.stop(session.id) if session else 404),
             "stop_workers",
             name=plan["name"],
             code=plan["code"],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
+from dask_cml.manager.causes import Cause, Loss
 from dask_cml.manager.fleet import Fleet
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
@@ -44,7 +45,7 @@ class Backoff:
 
     def reset(self) -> None:
         """Forget failures and refusals, because the user has scaled the group."""
-        self._failures, self._not_before = 0, 0.0
+        self._failures, self._pauses, self._not_before = 0, 0, 0.0
         self._arrived: float | None = None
         self._ceiling: tuple[int, float] | None = None
         self._failure: str | None = None
@@ -72,19 +73,36 @@ class Backoff:
 
     def settle(self, now: float) -> None:
         """Forget failures if none has followed the last connection for a while."""
-        if self._failures and self._arrived is not None and now - self._arrived > _SETTLED:
-            self._failures = 0
+        if self._pauses and self._arrived is not None and now - self._arrived > _SETTLED:
+            self._failures = self._pauses = 0
+
+    def lost(self, losses: Mapping[str, Loss]) -> None:
+        """Record workers that were lost together, by their names, which counts as one failure.
+
+        A worker that was closed or evicted is no failure. One that ended while it ran a task makes the next
+        launches wait, but never stops them: the scheduler gives a task up that ends several workers.
+        """
+        for name, loss in losses.items():
+            self._log(f"Worker {name} {_verb(loss)}; launching a replacement")
+        failures = [each for each in losses.values() if each.cause not in (Cause.CLOSED, Cause.EVICTED)]
+        if failures:
+            name, loss = next((name, each) for name, each in losses.items() if each in failures)
+            of_tasks = all(each.of_task for each in failures)
+            self._fail(f"worker {name} lost: {loss.words}", len(failures), counts=not of_tasks)
 
     def failed(self, reason: str, n: int) -> None:
-        """Record that `n` workers failed together, which counts as one failure."""
-        self._failures += 1
+        """Record that `n` launches failed together, which counts as one failure."""
+        self._log(f"Worker failed: {reason}{_and_more(n)}")
+        self._fail(reason, n)
+
+    def _fail(self, reason: str, n: int, counts: bool = True) -> None:
+        self._failures += counts
+        self._pauses += 1
         self._arrived = None
-        pause = min(_FIRST_PAUSE * 2 ** (self._failures - 1), _LONGEST_PAUSE)
-        self._not_before = time.monotonic() + (pause if self._failures > 1 else 0)
-        more = f" (and {n - 1} more)" if n > 1 else ""
-        self._failure = f"{reason}{more}"
-        self._log(f"Worker failed: {self._failure}")
-        if self.gave_up:
+        pause = min(_FIRST_PAUSE * 2 ** (self._pauses - 1), _LONGEST_PAUSE)
+        self._not_before = time.monotonic() + (pause if self._pauses > 1 else 0)
+        self._failure = f"{reason}{_and_more(n)}"
+        if counts and self.gave_up:
             self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
             self._log(f"{self._name} launches {self._failure}. To try again, call cluster.scale(n)")
 
@@ -122,6 +140,14 @@ class Backoff:
             return n
         granted, since = self._ceiling
         return min(n, granted + (time.monotonic() - since > self._quota_pause))
+
+
+def _and_more(n: int) -> str:
+    return f" (and {n - 1} more)" if n > 1 else ""
+
+
+def _verb(loss: Loss) -> str:
+    return loss.words if loss.cause in (Cause.CLOSED, Cause.EVICTED) else f"lost: {loss.words}"
 
 
 class Backoffs:

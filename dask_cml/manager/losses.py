@@ -11,6 +11,7 @@ from enum import Enum
 import dask.config
 from dask.utils import parse_timedelta
 
+from dask_cml.manager.causes import Cause, Loss, find_cause
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launcher import Launcher
 from dask_cml.manager.members import Member
@@ -41,18 +42,15 @@ class Losses:
 
     Parameters
     ----------
-    failed : mapping of str to str
-        For the names of sessions to replace, the failure.
-    closed : list of str
-        The names of sessions to replace that were closed on purpose.
+    lost : mapping of str to Loss
+        The sessions to replace by name, each with the cause.
     outcome : Outcome or None
         Why the cluster cannot be kept any more.
     why : str or None
         The outcome in words.
     """
 
-    failed: Mapping[str, str] = field(default_factory=dict)
-    closed: list[str] = field(default_factory=list)
+    lost: Mapping[str, Loss] = field(default_factory=dict)
     outcome: Outcome | None = None
     why: str | None = None
 
@@ -106,6 +104,10 @@ class LossFinder:
         CMLError
             If the platform does not answer.
         """
+        if leaving := {
+            each.name: Loss(Cause.EVICTED, "evicted, with notice") for each in wanted if each.leaving
+        }:
+            return Losses(leaving)
         now = time.monotonic()
         names = {each.name for each in missing}
         self._missing_since = {name: self._missing_since.get(name, now) for name in names}
@@ -119,17 +121,30 @@ class LossFinder:
         if watches:
             self._watched = now
             await self._drop_ended(listing)
-        failed, closed = {}, []
-        ended_ones = {each.name for each in wanted if each.worker and each.worker.update(listing)}
-        for member in missing:
-            worker = member.worker
-            assert worker is not None
-            ended = member.name in ended_ones
-            if worker.was_closed or (ended and member.seen and worker.info.get("status") == "succeeded"):
-                closed.append(member.name)
-            elif why := "ended" if ended else self._why_late(member):
-                failed[member.name] = await worker.failure(why, brief=True)
-        return Losses(failed, closed)
+        ended = {each.name for each in wanted if each.worker and each.worker.update(listing)}
+        lost = {each.name: loss for each in missing if (loss := await self._loss(each, each.name in ended))}
+        return Losses(lost)
+
+    async def _loss(self, member: Member, ended: bool) -> Loss | None:
+        """Return why a session is lost. Return None if it may still connect."""
+        worker = member.worker
+        assert worker is not None
+        late = None if ended else self._why_late(member)
+        if not (ended or worker.was_closed or late):
+            return None
+        if late is not None:
+            return late
+        # A session that succeeds after it was connected was closed on purpose, for example by a client.
+        closed = worker.was_closed or (bool(member.seen) and worker.info.get("status") == "succeeded")
+        words = worker.info.get("message") or worker.info.get("k8sMessage") or worker.info.get("status")
+        return find_cause(
+            member.last,
+            await worker.last_lines(),
+            connected=bool(member.seen),
+            noticed=member.leaving,
+            closed=closed,
+            said=" ".join(str(words).split()),
+        )
 
     async def _drop_ended(self, listing: Mapping[str, SessionInfo]) -> None:
         """Drop Dask workers from the scheduler whose sessions have ended."""
@@ -162,13 +177,16 @@ class LossFinder:
             return "another process shut it down"
         return await scheduler.failure("ended")
 
-    def _why_late(self, member: Member) -> str | None:
+    def _why_late(self, member: Member) -> Loss | None:
         worker = member.worker
         assert worker is not None
         if self._fleet.has_registered(member):
             patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
             if time.monotonic() - self._missing_since[member.name] > patience:
-                return "lost a Dask worker"
+                return find_cause(
+                    member.last, [], connected=True, noticed=member.leaving, closed=False, said="it runs"
+                )
         elif worker.runs_for > worker.options.worker_timeout:
-            return f"did not connect within {worker.options.worker_timeout:g} s"
+            words = f"it did not connect within {worker.options.worker_timeout:g} s"
+            return Loss(Cause.NEVER_CONNECTED, words)
         return None

@@ -34,6 +34,10 @@ class Member:
         Its session. None if it is not launched, or not known here yet.
     gone : bool
         Whether another manager has stopped it.
+    leaving : bool
+        Whether the platform is about to stop it.
+    last : mapping or None
+        What the scheduler knew last of the Dask worker that left last.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Member:
     connected: dict[str, str] = field(default_factory=dict)
     worker: CMLWorker | None = None
     gone: bool = False
+    leaving: bool = False
+    last: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -231,20 +231,21 @@ class Reconciler:
 
     async def _replace(self, losses: Losses) -> None:
         """Replace lost sessions. Those that another manager has stopped meanwhile are not wanted any more."""
-        names = [*losses.failed, *losses.closed]
+        names = [*losses.lost]
         # A retirement cannot be reversed, so sessions that are wanted again are replaced.
         names += [name for name in self._retirements if (each := self._fleet.member(name)) and each.wanted]
         if not names:
             return
         gone = await self._client.decide("replace", names=names)
         self.poke()
-        for name in gone:
-            if name in losses.closed:
-                self._log(f"Worker {name} closed; launching a replacement")
-        failed = [member for name in gone if name in losses.failed and (member := self._fleet.member(name))]
-        for group in {each.group for each in failed}:
-            reasons = [losses.failed[each.name] for each in failed if each.group == group]
-            self.backoffs.of(group).failed(reasons[0], len(reasons))
+        lost = [member for name in gone if name in losses.lost and (member := self._fleet.member(name))]
+        for group in {each.group for each in lost}:
+            found = {each.name: losses.lost[each.name] for each in lost if each.group == group}
+            self.backoffs.of(group).lost(found)
+        for member in lost:
+            if member.worker is not None:
+                member.worker.loss = losses.lost[member.name].cause.value
+                await member.worker.append_to_log(f"lost: {losses.lost[member.name].words}")
 
     async def _take_over_names(self) -> None:
         """Launch what another manager was to launch and did not, under new names: it may still launch it."""

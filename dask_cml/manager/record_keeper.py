@@ -247,6 +247,7 @@ class RecordKeeper:
         changes = Changes(
             launched=[self._launches[each] for each in new],
             ended={each: _end_of(self._seen.get(each), now) for each in ended},
+            causes={each: loss for each in ended if (seen := self._seen.get(each)) and (loss := seen.loss)},
             waiting=(waiting & sessions.keys()) - self._waiting,
             began=dict.fromkeys((self._waiting & known) - scheduling, now),
         )

@@ -49,6 +49,8 @@ class Options:
     cpu: float
     memory: float
     nvidia_gpu: int
+    memory_reserve: float
+    scratch: int
     worker_command: tuple[str, ...]
     processes: int
     nthreads: int
@@ -84,6 +86,11 @@ class Options:
     def worker(self) -> SessionSize:
         """The size of a worker session."""
         return SessionSize(self.cpu, self.memory, self.nvidia_gpu)
+
+    @property
+    def worker_memory(self) -> float:
+        """The memory of a worker session for its Dask workers, in GiB."""
+        return self.memory - self.memory_reserve
 
     @property
     def scheduler(self) -> SessionSize:

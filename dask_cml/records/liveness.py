@@ -71,7 +71,7 @@ async def judge(
     - another scheduler answers at its address, or
     - its address accepts no connection, and the platform lists the scheduler's session as ended, or
     - its address accepts no connection, and the scheduler has left no sign of life in the cluster's folder
-      for two minutes (see :mod:`dask_cml.pulse`), or
+      for two minutes (see :mod:`dask_cml.heartbeat`), or
     - its address is not known yet, and its creator has ended.
 
     Otherwise it is *unknown*: the scheduler may be busy, or unreachable for a moment. A cluster with a dead

@@ -14,8 +14,9 @@ In the folder ``sessions``:
 
 In the folder ``ended``:
 
-``<id>,<key>,<owner>,<launched>,<size>,<began>,<ended>``
+``<id>,<key>,<owner>,<launched>,<size>,<began>,<ended>,<cause>``
     A session that has ended: its previous name, and the times when it started to use room and when it ended.
+    The cause, such as ``out-of-memory``, if nobody asked for its end.
 
 Each operation creates, moves or removes one file, and managers never change each other's files. So all
 managers of a cluster write at once without a lock, and a reader lists a folder once, even if a writer dies.
@@ -38,7 +39,7 @@ from dask_cml.options import SessionSize
 from dask_cml.private_files import open_folder
 from dask_cml.sessions.entry import TIME, Launch, file_name, parse
 
-_ENDED = re.compile(rf"(.*),({TIME}),({TIME})", re.ASCII)
+_ENDED = re.compile(rf"(.*),({TIME}),({TIME})(?:,([a-z-]+))?", re.ASCII)
 _WAITS = "waits"
 _BEGAN = re.compile(rf"began,({TIME})", re.ASCII)
 
@@ -55,11 +56,14 @@ class Ended:
         The time when it started to use room, in seconds since 1970.
     ended : int
         The time when it ended, in seconds since 1970.
+    cause : str or None
+        Why it ended, if nobody asked for it, such as ``out of memory``.
     """
 
     launch: Launch
     began: int
     ended: int
+    cause: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,15 @@ class Changes:
         The ids of sessions that wait for room.
     began : mapping of str to int
         For the id of each session that does not wait any more, the end of its wait.
+    causes : mapping of str to str
+        For the ids of sessions in `ended` that nobody asked to end, the cause.
     """
 
     launched: Collection[Launch] = ()
     ended: Mapping[str, int] = field(default_factory=dict)
     waiting: Collection[str] = ()
     began: Mapping[str, int] = field(default_factory=dict)
+    causes: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any((self.launched, self.ended, self.waiting, self.began))
@@ -132,7 +139,10 @@ def parse_ended(names: Iterable[str], cluster: str) -> list[Ended]:
     for name in names:
         match = _ENDED.fullmatch(name)
         with contextlib.suppress(ValueError):
-            ended = Ended(parse(match[1], cluster), int(match[2]), int(match[3])) if match else None
+            ended = None
+            if match is not None:
+                cause = match[4] and match[4].replace("-", " ")
+                ended = Ended(parse(match[1], cluster), int(match[2]), int(match[3]), cause)
             if ended is not None and ended.ended <= found.get(ended.launch.id, ended).ended:
                 found[ended.launch.id] = ended
     return [*found.values()]
@@ -205,11 +215,12 @@ def write(changes: Changes, cluster: str, folder: Path, descriptor: int) -> None
         _unlink([f"{each},{_WAITS}" for each in changes.began], own)
         if changes.ended:
             with open_folder(folder / ENDED_FOLDER, descriptor) as ended:
-                _end(changes.ended, cluster, own, ended)
+                _end(changes, cluster, own, ended)
 
 
-def _end(ends: Mapping[str, int], cluster: str, own: int, ended: int) -> None:
+def _end(changes: Changes, cluster: str, own: int, ended: int) -> None:
     """Move the files of sessions to the folder of ended sessions, and remove their other files."""
+    ends = changes.ended
     # Other managers may have launched them, so list the names.
     names = [name for name in os.listdir(own) if name.partition(",")[0] in ends]
     marks, others = _marks(names)
@@ -218,7 +229,8 @@ def _end(ends: Mapping[str, int], cluster: str, own: int, ended: int) -> None:
             launch = parse(name, cluster)
             end = ends[launch.id]
             began = marks.get(launch.id, launch.launched) or end
-            moved = f"{name},{min(began, end)},{end}"
+            cause = changes.causes.get(launch.id)
+            moved = f"{name},{min(began, end)},{end}" + (f",{cause.replace(' ', '-')}" if cause else "")
             os.rename(name, moved, src_dir_fd=own, dst_dir_fd=ended)
     _unlink(names, own)
 

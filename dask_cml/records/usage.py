@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP, read_name
@@ -12,6 +13,7 @@ from dask_cml.records.record import Record
 from dask_cml.records.session_files import Ended
 
 _HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours")
+_LOST = "lost"
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class SessionHours:
         The same, times the memory of each session, in GiB.
     gpu_hours : float
         The same, times the number of GPUs of each session.
+    lost : dict of str to int
+        Number of sessions that were lost, by cause.
     """
 
     sessions: int = 0
@@ -37,6 +41,7 @@ class SessionHours:
     vcpu_hours: float = 0.0
     gib_hours: float = 0.0
     gpu_hours: float = 0.0
+    lost: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: SessionHours) -> SessionHours:
         return SessionHours(
@@ -45,6 +50,7 @@ class SessionHours:
             self.vcpu_hours + other.vcpu_hours,
             self.gib_hours + other.gib_hours,
             self.gpu_hours + other.gpu_hours,
+            Counter(self.lost) + Counter(other.lost),
         )
 
 
@@ -72,6 +78,9 @@ class Usage(dict[str, SessionHours]):
 
     def __repr__(self) -> str:
         rows = [_HEADER, *(_cells(name, hours) for name, hours in [*self.items(), ("total", self.total)])]
+        if self.total.lost:
+            losses = [_LOST, *(_lost(hours) for hours in [*self.values(), self.total])]
+            rows = [(*row, lost) for row, lost in zip(rows, losses, strict=True)]
         width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join([name.ljust(width), *(cell.rjust(n) for cell, n in zip(cells, widths, strict=True))])
@@ -91,6 +100,10 @@ def _cells(name: str, used: SessionHours) -> tuple[str, ...]:
     return (name, str(used.sessions), *(f"{each:.2f}" for each in hours))
 
 
+def _lost(used: SessionHours) -> str:
+    return ", ".join(f"{n} {cause}" for cause, n in sorted(used.lost.items())) or "-"
+
+
 def usage_of(record: Record, ended: Iterable[Ended], now: float) -> Usage:
     """Return the usage of a cluster.
 
@@ -107,9 +120,12 @@ def usage_of(record: Record, ended: Iterable[Ended], now: float) -> Usage:
         The current time, in seconds since 1970.
     """
     used: dict[str, SessionHours] = {}
-    for key, seconds, size in _spans(record, ended, now):
+    ended = [*ended]
+    causes = {each.launch.id: each.cause for each in ended if each.cause}
+    for session, key, seconds, size in _spans(record, ended, now):
         group = key if key == SCHEDULER else (read_name(record.name, key) or [DEFAULT_GROUP])[0]
-        used[group] = used.get(group, SessionHours()) + _hours_of(seconds, size)
+        lost = {causes[session]: 1} if session in causes else {}
+        used[group] = used.get(group, SessionHours()) + replace(_hours_of(seconds, size), lost=lost)
     first = [SCHEDULER, DEFAULT_GROUP]
     order = sorted(used, key=lambda group: (first.index(group) if group in first else len(first), group))
     return Usage({group: used[group] for group in order})
@@ -117,14 +133,14 @@ def usage_of(record: Record, ended: Iterable[Ended], now: float) -> Usage:
 
 def _spans(
     record: Record, ended: Iterable[Ended], now: float
-) -> Iterator[tuple[str, float, SessionSize | None]]:
-    """Yield the key, the duration in seconds, and the size of each session."""
+) -> Iterator[tuple[str, str, float, SessionSize | None]]:
+    """Yield the id, the key, the duration in seconds, and the size of each session."""
     over = set()
     for each in ended:
         over.add(each.launch.id)
-        yield each.launch.key, each.ended - each.began, each.launch.size
+        yield each.launch.id, each.launch.key, each.ended - each.began, each.launch.size
     for session, key in record.sessions.items():
         if session not in over:
             began = record.began.get(session, record.launched.get(session, now))
             seconds = 0.0 if session in record.waiting else now - began
-            yield key, seconds, record.sizes.get(session)
+            yield session, key, seconds, record.sizes.get(session)

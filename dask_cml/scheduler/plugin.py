@@ -21,7 +21,7 @@ from distributed.comm.core import Comm
 from distributed.comm.utils import get_tcp_server_addresses
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
-from distributed.scheduler import Scheduler
+from distributed.scheduler import Scheduler, WorkerState
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
@@ -32,6 +32,7 @@ from dask_cml.options.table import MOST_SESSIONS
 from dask_cml.scheduler import messages
 from dask_cml.scheduler.balance import spread
 from dask_cml.scheduler.demand import known_demand
+from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.presence import Presence
 from dask_cml.scheduler.state_file import StateFile
 from dask_cml.scheduler.wanted import Wanted
@@ -75,6 +76,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._told = asyncio.Condition()
         self._telling: asyncio.Task[None] | None = None
         self._forwards: set[Comm] = set()
+        self._retiring: set[asyncio.Future[Any]] = set()
+        self._states: dict[str, WorkerState] = {}
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to look for managers and clients."""
@@ -92,6 +95,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.SET: self.set,
             protocol.DEMAND: self.demand,
             protocol.HELD: self.held,
+            protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
         }
         await _unless_stale(lambda: self._file.write(self._state()))
@@ -106,7 +110,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Stop all tasks when the scheduler closes."""
         for each in self._periodic:
             each.stop()
-        await cancel(self._writing, self._telling)
+        await cancel(self._writing, self._telling, *self._retiring)
         for comm in [*self._forwards]:
             comm.abort()
 
@@ -235,6 +239,21 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             if worker.name in asked
         }
 
+    def notice(self, names: Sequence[str]) -> None:
+        """Move the data of Dask workers whose session the platform is about to stop, and close them."""
+        messages.check_names(names)
+        self._wanted.leave(names)
+        self._changed()
+        there = [worker.name for worker in self._scheduler.workers.values() if worker.name in names]
+        retiring = asyncio.ensure_future(self._scheduler.retire_workers(names=there, close_workers=True))
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retired)
+
+    def _retired(self, retiring: asyncio.Future[Any]) -> None:
+        self._retiring.discard(retiring)
+        if not retiring.cancelled() and (error := retiring.exception()) is not None:
+            logger.warning("Workers not retired: %r", error)
+
     def _since(self, revision: int) -> dict[str, Any]:
         """Return the state, as far as it has changed since a revision."""
         changes, workers = self._wanted.since(revision), self._scheduler.workers
@@ -290,12 +309,15 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Tell managers of a Dask worker that has connected."""
-        self._wanted.connected(str(scheduler.workers[worker].name))
+        state = self._states[worker] = scheduler.workers[worker]
+        self._wanted.connected(str(state.name))
         self._wanted.changes.touch(("worker", worker))
         self._changed()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """Tell managers of a Dask worker that has left."""
+        if (state := self._states.pop(worker, None)) is not None:
+            self._wanted.left(str(state.name), last_state(scheduler, state))
         self._wanted.changes.touch(("worker", worker))
         self._changed()
 

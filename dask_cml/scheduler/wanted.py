@@ -277,11 +277,28 @@ class Wanted:
 
     def connected(self, worker: str) -> None:
         """Record a Dask worker that has connected, by its name."""
+        if (entry := self._entry_of(worker)) is not None:
+            entry.seen |= {worker}
+            entry.last = None
+
+    def left(self, worker: str, last: Mapping[str, Any]) -> None:
+        """Record a Dask worker that has left, and what was known of it last."""
+        if (entry := self._entry_of(worker)) is not None:
+            entry.last = last
+
+    def leave(self, workers: Iterable[str]) -> None:
+        """Record that the platform is about to stop the session of Dask workers."""
+        for worker in workers:
+            if (entry := self._entry_of(worker)) is not None:
+                entry.leaving = True
+
+    def _entry_of(self, worker: str) -> Entry | None:
+        """Return the session of a Dask worker, which changes."""
         found = read_name(self.cluster, worker)
         name = session_name(self.cluster, *found) if found else ""
-        if (entry := self.sessions.get(name)) is not None:
-            entry.seen |= {worker}
+        if name in self.sessions:
             self._touch(name)
+        return self.sessions.get(name)
 
     def stopped(self, manager: str, names: Collection[str]) -> None:
         """Forget sessions that were stopped. Replace those that are wanted."""

@@ -64,9 +64,16 @@ class Entry:
         Whether it is launched, and in the cluster's record.
     seen : frozenset of str
         The names of its Dask workers that have been connected.
+    leaving : bool
+        Whether the platform is about to stop it.
+    last : mapping or None
+        What the scheduler knew last of the Dask worker that left last, see
+        :func:`dask_cml.scheduler.last_state.last_state`.
     """
 
     group: str
     manager: str | None
     launched: bool = False
     seen: frozenset[str] = frozenset()
+    leaving: bool = False
+    last: Mapping[str, Any] | None = None

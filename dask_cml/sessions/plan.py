@@ -15,7 +15,7 @@ from distributed.security import Security
 
 from dask_cml import wrapper
 from dask_cml.checks import runs_one_per_gpu
-from dask_cml.layout import FOLDER, NUMBER, SCHEDULER, scheduler_file
+from dask_cml.layout import ALLOCATION_LIMIT, FOLDER, NUMBER, SCHEDULER, scheduler_file
 from dask_cml.options import Options, SessionSize, exact, setting
 from dask_cml.sessions import tls
 from dask_cml.sessions.entry import form
@@ -26,6 +26,10 @@ PRELOAD = "dask_cml.scheduler.plugin"
 PATIENCE = "DASK_CML__ORPHAN_TIMEOUT"
 #: Seconds that a scheduler waits for its first manager if orphans run for ever.
 _FIRST_PATIENCE = 300.0
+#: The share of the scratch space that Dask workers may fill, and the variable that tells them.
+_SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
+#: Bytes that libraries reserve in a process without using them: pyarrow, and the stacks of threads.
+_RESERVED, _RESERVED_BY_THREAD = 2 * 2**30, 2**27
 #: Characters of a record's id in the name of a session on the platform.
 _ID_LENGTH = 6
 
@@ -184,8 +188,8 @@ def plan_worker(
         meeting = {"scheduler_file": file, "timeout": patience}
     else:
         arguments.append(address)
-    memory = int(options.worker.memory * 2**30) // options.processes
-    arguments += ["--name", name]
+    memory = int(options.worker_memory * 2**30) // options.processes
+    arguments += ["--name", name, *_preloads(options)]
     if not runs_one_per_gpu(options.worker_command):
         arguments += ["--nworkers", str(options.processes)]
     arguments += ["--nthreads", str(options.nthreads // options.processes)]
@@ -200,8 +204,42 @@ def plan_worker(
         arguments += ["--worker-class", options.worker_class]
     arguments += [*tls.arguments(security, "worker"), *options.worker_args]
     return _plan(
-        options, place, name, name, options.worker, options.worker_command, arguments, options.env, **meeting
+        options,
+        place,
+        name,
+        name,
+        options.worker,
+        options.worker_command,
+        arguments,
+        {**_limits(options), **options.env},
+        passes_notice=True,
+        memory=int(options.memory * 2**30),
+        **meeting,
     )
+
+
+def _preloads(options: Options) -> list[str]:
+    """Return the modules that a session's processes load: dask-cml's, and those of Dask's configuration."""
+    own = {"worker": ("--preload", "dask_cml.worker.process")}
+    if not runs_one_per_gpu(options.worker_command):  # dask-cuda lacks the argument
+        own["nanny"] = ("--preload-nanny", "dask_cml.worker.notice")
+    arguments = []
+    for kind, (argument, module) in own.items():
+        configured = dask.config.get(f"distributed.{kind}.preload")  # the argument takes its place
+        for each in module, *([configured] if isinstance(configured, str) else configured):
+            arguments += [argument, each]
+    return arguments
+
+
+def _limits(options: Options) -> dict[str, str]:
+    """Return the environment variables by which Dask workers keep to the session's memory and disk."""
+    env = {}
+    if options.scratch and not dask.config.get("distributed.worker.memory.max-spill"):
+        env[_MAX_SPILL] = str(int(_SPILLED * options.scratch) // options.processes)
+    if not options.nvidia_gpu:  # CUDA reserves far more memory than it uses
+        slack = _RESERVED + options.nthreads * _RESERVED_BY_THREAD
+        env[ALLOCATION_LIMIT] = str(int(options.memory * 2**30) + slack)
+    return env
 
 
 def _plan(

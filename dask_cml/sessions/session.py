@@ -18,6 +18,7 @@ from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pen
 from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.wrapper import Log
 
 _LOG_LINES = 15
 #: Seconds in `scheduling` after which a session counts as waiting for room.
@@ -86,6 +87,8 @@ class CMLProcess(ProcessInterface):
         self.is_listed = self._has_run = False
         #: Whether :meth:`close` was called.
         self.was_closed = False
+        #: Why the session ended, if nobody asked for it.
+        self.loss: str | None = None
 
     async def launch(self) -> None:
         """Launch the session. Return when the platform has accepted it; it may run later.
@@ -215,6 +218,14 @@ class CMLProcess(ProcessInterface):
         if created := moment(listed, "created_at"):
             ago = (datetime.now(timezone.utc) - created).total_seconds()
             self.since, self.launched_at = created, time.monotonic() - max(0.0, ago)
+
+    async def last_lines(self) -> list[str]:
+        """Return the last lines of the session's output."""
+        return (await asyncio.to_thread(_last_lines, self.plan.log)).splitlines()
+
+    async def append_to_log(self, line: str) -> None:
+        """Append a line to the log of a session that has ended, if possible."""
+        await asyncio.to_thread(Log(str(self.plan.log)).write, f"[{line}]\n".encode())
 
     async def failure(self, what: str, brief: bool = False) -> str:
         """Describe a failure: the session, its last status, and the last lines of its output.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import tempfile
 import time
@@ -9,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from stub import Stub
 
-from dask_cml.local import faults, records, workers
+from dask_cml.local import faults, session_state, workers
 
 # "cml" runs the contract against the platform itself, from inside one of its sessions.
 PLATFORM = os.environ.get("DASK_CML_TEST_PLATFORM", "local")
@@ -27,6 +29,20 @@ ENDS = {
     "!no-such-command": "succeeded",
     "!exit 3": "succeeded",
 }
+
+
+def supervisor_of(session: dict[str, Any]) -> int:
+    """The process id of a session's supervisor."""
+    folder = Path(os.environ["DASK_CML_LOCAL_DIRECTORY"], "sessions", session["id"])
+    status = json.loads((folder / "status.json").read_text())
+    return int(status["supervisor"])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture
@@ -46,7 +62,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def later() -> None:
         clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + 3600})
-        for module in (faults, records, workers):
+        for module in (faults, session_state, workers):
             monkeypatch.setattr(module, "time", clock)
 
     return later

@@ -39,6 +39,17 @@ def test_session_can_hang_without_running_its_code(platform, launch, reaches, di
     assert not (directory / "ran").exists()
 
 
+def test_session_can_run_out_of_memory(platform, launch, reaches, directory):
+    platform.inject("oom", seconds=0.2)
+    platform.inject("oom")
+    path = directory / "asked"
+    trap = f"import signal; signal.signal(signal.SIGTERM, lambda *_: open({str(path)!r}, 'w').close())"
+    for session in launch(2, code=f"{trap}; {FOREVER}"):
+        reaches(session, "failed")
+    assert [each["reason"] for each in platform.sessions()] == ["out of memory"] * 2
+    assert not path.exists()
+
+
 def test_session_can_be_stuck_in_scheduling(platform, launch, reaches, find):
     platform.inject("stuck")
     [stuck], [other] = launch(code=FOREVER), launch(code=FOREVER)
@@ -276,7 +287,7 @@ def test_cleared_faults_hit_nothing(platform):
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        ("nonsense", {}, "refused, fails"),
+        ("nonsense", {}, "'refused', 'fails'"),
         ("fails", {"times": 0}, "times"),
         ("fails", {"skip": -1}, "skip"),
         ("fails", {"seconds": 1}, "invalid seconds=1: expected None"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dask_cml.local import network
+from dask_cml.local import state
 
 from .conftest import FOREVER
 
@@ -38,7 +38,7 @@ def fetched(url: str) -> str | None:
 
 def left() -> list[str]:
     """Names that the sessions of this state directory have on the machine."""
-    bridge = network._bridge()
+    bridge = state.short_name()
     links = os.listdir("/sys/class/net")
     names = os.listdir("/run/netns") if Path("/run/netns").exists() else []
     return [name for name in links + names if name.startswith(bridge)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 
 from dask_cml.local import launching, processes
 
-from .conftest import FOREVER
+from .conftest import FOREVER, alive, supervisor_of
 
 LAUNCH = (
     f"from dask_cml import local; print(local.launch_workers(1, 1, 1, code={FOREVER!r})[0]['id'], flush=True)"
@@ -34,19 +33,6 @@ if os.fork() == 0:
         time.sleep(600)
     os._exit(0)
 """
-
-
-def supervisor_of(session):
-    """The process id of a session's supervisor."""
-    folder = Path(os.environ["DASK_CML_LOCAL_DIRECTORY"], "sessions", session["id"])
-    return json.loads((folder / "status.json").read_text())["supervisor"]
-
-
-def alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture
@@ -221,6 +207,69 @@ def test_stopped_session_is_asked_first(platform, launch, reaches, directory, un
     platform.stop_workers(session["id"])
     reaches(session, "stopped")
     assert farewell.exists()
+
+
+@pytest.fixture
+def asked(launch, directory, until):
+    """Launch a session of two processes, of which each writes its name when it is asked to end."""
+
+    def asked(main="sys.exit()"):
+        code = (
+            "import os, signal, subprocess, sys, time\n"
+            f"os.chdir({str(directory)!r})\n"
+            "def ask(name, then):\n"
+            "    def leave(*_): open(name, 'w').close(); exec(then)\n"
+            "    signal.signal(signal.SIGTERM, leave)\n"
+            "    open(f'{name} ready', 'w').close()\n"
+            "if os.fork() == 0: ask('child', 'pass')\n"
+            f"else: ask('main', {main!r})\n"
+            "while True: time.sleep(600)"
+        )
+        [session] = launch(code=code)
+        until(lambda: len(names(directory)) == 2)
+        return session
+
+    return asked
+
+
+def names(directory):
+    return {path.name for path in directory.iterdir()}
+
+
+def test_only_the_main_process_is_asked_to_end(platform, asked, reaches, directory):
+    platform.configure(stop_grace=1.0)
+    session = asked(main="pass")
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+    assert names(directory) == {"main ready", "child ready", "main"}
+
+
+def test_end_of_the_main_process_ends_the_grace(platform, asked, reaches):
+    platform.configure(stop_grace=600)
+    session = asked()
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+    assert processes.pids(session["id"]) == set()
+
+
+def test_eviction_can_give_notice(platform, asked, find, directory):
+    platform.configure(stop_grace=600)
+    session = asked()
+    platform.evict(session["id"], notice=True)
+    assert find(session["id"])["status"] == "failed"
+    assert platform.sessions()[-1]["reason"] == "evicted"
+    assert "main" in names(directory)
+
+
+def test_eviction_without_notice_kills_at_once(platform, asked, directory):
+    platform.configure(stop_grace=600)
+    session = asked()
+    platform.evict(session["id"], reason="out of memory")
+    assert platform.sessions()[-1]["status"] == "failed"
+    assert platform.sessions()[-1]["reason"] == "out of memory"
+    assert names(directory) == {"main ready", "child ready"}
+    with pytest.raises(ValueError, match="reason='bored'"):
+        platform.evict(session["id"], reason="bored")
 
 
 def test_command_is_stopped_with_its_session(platform, launch, reaches, until):

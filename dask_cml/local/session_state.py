@@ -1,8 +1,9 @@
-"""The sessions' records: one folder for each session, which every function reads anew.
+"""The state of sessions: one folder for each session, which every function reads anew.
 
 ``plan.json`` describes the launch and never changes. The session's supervisor writes its status to
-``status.json``. The file ``stop`` requests that the session stops. The supervisor holds the file ``lock``
-while it runs. If it dies, the kernel releases the lock.
+``status.json``. The file ``stop`` requests that the session stops, and ``eviction.json`` that it fails. The
+folder ``tmp`` is the session's TMPDIR. The supervisor holds the file ``lock`` while it runs. If it dies, the
+kernel releases the lock.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import datetime
 import fcntl
 import functools
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -24,15 +26,24 @@ from pathlib import Path
 from typing import Any
 
 from dask_cml.local import network, processes, state
+from dask_cml.local.cgroups import Cgroup
 
 ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
 #: HTTP statuses that the platform answers with.
 _OK, _NOT_FOUND = 204, 404
+#: Logs once what several calls find.
+_warn = functools.lru_cache(maxsize=1000)(logging.getLogger(__name__).warning)
 _ALPHABET = string.ascii_lowercase + string.digits
+#: What the platform tells of a session's plan.
+_TOLD = ("name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
+#: Why a session failed, in the words of :func:`dask_cml.local.sessions`.
+REASONS = OUT_OF_MEMORY, SCRATCH_FULL, EVICTED = "out of memory", "scratch full", "evicted"
+#: What the plans of earlier versions lack.
+_MISSING = {"owner": "", "network": None, "waits": False, "hide_status": 0.0, "stopping": 0.0, "cgroup": None}
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class SessionState:
     """A session at one moment."""
 
     folder: Path
@@ -51,7 +62,7 @@ class Record:
 
     @property
     def half_made(self) -> bool:
-        """Whether the record is of an engine that a refused launch left behind."""
+        """Whether the session is an engine that a refused launch left behind."""
         return self.plan["fate"] == "refused"
 
     @property
@@ -71,7 +82,7 @@ def new_id() -> str:
 
 
 def create(plan: Mapping[str, Any]) -> int:
-    """Create the record of a new session.
+    """Create the folder of a new session.
 
     Returns
     -------
@@ -89,90 +100,92 @@ def create(plan: Mapping[str, Any]) -> int:
     return lock
 
 
-def read(session_id: str) -> Record | None:
-    """Return the current record of a session. Return None if no session has this id.
+def read(session_id: str) -> SessionState | None:
+    """Return the current state of a session. Return None if no session has this id.
 
     If the session has not ended but its supervisor has died, mark it as failed.
     """
     return _read_and_check(state.directory() / "sessions" / session_id)
 
 
-def read_all() -> list[Record]:
-    """Return the current records of all sessions, the oldest first."""
+def read_all() -> list[SessionState]:
+    """Return the current states of all sessions, the oldest first."""
     with os.scandir(state.directory() / "sessions") as entries:
         folders = [Path(entry.path) for entry in entries]
-    records = [record for record in map(_read_and_check, folders) if record]
-    return sorted(records, key=lambda record: record.plan["created_at"])
+    sessions = [session for session in map(_read_and_check, folders) if session]
+    return sorted(sessions, key=lambda session: session.plan["created_at"])
 
 
-def _read_and_check(folder: Path) -> Record | None:
+def _read_and_check(folder: Path) -> SessionState | None:
     if not folder.name.isalnum():
         return None
-    record = _read(folder)
-    if record and record.live and not record.half_made and not supervised(record):
-        return fail(record)
-    return record
+    session = _read(folder)
+    if session and session.live and not session.half_made and not supervised(session):
+        return _end(session, "failed", "supervisor lost")
+    return session
 
 
-def _read(folder: Path) -> Record | None:
-    status = state.read_json(folder / "status.json")
+def _read(folder: Path) -> SessionState | None:
     try:
-        return Record(folder, _plan(folder), status) if status else None
+        status = json.loads((folder / "status.json").read_bytes())
+        return SessionState(folder, _plan(folder), {**status, "status": status["status"]})
     except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        _warn("session %s skipped: %s", folder.name, repr(error))
         return None
 
 
 @functools.lru_cache(maxsize=1000)
 def _plan(folder: Path) -> Mapping[str, Any]:
     """Return the plan, which never changes."""
-    plan: dict[str, Any] = json.loads((folder / "plan.json").read_bytes())
-    return plan
+    return {**_MISSING, **json.loads((folder / "plan.json").read_bytes())}
 
 
-def supervised(record: Record) -> bool:
+def supervised(session: SessionState) -> bool:
     """Return whether the session's supervisor runs, or another process cleans up after it."""
-    return bool(state.is_locked(record.folder / "lock"))
+    return bool(state.is_locked(session.folder / "lock"))
 
 
-def fail(record: Record) -> Record | None:
-    """Kill the processes of a session without a supervisor, and return its record."""
-    return _end(record, "failed")
-
-
-def _end(record: Record, how: str) -> Record | None:
+def _end(session: SessionState, how: str, reason: str | None = None) -> SessionState | None:
     """Write the end of a session that has no supervisor to write it."""
     try:
-        lock = os.open(record.folder / "lock", os.O_RDWR)
+        lock = os.open(session.folder / "lock", os.O_RDWR)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return record
+        return session
     else:
-        now = _read(record.folder)
+        now = _read(session.folder)
         if now and now.live:
-            free(record.plan)
-            ended = {**now.status, "status": how, "finished_at": time.time()}
-            state.write_json(record.folder / "status.json", ended)
-        return _read(record.folder)
+            free(now)
+            eviction = state.read_json(now.folder / "eviction.json")
+            why = eviction["reason"] if eviction else reason
+            ended = {**now.status, "status": how, "finished_at": time.time(), "reason": why}
+            state.write_json(now.folder / "status.json", ended)
+        return _read(session.folder)
     finally:
         os.close(lock)
 
 
-def free(plan: Mapping[str, Any], group: int | None = None) -> None:
-    """Kill every process of a session, and free its network.
+def free(session: SessionState, group: int | None = None) -> None:
+    """Kill every process of a session, and remove its cgroup, its scratch space and its network.
 
     Parameters
     ----------
-    plan : mapping
-        The session's plan.
+    session : SessionState
+        The session.
     group : int, optional
         See :func:`processes.pids`.
     """
-    processes.kill(plan["id"], group)
-    if plan["network"]:
-        network.remove(plan["network"])
+    if session.plan["cgroup"]:
+        Cgroup(Path(session.plan["cgroup"])).remove()
+    processes.kill(session.id, group)
+    shutil.rmtree(session.folder / "tmp", ignore_errors=True)
+    if session.plan["network"]:
+        network.remove(session.plan["network"])
 
 
 def stop(session_id: str) -> int:
@@ -183,65 +196,62 @@ def stop(session_id: str) -> int:
     int
         The HTTP status: 204, or 404 if no session has this id.
     """
-    record = read(session_id)
-    if record is None:
+    session = read(session_id)
+    if session is None:
         return _NOT_FOUND
-    if record.live:
-        with contextlib.suppress(FileNotFoundError):  # the session has ended, and its record was removed
-            (record.folder / "stop").touch(mode=0o600)
-        if record.half_made:
-            _end(record, "stopped")
+    if session.live:
+        with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
+            (session.folder / "stop").touch(mode=0o600)
+        if session.half_made:
+            _end(session, "stopped")
         else:
-            wake(record, signal.SIGTERM)
+            wake(session, signal.SIGTERM)
     return _OK
 
 
-def wake(record: Record, signum: signal.Signals) -> None:
+def wake(session: SessionState, signum: signal.Signals) -> None:
     """Send a signal to the session's supervisor, if it is ready for signals."""
-    now = _read(record.folder)
+    now = _read(session.folder)
     if now and now.live and "supervisor" in now.status and supervised(now):
         with contextlib.suppress(ProcessLookupError):
             os.kill(now.status["supervisor"], signum)
 
 
-def evict(session_id: str, silently: bool) -> None:
-    """Kill a session, as the failure of its node does."""
-    record = read(session_id)
-    if silently and record and record.live:
-        if not record.plan["network"]:
+def evict(session_id: str, notice: bool, silently: bool, reason: str) -> None:
+    """Let a session fail, and wait until it has."""
+    session = read(session_id)
+    if session and session.live:
+        if silently and not session.plan["network"]:
             raise RuntimeError('invalid silently=True: expected a session with network="namespaces"')
-        network.cut(record.plan["network"])
-    while (record := read(session_id)) and record.live:
-        if record.half_made:
-            _end(record, "failed")
-        wake(record, signal.SIGKILL)
+        if silently:
+            network.cut(session.plan["network"])
+        with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
+            state.write_json(session.folder / "eviction.json", {"reason": reason, "notice": notice})
+    while (session := read(session_id)) and session.live:
+        if session.half_made:
+            _end(session, "failed")
+        wake(session, signal.SIGTERM if notice else signal.SIGKILL)
         time.sleep(0.01)
-    if record is None:
+    if session is None:
         raise LookupError(f"no session {session_id!r}")
 
 
-def remove(record: Record) -> None:
-    """Remove the record of a session that has ended."""
-    shutil.rmtree(record.folder, ignore_errors=True)
+def remove(session: SessionState) -> None:
+    """Remove the folder of a session that has ended."""
+    shutil.rmtree(session.folder, ignore_errors=True)
 
 
-def public(record: Record) -> dict[str, Any]:
+def public(session: SessionState) -> dict[str, Any]:
     """Return a session as the platform describes it."""
-    plan, status = record.plan, record.status
+    plan, status = session.plan, session.status
     description = {
-        "id": record.id,
-        "name": plan["name"],
-        "status": _told_status(record),
+        **{name: plan[name] for name in _TOLD},
+        "id": session.id,
+        "status": _told_status(session),
         "created_at": _timestamp(plan["created_at"]),
         "running_at": _timestamp(status.get("running_at")),
         "finished_at": _timestamp(status.get("finished_at")),
         "duration": None,
-        "app_url": plan["app_url"],
-        "cpu": plan["cpu"],
-        "memory": plan["memory"],
-        "nvidia_gpu": plan["nvidia_gpu"],
-        "kernel": plan["kernel"],
-        "script": plan["script"],
     }
     if "finished_at" in status:
         begin = status.get("running_at", plan["created_at"])
@@ -252,9 +262,9 @@ def public(record: Record) -> dict[str, Any]:
     return description
 
 
-def _told_status(record: Record) -> str:
-    plan, status = record.plan, record.status
-    if plan["stopping"] and record.live and record.stop_requested:
+def _told_status(session: SessionState) -> str:
+    plan, status = session.plan, session.status
+    if plan["stopping"] and session.live and session.stop_requested:
         return "STOPPING"
     if status["status"] == "running" and time.time() < status["running_at"] + plan["hide_status"]:
         return "UNKNOWN"

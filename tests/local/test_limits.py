@@ -1,0 +1,260 @@
+"""The size of a session bounds the memory of all its processes, and its scratch space is limited, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dask_cml.local import cgroups, watchers
+from dask_cml.local.memory_watch import MemoryWatch
+
+from .conftest import FOREVER, alive, supervisor_of
+
+#: GiB of the sessions, and MiB that are too many for them.
+SIZE, TOO_MUCH = 0.1875, 300
+AT_ONCE = f"block = bytearray({TOO_MUCH} << 20)"
+GROWING = f"""
+import time
+blocks = []
+for _ in range({TOO_MUCH} // 10):
+    blocks.append(bytearray(10 << 20))
+    time.sleep(0.01)
+"""
+#: Takes memory, then more in another process, and says how that process ended.
+TWO_PROCESSES = """
+import subprocess, sys, time
+block = bytearray({first} << 20)
+code = "{before}; block = bytearray({second} << 20); import time; time.sleep(600)"
+status = subprocess.run([sys.executable, "-c", code]).returncode
+time.sleep(1)
+open({path!r}, "w").write(str(status))
+"""
+
+
+@pytest.fixture
+def in_cgroups(platform):
+    """Let the kernel limit the memory of sessions."""
+    if cgroups.place("0" * 16) is None:
+        pytest.skip("this user may not create memory cgroups")
+
+
+@pytest.fixture(params=["cgroups", "watch"])
+def limited(request, platform):
+    """Limit the memory of sessions, in both ways."""
+    if request.param == "cgroups":
+        request.getfixturevalue("in_cgroups")
+    else:
+        platform.configure(memory_limit="watch")
+
+
+@pytest.fixture
+def reason(platform):
+    """Return why the platform let a session fail."""
+
+    def reason(session):
+        return next(each["reason"] for each in platform.sessions() if each["id"] == session["id"])
+
+    return reason
+
+
+@pytest.fixture
+def without_memory_files():
+    """A folder in which cgroups can be created, but have no limits of memory."""
+    place = cgroups.place("0" * 16)
+    others = Path("/sys/fs/cgroup/pids")
+    if place is None or not (others.exists() or (place.parent / "cgroup.controllers").exists()):
+        pytest.skip("this user may not create cgroups")
+    folder = (others if others.exists() else place.parent) / f"without-memory-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    folder.rmdir()
+
+
+def cgroup_of(pid):
+    return Path(f"/proc/{pid}/cgroup").read_text()
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("code", [AT_ONCE, GROWING])
+def test_session_over_its_memory_is_killed(platform, launch, reaches, reason, code):
+    [session] = launch(code=f"{code}\nprint('survived')\n{FOREVER}", memory=SIZE)
+    ended = reaches(session, "failed", "succeeded")
+    assert ended["status"] == "failed"
+    assert "reason" not in ended
+    assert reason(session) == "out of memory"
+
+
+@pytest.mark.usefixtures("limited")
+def test_all_processes_of_a_session_share_its_memory_and_die_together(launch, reaches, reason, directory):
+    path = directory / "survived"
+    code = TWO_PROCESSES.format(first=120, second=120, before="pass", path=str(path))
+    [session] = launch(code=code, memory=SIZE)
+    reaches(session, "failed")
+    assert reason(session) == "out of memory"
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("limited")
+def test_older_nodes_kill_the_largest_process_only(platform, launch, reaches, reason, directory):
+    platform.configure(over_memory="process")
+    path = directory / "status"
+    [session] = launch(
+        code=TWO_PROCESSES.format(first=60, second=TOO_MUCH, before="pass", path=str(path)), memory=SIZE
+    )
+    reaches(session, "succeeded")
+    assert path.read_text() == str(-signal.SIGKILL)
+    assert reason(session) is None
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where processes can ask to be killed first")
+def test_older_nodes_prefer_processes_that_ask_for_it(platform, launch, reaches, directory):
+    platform.configure(over_memory="process")
+    path = directory / "status"
+    before = "open('/proc/self/oom_score_adj', 'w').write('1000')"
+    [session] = launch(
+        code=TWO_PROCESSES.format(first=120, second=100, before=before, path=str(path)), memory=SIZE
+    )
+    reaches(session, "succeeded")
+    assert path.read_text() == str(-signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("limited")
+def test_session_fails_if_its_main_process_is_the_largest(platform, launch, reaches, reason):
+    platform.configure(over_memory="process")
+    [session] = launch(code=f"{AT_ONCE}\n{FOREVER}", memory=SIZE)
+    reaches(session, "failed")
+    assert reason(session) == "out of memory"
+
+
+@pytest.mark.usefixtures("limited")
+def test_grace_ends_when_a_session_exceeds_its_memory(platform, launch, reaches, until, directory):
+    platform.configure(stop_grace=600)
+    ready = directory / "ready"
+    [session] = launch(
+        code="import signal, subprocess, sys, time\n"
+        f"def take(*_): subprocess.run([sys.executable, '-c', {f'{AT_ONCE}; {FOREVER}'!r}])\n"
+        "signal.signal(signal.SIGTERM, take)\n"
+        f"open({str(ready)!r}, 'w').close()\n"
+        "while True: time.sleep(600)",
+        memory=SIZE,
+    )
+    until(ready.exists)
+    platform.stop_workers(session["id"])
+    reaches(session, "stopped")
+
+
+def test_memory_need_not_be_limited(platform, output_of):
+    platform.configure(memory_limit="off")
+    assert output_of(f"{AT_ONCE}; open('{{output}}', 'w').write('survived')", memory=SIZE) == "survived"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which says what processes share")
+def test_shared_memory_counts_once():
+    code = "import os, time; block = bytearray(60 << 20); [os.fork() for _ in range(3)]; print(flush=True); "
+    with subprocess.Popen(
+        [sys.executable, "-c", code + "time.sleep(600)"], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            for _ in range(8):
+                process.stdout.readline()
+            assert not exceeds(process, 0.25)  # 8 processes of 60 MiB
+            assert exceeds(process, 0.05)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def exceeds(process, memory):
+    watch = MemoryWatch("0" * 16, process.pid, memory, whole=True)
+    watch.search()
+    return watch.look()
+
+
+@pytest.mark.usefixtures("in_cgroups")
+def test_session_without_a_cgroup_is_watched_and_says_so(
+    platform, launch, reaches, reason, without_memory_files, monkeypatch
+):
+    monkeypatch.setattr(cgroups, "place", lambda session_id: without_memory_files / session_id)
+    [session] = launch(code=f"{AT_ONCE}\n{FOREVER}", memory=SIZE)
+    reaches(session, "failed")
+    assert reason(session) == "out of memory"
+    [line] = platform.log(session["id"]).splitlines()
+    assert f"without cgroup {without_memory_files / session['id']}" in line
+    assert [each for each in without_memory_files.iterdir() if each.is_dir()] == []
+
+
+@pytest.mark.usefixtures("in_cgroups")
+def test_session_survives_the_session_that_launched_it(platform, launch, reaches, until, directory):
+    path = directory / "launched"
+    inner = f"import time; open({str(path)!r}, 'w').close(); time.sleep(600)"
+    outer = (
+        "from dask_cml import local\nimport os, time\n"
+        f"[session] = local.launch_workers(1, 1, 1, name='inner', code={inner!r})\n"
+        f"while not os.path.exists({str(path)!r}): time.sleep(0.01)\n"
+    )
+    [session] = launch(code=outer + AT_ONCE, memory=SIZE)
+    reaches(session, "failed")
+    statuses = {each["name"]: each["status"] for each in platform.sessions()}
+    assert statuses == {"": "failed", "inner": "running"}
+    platform.stop_workers(platform.sessions()[-1]["id"])
+
+
+@pytest.mark.usefixtures("in_cgroups")
+def test_killed_supervisor_leaves_no_cgroup_no_process_and_no_scratch_space(
+    platform, launch, reaches, reason, directory, until
+):
+    path = directory / "pid"
+    code = f"import os, time; open({str(path)!r} + '.new', 'w').write(str(os.getpid()))\n"
+    [session] = launch(code=f"{code}os.rename({str(path)!r} + '.new', {str(path)!r}); {FOREVER}")
+    until(path.exists)
+    pid, cgroup, scratch = int(path.read_text()), cgroups.place(session["id"]), scratch_of(session)
+    assert cgroup.name in cgroup_of(pid)
+    assert scratch.is_dir()
+    os.kill(supervisor_of(session), signal.SIGKILL)
+    reaches(session, "failed")
+    assert reason(session) == "supervisor lost"
+    assert not alive(pid)
+    assert not cgroup.exists()
+    assert not scratch.exists()
+
+
+def scratch_of(session):
+    return Path(os.environ["DASK_CML_LOCAL_DIRECTORY"], "sessions", session["id"], "tmp")
+
+
+def test_scratch_space_is_the_sessions_own_and_is_removed(launch, reaches, output_of, directory):
+    code = "import tempfile; open('{output}', 'w').write(tempfile.mkdtemp())"
+    first, second = Path(output_of(code)), Path(output_of(code))
+    assert first.parent != second.parent
+    assert not first.parent.exists()
+    assert not second.parent.exists()
+
+
+def test_session_over_its_scratch_space_is_evicted_with_notice(platform, launch, reaches, reason, directory):
+    platform.configure(scratch="10 MB", stop_grace=600)
+    path = directory / "notice"
+    code = (
+        "import signal, sys, tempfile, time\n"
+        f"def leave(*_): open({str(path)!r}, 'w').close(); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "file = tempfile.NamedTemporaryFile(); file.write(bytes(20_000_000)); file.flush()\n"
+        "time.sleep(600)"
+    )
+    [session] = launch(code=code)
+    reaches(session, "failed")
+    assert reason(session) == "scratch full"
+    assert path.exists()
+    assert not scratch_of(session).exists()
+
+
+def test_size_of_a_folder_counts_every_file_once(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "file").write_bytes(bytes(1 << 20))
+    os.link(tmp_path / "below" / "file", tmp_path / "other name")
+    assert 1 / 2**10 <= watchers.gibibytes(tmp_path) < 1.5 / 2**10
+    assert watchers.gibibytes(tmp_path / "absent") == 0
