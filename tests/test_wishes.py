@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+from clusters import arrived, log_of, target
 from distributed import Client
 from distributed.core import Status
 from simulated.testing import eventually, simulated
@@ -18,17 +19,9 @@ async def make(**options):
     return await CMLCluster(**{"asynchronous": True, "quiet": True, "security": False, "cpu": 1, **options})
 
 
-def arrived(cluster):
-    return cluster.worker_groups["default"].n_arrived
-
-
 def has(cluster, n):
     workers = cluster.scheduler_info["workers"]
     return len(cluster.worker_spec) == len(cluster.workers) == arrived(cluster) == len(workers) == n
-
-
-def log_of(cluster):
-    return "\n".join(line for _, line in cluster._cluster_manager_logs)
 
 
 async def smaller_during_a_refusal(mine, platform):
@@ -58,7 +51,7 @@ async def test_the_last_wish_counts(it, wish):
         await wish(mine, it.platform)
         await eventually(lambda: has(mine, 2))
         await mine.manager.wishes.settle()
-        assert mine.worker_groups["default"].n_workers == 2
+        assert target(mine) == 2
         assert has(mine, 2)
 
 
@@ -73,7 +66,7 @@ async def test_scale_ends_adapting_that_is_under_way(it):
         await eventually(lambda: has(mine, 0))
         await asyncio.sleep(10)
         assert has(mine, 0)
-        assert mine.worker_groups["default"].n_workers == 0
+        assert target(mine) == 0
 
 
 @simulated

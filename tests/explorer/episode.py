@@ -285,6 +285,7 @@ class Episode:
         for actor in self.actors.values():
             for each in actor.under_way:
                 await self._until_done(each, f"what {actor.name} does")
+        await asyncio.sleep(2.0)  # until the scheduler has written the groups that were added
         began = time.monotonic()
         record = self.record()
         if record is None:

@@ -49,4 +49,4 @@ async def eventually(condition: Callable[[], Any], seconds: float = _PATIENCE) -
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.01)
