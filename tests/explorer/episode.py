@@ -169,6 +169,7 @@ class Episode:
     def sessions(self, role: str) -> list[SimulatedSession]:
         """Return the live sessions of workers, or of the scheduler, the oldest first."""
         found = [each for each in self.platform.live_sessions if each.id != self.others]
+        found = [each for each in found if not self._is_beyond_reach(each)]
         return [each for each in found if (each.key == "scheduler") == (role == "scheduler")]
 
     def _evict(self, i: int) -> None:
@@ -401,13 +402,14 @@ class Episode:
         )
 
     def _left_running(self) -> list[str]:
-        return [f"{each.key} ({each.id})" for each in self.platform.live_sessions if each.id != self.others]
+        left = [*self.sessions("scheduler"), *self.sessions("worker")]
+        return [f"{each.key} ({each.id})" for each in left]
 
     # -- what must be
 
     async def _check_the_end(self) -> None:
         await self._until(lambda: not self._left_running(), 200.0)
-        if left := [each for each in self._left_running() if not self._is_beyond_reach(each)]:
+        if left := self._left_running():
             self.violate(f"these sessions are left: {left}")
         others = self.platform.all[self.others]
         if others.stop_requested or not others.live:
@@ -426,8 +428,18 @@ class Episode:
             self.violate(f"a traceback: {what}")
         self.outcome.leaked = sum(self._leaked(each) for each in self.platform.all.values())
 
-    def _is_beyond_reach(self, session: str) -> bool:
-        return False
+    def _is_beyond_reach(self, session: SimulatedSession) -> bool:
+        """Whether nobody but the platform can know of a session.
+
+        Its launch was refused or its program never ran, and its launcher died before it could record or stop
+        it. The platform ends it with the launcher's session.
+        """
+        if session.stop_requested or session.id in self.world.sessions.processes:
+            return False
+        record = self.record()
+        recorded = record is not None and session.id in record.sessions
+        dead = {each.env["CDSW_ENGINE_ID"] for each in self.world.processes if each.state == "dead"}
+        return session.master in dead and not recorded
 
     def _leaked(self, session: SimulatedSession) -> float:
         if session.id == self.others:
