@@ -38,8 +38,8 @@ _ALPHABET = string.ascii_lowercase + string.digits
 _TOLD = ("name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
 #: Why a session failed, in the words of :func:`dask_cml.local.sessions`.
 REASONS = OUT_OF_MEMORY, SCRATCH_FULL, EVICTED = "out of memory", "scratch full", "evicted"
-#: What the plans of earlier versions lack.
-_MISSING = {"owner": "", "network": None, "waits": False, "hide_status": 0.0, "stopping": 0.0, "cgroup": None}
+#: The version of the plans.
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,11 @@ class SessionState:
         """Whether the session was asked to stop."""
         return (self.folder / "stop").exists()
 
+    def hidden_for(self, fault: str) -> float:
+        """Return the seconds for which an injected fault hides something of the session."""
+        seconds: float = self.plan["faults"].get(fault, 0.0)
+        return seconds
+
 
 def new_id() -> str:
     """Return 16 random letters and digits."""
@@ -94,7 +99,7 @@ def create(plan: Mapping[str, Any]) -> int:
     hidden.mkdir(mode=0o700)
     lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    state.write_json(hidden / "plan.json", plan)
+    state.write_json(hidden / "plan.json", {**plan, "version": _VERSION})
     state.write_json(hidden / "status.json", {"status": "scheduling"})
     hidden.rename(sessions / plan["id"])
     return lock
@@ -139,7 +144,10 @@ def _read(folder: Path) -> SessionState | None:
 @functools.lru_cache(maxsize=1000)
 def _plan(folder: Path) -> Mapping[str, Any]:
     """Return the plan, which never changes."""
-    return {**_MISSING, **json.loads((folder / "plan.json").read_bytes())}
+    plan: dict[str, Any] = json.loads((folder / "plan.json").read_bytes())
+    if plan.get("version") != _VERSION:
+        raise ValueError("another release of dask-cml launched it")
+    return plan
 
 
 def supervised(session: SessionState) -> bool:
@@ -257,16 +265,18 @@ def public(session: SessionState) -> dict[str, Any]:
         begin = status.get("running_at", plan["created_at"])
         description["duration"] = round(max(0.0, status["finished_at"] - begin), 3)
     if status["status"] != "scheduling":
-        known_at = status.get("running_at", float("inf")) + plan["hide_ip"]
+        known_at = status.get("running_at", float("inf")) + session.hidden_for("unknown_ip")
         description["ip_address"] = plan["ip"] if time.time() >= known_at else "unknown"
     return description
 
 
 def _told_status(session: SessionState) -> str:
-    plan, status = session.plan, session.status
-    if plan["stopping"] and session.live and session.stop_requested:
+    status = session.status
+    if session.hidden_for("stopping") and session.live and session.stop_requested:
         return "STOPPING"
-    if status["status"] == "running" and time.time() < status["running_at"] + plan["hide_status"]:
+    if status["status"] == "running" and time.time() < status["running_at"] + session.hidden_for(
+        "unknown_status"
+    ):
         return "UNKNOWN"
     told: str = status["status"]
     return told

@@ -12,7 +12,6 @@ from typing import Any
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.identity import WorkerIdentity
-from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import state_directory
 from dask_cml.records import liveness, store
@@ -20,7 +19,7 @@ from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.sessions.tls import connection_args
+from dask_cml.sessions.tls import connected
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -217,7 +216,7 @@ def session_logs(record: Record) -> SessionLogs:
     return SessionLogs(record.name, folder, record.options.get("log_directory"), processes)
 
 
-async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) -> dict[str, CMLError | None]:
+async def end_all(records: Iterable[Record]) -> dict[str, CMLError | None]:
     """Delete clusters, running or not: stop all sessions in their records, and remove the records.
 
     A scheduler that answers first informs its workers, clients and managers. If sessions of a cluster cannot
@@ -227,8 +226,6 @@ async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) 
     ----------
     records : iterable of Record
         The records of the clusters.
-    timeout : float
-        Time limit for all schedulers to answer, in seconds.
 
     Returns
     -------
@@ -237,7 +234,7 @@ async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) 
     """
     records = [*records]
     # A scheduler that answers for another cluster, because it reuses the address, is left alone.
-    answering = await liveness.identities(records, timeout=timeout)
+    answering = await liveness.identities(records, timeout=_GOODBYE_TIMEOUT)
     return await _end_all(records, answering)
 
 
@@ -263,12 +260,8 @@ async def _end_all(records: Collection[Record], answering: Collection[str]) -> d
 async def _say_goodbye(record: Record) -> None:
     assert record.scheduler.address is not None
     try:
-        arguments = await asyncio.to_thread(connection_args, record.get_security())
-        comm = await MsgpackComm.connect(record.scheduler.address, arguments, _GOODBYE_TIMEOUT)
-        try:
+        async with connected(record.scheduler.address, record.get_security(), _GOODBYE_TIMEOUT) as comm:
             await comm.ask("terminate", _GOODBYE_TIMEOUT)
-        finally:
-            comm.abort()
     except Exception as error:  # its workers may be frozen, and Dask's errors vary
         logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 

@@ -42,7 +42,7 @@ from dask_cml.private_files import (
     make_folder,
     open_folder,
     read_file,
-    written,
+    write_file,
 )
 from dask_cml.records import removal, session_files
 from dask_cml.records.record import Record, SchedulerState
@@ -122,9 +122,7 @@ def _write(name: str, text: str, cluster: str, folder: int) -> None:
             f"the record of cluster {cluster!r} is too large: expected at most {MOST_BYTES} bytes, got "
             f"{len(content)}; use shorter options"
         )
-    # By hand: libraries for atomic writes take paths, and another folder may have taken the path meanwhile.
-    with written(name, content, folder) as temporary:
-        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    write_file(name, content, folder)
 
 
 def write_sessions(changes: Changes, name: str, directory: Path | None = None, *, id: str) -> None:
@@ -310,19 +308,10 @@ def _load(folder: Path, file: str = RECORD_FILE) -> Record | None:
     except (OSError, ValueError, RecursionError) as error:
         _report(folder / file, str(error))
         return None
-    found = session_files.parse_all(content[1], folder.name)
-    for stray in found.strays:
+    found, strays = session_files.parse_all(content[1], folder.name)
+    for stray in strays:
         _report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
-    return replace(
-        record,
-        sessions=found.sessions,
-        owners=found.owners,
-        launched=found.launched,
-        waiting=found.waiting,
-        began=found.began,
-        sizes=found.sizes,
-        scheduler=content[2] or record.scheduler,
-    )
+    return replace(record, **vars(found), scheduler=content[2] or record.scheduler)
 
 
 def _read(folder: Path, file: str) -> tuple[bytes, list[str], SchedulerState | None] | None:

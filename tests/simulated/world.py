@@ -16,7 +16,7 @@ from unittest import mock
 import dask
 
 from dask_cml import heartbeat, observers, private_files, wrapper
-from dask_cml.manager import manager
+from dask_cml.manager import manager, startup
 from dask_cml.records import liveness, operations, record, removal, session_files, store
 from dask_cml.scheduler import plugin, state_file
 from dask_cml.sessions import calls, owner, workers_api
@@ -152,7 +152,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         *((module, "datetime", _Datetime) for module in (operations, record, sessions)),
         (manager, "end_at_exit", lambda each: _clusters().append(each)),
         (manager, "no_longer_end_at_exit", lambda each: each in _clusters() and _clusters().remove(each)),
-        *((module, "unclosed", _clusters) for module in (manager, observers)),
+        *((module, "unclosed", _clusters) for module in (startup, observers)),
     ]
     stack = contextlib.ExitStack()
     for module, name, value in patches:
