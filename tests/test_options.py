@@ -17,7 +17,7 @@ import dask.config
 import pytest
 import yaml
 from distributed import Security
-from stub import Stub
+from simulated.platform import SimulatedPlatform
 
 import dask_cml
 from dask_cml import CMLCluster
@@ -432,7 +432,7 @@ def test_an_error_about_a_variable_names_it_and_shows_a_number():
 @pytest.fixture
 def stub(monkeypatch):
     """What a cluster would launch its sessions with."""
-    stub = Stub()
+    stub = SimulatedPlatform()
     monkeypatch.setattr("dask_cml.manager.manager.load_platform", lambda platform: stub)
     yield stub
     assert stub.calls == []

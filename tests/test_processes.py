@@ -13,12 +13,14 @@ import pytest
 from distributed import Scheduler
 from distributed.core import Status
 from schedulers import RECORD, prepare, scheduler_in
-from stub import HTTPError, Stub, eventually
+from simulated.faults import HTTPError
+from simulated.platform import SimulatedPlatform
+from simulated.testing import eventually
 
 from dask_cml import CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import Options
-from dask_cml.sessions import calls, process, session, tls
+from dask_cml.sessions import calls, process, session
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -40,7 +42,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def stub():
     """The platform, with another session of the user's that must run on. Tests say how ours get on."""
-    stub = Stub(advances=False)
+    stub = SimulatedPlatform(advances=False)
     [others] = stub.launch_workers(1, 1, 1)
     stub.calls.clear()
     yield stub
@@ -98,13 +100,13 @@ def clock(monkeypatch):
 def connects_to(monkeypatch):
     """The addresses at which a scheduler was looked for."""
     addresses = []
-    real = tls.connected
+    real = process.MsgpackComm.connect
 
-    def connected(address, *rest, **more):
+    def connect(address, *rest, **more):
         addresses.append(address)
         return real(address, *rest, **more)
 
-    monkeypatch.setattr(tls, "connected", connected)
+    monkeypatch.setattr(process.MsgpackComm, "connect", connect)
     return addresses
 
 

@@ -45,9 +45,11 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     ------
     ClusterExists
         If a cluster with this name exists, and is not known to be dead; see :func:`liveness.judge`.
+    asyncio.CancelledError
+        If the task is cancelled. The record may exist.
     """
     try:
-        await asyncio.to_thread(store.claim, record, wanted)
+        await _claim(record, wanted)
         return
     except ClusterExists:
         old = await asyncio.to_thread(_read, record.name)
@@ -61,7 +63,21 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     last = await asyncio.to_thread(store.remove, old.name, id=old.id) or {}
     if late := last.keys() - old.sessions.keys():
         await api.stop(*late)
-    await asyncio.to_thread(store.claim, record, wanted)
+    await _claim(record, wanted)
+
+
+async def _claim(record: Record, wanted: Mapping[str, Any]) -> None:
+    """Create the record. A cancellation waits for the thread, after which the record can be removed."""
+    claiming = asyncio.ensure_future(asyncio.to_thread(store.claim, record, wanted))
+    cancelled = None
+    while not claiming.done():
+        try:
+            await asyncio.wait([claiming])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    claiming.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 async def wait_until_running(name: str, timeout: float) -> Record:
@@ -300,7 +316,7 @@ def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
-    """Delete dead clusters; see :func:`liveness.judge`.
+    """Delete dead clusters; see :func:`liveness.judge`. Remove what crashed processes left behind.
 
     Parameters
     ----------
@@ -321,4 +337,6 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     findings = await liveness.judge(records, timeout=timeout)
     dead = [r for r in records if findings[r.name].state is State.DEAD]
     passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
-    return {**ended, **await _end_all(dead, ())}, passed_over
+    ended |= await _end_all(dead, ())
+    await asyncio.to_thread(store.sweep)
+    return ended, passed_over

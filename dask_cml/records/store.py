@@ -111,7 +111,7 @@ def claim(record: Record, wanted: Mapping[str, Any], directory: Path | None = No
         raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    _sweep(folder.parent)
+    sweep(folder.parent)
     return folder
 
 
@@ -241,8 +241,28 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
     folder = _folder(name, directory)
     sessions = removal.clear(folder, lambda descriptor: id in (None, _id_in(folder, descriptor)))
     if sessions is not None:
-        _sweep(folder.parent)
+        sweep(folder.parent)
     return sessions
+
+
+def sweep(directory: Path | None = None) -> None:
+    """Remove what crashed processes left behind, whose age the file system's clock tells."""
+    folder = directory or state_directory()
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        os.utime(folder)
+        oldest = folder.stat().st_mtime - _LEFTOVER_AGE
+        for entry in entries:
+            with contextlib.suppress(OSError):  # another process sweeps, too
+                if entry.stat().st_mtime >= oldest:
+                    continue
+                if not entry.name.startswith("."):
+                    os.rmdir(entry)  # only an empty one, which is no cluster any more
+                elif not entry.name.startswith(_LEFTOVERS):
+                    continue
+                elif entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    os.unlink(entry)
 
 
 def _id_in(folder: Path, descriptor: int) -> str | None:
@@ -360,16 +380,3 @@ def _report(path: Path | str, why: str, remedy: str = "") -> None:
     if (str(path), why) not in _reported:
         _reported.add((str(path), why))
         logger.warning("%s ignored: %s%s", path, why, remedy)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove files that crashes left behind. The file system's clock tells their age, not this machine's."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        oldest = folder.stat().st_mtime - _LEFTOVER_AGE  # the folder has just been changed
-        for entry in entries:
-            with contextlib.suppress(OSError):  # another process sweeps, too
-                if entry.name.startswith(_LEFTOVERS) and entry.stat().st_mtime < oldest:
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry, ignore_errors=True)
-                    else:
-                        os.unlink(entry)
