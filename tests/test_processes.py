@@ -20,7 +20,7 @@ from simulated.testing import eventually
 from dask_cml import CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import Options
-from dask_cml.sessions import calls, process, session
+from dask_cml.sessions import calls, process, session, tls
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -100,13 +100,13 @@ def clock(monkeypatch):
 def connects_to(monkeypatch):
     """The addresses at which a scheduler was looked for."""
     addresses = []
-    real = process.MsgpackComm.connect
+    real = tls.connected
 
-    def connect(address, *rest, **more):
+    def connected(address, *rest, **more):
         addresses.append(address)
         return real(address, *rest, **more)
 
-    monkeypatch.setattr(process.MsgpackComm, "connect", connect)
+    monkeypatch.setattr(tls, "connected", connected)
     return addresses
 
 
