@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import click
 from distributed import Client
 from distributed.core import Status
 from simulated.faults import UnexpectedError
@@ -223,7 +224,7 @@ class Command(Actor):
         return self.start(getattr(self, f"_{what.replace(' ', '_')}")(*arguments))
 
     async def _scale(self, n: int, group: str) -> None:
-        await change._scale(NAME, n, group, 120.0)
+        await _program_of(change.scale)(NAME, n, group, 120.0)
 
     async def _adapt(self, minimum: int, maximum: int, group: str) -> None:
         adapting = asyncio.ensure_future(change._adapt(NAME, minimum, maximum, group))
@@ -233,10 +234,10 @@ class Command(Actor):
             await adapting
 
     async def _add(self, name: str, n: int) -> None:
-        await group._add(NAME, name, {"n_workers": n}, 120.0)
+        await _program_of(group.add)(NAME, name, 120.0, n_workers=n)
 
     async def _delete_group(self, name: str) -> None:
-        await group._delete(NAME, name)
+        await _program_of(group.delete)(NAME, name)
 
     async def _delete(self) -> None:
         removed = {record.name: record for record in store.records(removed=True)}
@@ -252,3 +253,9 @@ class Command(Actor):
 
     async def _list(self) -> None:
         await operations.describe(store.records())
+
+
+def _program_of(command: click.Command) -> Callable[..., Coroutine[Any, Any, None]]:
+    """Return the coroutine function of a command, without its loop."""
+    program: Callable[..., Coroutine[Any, Any, None]] = command.callback.__wrapped__  # type: ignore[union-attr]
+    return program
