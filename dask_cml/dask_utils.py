@@ -25,12 +25,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distributed.comm.addressing import get_address_host_port
-from distributed.core import rpc
 from distributed.scheduler import Scheduler
 
 from dask_cml.cancellation import cancel
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
+from dask_cml.identity import Identity
+from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
 from dask_cml.sessions.plan import Place
@@ -345,10 +346,13 @@ async def _start_workers(
             if what := worker.late("connect", options.worker_timeout):
                 raise CMLError(await worker.failure(what))
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            async with rpc(url) as scheduler:
-                info = await asyncio.wait_for(scheduler.identity(), _ANSWER_TIMEOUT)
-            for each in info["workers"].values():
-                missing.pop(each["name"], None)
+            comm = await MsgpackComm.connect(url, timeout=_ANSWER_TIMEOUT)
+            try:
+                identity = Identity.read(await comm.ask("identity", _ANSWER_TIMEOUT))
+            finally:
+                comm.abort()
+            for each in identity.workers:
+                missing.pop(each.name, None)
     return [dict(worker.info) for worker in workers]
 
 

@@ -34,3 +34,8 @@ def table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.
     # By hand: rich takes a quarter of a second to import, and cuts names to the terminal's width.
     width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([name.ljust(width), *map(align, cells, widths)]).rstrip() for name, *cells in rows]
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines, each as :func:`printable` returns it."""
+    return "\n".join(map(printable, text.splitlines()))

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from clusters import lines_of
+from distributed import Client
 from nbclient import NotebookClient
 
 from dask_cml import CMLCluster
@@ -197,12 +199,26 @@ def test_texts_of_others_do_not_steer_a_terminal(monkeypatch, clock):
 
 async def test_a_refusal_does_not_steer_a_terminal(platform):
     reason = f"exceeded quota: {STEERING}\nask for less{STEERING}"
-    platform.inject("answer", status=403, function="launch_workers", message=reason)
+    platform.inject("answer", status=403, function="launch_workers", message=reason, times=9)
     with pytest.raises(LaunchRefused) as refused:
         await CMLCluster(platform="local", asynchronous=True)
     lines = str(refused.value).splitlines()
     assert len(lines) > 1
     assert all(line.isprintable() for line in lines)
+
+
+async def test_tasks_do_not_steer_a_terminal(platform, light, holds):
+    async with (
+        CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        future = client.submit(sum, [1, 2], resources={STEERING: 1})
+        await holds(lambda: "which no worker group offers" in repr(cluster))
+        [told] = [line for line in lines_of(cluster) if "which no worker group offers" in line]
+        for text in repr(cluster), told:
+            assert ESCAPED in text.lower()
+            assert text.isprintable()
+        await future.cancel()
 
 
 def test_two_clusters_that_start_at_once_show_one_table(monkeypatch):
