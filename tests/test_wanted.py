@@ -371,6 +371,8 @@ def test_a_manager_gets_all_at_first_and_then_what_has_changed():
         "group": "gpu",
         "manager": "leader",
         "launched": False,
+        "leaving": False,
+        "last": None,
         "seen": [],
         "wanted": True,
     }
