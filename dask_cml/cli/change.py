@@ -19,6 +19,7 @@ from dask_cml.cli.console import (
     in_one_line,
     n_workers,
     progress,
+    time_limit,
 )
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ _DELETED = "another process has deleted it"
 @click.argument("name", shell_complete=complete_names)
 @click.argument("n", type=click.IntRange(min=0))
 @in_group
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
-)
+@time_limit
 @in_one_line
 async def scale(name: str, n: int, group: str, timeout: float) -> None:
     """Scale a cluster to N worker sessions, and wait until they are connected."""

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.printable import printable
+from dask_cml.printable import printable, table
 
 #: Seconds between two looks at what a command waits for.
 INTERVAL = 0.2
@@ -35,6 +35,12 @@ in_group = click.option(
     show_default=True,
     metavar="GROUP",
     help="Worker group.",
+)
+
+
+#: The option that limits the time of a command.
+time_limit = click.option(
+    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
 )
 
 
@@ -113,8 +119,5 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     rows : sequence of sequences of str
         The cells of each row.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    for row in [columns, *rows]:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        click.echo(click.style(line, bold=True) if row is columns else line)
+    head, *lines = table([columns, *([printable(cell) for cell in row] for row in rows)])
+    click.echo("\n".join([click.style(head, bold=True), *lines]))

@@ -14,6 +14,7 @@ from dask_cml.cli.console import (
     n_workers,
     print_table,
     progress,
+    time_limit,
 )
 from dask_cml.cli.create import OptionsCommand
 
@@ -26,9 +27,7 @@ def group() -> None:
 @group.command(cls=OptionsCommand, grouped=True)
 @click.argument("name", shell_complete=complete_names)
 @click.argument("group")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
-)
+@time_limit
 @in_one_line
 async def add(name: str, group: str, timeout: float, **options: Any) -> None:
     """Add a worker group to a cluster, and wait until its workers are connected.

@@ -6,15 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dask_cml.cli.console import complete_names, in_one_line, print_table
 from dask_cml.printable import printable
-
-if TYPE_CHECKING:
-    from dask_cml.records.record import Record
 
 #: Every log is opened at each look, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
@@ -139,7 +136,7 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
     chosen = session_logs.choose(workers, launched) if workers else None
     shown = None
     while True:
-        lasts = follow and _lasts(record)
+        lasts = follow and operations.current(record) is not None
         for session, line in session_logs.lines(chosen, whole=not lasts):
             if session != shown:
                 click.echo("\n" * bool(shown) + printable(f"==> {session} <=="))
@@ -152,17 +149,6 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
         click.echo(f"No logs of cluster {name} yet", err=True)
     if follow:
         click.echo(f"Cluster {name} shut down", err=True)
-
-
-def _lasts(record: Record) -> bool:
-    """Return whether a cluster's record still exists."""
-    from dask_cml.errors import NoSuchCluster
-    from dask_cml.records import store
-
-    try:
-        return store.read(record.name).id == record.id
-    except NoSuchCluster:
-        return False
 
 
 @click.command()

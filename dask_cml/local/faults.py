@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http
 import json
 import time
 from collections.abc import Collection
@@ -201,7 +200,7 @@ def end(fault: Fault, answers_json: bool) -> Response:
     """
     kind, status = fault["kind"], fault["status"]
     if kind == "answer":
-        words = fault["message"] or http.HTTPStatus(status).phrase
+        words = fault["message"] or Response(status).reason
         return Response(status, json.dumps({"message": words}))
     if kind == "page":
         if answers_json:

@@ -37,7 +37,7 @@ _ALPHABET = string.ascii_lowercase + string.digits
 #: What the platform tells of a session's plan.
 _TOLD = ("name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
 #: Why a session failed, in the words of :func:`dask_cml.local.sessions`.
-REASONS = OUT_OF_MEMORY, SCRATCH_FULL, EVICTED = "out of memory", "scratch full", "evicted"
+OUT_OF_MEMORY, SCRATCH_FULL, EVICTED = "out of memory", "scratch full", "evicted"
 #: The version of the plans.
 _VERSION = 2
 
@@ -133,7 +133,9 @@ def _read_and_check(folder: Path) -> SessionState | None:
 def _read(folder: Path) -> SessionState | None:
     try:
         status = json.loads((folder / "status.json").read_bytes())
-        return SessionState(folder, _plan(folder), {**status, "status": status["status"]})
+        session = SessionState(folder, _plan(folder), {**status, "status": status["status"]})
+        # Another release of dask-cml may have launched it.
+        return session if session.plan.get("version") == _VERSION else None
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
@@ -145,8 +147,6 @@ def _read(folder: Path) -> SessionState | None:
 def _plan(folder: Path) -> Mapping[str, Any]:
     """Return the plan, which never changes."""
     plan: dict[str, Any] = json.loads((folder / "plan.json").read_bytes())
-    if plan.get("version") != _VERSION:
-        raise ValueError("another release of dask-cml launched it")
     return plan
 
 
@@ -169,8 +169,7 @@ def _end(session: SessionState, how: str, reason: str | None = None) -> SessionS
         now = _read(session.folder)
         if now and now.live:
             free(now)
-            eviction = state.read_json(now.folder / "eviction.json")
-            why = eviction["reason"] if eviction else reason
+            why = EVICTED if (now.folder / "eviction.json").exists() else reason
             ended = {**now.status, "status": how, "finished_at": time.time(), "reason": why}
             state.write_json(now.folder / "status.json", ended)
         return _read(session.folder)
@@ -225,7 +224,7 @@ def wake(session: SessionState, signum: signal.Signals) -> None:
             os.kill(now.status["supervisor"], signum)
 
 
-def evict(session_id: str, notice: bool, silently: bool, reason: str) -> None:
+def evict(session_id: str, notice: bool, silently: bool) -> None:
     """Let a session fail, and wait until it has."""
     session = read(session_id)
     if session and session.live:
@@ -234,7 +233,7 @@ def evict(session_id: str, notice: bool, silently: bool, reason: str) -> None:
         if silently:
             network.cut(session.plan["network"])
         with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
-            state.write_json(session.folder / "eviction.json", {"reason": reason, "notice": notice})
+            state.write_json(session.folder / "eviction.json", {"notice": notice})
     while (session := read(session_id)) and session.live:
         if session.half_made:
             _end(session, "failed")
@@ -242,11 +241,6 @@ def evict(session_id: str, notice: bool, silently: bool, reason: str) -> None:
         time.sleep(0.01)
     if session is None:
         raise LookupError(f"no session {session_id!r}")
-
-
-def remove(session: SessionState) -> None:
-    """Remove the folder of a session that has ended."""
-    shutil.rmtree(session.folder, ignore_errors=True)
 
 
 def public(session: SessionState) -> dict[str, Any]:

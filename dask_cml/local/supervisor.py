@@ -97,7 +97,7 @@ class Supervisor:
         """Return the session's last status if it has ended or must end."""
         exit_status = self.child.poll() if self.child else None
         if eviction := state.read_json(self.folder / "eviction.json"):
-            self.reason, self.notice = eviction["reason"], eviction["notice"]
+            self.reason, self.notice = session_state.EVICTED, eviction["notice"]
         elif self.stopping:
             return "stopped"
         elif self.out_of_memory:

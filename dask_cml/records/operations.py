@@ -117,6 +117,12 @@ def _read(name: str) -> Record | None:
         return None
 
 
+def current(record: Record) -> Record | None:
+    """Return a cluster's record as it is now. Return None if the cluster was deleted."""
+    now = _read(record.name)
+    return now if now is not None and now.id == record.id else None
+
+
 async def describe(
     records: Iterable[Record], timeout: float = 1.5, patience: float = liveness.PATIENCE
 ) -> list[dict[str, Any]]:
@@ -302,9 +308,8 @@ def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
         api.end()
 
     while True:
-        current = _read(record.name)
-        if current is not None and current.id == record.id:
-            known.update(current.sessions)
+        if now := current(record):
+            known.update(now.sessions)
         if stopped and stopped >= known.keys():
             break
         stop()

@@ -50,34 +50,30 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
     """
     if not security:
         return None, {}
-    given = _with_keys_of_certificates(Security.temporary() if security is True else security)
-    missing = [field for field in _FIELDS if getattr(given, field) is None]
-    if missing:
+    given = Security.temporary() if security is True else security
+    values = {field: getattr(given, field) for field in _FIELDS}
+    for role in ("client", "scheduler", "worker"):
+        if values[f"tls_{role}_key"] is None:
+            values[f"tls_{role}_key"] = _with_key(values[f"tls_{role}_cert"])
+    if missing := [field for field, value in values.items() if value is None]:
         raise ValueError(f"invalid security={given!r}: expected a Security with {', '.join(missing)}")
-    result = copy.copy(given)
-    files = {}
-    for field in _FIELDS:
-        value = getattr(given, field)
+    result, files = copy.copy(given), {}
+    for field, value in values.items():
+        path = Path(os.path.abspath(value))
         if "-----BEGIN" in value:
             path = folder / _FOLDER / f"{field}.pem"
             files[path] = value
-            setattr(result, field, str(path))
-        else:
-            setattr(result, field, os.path.abspath(value))
+        setattr(result, field, str(path))
     result.require_encryption = True
     return result, files
 
 
-def _with_keys_of_certificates(security: Security) -> Security:
-    """Return a copy that takes missing keys from the file or the text of their certificates."""
-    result = copy.copy(security)
-    for role in ("client", "scheduler", "worker"):
-        certificate = getattr(security, f"tls_{role}_cert")
-        if certificate is not None and getattr(security, f"tls_{role}_key") is None:
-            text = certificate if "-----BEGIN" in certificate else Path(certificate).read_text()
-            if "PRIVATE KEY-----" in text:
-                setattr(result, f"tls_{role}_key", certificate)
-    return result
+def _with_key(certificate: str | None) -> str | None:
+    """Return the file or the text of a certificate if it contains the key, too."""
+    if certificate is None:
+        return None
+    text = certificate if "-----BEGIN" in certificate else Path(certificate).read_text()
+    return certificate if "PRIVATE KEY-----" in text else None
 
 
 def write(files: Mapping[Path, str]) -> None:
