@@ -25,7 +25,7 @@ from dask_cml.options import Options, state_directory
 
 PACKAGE = Path(dask_cml.__file__).parent
 DEFAULTS = yaml.safe_load((PACKAGE / "cml.yaml").read_text())["cml"]
-NOT_OPTIONS = {"self", "asynchronous", "loop", "silence_logs", "quiet"}  # they are Dask's
+NOT_OPTIONS = {"self", "asynchronous", "loop", "silence_logs", "quiet", "kwargs"}  # they are Dask's
 ARGUMENTS = [
     name
     for name in inspect.signature(CMLCluster.__init__).parameters
