@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import adapt, close, encryption, forwarding, imports, listing, mixed, scale, serve, start
+from benchmarks import (
+    adapt,
+    close,
+    encryption,
+    forwarding,
+    imports,
+    listing,
+    mixed,
+    register,
+    scale,
+    serve,
+    start,
+)
 
 BENCHMARKS = {
     "start": start,
@@ -14,6 +26,7 @@ BENCHMARKS = {
     "mixed": mixed,
     "imports": imports,
     "listing": listing,
+    "register": register,
     "forwarding": forwarding,
     "serve": serve,
     "encryption": encryption,

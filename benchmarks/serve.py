@@ -28,11 +28,10 @@ from urllib.parse import urlsplit
 import dask
 import psutil
 from distributed.comm import connect
-from distributed.versions import get_versions
 
 from benchmarks.counting import VARIABLE
 from benchmarks.report import MARK, Report, figure, save_figure
-from benchmarks.sessions import Platform, SimulatedSession, scheduler_address, security_of
+from benchmarks.sessions import Platform, SimulatedSession, registration, scheduler_address, security_of
 from dask_cml import CMLCluster
 from dask_cml.records import operations, store
 from dask_cml.serve.access import TOKEN_VARIABLE
@@ -70,29 +69,8 @@ class Registered(Platform):
         address = await asyncio.to_thread(scheduler_address, command)
         arguments = security_of(command).get_connection_args("worker")
         comm = await connect(address, **arguments)
-        await comm.write(
-            {
-                "op": "register-worker",
-                "reply": False,
-                "address": f"tls://127.0.0.1:{1024 + int(session.key.rpartition('-')[2])}",
-                "server_id": session.id,
-                "name": session.key,
-                "status": "running",
-                "nthreads": 2,
-                "memory_limit": 8 * 2**30,
-                "resources": {},
-                "services": {},
-                "nanny": "",
-                "pid": os.getpid(),
-                "local_directory": "",
-                "versions": get_versions(),
-                "metrics": {"cpu": 0, "memory": 2**28, "managed_bytes": 0, "spilled_bytes": {}},
-                "extra": {},
-                "now": time.time(),
-                "stimulus_id": f"worker-connect-{time.time()}",
-            },
-            serializers=["msgpack"],
-        )
+        message = registration(session.key, session.id, 1024 + int(session.key.rpartition("-")[2]))
+        await comm.write(message, serializers=["msgpack"])
         await comm.read(deserializers=["msgpack"])
         self._stops[session.id] = lambda: self._loop.call_soon_threadsafe(comm.abort)
 

@@ -133,6 +133,40 @@ def _end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGTERM)
 
 
+def registration(name: str, session: str, port: int) -> dict[str, Any]:
+    """Return the message by which a Dask worker registers with its scheduler."""
+    from distributed.versions import get_versions
+
+    return {
+        "op": "register-worker",
+        "reply": False,
+        "address": f"tls://127.0.0.1:{port}",
+        "server_id": session,
+        "name": name,
+        "status": "running",
+        "nthreads": 2,
+        "memory_limit": 8 * 2**30,
+        "resources": {},
+        "services": {},
+        "nanny": "",
+        "pid": os.getpid(),
+        "local_directory": "",
+        "versions": get_versions(),
+        "metrics": {
+            "cpu": 0,
+            "memory": 2**28,
+            "managed_bytes": 0,
+            "spilled_bytes": {"memory": 0, "disk": 0},
+            "bandwidth": {"total": 10**8, "workers": {}, "types": {}},
+            "digests_total_since_heartbeat": {},
+            "event_loop_interval": 0.02,
+        },
+        "extra": {},
+        "now": time.time(),
+        "stimulus_id": f"worker-connect-{time.time()}",
+    }
+
+
 def security_of(command: list[str]) -> Any:
     """Return the keys on a worker's command line. None if there are none."""
     from distributed.security import Security

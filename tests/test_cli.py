@@ -24,6 +24,7 @@ from clusters import arrived, target, write_record
 from dask_cml import CMLCluster, cli
 from dask_cml.cli import console, show
 from dask_cml.display.words import span
+from dask_cml.layout import RECORD_FILE, REMOVED_FILE
 from dask_cml.options import Options, state_directory
 from dask_cml.printable import printable
 from dask_cml.records import operations, store
@@ -424,6 +425,15 @@ def test_help_groups_the_options_of_a_cluster_and_shows_their_defaults(monkeypat
 
 
 # -- what is left of clusters
+
+
+def test_list_names_clusters_whose_removal_was_interrupted():
+    folder = write_record(Record("half", options={"platform": "local"}))
+    os.rename(folder / RECORD_FILE, folder / REMOVED_FILE)
+    out, err = shell("list")
+    assert (out, err.splitlines()[0]) == ("", "Deleted in part: half. Stop their sessions: dask cml prune")
+    shell("prune")
+    assert "half" not in "".join(shell("list"))
 
 
 def test_a_project_without_clusters_says_how_to_create_one():

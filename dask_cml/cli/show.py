@@ -29,6 +29,8 @@ async def list_clusters(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
+    if removed := ", ".join(sorted({printable(each.name) for each in store.records(removed=True)})):
+        click.echo(f"Deleted in part: {removed}. Stop their sessions: dask cml prune", err=True)
     if not rows:
         click.echo("No clusters. Create one: dask cml create --n-workers 2", err=True)
         return
