@@ -81,7 +81,7 @@ class Reconciler:
         self._begun = self._ended = 0
         self._closed = False
         self._looked = asyncio.Condition()
-        self._told_waiting = False
+        self._told_waiting = self._told_full = False
         self._told_url: str | None = None
         self._registered: set[str] = set()
         self._changed = asyncio.Event()
@@ -220,6 +220,9 @@ class Reconciler:
             n = f"{len(waits)} of {len(self._fleet.names)} worker sessions"
             self._log(f"Cluster {self._fleet.name} waiting for room for {n}")
         self._told_waiting = bool(waits)
+        if (full := self._fleet.full) and not self._told_full:
+            self._log(f"Cluster {self._fleet.name}: {full}")
+        self._told_full = bool(full)
 
     # -- what the leader does
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
+from dask_cml.identity import read_workers
 from dask_cml.naming import read_name
 
 #: Maximum numbers of tasks to look at. Of more, an even sample is enough. Queued tasks need fewer, because
@@ -80,8 +81,9 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
         ``names`` of some of these workers or hosts, and the number of ``tasks``.
         ``groups`` contains, for each worker group with sessions: the number of ``sessions``; the number of
         ``busy`` ones, which process tasks or take part in a shuffle; the numbers of ``lent`` ones in their
-        names, which only process a few short tasks without needs; the ``managed`` bytes and the memory
-        ``limit`` in bytes.
+        names, which only process a few short tasks without needs; the number of ``full`` ones, which run
+        nothing because their memory and their disk are full; the ``managed`` bytes and the memory ``limit``
+        in bytes.
     """
     work = _Work()
     restricted: dict[tuple[str, ...], float] = {}
@@ -137,9 +139,14 @@ def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dic
         "sessions": len(sessions),
         "busy": len(busy),
         "lent": [number for number in busy if all(_is_lent(each, closable) for each in sessions[number])],
+        "full": sum(map(_is_full, sessions.values())),
         "managed": sum(worker.nbytes for worker in everyone),
         "limit": sum(worker.memory_limit for worker in everyone),
     }
+
+
+def _is_full(session: list[WorkerState]) -> bool:
+    return any(each.is_full for each in read_workers({each.address: each.identity() for each in session}))
 
 
 def _is_lent(worker: WorkerState, closable: set[str]) -> bool:

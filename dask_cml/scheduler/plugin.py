@@ -74,6 +74,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._forwards: set[Comm] = set()
         self._retiring: set[asyncio.Future[Any]] = set()
         self._states: dict[str, WorkerState] = {}
+        self._paused: set[str] = set()
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to look for managers and clients."""
@@ -285,6 +286,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _look(self) -> None:
         now = time.monotonic()
+        self._find_paused()
         self._presence.look(now)
         if self._presence.next_leader(self._wanted.leader) != self._wanted.leader:
             self._choose_leader()
@@ -316,6 +318,18 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._wanted.left(str(state.name), last_state(scheduler, state))
         self._wanted.changes.touch(("worker", worker))
         self._changed()
+
+    def _find_paused(self) -> None:
+        """Tell managers of Dask workers that have paused or go on."""
+        workers = self._scheduler.workers.values()
+        before, self._paused = (
+            self._paused,
+            {each.address for each in workers if each.status == Status.paused},
+        )
+        if changed := before ^ self._paused:
+            for worker in changed:
+                self._wanted.changes.touch(("worker", worker))
+            self._changed()
 
     # -- the dashboard
 
