@@ -20,7 +20,7 @@ class WorkerIdentity:
     Parameters
     ----------
     name : str
-        Its name. Dask's names may be numbers.
+        Its name. Dask's names may also be empty, numbers or tuples.
     nthreads : int
         Number of its threads.
     memory_limit : int
@@ -101,7 +101,7 @@ def _worker(answer: Any) -> WorkerIdentity:
     )
     about = _mapping("cml", content.get("cml") or {})
     return WorkerIdentity(
-        _text("name", content.get("name")),
+        _name(content.get("name")),
         _amount("nthreads", content.get("nthreads"), _MOST_THREADS),
         _amount("memory_limit", content.get("memory_limit") or 0, _MOST_MEMORY),
         _amount("disk", spilled.get("disk") or 0, _MOST_MEMORY),
@@ -133,6 +133,13 @@ def _mapping(key: str, value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         _refuse(key, value)
     return value
+
+
+def _name(value: Any) -> str:
+    text = str(value) if isinstance(value, (str, int, float, tuple)) else None
+    if text is None or len(text) > _MOST_CHARACTERS:
+        _refuse("name", value)
+    return text
 
 
 def _text(key: str, value: Any) -> str:

@@ -9,6 +9,11 @@ from dask_cml.options import Options
 from dask_cml.scheduler.wanted import Wanted
 
 
+def dask_worker(name):
+    """What the scheduler says of a Dask worker."""
+    return {"name": name, "nthreads": 1, "memory_limit": 0}
+
+
 class Cluster:
     """A fleet, and the state of its scheduler.
 
@@ -32,7 +37,7 @@ class Cluster:
     def answer(self):
         """Take the scheduler's answer, as the manager does."""
         answer = self.wanted.since(self.fleet.revision)
-        workers = {address: {"name": name} for address, name in self.connected.items()}
+        workers = {address: dask_worker(name) for address, name in self.connected.items()}
         workers |= dict.fromkeys(self.gone)
         self.gone = []
         self.fleet.update({**answer, "workers": workers, "tasks_done": 7, "managers": 2})

@@ -11,6 +11,7 @@ from distributed import Client
 from distributed.core import Status
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
+from dask_cml.records import liveness
 from dask_cml.records.record import Record
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -75,7 +76,7 @@ async def test_a_busy_scheduler_has_as_long_to_answer_as_dasks_clients_give_it(p
     async def is_alive(record, timeout):
         patience.append(timeout)
 
-    monkeypatch.setattr(probe, "is_alive", is_alive)
+    monkeypatch.setattr(liveness, "is_alive", is_alive)
     with (
         dask.config.set({"distributed.comm.timeouts.connect": "77s"}),
         pytest.raises(CMLError, match="answer"),

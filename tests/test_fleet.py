@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from fleets import Cluster
+from fleets import Cluster, dask_worker
 
 from dask_cml.errors import CMLError
 from dask_cml.scheduler.wanted import Wanted
@@ -86,13 +86,15 @@ def test_the_last_wish_of_many_threads_counts():
         luck = random.Random(seed)
         for _ in range(200):
             mine.fleet.wish("scale", group="default", n=luck.randrange(12))
-            assert len(mine.fleet.names) == len({*mine.fleet.names})
+            names = mine.fleet.names
+            assert len(names) == len({*names})
 
-    threads = [threading.Thread(target=scale, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        mine.carry_out()
+    with ThreadPoolExecutor(8) as threads:
+        scaling = [threads.submit(scale, seed) for seed in range(8)]
+        while not all(each.done() for each in scaling):
+            mine.carry_out()
+    for each in scaling:
+        each.result()
     mine.fleet.wish("scale", group="default", n=2)
     mine.carry_out()
     assert mine.fleet.group().target == mine.wanted.groups["default"].target == 2
@@ -183,7 +185,7 @@ def test_a_dask_worker_that_comes_back_at_another_address_is_connected():
     assert mine.fleet.member("mine-0").connected == {"mine-0": "tcp://new"}
 
 
-@pytest.mark.parametrize("name", [5, "", "mine", "mine-", "others-0"])
+@pytest.mark.parametrize("name", [5, 0.5, ("mine", 0), "", "mine", "mine-", "others-0"])
 def test_dask_workers_of_the_user_are_observed_only(name):
     mine = Cluster(1)
     mine.connected = {"tcp://10.0.0.1:1": name}
@@ -231,7 +233,7 @@ def test_sessions_that_wait_for_room_are_wanted_ones_that_never_connected():
 
 def test_an_answer_that_comes_late_changes_nothing():
     mine = Cluster(1)
-    late = {**mine.wanted.since(1), "workers": {"tcp://old": {"name": "mine-0"}}}
+    late = {**mine.wanted.since(1), "workers": {"tcp://old": dask_worker("mine-0")}}
     mine.wanted.scale("m2", "default", 3)
     mine.connect("mine-0")
     mine.fleet.update(late)

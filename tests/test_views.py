@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import io
 import os
 import pty
@@ -15,12 +14,13 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
-from dask_cml.manager.start_display import StartDisplay
 from nbclient import NotebookClient
 
 from dask_cml import CMLCluster
 from dask_cml.cancellation import cancel
-from dask_cml.manager import screens
+from dask_cml.display import screens
+from dask_cml.display.start import StartDisplay
+from dask_cml.errors import LaunchRefused
 
 TITLE = "Starting cluster c, 0 s"
 
@@ -69,7 +69,7 @@ def free_terminal(monkeypatch):
 def clock(monkeypatch):
     """A clock that is set by hand."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("dask_cml.manager.start_display.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("dask_cml.display.start.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -137,7 +137,7 @@ async def test_a_terminal_that_takes_nothing_holds_up_neither_the_loop_nor_the_s
             continued.wait()
 
     screen = Stopped()
-    monkeypatch.setattr("dask_cml.manager.start_display._PATIENCE", 0.01)
+    monkeypatch.setattr("dask_cml.display.start._PATIENCE", 0.01)
     display = StartDisplay("c", [process()], lambda: screen)
     showing = asyncio.create_task(display.run())
     await holds(stopped.is_set)
@@ -151,22 +151,10 @@ async def test_a_terminal_that_takes_nothing_holds_up_neither_the_loop_nor_the_s
 # -- the screens
 
 
-@pytest.fixture
-def without_rich(monkeypatch):
-    importing = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name.partition(".")[0] == "rich":
-            raise ImportError(name)
-        return importing(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-
-
 ROWS = [("c-scheduler", "abc", "running", "3 s"), ("c-0", "defghi", "starting", "2 s")]
 
 
-def test_a_terminal_without_rich_shows_one_table_and_then_one_line(without_rich, monkeypatch):
+def test_a_terminal_shows_one_table_and_then_one_line(monkeypatch):
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
     screen = screens.open_screen()
@@ -185,6 +173,36 @@ def test_a_terminal_without_rich_shows_one_table_and_then_one_line(without_rich,
     screen.end("over")
     screen.end("interrupted")
     assert out.seen() == ["over", "interrupted"]
+
+
+STEERING = "\x1b]0;title\x07\x1b[2J\u202e"
+ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
+
+
+def test_texts_of_others_do_not_steer_a_terminal(monkeypatch, clock):
+    out = Terminal()
+    monkeypatch.setattr(sys, "stderr", out)
+    display = StartDisplay(f"c{STEERING}", [process(status=STEERING)])
+    screen = screens.open_screen()
+    screen.show(f"Starting cluster c{STEERING}", display.rows())
+    title, row = out.seen()
+    for shown in (title.lower(), row.lower()):
+        assert ESCAPED in shown
+        assert shown.isprintable()
+    assert row.endswith("  0 s")  # the columns are as wide as what is shown
+    display.end_with(f"over {STEERING}")
+    assert "over " in out.seen()[-1]
+    assert out.seen()[-1].isprintable()
+
+
+async def test_a_refusal_does_not_steer_a_terminal(platform):
+    reason = f"exceeded quota: {STEERING}\nask for less{STEERING}"
+    platform.inject("answer", status=403, function="launch_workers", message=reason)
+    with pytest.raises(LaunchRefused) as refused:
+        await CMLCluster(platform="local", asynchronous=True)
+    lines = str(refused.value).splitlines()
+    assert len(lines) > 1
+    assert all(line.isprintable() for line in lines)
 
 
 def test_two_clusters_that_start_at_once_show_one_table(monkeypatch):
@@ -239,7 +257,6 @@ def test_a_script_writes_one_line_or_none(quiet, n):
 
 @pytest.mark.usefixtures("light", "platform")
 def test_a_terminal_shows_the_sessions_and_then_one_line():
-    """With rich, where it is installed."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(quiet=False)],

@@ -100,7 +100,6 @@ def progress(state: Callable[[], str]) -> Iterator[None]:
     state : callable
         Returns the words.
     """
-    # By hand: rich takes longer to import than many commands to run, and CML's images lack it.
     if not sys.stderr.isatty():
         yield
         return
@@ -133,7 +132,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     rows : sequence of sequences of str
         The cells of each row.
     """
-    # By hand: rich takes a quarter of a second to import, and cuts names to the terminal's width.
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in [columns, *rows]:

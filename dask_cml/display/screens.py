@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
 from dask_cml.display.html import render
+from dask_cml.printable import printable
 
 #: The cells of a session's row: its name, its id, its status, and its time so far or until it ran.
 Row = tuple[str, str, str, str]
@@ -36,17 +37,15 @@ def open_screen() -> Screen:
     is_terminal = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
     if not (is_terminal and _terminal.acquire(blocking=False)):
         return Line(out)
-    try:
-        return RichTerminal(out)
-    except ImportError:  # CML's images lack rich
-        return Terminal(out)
+    return Terminal(out)
 
 
 def as_lines(title: str, rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return [title, *("  ".join(["", *row]).rstrip() for row in cells)]
+    """Return the lines of a table. No text in it steers a terminal."""
+    cells = [[*map(printable, row)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [map(str.ljust, row, widths) for row in cells]
+    return [printable(title), *("  ".join(["", *line]).rstrip() for line in lines)]
 
 
 class Line:
@@ -67,12 +66,12 @@ class Line:
     def end(self, line: str) -> None:
         """Write a line, unless it is empty."""
         if line and self._out is not None:
-            self._out.write(f"{line}\n")
+            self._out.write(f"{printable(line)}\n")
             self._out.flush()
 
 
 class Terminal(Line):
-    """A terminal, without rich.
+    """A terminal.
 
     Parameters
     ----------
@@ -112,56 +111,6 @@ class Terminal(Line):
         self._shown = lines
 
 
-class RichTerminal(Terminal):
-    """A terminal, with rich.
-
-    Parameters
-    ----------
-    out : text file
-        The terminal.
-
-    Raises
-    ------
-    ImportError
-        If rich is not installed.
-    """
-
-    def __init__(self, out: TextIO) -> None:
-        from rich.console import Console
-        from rich.live import Live
-        from rich.spinner import Spinner
-
-        super().__init__(out)
-        self._spinner = Spinner("line")  # ASCII, for terminals without UTF-8
-        # The streams of the user's program stay unchanged.
-        self._live = Live(
-            console=Console(file=out),
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-
-    def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Replace the table."""
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for name, session, status, took in rows:
-            style = "green" if status == "running" else "yellow"
-            table.add_row(Text(f"  {name}"), Text(session, "dim"), Text(status, style), Text(took))
-        self._spinner.update(text=Text(title, "bold"))
-        self._live.start()
-        self._live.update(Group(self._spinner, table), refresh=True)
-
-    def end(self, line: str) -> None:
-        """Replace the table by a line."""
-        self._live.stop()
-        super().end(line)
-
-
 class Notebook:
     """One output of a notebook's cell. It is updated in place, so the notebook stores only its last state."""
 
@@ -171,14 +120,13 @@ class Notebook:
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
         """Replace the table."""
-        # Without rich: its live display needs ipywidgets here, and so would the stored output.
         html = render("cml_start.html.j2", title=title, rows=rows)
         self._display("\n".join(as_lines(title, rows)), html)
 
     def end(self, line: str) -> None:
         """Replace the table by a line."""
         if line or self._handle is not None:
-            self._display(line, render("cml_start.html.j2", title=line, rows=[]) if line else None)
+            self._display(printable(line), render("cml_start.html.j2", title=line, rows=[]) if line else None)
 
     def _display(self, text: str, html: str | None = None) -> None:
         from IPython.display import display

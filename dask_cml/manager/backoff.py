@@ -92,8 +92,8 @@ class Backoff:
 
     def failed(self, reason: str, n: int) -> None:
         """Record that `n` launches failed together, which counts as one failure."""
+        self._log(f"Worker failed: {reason}{_and_more(n)}")
         self._fail(reason, n)
-        self._log(f"Worker failed: {self._failure}")
 
     def _fail(self, reason: str, n: int, counts: bool = True) -> None:
         self._failures += counts
@@ -101,8 +101,7 @@ class Backoff:
         self._arrived = None
         pause = min(_FIRST_PAUSE * 2 ** (self._pauses - 1), _LONGEST_PAUSE)
         self._not_before = time.monotonic() + (pause if self._pauses > 1 else 0)
-        more = f" (and {n - 1} more)" if n > 1 else ""
-        self._failure = f"{reason}{more}"
+        self._failure = f"{reason}{_and_more(n)}"
         if counts and self.gave_up:
             self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
             self._log(f"{self._name} launches {self._failure}. To try again, call cluster.scale(n)")
@@ -141,6 +140,10 @@ class Backoff:
             return n
         granted, since = self._ceiling
         return min(n, granted + (time.monotonic() - since > self._quota_pause))
+
+
+def _and_more(n: int) -> str:
+    return f" (and {n - 1} more)" if n > 1 else ""
 
 
 def _verb(loss: Loss) -> str:

@@ -68,6 +68,7 @@ class Fleet:
 
         An answer that came late, after a newer one, changes nothing.
         """
+        read_workers({address: each for address, each in answer["workers"].items() if each is not None})
         with self._lock:
             if answer["revision"] < self.revision and not answer["whole"]:
                 return
@@ -81,7 +82,6 @@ class Fleet:
                 sessions.update(dict.fromkeys(self._members.keys() - sessions.keys()))
             for name, each in sessions.items():
                 self._update_member(name, each)
-            read_workers({address: each for address, each in answer["workers"].items() if each is not None})
             self._update_workers(answer["workers"], answer["whole"])
 
     def _read_groups(

@@ -331,7 +331,9 @@ def _read_scheduler(folder: Path, names: list[str], descriptor: int) -> Schedule
             return SchedulerState.from_json(number, read_file(folder / each, descriptor))
         except FileNotFoundError:
             continue
-        except (ValueError, RecursionError, NotPrivate) as error:
+        except NotPrivate as error:
+            _report_open(error)
+        except (ValueError, RecursionError) as error:
             _report(folder / each, str(error))
     return None
 

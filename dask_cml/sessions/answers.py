@@ -12,6 +12,7 @@ from typing import Any
 
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.printable import printable
 
 #: The platform's information on a session.
 SessionInfo = Mapping[str, Any]
@@ -88,12 +89,12 @@ def in_words(error: BaseException) -> str:
     line = next(iter(str(error).splitlines()), "")
     if not isinstance(error, CMLError):
         line = f"{type(error).__name__}: {line}".removesuffix(": ")
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+    return printable(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
 
 
 def status_of(session: SessionInfo) -> str:
     """Return a session's status in lower case, because newer releases write some in upper case."""
-    return str(session.get("status", "unknown")).lower()
+    return printable(str(session.get("status", "unknown")).lower())
 
 
 def has_ended(session: SessionInfo) -> bool:
@@ -185,5 +186,5 @@ def _wrong(answer: Any) -> WrongAnswer:
 
 
 def _words_of(answer: SessionInfo) -> str:
-    words = (str(answer.get(key) or "") for key in ("message", "k8sMessage"))
-    return ". ".join(each for each in words if each)
+    words = [str(answer.get(key) or "") for key in ("message", "k8sMessage")]
+    return "\n".join(map(printable, ". ".join(filter(None, words)).splitlines()))
