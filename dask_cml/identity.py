@@ -74,8 +74,9 @@ class Identity:
         Examples
         --------
         >>> worker = {"name": 7, "nthreads": 2, "memory_limit": 1e9}
-        >>> Identity.read({"id": "Scheduler-1", "services": {}, "workers": {"tcp://…": worker}}).workers
-        (WorkerIdentity(name='7', nthreads=2, memory_limit=1000000000),)
+        >>> answer = {"id": "Scheduler-1", "services": {}, "workers": {"tcp://…": worker}}
+        >>> Identity.read(answer).workers[0].memory_limit
+        1000000000
         """
         content = _mapping("identity", answer)
         services = _mapping("services", content.get("services", {}))

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,9 @@ from typing import Any
 #: Bytes of the output's end that are printed if the program fails, and their lines.
 _KEPT, _LINES = 8192, 15
 _LOOK_INTERVAL = 0.2
-#: The share of the session's memory above which the log says so, and seconds between two looks.
-_FULL, _MEMORY_INTERVAL = 0.85, 0.02
+#: The shares of the session's memory and scratch space above which the log says so, and seconds between two
+#: looks at the memory.
+_FULL, _SCRATCH_FULL, _MEMORY_INTERVAL = 0.85, 0.9, 0.02
 #: Seconds from the notice for the program to move its data. The platform waits for 30.
 _GRACE = 20.0
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -68,6 +70,7 @@ def run(
     serves_dashboard: bool = False,
     passes_notice: bool = False,
     memory: int = 0,
+    scratch: int = 0,
 ) -> None:
     """Run a program until it ends.
 
@@ -95,6 +98,9 @@ def run(
         Whether the program moves its data when the platform is about to stop the session.
     memory : int
         The session's memory in bytes. If it is nearly full, the log says so. 0: do not look.
+    scratch : int
+        The session's scratch space in bytes. If the session must stop because it is full, the log says so,
+        and no data is moved. 0: do not look.
 
     Raises
     ------
@@ -119,7 +125,7 @@ def run(
     if scheduler_file is not None:
         meeting = (process, folder, scheduler_file, time.monotonic() + timeout)
         threading.Thread(target=_meet, args=meeting, daemon=True).start()
-    _handle_sigterm(process, passes_notice)
+    _handle_sigterm(process, output, passes_notice, scratch)
     if memory and (files := _memory_files()):
         threading.Thread(target=_watch_memory, args=(output, memory, *files), daemon=True).start()
     # CML shows a session's output in the console of the session that launched it, so it goes to a log.
@@ -161,10 +167,15 @@ def _create(path: str, content: str = "") -> None:
         file.write(content)
 
 
-def _handle_sigterm(process: subprocess.Popen[bytes], passes_notice: bool) -> None:
+def _handle_sigterm(process: subprocess.Popen[bytes], log: Log, passes_notice: bool, scratch: int) -> None:
     """Pass on the notice of the session's end, which the platform sends to the main process."""
 
     def terminate(*_: object) -> None:
+        if scratch and (used := _size(tempfile.gettempdir())) > _SCRATCH_FULL * scratch:
+            # To the scheduler, a task that fills the disk must look like one that fills the memory.
+            log.write(b"[scratch: %d of %d bytes]\n" % (used, scratch))
+            process.kill()
+            return
         if not passes_notice or process.poll() is not None:
             process.terminate()
             return
@@ -175,6 +186,16 @@ def _handle_sigterm(process: subprocess.Popen[bytes], passes_notice: bool) -> No
 
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, terminate)
+
+
+def _size(folder: str) -> int:
+    """Return the bytes on disk of a folder's files."""
+    used = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                used += os.lstat(os.path.join(path, name)).st_blocks * 512
+    return used
 
 
 def _memory_files() -> tuple[str, str] | None:
