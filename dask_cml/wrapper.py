@@ -20,8 +20,8 @@ from typing import Any
 _KEPT, _LINES = 8192, 15
 _LOOK_INTERVAL = 0.2
 #: The shares of the session's memory and scratch space above which the log says so, and seconds between two
-#: looks at the memory.
-_FULL, _SCRATCH_FULL, _MEMORY_INTERVAL = 0.85, 0.9, 0.02
+#: looks at the memory. Another share by which the memory grows until the log says so again.
+_FULL, _SCRATCH_FULL, _MEMORY_INTERVAL, _STEP = 0.85, 0.9, 0.02, 0.05
 #: Seconds from the notice for the program to move its data. The platform waits for 30.
 _GRACE = 20.0
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -126,7 +126,7 @@ def run(
         meeting = (process, folder, scheduler_file, time.monotonic() + timeout)
         threading.Thread(target=_meet, args=meeting, daemon=True).start()
     _handle_sigterm(process, output, passes_notice, scratch)
-    if memory and (files := _memory_files()):
+    if memory and (files := _memory_files(memory)):
         threading.Thread(target=_watch_memory, args=(output, memory, *files), daemon=True).start()
     # CML shows a session's output in the console of the session that launched it, so it goes to a log.
     with process:
@@ -198,31 +198,39 @@ def _size(folder: str) -> int:
     return used
 
 
-def _memory_files() -> tuple[str, str] | None:
-    """Return the kernel's files with the memory of this session, and its parts."""
+def _memory_files(memory: int) -> tuple[str, str] | None:
+    """Return the kernel's files with the memory of this session, and its parts, if its size is limited."""
     try:
         with open("/proc/self/cgroup") as file:
             groups = [line.rstrip("\n").split(":", 2) for line in file]
     except OSError:
         return None
     for _, controllers, path in groups:
-        for root, names, usage in (
-            ("/sys/fs/cgroup", "", "memory.current"),
-            ("/sys/fs/cgroup/memory", "memory", "memory.usage_in_bytes"),
+        for root, names, usage, limit in (
+            ("/sys/fs/cgroup", "", "memory.current", "memory.max"),
+            ("/sys/fs/cgroup/memory", "memory", "memory.usage_in_bytes", "memory.limit_in_bytes"),
         ):
             # In a container, its own group is the root.
             for folder in (root + path, root) if names in controllers.split(",") else ():
-                if os.path.exists(os.path.join(folder, usage)):
+                # Otherwise, the group includes other programs.
+                if _number(os.path.join(folder, limit)) < 2 * memory:
                     return os.path.join(folder, usage), os.path.join(folder, "memory.stat")
     return None
 
 
+def _number(path: str) -> float:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):  # not on this system, or no limit
+        return float("inf")
+
+
 def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
     """Write into the log when the session's memory is nearly full: its end may leave no time for more."""
-    is_full = False
+    told = 0
     with contextlib.suppress(OSError, ValueError):
         while True:
-            was_full, is_full = is_full, False
             with open(usage) as file:
                 used = int(file.read())
             if used > _FULL * memory:
@@ -230,8 +238,10 @@ def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
                     stat = dict(line.split() for line in file)
                 # Without the cache of files, which the kernel frees before it kills.
                 used = int(stat.get("anon") or stat.get("total_rss") or used)
-                is_full = used > _FULL * memory
-            if is_full and not was_full:
+            if used <= _FULL * memory:
+                told = 0
+            elif used > told + _STEP * memory:
+                told = used
                 log.write(b"[memory: %d of %d bytes]\n" % (used, memory))
             time.sleep(_MEMORY_INTERVAL)
 
