@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from distributed.comm.addressing import get_address_host_port
-from distributed.core import rpc
 from distributed.scheduler import Scheduler
 
 from dask_cml.cancellation import cancel
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
+from dask_cml.identity import Identity
+from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
 from dask_cml.sessions.plan import Place
@@ -371,10 +372,13 @@ async def _arrival(url: str, missing: dict[str, CMLWorker]) -> None:
     """Wait until the workers are connected to the scheduler, and remove those that are from `missing`."""
     while missing:
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            async with rpc(url) as scheduler:
-                info = await asyncio.wait_for(scheduler.identity(), _ANSWER_TIMEOUT)
-            for worker in info["workers"].values():
-                missing.pop(worker["name"], None)
+            comm = await MsgpackComm.connect(url, timeout=_ANSWER_TIMEOUT)
+            try:
+                identity = Identity.read(await comm.ask("identity", _ANSWER_TIMEOUT))
+            finally:
+                comm.abort()
+            for worker in identity.workers:
+                missing.pop(worker.name, None)
         await asyncio.sleep(_LOOK_INTERVAL)
 
 

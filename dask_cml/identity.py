@@ -103,10 +103,10 @@ def _worker(answer: Any) -> WorkerIdentity:
     about = _mapping("cml", content.get("cml") or {})
     return WorkerIdentity(
         _name(content.get("name")),
-        _amount("nthreads", content.get("nthreads"), _MOST_THREADS),
-        _amount("memory_limit", content.get("memory_limit") or 0, _MOST_MEMORY),
-        _amount("disk", spilled.get("disk") or 0, _MOST_MEMORY),
-        _amount("max_spill", about.get("max_spill") or 0, _MOST_MEMORY),
+        amount("nthreads", content.get("nthreads"), _MOST_THREADS),
+        amount("memory_limit", content.get("memory_limit") or 0, _MOST_MEMORY),
+        amount("disk", spilled.get("disk") or 0, _MOST_MEMORY),
+        amount("max_spill", about.get("max_spill") or 0, _MOST_MEMORY),
         content.get("status") == "paused",
     )
 
@@ -150,7 +150,14 @@ def _text(key: str, value: Any) -> str:
     return text
 
 
-def _amount(key: str, value: Any, most: int) -> int:
+def amount(key: str, value: Any, most: int) -> int:
+    """Check a number in an answer of a scheduler, and return it as an integer.
+
+    Raises
+    ------
+    ValueError
+        If it is no number from 0 to `most`. The message contains a short part of the answer.
+    """
     if not isinstance(value, (int, float)) or not 0 <= value <= most:  # so NaN is none
         _refuse(key, value)
     return int(value)

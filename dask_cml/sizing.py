@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.options import Options
@@ -32,9 +34,9 @@ def sessions_for(
     """
     n = integer("n", n, 0, MOST_SESSIONS)
     if memory is not None:
-        n = max(n, math.ceil(gibibytes("memory", memory) / options.worker_memory))
+        n = max(n, math.ceil(_sessions("memory", memory, gibibytes, options.worker_memory)))
     if cores is not None:
-        n = max(n, math.ceil(positive("cores", cores) / options.nthreads))
+        n = max(n, math.ceil(_sessions("cores", cores, positive, options.nthreads)))
     return n
 
 
@@ -74,9 +76,19 @@ def bounds(
         ("memory", gibibytes, memory, options.worker_memory),
     ):
         if low is not None:
-            least = max(least, math.ceil(check(f"minimum_{unit}", low) / per_session))
+            least = max(least, math.ceil(_sessions(f"minimum_{unit}", low, check, per_session)))
         if high is not None:
-            most = min(most, math.floor(check(f"maximum_{unit}", high) / per_session))
+            most = min(most, math.floor(_sessions(f"maximum_{unit}", high, check, per_session)))
     if most < least:
         raise ValueError(message("maximum", most, f"at least the minimum, {least} worker sessions"))
     return least, most
+
+
+def _sessions(
+    argument: str, total: float | str, check: Callable[[str, Any], float], per_session: float
+) -> float:
+    """Return the number of sessions, with a fraction, that together have a total of something."""
+    n = check(argument, total) / per_session
+    if n > MOST_SESSIONS:
+        raise ValueError(message(argument, total, f"an amount for at most {MOST_SESSIONS} worker sessions"))
+    return n

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import tempfile
 import threading
@@ -50,6 +51,9 @@ class Log:
         self.end = (self.end + output)[-_KEPT:]
         try:
             with self._writing, open(os.open(self._path, _WRITE | os.O_APPEND, 0o600), "ab") as file:
+                about = os.fstat(file.fileno())
+                if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+                    raise OSError("it is not a regular file of this user")
                 if self._missing:
                     file.write(b"\n[%d bytes of output lost: the log could not be written]\n" % self._missing)
                 file.write(output)

@@ -32,7 +32,8 @@ async def scheduler(port=0, security=None, dashboard="127.0.0.1:0", plugin=True)
     running = Scheduler(
         host="127.0.0.1", port=port, dashboard=True, dashboard_address=dashboard, security=security
     )
-    with tempfile.TemporaryDirectory() as state:
+    # A thread of the plugin may be writing into the folder while it is removed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as state:
         async with running:
             if plugin:
                 own = CMLSchedulerPlugin(prepare(Path(state) / "mine"))

@@ -173,6 +173,6 @@ def test_cluster_whose_scheduler_has_died_is_shut_down(opened, sessions):
     item = lab.item(MADE_HERE)
     lab.lists(item)
     [record] = store.records()
-    sessions.evict(record.scheduler_session)
+    sessions.evict(record.scheduler.session)
     lab.shut_down(item)
     lab.lists_no(item)

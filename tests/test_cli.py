@@ -19,14 +19,15 @@ import dask
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
-from dask_cml.manager.waiting import span
+from clusters import arrived, target, write_record
 
 from dask_cml import CMLCluster, cli
 from dask_cml.cli import console, show
+from dask_cml.display.words import span
 from dask_cml.options import state_directory
 from dask_cml.printable import printable
 from dask_cml.records import operations, store
-from dask_cml.records.record import Maker, Record
+from dask_cml.records.record import Maker, Record, SchedulerState
 
 NOBODY = Maker("elsewhere", 1, 1.0, "gone")
 
@@ -76,8 +77,9 @@ def free_port():
 
 
 def add_record(name, address=None, **more):
-    record = Record(name, maker=NOBODY, options={"platform": "local"}, scheduler_address=address, **more)
-    store.claim(record)
+    scheduler = SchedulerState(address=address)
+    record = Record(name, maker=NOBODY, options={"platform": "local"}, scheduler=scheduler, **more)
+    write_record(record)
     return record
 
 
@@ -131,7 +133,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
 
 async def test_a_deleted_clusters_maker_launches_nothing_more(platform, holds):
     async with CMLCluster(n_workers=1, name="mine", quiet=True, asynchronous=True) as cluster:
-        await holds(lambda: cluster._arrived)
+        await holds(lambda: arrived(cluster))
         assert await operations.end_all(store.records()) == {"mine": None}
         await holds(lambda: cluster.status.name == "closed")
         assert not live(platform)
@@ -263,7 +265,7 @@ def test_text_of_other_processes_does_not_steer_a_terminal(platform):
     name = f"a{STEERING}"
     options = {"platform": "local", "cpu": "many"}
     record = Record(name, maker=replace(NOBODY, host=STEERING), options=options)
-    folder = store.claim(record)
+    folder = write_record(record)
     (folder / f"{name}-0.log").write_text(f"{STEERING}\n50%\r100%\n")
     for arguments in (["list"], ["info", name], ["logs", name], ["scale", f"b{STEERING}", "1"]):
         output = in_a_terminal(*arguments)
@@ -478,7 +480,7 @@ def test_stale_records_say_so_and_are_pruned(platform):
     add_stale("left", sessions={scheduler: "scheduler", worker: "left-0"})
     add_stale("doubtful", sessions={other: "scheduler"})
     platform.evict(scheduler)
-    store.claim(replace(Record("begun"), options={"platform": "local"}))
+    write_record(Record("begun", options={"platform": "local"}))
     status = {row["name"]: row["status"] for row in json.loads(run("list", "--json"))}
     assert status == {"left": "stale", "begun": "starting", "doubtful": "not answering"}
     assert re.search(r"left +stale +- +- +- +\d+ s +-", run("list"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ import dask.config
 import pytest
 from distributed.security import Security
 
+from dask_cml.layout import ALLOCATION_LIMIT, FOLDER, NUMBER, SESSIONS_FOLDER, STARTED_FOLDER, scheduler_file
 from dask_cml.options import Options
-from dask_cml.sessions.plan import PATIENCE, PRELOAD, SCHEDULER_FILE, plan_scheduler, plan_worker
+from dask_cml.sessions.entry import Launch, file_name, parse
+from dask_cml.sessions.plan import PATIENCE, PRELOAD, Place, plan_scheduler, plan_worker
 
 #: Text that shells, format strings and IPython each read something into.
 NASTY = "a b'c\"d $HOME {1+1} {{x}} \\n \\ % ! ? é字"
@@ -33,6 +37,7 @@ exec(open(__file__ + '.more').read())
 #: Runs code as a kernel does, and tells its failure by the exit status.
 IPYTHON = """\
 import sys
+import time
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 shell.history_manager.enabled = False
@@ -40,6 +45,8 @@ sys.exit(not shell.run_cell(open(sys.argv[1], encoding='utf-8').read(), store_hi
 """
 
 TERMINATED = 15
+#: The id of a cluster's record.
+RECORD = "0123456789abcdef"
 
 
 @pytest.fixture(params=["plain", NASTY], ids=["plain", "nasty"])
@@ -89,11 +96,19 @@ def run(request, tmp_path):
 
 def arguments(plan):
     """The arguments that the program told."""
-    return json.loads(plan.log.read_text(errors="replace").splitlines()[0])
+    lines = plan.log.read_text(errors="replace").splitlines()
+    return next(json.loads(line) for line in lines if line.startswith('["'))
 
 
 def values(argv, option):
     return [value for name, value in pairwise(argv) if name == option]
+
+
+def recorded(folder):
+    """The place of a session that enters itself into the record of its cluster."""
+    for name in STARTED_FOLDER, SESSIONS_FOLDER:
+        (folder / name).mkdir(exist_ok=True)
+    return Place(folder, 0, RECORD)
 
 
 def read(**options):
@@ -108,12 +123,13 @@ def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, 
     name = folder.name
     lines = f'{name}\n\t"""!ls'
     options = read(name=name, worker_class=name, worker_args=["--preload", lines], cpu=4, memory=8)
-    plan = plan_worker(options, folder, f"{name}-0", "tcp://10.0.0.1:8786")
+    plan = plan_worker(options, Place(folder), f"{name}-0", "tcp://10.0.0.1:8786")
     done = run(plan)
     assert done.returncode == 0, done.stderr + done.stdout
     expected = ["-m", "dask", "worker", "tcp://10.0.0.1:8786"]
-    expected += ["--name", f"{name}-0", "--nworkers", "1", "--nthreads", "4"]
-    expected += ["--memory-limit", str(8 * 2**30), "--death-timeout", "90.0"]
+    expected += ["--name", f"{name}-0", "--preload", "dask_cml.worker.process"]
+    expected += ["--preload-nanny", "dask_cml.worker.notice", "--nworkers", "1", "--nthreads", "4"]
+    expected += ["--memory-limit", str(int(options.worker_memory * 2**30)), "--death-timeout", "90.0"]
     expected += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
     expected += ["--worker-class", name, "--preload", lines]
     assert arguments(plan) == expected
@@ -121,6 +137,7 @@ def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, 
     logged = plan.log.read_bytes()
     assert b"registered\n" in logged
     assert b"not UTF-8: \xff\n" in logged
+    assert logged.endswith(b"[dask worker exited with status 0]\n")
     assert (done.stdout, done.stderr) == ("", "")
 
 
@@ -130,12 +147,12 @@ def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
     monkeypatch.setenv("CDSW_APP_PORT", "1111")
     name = folder.name
     options = read(name=name, scheduler_args=["--preload", name], idle_timeout="1 hour")
-    plan = plan_scheduler(options, folder, "0.0.0.0", 8786)
+    plan = plan_scheduler(options, recorded(folder), "0.0.0.0", 8786)
     done = run(plan, CDSW_APP_PORT="8100", CDSW_READONLY_PORT="8200")
     assert done.returncode == 0, done.stderr + done.stdout
     expected = ["-m", "dask", "scheduler", "--host", "0.0.0.0", "--port", "8786"]
-    expected += ["--scheduler-file", str(folder / SCHEDULER_FILE), "--idle-timeout", "3600.0 seconds"]
-    expected += ["--preload", PRELOAD, "--preload", name, "--dashboard-address", "127.0.0.1:8100"]
+    expected += ["--idle-timeout", "3600.0 seconds", "--preload", PRELOAD, "--preload", name]
+    expected += ["--dashboard-address", "127.0.0.1:8100"]
     assert arguments(plan) == expected
     assert plan.log == folder / f"{name}-scheduler.log"
 
@@ -144,7 +161,7 @@ def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
 @pytest.mark.parametrize("how", ["sys.exit(3)", "1 / 0", "os.kill(os.getpid(), 9)"])
 def test_a_failing_program_makes_the_code_fail_and_its_last_lines_are_printed(program, run, folder, how):
     program(f"print(*range(100_000), 'the last words', sep='\\n', flush=True); {how}")
-    plan = plan_worker(read(), folder, "mine-0", "tcp://10.0.0.1:8786")
+    plan = plan_worker(read(), Place(folder), "mine-0", "tcp://10.0.0.1:8786")
     done = run(plan)
     assert done.returncode == 1
     assert "worker failed with exit status" in done.stdout + done.stderr
@@ -157,7 +174,7 @@ def test_a_failing_program_makes_the_code_fail_and_its_last_lines_are_printed(pr
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_program_that_cannot_be_started_is_told_in_the_log(program, run, folder):
     (folder / "python").unlink()
-    plan = plan_worker(read(), folder, "mine-0", "tcp://10.0.0.1:8786")
+    plan = plan_worker(read(), Place(folder), "mine-0", "tcp://10.0.0.1:8786")
     done = run(plan)
     assert done.returncode == 1
     assert "No such file or directory" in done.stdout + done.stderr
@@ -175,7 +192,7 @@ def test_a_program_that_cannot_be_started_is_told_in_the_log(program, run, folde
     ],
 )
 def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, folder, environment, port):
-    plan = plan_scheduler(read(), folder, "0.0.0.0", 8786)
+    plan = plan_scheduler(read(), Place(folder), "0.0.0.0", 8786)
     run(plan, **environment)
     assert values(arguments(plan), "--dashboard-address") == [f"127.0.0.1:{port}"]
 
@@ -183,18 +200,18 @@ def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, fold
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 def test_a_worker_without_an_address_ends_its_program_when_no_scheduler_file_comes(program, run, folder):
     program("time.sleep(600)")
-    plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), folder, "mine-0", None)
+    plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), Place(folder), "mine-0", None)
     done = run(plan)
     assert done.returncode == 1
     assert f"exit status -{TERMINATED}" in done.stderr
-    assert values(argv(plan), "--scheduler-file") == [str(folder / SCHEDULER_FILE)]
+    assert values(argv(plan), "--scheduler-file") == [str(folder / scheduler_file(0))]
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 def test_a_worker_without_an_address_runs_on_when_there_is_a_scheduler_file(program, run, folder):
-    (folder / SCHEDULER_FILE).touch()
+    (folder / scheduler_file(0)).touch()
     program("time.sleep(1); print('runs on')")
-    plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), folder, "mine-0", None)
+    plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), Place(folder), "mine-0", None)
     done = run(plan)
     assert done.returncode == 0, done.stderr
     assert "runs on" in plan.log.read_text()
@@ -203,7 +220,7 @@ def test_a_worker_without_an_address_runs_on_when_there_is_a_scheduler_file(prog
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_worker_that_ends_by_itself_is_not_waited_for(program, run, folder):
-    assert run(plan_worker(read(scheduler_timeout=600), folder, "mine-0", None)).returncode == 0
+    assert run(plan_worker(read(scheduler_timeout=600), Place(folder), "mine-0", None)).returncode == 0
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)
@@ -211,7 +228,7 @@ def test_a_worker_that_ends_by_itself_is_not_waited_for(program, run, folder):
 def test_a_worker_ends_its_program_though_the_folder_cannot_be_listed(program, run, folder):
     program("time.sleep(600)")
     options = read(scheduler_timeout=0.1, pending_timeout=0.1)
-    plan = plan_worker(options, folder / "not seen yet", "mine-0", None)
+    plan = plan_worker(options, Place(folder / "not seen yet"), "mine-0", None)
     assert f"exit status -{TERMINATED}" in run(plan).stderr
 
 
@@ -222,7 +239,7 @@ def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is
     cluster.mkdir()
     program(f"time.sleep(1); os.rmdir({str(cluster)!r}); time.sleep(600)")
     options = read(scheduler_timeout=0.1, pending_timeout=900, log_directory=str(folder))
-    plan = plan_worker(options, cluster, "mine-0", None)
+    plan = plan_worker(options, Place(cluster), "mine-0", None)
     assert f"exit status -{TERMINATED}" in run(plan).stderr
     assert values(argv(plan), "--death-timeout") == ["900.1"]
 
@@ -231,7 +248,7 @@ def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
 def test_a_log_that_cannot_be_written_stops_nothing(program, run, folder):
     program(f"print('x' * 10**6); open({str(folder / 'done')!r}, 'w')")
-    plan = plan_worker(read(log_directory="/no/such/folder"), folder, "mine-0", "tcp://10.0.0.1:8786")
+    plan = plan_worker(read(log_directory="/no/such/folder"), Place(folder), "mine-0", "tcp://10.0.0.1:8786")
     assert plan.log == Path("/no/such/folder/mine-0.log")
     assert run(plan).returncode == 0
     assert (folder / "done").exists()
@@ -242,12 +259,71 @@ def test_a_log_goes_on_when_the_disk_is_not_full_any_more(program, run, folder):
     log = folder / "mine-0.log"
     log.symlink_to("/dev/full")  # every write fails for lack of space
     program(f"print('x' * 10**6, flush=True); os.unlink({str(log)!r}); print('there is space')")
-    done = run(plan_worker(read(), folder, "mine-0", "tcp://10.0.0.1:8786"))
+    done = run(plan_worker(read(), Place(folder), "mine-0", "tcp://10.0.0.1:8786"))
     assert done.returncode == 0, done.stdout + done.stderr
-    first, missing, *_, last = log.read_text().splitlines()
-    assert (first, last) == ("", "there is space")
+    first, missing, *_, last, end = log.read_text().splitlines()
+    assert (first, last, end) == ("", "there is space", "[dask worker exited with status 0]")
     lost = re.fullmatch(r"\[(\d+) bytes of output lost: the log could not be written\]", missing)
     assert int(lost[1]) > 10**5
+
+
+# -- sessions of a cluster's record
+
+
+def entries(folder):
+    return sorted(path.name for path in (folder / SESSIONS_FOLDER).iterdir())
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+def test_of_two_sessions_with_one_name_the_second_ends_at_once(program, run, folder):
+    plan = plan_worker(read(), recorded(folder), "mine-0", "tcp://10.0.0.1:8786")
+    assert run(plan, CDSW_ENGINE_ID="first", CDSW_MASTER_ID="owner").stdout == ""
+    program("1 / 0")
+    second = run(plan, CDSW_ENGINE_ID="second", CDSW_MASTER_ID="owner")
+    assert second.returncode == 0
+    assert second.stdout == "dask worker not started: another session has its name\n"
+    assert (folder / STARTED_FOLDER / "mine-0").read_text() == "first"
+    assert [name.split(",")[0] for name in entries(folder)] == ["first"]
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_a_session_whose_cluster_was_deleted_ends_at_once(program, run, folder):
+    program("1 / 0")
+    for place in folder, folder / "removed":
+        done = run(plan_worker(read(), Place(place, 0, RECORD), "mine-0", None), CDSW_ENGINE_ID="a")
+        assert (done.returncode, done.stdout) == (0, "dask worker not started: its cluster was deleted\n")
+    assert [*folder.glob("*.log")] == []
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_a_session_that_no_manager_entered_into_the_record_enters_itself(program, run, folder):
+    options, place = read(cpu=4, memory=16), recorded(folder)
+    session = {"CDSW_ENGINE_ID": "abcdefgh12345678", "CDSW_MASTER_ID": "ijklmnop12345678"}
+    before = int(time.time())
+    run(plan_worker(options, place, "mine-0", None), **session)
+    [launch] = [parse(name, "mine") for name in entries(folder)]
+    assert (launch.id, launch.key, launch.owner) == ("abcdefgh12345678", "mine-0", "ijklmnop12345678")
+    assert (launch.size, launch.launched >= before) == (options.worker, True)
+    # A manager wrote it as soon as it had launched it.
+    known = file_name(Launch("qrstuvwx12345678", "mine-1", "ijklmnop12345678", before, None), "mine")
+    (folder / SESSIONS_FOLDER / known).touch()
+    run(plan_worker(options, place, "mine-1", None), **{**session, "CDSW_ENGINE_ID": "qrstuvwx12345678"})
+    assert len(entries(folder)) == 2
+    assert known in entries(folder)
+
+
+@pytest.mark.parametrize("run", ["python"], indirect=True)
+@pytest.mark.parametrize("folder", ["plain"], indirect=True)
+def test_a_session_runs_though_the_record_cannot_be_written(program, run, folder):
+    place = recorded(folder)
+    (folder / STARTED_FOLDER).rmdir()
+    (folder / STARTED_FOLDER).touch()
+    done = run(plan_worker(read(), place, "mine-0", None), CDSW_ENGINE_ID="abcdefgh12345678")
+    assert done.returncode == 0
+    assert "Name mine-0 not taken: NotADirectoryError" in done.stdout
+    assert len(entries(folder)) == 1
 
 
 # -- as planned
@@ -255,53 +331,60 @@ def test_a_log_goes_on_when_the_disk_is_not_full_any_more(program, run, folder):
 
 def argv(plan):
     """The command of a plan as its code has it."""
-    [line] = [line for line in plan.code.splitlines() if line.startswith("command = ")]
-    scope = {}
-    exec(line, scope)
-    return scope["command"]
+    [session] = [node.value for node in ast.parse(plan.code).body if isinstance(node, ast.Assign)]
+    return ast.literal_eval(session)["command"]
 
 
 @pytest.mark.parametrize(
     ("options", "nthreads", "memory"),
     [
-        ({"cpu": 4, "memory": 16}, 4, 16 * 2**30),
-        ({"cpu": 4, "memory": 16, "processes": 4}, 1, 4 * 2**30),
-        ({"cpu": 4, "memory": 16, "processes": 2}, 2, 8 * 2**30),
-        ({"cpu": 2, "memory": 1, "nthreads": 9, "processes": 3}, 3, 2**30 // 3),
+        ({"cpu": 4, "memory": 16, "memory_reserve": 0}, 4, 16 * 2**30),
+        ({"cpu": 4, "memory": 16, "memory_reserve": 0, "processes": 4}, 1, 4 * 2**30),
+        ({"cpu": 4, "memory": 16, "memory_reserve": 0, "processes": 2}, 2, 8 * 2**30),
+        ({"cpu": 2, "memory": 1, "memory_reserve": 0, "nthreads": 9, "processes": 3}, 3, 2**30 // 3),
     ],
 )
 def test_processes_share_threads_and_memory_evenly(tmp_path, options, nthreads, memory):
-    command = argv(plan_worker(read(**options), tmp_path, "mine-0", "tcp://10.0.0.1:8786"))
+    command = argv(plan_worker(read(**options), Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"))
     assert values(command, "--nworkers") == [str(options.get("processes", 1))]
     assert values(command, "--nthreads") == [str(nthreads)]
     assert values(command, "--memory-limit") == [str(memory)]
 
 
+def test_dask_workers_get_the_memory_that_is_not_reserved(tmp_path):
+    options = read(cpu=4, memory=16, memory_reserve=2, processes=2)
+    command = argv(plan_worker(options, Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"))
+    assert values(command, "--memory-limit") == [str(7 * 2**30)]
+
+
 def test_processes_share_what_the_session_offers(tmp_path):
     options = read(nvidia_gpu=1, processes=2, resources={"GPU": 1, "MEM": 10e9})
-    command = argv(plan_worker(options, tmp_path, "mine-0", "tcp://10.0.0.1:8786"))
+    command = argv(plan_worker(options, Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"))
     assert values(command, "--resources") == ["GPU=0.5 MEM=5000000000"]
 
 
 @pytest.mark.parametrize("amount", [1, 123456789, 2**53 + 2, 1e22, 0.1])
 def test_a_task_that_asks_for_a_whole_share_fits(tmp_path, amount):
     options = read(processes=3, resources={"MEM": amount})
-    command = argv(plan_worker(options, tmp_path, "mine-0", "tcp://10.0.0.1:8786"))
+    command = argv(plan_worker(options, Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"))
     [share] = values(command, "--resources")
     assert float(share.removeprefix("MEM=")) == amount / 3
 
 
 def test_the_plan_shows_the_size_to_its_last_digit(tmp_path):
     options = read(cpu=1 / 3, memory=12345.678901)
-    text = str(plan_worker(options, tmp_path, "mine-0", "tcp://10.0.0.1:8786"))
+    text = str(plan_worker(options, Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"))
     assert text.startswith("# mine-0: cpu=0.3333333333333333 memory=12345.678901 nvidia_gpu=0\n")
 
 
 def test_dask_cuda_gets_the_arguments_that_it_takes(tmp_path):
-    options = read(cpu=4, memory=16, nvidia_gpu=2, worker_command=["dask", "cuda", "worker"])
-    command = argv(plan_worker(options, tmp_path, "mine-0", "tls://10.0.0.1:8786"))
+    options = read(
+        cpu=4, memory=16, memory_reserve=0, nvidia_gpu=2, worker_command=["dask", "cuda", "worker"]
+    )
+    command = argv(plan_worker(options, Place(tmp_path), "mine-0", "tls://10.0.0.1:8786"))
     assert command[:6] == [sys.executable, "-m", "dask", "cuda", "worker", "tls://10.0.0.1:8786"]
     assert "--nworkers" not in command
+    assert "--preload-nanny" not in command
     assert values(command, "--nthreads") == ["2"]
     assert values(command, "--memory-limit") == [str(8 * 2**30)]
     assert values(command, "--resources") == ["GPU=1"]
@@ -321,17 +404,18 @@ def test_dask_cudas_own_parser_takes_the_arguments(tmp_path):
         tls_worker_key=str(tmp_path / "worker_key.pem"),
     )
     for address in "tls://10.0.0.1:8786", None:
-        command = argv(plan_worker(options, tmp_path, "mine-0", address, keys))
+        command = argv(plan_worker(options, Place(tmp_path), "mine-0", address, keys))
         parsed = cli.worker.make_context("dask cuda worker", command[5:]).params
         assert (parsed["scheduler"], parsed["name"], parsed["nthreads"]) == (address, "mine-0", 1)
         assert (parsed["resources"], parsed["dashboard"]) == ("GPU=1", False)
+        assert parsed["preload"] == ("dask_cml.worker.process",)
         assert not parsed["preload_argv"]
 
 
 def test_the_command_is_the_launchers_python_and_needs_no_program_on_the_path(tmp_path):
     for plan, program in (
-        (plan_worker(read(), tmp_path, "mine-0", "tcp://10.0.0.1:8786"), "worker"),
-        (plan_scheduler(read(), tmp_path, "0.0.0.0", 8786), "scheduler"),
+        (plan_worker(read(), Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"), "worker"),
+        (plan_scheduler(read(), Place(tmp_path), "0.0.0.0", 8786), "scheduler"),
     ):
         assert argv(plan)[:4] == [sys.executable, "-m", "dask", program]
 
@@ -339,7 +423,7 @@ def test_the_command_is_the_launchers_python_and_needs_no_program_on_the_path(tm
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:8786", None])
 def test_the_users_worker_arguments_come_last(tmp_path, address):
     mine = ["--lifetime", "1h", "--no-nanny"]
-    command = argv(plan_worker(read(worker_args=mine), tmp_path, "mine-0", address))
+    command = argv(plan_worker(read(worker_args=mine), Place(tmp_path), "mine-0", address))
     assert command[-len(mine) :] == mine
 
 
@@ -348,13 +432,13 @@ def test_text_of_a_subclass_of_str_is_text_in_the_code(tmp_path):
         MINE = "mine.py"
 
     options = read(worker_args=["--preload", Preload.MINE])
-    assert argv(plan_worker(options, tmp_path, "mine-0", None))[-1] == "mine.py"
+    assert argv(plan_worker(options, Place(tmp_path), "mine-0", None))[-1] == "mine.py"
 
 
 def test_no_line_of_the_code_is_a_command_of_ipython(tmp_path):
     for plan in (
-        plan_worker(read(), tmp_path, "mine-0", None),
-        plan_scheduler(read(), tmp_path, "0.0.0.0", 8786),
+        plan_worker(read(), Place(tmp_path), "mine-0", None),
+        plan_scheduler(read(), Place(tmp_path), "0.0.0.0", 8786),
     ):
         compile(plan.code, "session", "exec")
         assert not [line for line in plan.code.splitlines() if line.lstrip().startswith(("!", "%"))]
@@ -362,8 +446,8 @@ def test_no_line_of_the_code_is_a_command_of_ipython(tmp_path):
 
 def test_a_plan_has_the_size_and_environment_of_its_role(tmp_path):
     options = read(cpu=4, memory=16, nvidia_gpu=1, scheduler_cpu=2, scheduler_memory=8, env={"A": NASTY})
-    worker = plan_worker(options, tmp_path, "mine-0", None)
-    scheduler = plan_scheduler(options, tmp_path, "0.0.0.0", 8786)
+    worker = plan_worker(options, Place(tmp_path), "mine-0", None)
+    scheduler = plan_scheduler(options, Place(tmp_path), "0.0.0.0", 8786)
     assert (worker.size, scheduler.size) == (options.worker, options.scheduler)
     assert worker.env["A"] == scheduler.env["A"] == NASTY
     assert "--idle-timeout" not in argv(scheduler)
@@ -371,34 +455,48 @@ def test_a_plan_has_the_size_and_environment_of_its_role(tmp_path):
 
 def test_a_scheduler_waits_for_its_first_manager_as_long_as_its_start_may_take(tmp_path):
     def patience(**options):
-        plan = plan_scheduler(read(**options), tmp_path, "0.0.0.0", 8786)
-        assert ("--preload" in argv(plan)) == (PATIENCE in plan.env)
-        return plan.env.get(PATIENCE)
+        return plan_scheduler(read(**options), recorded(tmp_path), "0.0.0.0", 8786).env[PATIENCE]
 
     assert patience(orphan_timeout=5, scheduler_timeout=90) == "90.0"
     assert patience(orphan_timeout=100, scheduler_timeout=90) == "100.0"
-    assert patience(shutdown_on_close=False) is None
-    with dask.config.set({"cml.orphan-timeout": None}):
-        assert patience() is None
+    # Its manager says then that it runs for ever.
+    for options in {"shutdown_on_close": False}, {"orphan_timeout": "never"}:
+        assert patience(**options, scheduler_timeout=90) == "300.0"
+        assert patience(**options, scheduler_timeout=900) == "900.0"
+
+
+def test_a_scheduler_knows_its_folder_and_number(tmp_path):
+    plan = plan_scheduler(read(), Place(tmp_path, 3, RECORD), "0.0.0.0", 8786)
+    assert (plan.env[FOLDER], plan.env[NUMBER]) == (str(tmp_path), "3")
+
+
+def test_a_scheduler_without_a_record_writes_the_file_that_its_workers_read(tmp_path):
+    plan = plan_scheduler(read(), Place(tmp_path), "0.0.0.0", 8786)
+    assert values(argv(plan), "--scheduler-file") == [str(tmp_path / scheduler_file(0))]
+    assert "--preload" not in argv(plan)
 
 
 @pytest.mark.parametrize("configured", ["theirs", ["theirs"]])
 def test_what_is_configured_to_be_preloaded_still_is(tmp_path, configured):
-    with dask.config.set({"distributed.scheduler.preload": configured}):
-        plan = plan_scheduler(read(), tmp_path, "0.0.0.0", 8786)
-    assert values(argv(plan), "--preload") == [PRELOAD, "theirs"]
+    parts = ("scheduler", "worker", "nanny")
+    with dask.config.set({f"distributed.{part}.preload": configured for part in parts}):
+        scheduler = plan_scheduler(read(), recorded(tmp_path), "0.0.0.0", 8786)
+        worker = plan_worker(read(), recorded(tmp_path), "mine-0", None)
+    assert values(argv(scheduler), "--preload") == [PRELOAD, "theirs"]
+    assert values(argv(worker), "--preload") == ["dask_cml.worker.process", "theirs"]
+    assert values(argv(worker), "--preload-nanny") == ["dask_cml.worker.notice", "theirs"]
 
 
 def test_the_users_environment_goes_over_our_own(tmp_path):
-    plan = plan_worker(read(), tmp_path, "mine-0", None)
-    assert plan.env == {"PYTHONUNBUFFERED": "1"}
-    plan = plan_worker(read(env={"PYTHONUNBUFFERED": ""}), tmp_path, "mine-0", None)
-    assert plan.env == {"PYTHONUNBUFFERED": ""}
+    plan = plan_worker(read(), Place(tmp_path), "mine-0", None)
+    assert plan.env["PYTHONUNBUFFERED"] == "1"
+    mine = {"PYTHONUNBUFFERED": "", ALLOCATION_LIMIT: "0"}
+    assert plan_worker(read(env=mine), Place(tmp_path), "mine-0", None).env == {**plan.env, **mine}
 
 
 def test_a_plan_as_text_shows_size_code_and_names_of_variables(tmp_path):
     options = read(cpu=4, memory=16, env={"TOKEN": "s3cr3t"}, launch_options={"key": "s3cr3t"})
-    plan = plan_worker(options, tmp_path, "mine-0", None)
+    plan = plan_worker(options, Place(tmp_path), "mine-0", None)
     assert plan.env["TOKEN"] == "s3cr3t"
     text = str(plan)
     assert text.startswith("# mine-0: cpu=4 memory=16 nvidia_gpu=0\n")
@@ -412,6 +510,6 @@ def test_a_plan_as_text_shows_size_code_and_names_of_variables(tmp_path):
 def test_state_that_the_plan_does_not_name_is_not_read(tmp_path):
     """The same options make the same code, whatever the configuration says meanwhile."""
     options = read()
-    before = plan_worker(options, tmp_path, "mine-0", None)
+    before = plan_worker(options, Place(tmp_path), "mine-0", None)
     with dask.config.set({"cml.cpu": 64, "cml.worker-args": ["--no-nanny"]}):
-        assert plan_worker(options, tmp_path, "mine-0", None) == before
+        assert plan_worker(options, Place(tmp_path), "mine-0", None) == before

@@ -15,14 +15,14 @@ import dask
 import psutil
 import pytest
 from click.testing import CliRunner
+from clusters import write_record
 from distributed import Client
 
-from dask_cml import CMLCluster, cli, pulse
+from dask_cml import CMLCluster, cli
 from dask_cml.doctor import clusters, examine, jupyterlab, packages, session
 from dask_cml.doctor.finding import Finding
-from dask_cml.options import state_directory
-from dask_cml.records import liveness, store
-from dask_cml.records.record import Maker, Record
+from dask_cml.records import liveness
+from dask_cml.records.record import Maker, Record, SchedulerState
 
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
@@ -536,8 +536,8 @@ def test_doctor_names_different_versions_and_silent_workers_of_a_cluster(platfor
 
 
 def test_an_unknown_cluster_is_wrong_and_a_stale_one_a_warning(platform):
-    gone = Record("gone", maker=Maker("elsewhere", 1, 1.0, "ended"), scheduler_address="tcp://127.0.0.1:1")
-    store.claim(gone)
+    scheduler = SchedulerState(address="tcp://127.0.0.1:1")
+    write_record(Record("gone", maker=Maker("elsewhere", 1, 1.0, "ended"), scheduler=scheduler))
     [unknown, stale] = clusters.versions(["lab", "gone"], 5)
     assert (unknown.name, unknown.state) == ("cluster lab", "wrong")
     assert unknown.command.endswith("cml list")
@@ -551,10 +551,10 @@ def test_the_check_limits_the_time_of_each_scheduler(platform, monkeypatch):
 
     async def look_at(record, timeout):
         asked.append(timeout)
-        return probe.Finding(liveness.State.UNKNOWN)
+        return liveness.Finding(liveness.State.UNKNOWN)
 
-    store.claim(Record("busy", options={"platform": "local"}, scheduler_address="tcp://10.0.0.1:8786"))
-    pulse.beat(state_directory() / "busy")
-    monkeypatch.setattr(probe, "_look_at", look_at)
+    scheduler = SchedulerState(address="tcp://10.0.0.1:8786")
+    write_record(Record("busy", options={"platform": "local"}, scheduler=scheduler))
+    monkeypatch.setattr(liveness, "_look_at", look_at)
     assert [finding.state for finding in clusters.versions(["busy"], 2)] == ["warning"]
     assert asked == [2]

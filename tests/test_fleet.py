@@ -228,6 +228,15 @@ def test_sessions_that_wait_for_room_are_wanted_ones_that_never_connected():
     assert mine.fleet.waits == {"mine-0": 9.0}
 
 
+def test_a_wish_to_stop_adapting_counts_before_the_scheduler_has_answered():
+    mine = Cluster(1)
+    mine.fleet.wish("adapt", group="default", minimum=1, maximum=3, key="a")
+    mine.fleet.wish("stop_adapting", group="default", key="another")
+    assert mine.fleet.group().adapting["maximum"] == 3
+    mine.fleet.wish("stop_adapting", group="default", key="a")
+    assert mine.fleet.group().adapting is None
+
+
 # -- answers
 
 
@@ -257,3 +266,13 @@ def test_a_whole_answer_replaces_all():
     assert mine.fleet.observed == {"mine-9"}
     assert mine.fleet.member("mine-0").gone
     assert (mine.fleet.tasks_done, mine.fleet.managers) == (7, 2)
+
+
+@pytest.mark.parametrize("count", ["many", None, float("nan"), -1])
+def test_an_invalid_answer_changes_nothing(count):
+    mine = Cluster(1)
+    mine.wanted.scale("m2", "default", 3)
+    before = mine.fleet.revision
+    with pytest.raises(ValueError, match="the scheduler's answer is invalid: tasks_done="):
+        mine.fleet.update({**mine.wanted.since(before), "workers": {}, "tasks_done": count})
+    assert mine.fleet.revision == before

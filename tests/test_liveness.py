@@ -148,8 +148,8 @@ async def test_a_program_that_accepts_connections_may_be_the_scheduler(cluster, 
 
 async def test_a_cluster_is_dead_if_another_scheduler_has_its_address(cluster):
     async with scheduler() as running:
-        assert await state(cluster(running.address, id="Scheduler-other")) is State.DEAD
-        assert await state(cluster(running.address, id=running.id)) is State.ALIVE
+        assert await state(cluster(running.address, silence=60, id="Scheduler-other")) is State.DEAD
+        assert await state(cluster(running.address, silence=60, id=running.id)) is State.ALIVE
 
 
 async def test_a_cluster_whose_maker_runs_is_not_dead(cluster, listener):

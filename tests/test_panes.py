@@ -74,6 +74,12 @@ def test_the_dashboard_serves_every_pane(client):
     assert {path: each for path, each in statuses.items() if each != 200} == {}
 
 
+def test_the_raw_dashboard_answers_requests_for_any_host(client):
+    """As the documentation warns. Its updates are for own pages only."""
+    link = client.cluster.dashboard_link
+    assert status(urllib.request.Request(link, headers={"Host": "evil.example"})) == 200
+
+
 def status(link):
     try:
         with urllib.request.urlopen(link, timeout=120) as answer:

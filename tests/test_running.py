@@ -7,13 +7,11 @@ import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
-from dask_cml.manager.role import ManagerRole
 from distributed import Client
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 from tornado.websocket import websocket_connect
 
 from dask_cml import CMLCluster
-from dask_cml.records import store
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +110,3 @@ def test_job_script_is_what_is_launched(shared_platform, cluster):
     assert "'-m', 'dask', 'worker'" in script
     assert cluster.scheduler.plan.code in script
     assert len(shared_platform.list_workers()) == 3
-
-
-def test_a_manager_that_only_looks_does_not_keep_writing_to_the_scheduler(cluster):
-    """Dask writes the cluster's name every second, by whichever object of a cluster."""
-    role = ManagerRole(observes=True)
-    observer = CMLCluster._from_record(
-        store.read(cluster.name), shutdown_on_close=False, quiet=True, _role=role
-    )
-    try:
-        assert observer._sync_interval > 60 > cluster._sync_interval
-    finally:
-        observer.leave()

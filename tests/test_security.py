@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import inspect
 import os
 import re
 import stat
@@ -10,9 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 from distributed import Client
+from distributed.protocol.serialize import ToPickle
 from distributed.security import Security
+from schedulers import RECORD, prepare, scheduler_in
+from wire_samples import framed
 
-from dask_cml import CMLCluster
+from dask_cml import CMLCluster, CMLError, protocol
+from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.manager import Manager
+from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.options import Options
+from dask_cml.records.record import Record, SchedulerState
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -112,6 +124,49 @@ async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, p
         files = [file for file in folder.rglob("*") if file.is_file() and "keys" not in file.parts]
         told += [file.read_text(errors="replace") for file in files]
     assert not [secret for secret in secrets if any(secret in text for text in told)]
+
+
+async def test_a_program_at_a_scheduler_s_address_runs_no_code_in_a_manager(platform, hostile):
+    async def answer(reader, writer):
+        writer.write(framed(ToPickle(hostile)) * 20)
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as program:
+        scheduler = SchedulerState(address=f"tcp://127.0.0.1:{program.sockets[0].getsockname()[1]}")
+        manager = Manager.adopt(Record("a", options={"platform": "local"}, scheduler=scheduler))
+        with pytest.raises(CMLError, match="does not answer at"):
+            await manager.start()
+    assert not hostile.ran
+
+
+async def test_pickles_in_the_answers_of_its_scheduler_run_no_code_in_a_manager(tmp_path, hostile):
+    planted = []
+
+    def planting(op, handler):
+        @functools.wraps(handler)  # by its signature, Dask sees what to pass
+        async def answer(*arguments, **more):
+            result = handler(*arguments, **more)
+            result = await result if inspect.isawaitable(result) else result
+            planted.append(op)
+            return {**result, "planted": ToPickle(hostile)}
+
+        return answer
+
+    async with scheduler_in(prepare(tmp_path / "a")) as running:
+        for op in protocol.HELLO, "identity", protocol.WATCH, protocol.APPLY:
+            running.handlers[op] = planting(op, running.handlers[op])
+        fleet = Fleet(Options.read(name="a"), "m1")
+        client = SchedulerClient(fleet, False, list)
+        await client.join(running.address, {}, RECORD)
+        fleet.wish("scale", group="default", n=2)
+        assert await client.apply(*fleet.wishes) == [None]
+        assert len(fleet.members) == 2
+        await client.close()
+    assert planted.count("identity") == 1
+    assert {*planted} == {protocol.HELLO, "identity", protocol.WATCH, protocol.APPLY}
+    assert not hostile.ran
 
 
 async def test_a_security_is_taken_as_it_is(platform, tmp_path):

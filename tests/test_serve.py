@@ -28,10 +28,9 @@ from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 from dask_cml import CMLCluster
 from dask_cml.dashboard.host_guard import Refused
 from dask_cml.dashboard.http_server import LocalServer, local_socket
-from dask_cml.manager import leadership
 from dask_cml.options import state_directory
 from dask_cml.records import store
-from dask_cml.records.record import Record
+from dask_cml.records.record import Record, SchedulerState
 from dask_cml.serve import clusters as clusters_module
 from dask_cml.serve import views
 from dask_cml.serve.access import Access
@@ -149,7 +148,8 @@ async def test_cluster_is_created_described_and_deleted(server, platform):
     await server.until("night", running)
     found = await server.get("/api/clusters/night")
     assert (found["address"], found["client"]) == ("cml://night", 'Client("cml://night")')
-    assert (found["threads"], found["memory"], found["kept"]) == (2, 2**30, True)
+    assert (found["threads"], found["kept"]) == (2, True)
+    assert 2**29 < found["memory"] < 2**30  # other processes of the session need the rest
     assert [each["role"] for each in found["sessions"]] == ["scheduler", "worker"]
     assert {each["id"] for each in found["sessions"]} == {*store.read("night").sessions}
     assert found["usage"]["total"]["sessions"] == 2
@@ -307,7 +307,7 @@ async def test_a_scheduler_s_invalid_answer_is_the_problem_of_its_cluster_alone(
     await server.post("/api/clusters", name="day")
     for name in ("night", "day"):
         await server.until(name, running)
-    workers = server.clusters.manager_of("night").scheduler_info["workers"]
+    workers = server.clusters.manager_of("night").manager.fleet.workers_info
     good = {"name": 7, "nthreads": 1, "memory_limit": 1}
     for change in ({"nthreads": "many"}, {"memory_limit": float("nan")}, {"name": None}):
         workers["tcp://x"] = {**good, **change}
@@ -343,13 +343,16 @@ async def test_a_cluster_that_cannot_be_described_does_not_hide_the_others(serve
 
 def test_options_of_another_shape_in_a_record_are_left_out():
     options = {"cpu": "many", "memory": float("inf"), "nthreads": [], "resources": {"GPU": "x", "A": 1}}
-    described = views.recorded(Record("a", options=options, app_url="javascript:alert(1)"), None, None)
+    described = views.recorded(Record("a", options=options), None, None)
     [group] = described["groups"]
     assert (group["cpu"], group["memory"], group["nthreads"]) == (None, None, None)
     assert group["resources"] == {"A": 1}
     json.dumps(described, allow_nan=False)
     described = views.recorded(Record("a", options={"resources": 3}), None, None)
     assert described["groups"][0]["resources"] == {}
+    scheduler = SchedulerState(app_url="javascript:alert(1)")
+    [session] = views.recorded_sessions(Record("a", scheduler=scheduler, sessions={"s": "scheduler"}))
+    assert session["link"] is None
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
@@ -485,19 +488,18 @@ async def test_lost_worker_of_a_cluster_without_a_manager_is_replaced(server, pl
 
 
 @pytest.mark.slow
-async def test_a_cluster_continues_to_adapt_after_its_manager_left(server, monkeypatch):
-    monkeypatch.setattr(leadership, "_ALONE", 0.0)
+async def test_a_cluster_continues_to_adapt_after_its_manager_left(server):
     await made_elsewhere("day")
     await server.until("day", running)
     command = [sys.executable, "-m", "dask", "cml", "adapt", "day", "1", "2"]
     with started(command) as adapting:
         await server.until("day", lambda cluster: cluster["n_workers"] == 1)
-        cluster = server.clusters.manager_of("day")
-        assert cluster._fleet.group().driver is None
+        state = server.clusters.manager_of("day").manager.state
+        assert not state.leads
         adapting.send_signal(signal.SIGINT)
         out, _ = await asyncio.to_thread(adapting.communicate, timeout=120)
     assert "continues to adapt" in out
-    found = await server.until("day", lambda _: cluster._fleet.group().driver)
+    found = await server.until("day", lambda _: state.leads)
     assert found["groups"][0]["adapts"] == {"minimum": 1, "maximum": 2}
     async with Client("cml://day", asynchronous=True) as client:
         futures = client.map(lambda n: __import__("time").sleep(0.5), range(60), pure=False)
@@ -729,14 +731,13 @@ async def test_without_a_platform_the_page_shows_the_reason(monkeypatch, tmp_pat
     assert "not in a CML session" in clusters.problem
 
 
-async def test_page_with_an_invalid_platform_says_so(monkeypatch, tmp_path):
+async def test_the_page_refuses_an_invalid_platform_in_words(monkeypatch, tmp_path):
     monkeypatch.setenv("DASK_CML__STATE_DIRECTORY", str(tmp_path))
     with dask.config.set({"cml.platform": "kubernetes"}):
-        board = Board()
-    assert board.problem.startswith("invalid cml.platform='kubernetes': expected one of 'auto', 'local', in ")
+        clusters = ProjectClusters()
+    assert clusters.problem.startswith("invalid cml.platform='kubernetes': expected one of ")
 
 
-def test_tasks_a_second_are_those_of_the_last_seconds():
 def test_the_task_rate_covers_the_last_seconds():
     rate = TaskRate()
     assert rate.per_second is None

@@ -10,6 +10,7 @@ import pytest
 from dask_cml.errors import CMLError
 from dask_cml.sessions import session_logs
 from dask_cml.sessions.session_logs import SessionLogs, last_lines
+from dask_cml.wrapper import Log
 
 
 @pytest.fixture
@@ -157,6 +158,33 @@ def test_a_log_that_is_replaced_by_a_link_is_refused(tmp_path, write):
     (tmp_path / "mine-0.log").symlink_to("/proc/self/environ")
     [[_, note]] = logs.lines()
     assert "it is not a regular file" in note
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "file of another user"])
+def test_output_is_not_written_into_what_others_put_in_place_of_a_log(tmp_path, kind):
+    path, reader = tmp_path / "mine-0.log", None
+    if kind == "link":
+        path.symlink_to(tmp_path / "mine")
+    elif kind == "pipe":
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # with a reader, a pipe can be written to
+    elif os.geteuid() != 0:
+        pytest.skip("only root can give files to others")
+    else:
+        path.touch(0o666)
+        os.chown(path, 12345, -1)
+    log = Log(str(path))
+    log.write(b"a secret\n")
+    if reader is None:
+        assert not path.exists() or path.read_bytes() == b""
+    else:
+        assert os.read(reader, 100) == b""
+        os.close(reader)
+    path.unlink()
+    log.write(b"more\n")
+    lost = "[9 bytes of output lost: the log could not be written]"
+    assert path.read_text() == f"\n{lost}\nmore\n"
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 # -- size

@@ -140,6 +140,21 @@ async def test_a_refused_launch_says_the_platforms_words_and_stops_what_was_half
     assert not api.live
 
 
+async def test_a_launch_is_tried_again_when_stopped_sessions_have_ended_that_may_have_filled_the_quota(
+    stub, api
+):
+    [stopped] = await launch(api)
+    await api.stop(stopped)
+    # It has ended when the refusal arrives, but the platform may have counted it before.
+    stub.refuse()
+    await launch(api)
+    assert stub.count("launch_workers") == 3
+    stub.refuse()
+    with pytest.raises(LaunchRefused):
+        await launch(api)
+    assert stub.count("launch_workers") == 4
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

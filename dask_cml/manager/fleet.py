@@ -17,13 +17,16 @@ from typing import Any
 
 from dask_cml.checks import message
 from dask_cml.errors import CMLError
-from dask_cml.identity import full_workers, read_workers
+from dask_cml.identity import amount, full_workers, read_workers
 from dask_cml.manager.members import GroupState, Member
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
 from dask_cml.options import Options
 from dask_cml.sessions.process import CMLWorker
 
 logger = logging.getLogger(__name__)
+
+#: The largest number of finished tasks.
+_MOST_TASKS = 2**53
 
 
 class Fleet:
@@ -67,13 +70,19 @@ class Fleet:
         """Take an answer of the scheduler, see :meth:`dask_cml.scheduler.wanted.Wanted.since`.
 
         An answer that came late, after a newer one, changes nothing.
+
+        Raises
+        ------
+        ValueError
+            If the answer is invalid.
         """
         read_workers({address: each for address, each in answer["workers"].items() if each is not None})
+        tasks_done = amount("tasks_done", answer.get("tasks_done", 0), _MOST_TASKS)
         with self._lock:
             if answer["revision"] < self.revision and not answer["whole"]:
                 return
             self.revision, self.leader = answer["revision"], answer["leader"]
-            self.tasks_done = answer.get("tasks_done", 0)
+            self.tasks_done = tasks_done
             self.managers = answer.get("managers", 0)
             if answer["groups"] is not None:
                 self._groups = dict(self._read_groups(answer["groups"]))
@@ -193,6 +202,9 @@ class Fleet:
                     target = max(target, wish["minimum"])
                     target = target if wish["maximum"] is None else min(target, wish["maximum"])
                     adapting = {**wish, "manager": self.manager}
+            elif wish["op"] == "stop_adapting" and wish["group"] == state.name:
+                if wish["key"] is None or (adapting and adapting["key"] == wish["key"]):
+                    adapting = None
             elif wish["op"] == "remove":
                 target -= len({*wish["names"]} & {*state.names})
         new = [

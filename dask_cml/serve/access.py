@@ -54,7 +54,7 @@ class Access:
     token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24))
 
     def __post_init__(self) -> None:
-        self.guard = HostGuard(setting("forward-hosts"), "The page")
+        self.guard = HostGuard(setting("forward-hosts"), "The page", self.port)
         ports = {os.environ.get(name) for name in ("CDSW_APP_PORT", "CDSW_READONLY_PORT")}
         #: Whether the platform's entry sends the requests. Elsewhere, any program could send its headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports

@@ -18,7 +18,7 @@ from dask_cml.sessions.calls import Calls
 _IN_TIME = 1000
 #: Number of calls that stop the remaining sessions after one call for all of them hung.
 _GROUPS = 64
-#: The sessions that this process has stopped on each platform, of all clusters.
+#: The sessions that this process has stopped on each platform, of all clusters, and that may not have ended.
 _stopped: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
@@ -104,9 +104,13 @@ class LiveSessions:
         with self._lock:
             self.ids.difference_update(ids)
 
-    def stopped_before(self) -> Collection[str]:
-        """Return the sessions that this process has stopped on this platform, of all clusters."""
-        return _stopped.get(self._module, ())
+    def stopped_before(self) -> set[str]:
+        """Return the sessions that this process has stopped, of all clusters, and that may not have ended."""
+        return _stopped.get(self._module, set())
+
+    def ended(self, ids: Collection[str]) -> None:
+        """Forget stopped sessions, because the platform lists them as ended."""
+        self.stopped_before().difference_update(ids)
 
     def stop(self, ids: Iterable[str]) -> None:
         """Stop sessions in one call. Without ids, call nothing.

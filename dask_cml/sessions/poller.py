@@ -87,18 +87,15 @@ class Poller:
         Returns
         -------
         bool
-            Whether some of the sessions were still listed, and all have ended now. False if the platform
-            fails.
+            Whether all have ended. False if the platform fails.
         """
         deadline = time.monotonic() + timeout
-        waited = False
         try:
             while (left := deadline - time.monotonic()) > 0:
                 # Not next(), which fails after cancel().
                 listed = await asyncio.wait_for(asyncio.wrap_future(self._calls.start(self.now)), left)
                 if all(has_ended(session) for session in listed if session["id"] in ids):
-                    return waited
-                waited = True
+                    return True
                 await asyncio.sleep(self._interval)
         except Exception as error:  # the platform may raise anything
             logger.info("Sessions not confirmed as ended: %s", answers.in_words(error))

@@ -195,12 +195,15 @@ class WorkersAPI:
             "env": dict(env or {}),
             **options,
         }
+        stopped = {*self._live.stopped_before()}
         try:
             session = await self._launch(_Launch(name, title, size, arguments))
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
-            if not (stopped := self._live.stopped_before()) or not await self.wait_until_ended(stopped):
+            stopped |= self._live.stopped_before()
+            if not stopped or not await self.wait_until_ended(stopped):
                 raise
+            self._live.ended(stopped)
             session = await self._launch(_Launch(name, title, size, arguments))
         self.on_change()
         return session
@@ -333,8 +336,7 @@ class WorkersAPI:
         Returns
         -------
         bool
-            Whether some of the sessions were still listed, and all have ended now. False if the platform
-            fails.
+            Whether all have ended. False if the platform fails.
         """
         return await self._listing.wait_until_ended(ids, timeout)
 

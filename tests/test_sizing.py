@@ -1,0 +1,65 @@
+"""The number of worker sessions for what a user asks for: numbers that make no sense are errors at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dask_cml import CMLCluster
+from dask_cml.options import Options
+from dask_cml.sizing import bounds, sessions_for
+
+OPTIONS = Options.read(cpu=2, memory=16)
+NONE = (None, None)
+MANY = 10**12
+
+
+def test_sessions_have_at_least_the_memory_and_the_threads_in_all():
+    assert sessions_for(OPTIONS, 3) == 3
+    assert sessions_for(OPTIONS, 1, cores=5) == 3
+    assert sessions_for(OPTIONS, 0, memory=3 * OPTIONS.worker_memory) == 3
+    assert sessions_for(OPTIONS, 0, memory=3.1 * OPTIONS.worker_memory, cores=2) == 4
+
+
+def test_limits_of_adaptive_scaling_may_be_totals():
+    assert bounds(OPTIONS, None, None, NONE, NONE) == (0, math.inf)
+    assert bounds(OPTIONS, 1, 9, (3, 15), NONE) == (2, 7)
+
+
+@pytest.mark.parametrize("total", [{"n": MANY}, {"n": 0, "memory": "1000 PiB"}, {"n": 0, "cores": MANY}])
+def test_more_sessions_than_a_cluster_can_have_are_refused(total):
+    with pytest.raises(ValueError, match=rf"^invalid {[*total][-1]}=.*expected .*100000"):
+        sessions_for(OPTIONS, **total)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((MANY, None, NONE, NONE), "minimum"),
+        ((None, MANY, NONE, NONE), "maximum"),
+        ((None, None, (MANY, None), NONE), "minimum_cores"),
+        ((None, None, (None, MANY), NONE), "maximum_cores"),
+        ((None, None, NONE, ("1000 PiB", None)), "minimum_memory"),
+        ((None, None, NONE, (None, "1000 PiB")), "maximum_memory"),
+    ],
+)
+def test_limits_above_what_a_cluster_can_have_are_refused(arguments, named):
+    with pytest.raises(ValueError, match=rf"^invalid {named}=.*expected .*100000"):
+        bounds(OPTIONS, *arguments)
+
+
+@pytest.mark.usefixtures("light")
+async def test_a_cluster_refuses_numbers_that_make_no_sense_before_it_names_a_session(platform):
+    async with CMLCluster(platform="local", asynchronous=True, quiet=True) as cluster:
+        for request in (
+            lambda: cluster.scale(MANY),
+            lambda: cluster.scale(memory="1000 PiB"),
+            lambda: cluster.adapt(maximum=MANY),
+            lambda: cluster.add_worker_group("big", n_workers=MANY),
+        ):
+            with pytest.raises(ValueError, match="100000"):
+                await request()
+        assert cluster.manager.fleet.names == []
+        assert cluster.manager.fleet.wishes == []
+        assert [*cluster.worker_groups] == ["default"]
