@@ -11,7 +11,7 @@ import time
 import dask
 import pytest
 from clusters import arrived, log_of, make
-from distributed import Client, KilledWorker
+from distributed import Client, KilledWorker, wait
 
 from dask_cml.local import cgroups
 from dask_cml.manager import backoff as backoff_module
@@ -301,3 +301,30 @@ async def test_never_connected(platform, light, holds):
 async def test_closed_on_purpose_is_no_loss(client, is_told):
     await client.retire_workers(names=["mine-0"])
     await is_told("closed")
+
+
+@pytest.mark.parametrize("nannies", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_results_survive_a_notice_and_are_not_computed_again(
+    platform, light, holds, tmp_path, nannies, processes
+):
+    def compute(n, path):
+        open(f"{path}/{n}", "x").close()  # fails if it is computed again
+        return n
+
+    nannies = nannies or processes > 1
+    platform.configure(stop_grace=30)
+    async with (
+        make(
+            name="mine", n_workers=2, cpu=processes, processes=processes, worker_args=[] if nannies else None
+        ) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(2 * processes)
+        futures = client.map(compute, range(40), path=str(tmp_path))
+        await wait(futures)
+        [session, _] = [each.id for each in cluster.sessions if each.role == "worker"]
+        await asyncio.to_thread(platform.evict, session, notice=True)
+        await holds(lambda: "evicted, with notice; launching a replacement" in log_of(cluster))
+        assert await client.gather(futures) == [*range(40)]
+        await holds(lambda: arrived(cluster) == 2)
