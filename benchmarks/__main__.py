@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import adapt, close, encryption, forwarding, imports, listing, mixed, scale, serve, start
+from benchmarks import (
+    adapt,
+    close,
+    encryption,
+    forwarding,
+    imports,
+    listing,
+    memory,
+    mixed,
+    scale,
+    serve,
+    start,
+)
 
 BENCHMARKS = {
     "start": start,
@@ -17,6 +29,7 @@ BENCHMARKS = {
     "forwarding": forwarding,
     "serve": serve,
     "encryption": encryption,
+    "memory": memory,
 }
 
 
