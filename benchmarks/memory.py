@@ -60,9 +60,9 @@ class Peaks:
             used = 0
             for process, role in _processes(folder):
                 with contextlib.suppress(psutil.Error):
-                    size = process.memory_info().rss - process.memory_info().shared
-                    used += size
-                    self.processes[role] = max(size, self.processes.get(role, 0))
+                    memory = process.memory_info()
+                    self.processes[role] = max(memory.rss, self.processes.get(role, 0))
+                    used += memory.rss - memory.shared  # libraries are shared by the processes
             self.sessions[folder.name] = max(used, self.sessions.get(folder.name, 0))
             du = subprocess.run(["du", "-s", "-B1", folder / "tmp"], capture_output=True, check=False)
             if du.stdout:
