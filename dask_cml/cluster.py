@@ -28,6 +28,7 @@ from dask_cml.manager.adaptive import CMLAdaptive
 from dask_cml.manager.manager import Manager
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options
+from dask_cml.printable import printable, printable_lines
 from dask_cml.records import store
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import Session
@@ -245,7 +246,7 @@ class CMLCluster(SpecCluster):
         self._forwarder: DashboardForwarder | None = None
         self._close_lock = threading.Lock()
         self._quiet = quiet
-        self.manager = make_manager(log=self._log)
+        self.manager = make_manager(log=lambda text: self._log(printable_lines(text)))
         try:
             SpecCluster.__init__(
                 self,
@@ -713,7 +714,7 @@ class CMLCluster(SpecCluster):
         if self.status == Status.running and not state.connected:
             words.append("not connected to the scheduler")
         if state.problem:
-            words.append(f"problem: {first_line(state.problem)}")
+            words.append(f"problem: {printable(first_line(state.problem))}")
         return ", ".join([text[:-1], *filter(None, words)]) + ")"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:

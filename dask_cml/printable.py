@@ -18,3 +18,8 @@ def printable(text: str) -> str:
     \x1b]0;title\x07 50%
     """
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines, each as :func:`printable` returns it."""
+    return "\n".join(map(printable, text.splitlines()))

@@ -88,6 +88,8 @@ def said_by(node):
         makes = name == "__init__" and isinstance(function.value, ast.Call)
         if (logs or makes or name in ("_log", "failure")) and node.args:
             yield text_of(node.args[0]) or ""
+        if getattr(function, "id", None) == "Loss" and len(node.args) > 1:
+            yield text_of(node.args[1]) or ""
     elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", None) in _PROBLEMS:
         yield text_of(node.value) or ""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import dask
 import pytest
+from clusters import log_of, write_record
 from distributed import Client, wait
 
 from dask_cml import (
@@ -27,7 +28,7 @@ from dask_cml import (
     SessionFailed,
 )
 from dask_cml.local import processes
-from dask_cml.manager import reconciler
+from dask_cml.manager import losses
 from dask_cml.options import state_directory
 from dask_cml.private_files import NotPrivate
 from dask_cml.records import operations, store
@@ -125,7 +126,9 @@ def test_errors_about_names(platform, seen, shown, caplog):
     with make():
         fails(seen, ClusterExists, make)
         fails(seen, NoSuchCluster, lambda: CMLCluster.from_name("day"))
-        store.claim(replace(store.read("night"), name="dead", id="dead", scheduler_id="another"))
+        record = store.read("night")
+        gone = replace(record.scheduler, id="another")
+        write_record(replace(record, name="dead", id="dead", scheduler=gone))
         fails(seen, CMLError, lambda: CMLCluster.from_name("dead"))
     state_directory().chmod(0o775)
     fails(seen, NotPrivate, make)
@@ -150,16 +153,17 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
         for n, fault in enumerate(["fails", "succeeds", "hangs"], start=1):
             platform.inject(fault)
             cluster.scale(1)
-            until(lambda n=n: log_of(cluster).count("Worker failed") == n)
+            until(lambda n=n: log_of(cluster).count(" lost: ") == n)
         platform.inject("hangs")
         # This one is to be evicted, and has its time until then.
-        cluster._launcher.options = dataclasses.replace(cluster._launcher.options, worker_timeout=600.0)
+        launcher = cluster.manager._launcher
+        launcher.options = dataclasses.replace(launcher.options, worker_timeout=600.0)
         before = {each["id"] for each in platform.sessions()}
         cluster.scale(1)
         until(lambda: {*worker_sessions(cluster)} - before and not waiting(platform))
         [session] = {*worker_sessions(cluster)} - before
         platform.evict(session)
-        until(lambda: session in log_of(cluster))
+        until(lambda: log_of(cluster).count(" lost: ") == 4)
         platform.configure(quota={"sessions": 2})
         cluster.scale(3)
         until(lambda: "1 of 3 workers" in log_of(cluster))
@@ -198,7 +202,7 @@ def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, u
         assert len(computed.result()) == 10**6
         assert actor
         fails(seen, CancelledError, scattered.result)
-        until(lambda: session in log_of(cluster))
+        until(lambda: "Worker night-1 lost" in log_of(cluster))
         seen.append(log_of(cluster))
     shown("Workers that stop")
 
@@ -251,7 +255,7 @@ def test_what_a_cluster_without_its_scheduler_says(platform, seen, shown, until,
         ended(cluster)
     with make() as cluster:
         monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
-        monkeypatch.setattr(reconciler, "_SILENCE", 0.5)
+        monkeypatch.setattr(losses, "_SILENCE", 0.5)
         platform.evict(cluster.sessions[0].id)
         ended(cluster)
     shown("When the scheduler is lost")

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from clusters import lines_of
+from distributed import Client
 from nbclient import NotebookClient
 
 from dask_cml import CMLCluster
@@ -203,6 +205,20 @@ async def test_a_refusal_does_not_steer_a_terminal(platform):
     lines = str(refused.value).splitlines()
     assert len(lines) > 1
     assert all(line.isprintable() for line in lines)
+
+
+async def test_tasks_do_not_steer_a_terminal(platform, light, holds):
+    async with (
+        CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        future = client.submit(sum, [1, 2], resources={STEERING: 1})
+        await holds(lambda: "which no worker group offers" in repr(cluster))
+        [told] = [line for line in lines_of(cluster) if "which no worker group offers" in line]
+        for text in repr(cluster), told:
+            assert ESCAPED in text.lower()
+            assert text.isprintable()
+        await future.cancel()
 
 
 def test_two_clusters_that_start_at_once_show_one_table(monkeypatch):

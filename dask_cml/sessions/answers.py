@@ -12,7 +12,7 @@ from typing import Any
 
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.printable import printable
+from dask_cml.printable import printable, printable_lines
 
 #: The platform's information on a session.
 SessionInfo = Mapping[str, Any]
@@ -187,4 +187,4 @@ def _wrong(answer: Any) -> WrongAnswer:
 
 def _words_of(answer: SessionInfo) -> str:
     words = [str(answer.get(key) or "") for key in ("message", "k8sMessage")]
-    return "\n".join(map(printable, ". ".join(filter(None, words)).splitlines()))
+    return printable_lines(". ".join(filter(None, words)))
