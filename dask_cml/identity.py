@@ -122,12 +122,12 @@ def full_workers(workers: Iterable[WorkerIdentity]) -> str | None:
     full = [each for each in workers if each.is_full]
     if not full:
         return None
-    spilled, most = sum(each.spilled for each in full), sum(each.max_spill for each in full)
-    who, verb = (
-        (f"worker {full[0].name} has", "is") if len(full) == 1 else (f"{len(full)} workers have", "are")
-    )
-    amount = f"{spilled / 1e9:.1f} of {most / 1e9:.1f} GB"
-    return f"{who} spilled {amount} and {verb} paused: scale up, or give workers more memory"
+    spilled, most = sum(each.spilled for each in full) / 1e9, sum(each.max_spill for each in full) / 1e9
+    who, verb = f"{len(full)} workers have", "are"
+    if len(full) == 1:
+        who, verb = f"worker {full[0].name} has", "is"
+    words = f"spilled {spilled:.1f} of {most:.1f} GB and {verb} paused"
+    return f"{who} {words}: scale up, or give workers more memory"
 
 
 def _mapping(key: str, value: Any) -> Mapping[Any, Any]:

@@ -43,7 +43,7 @@ class Log:
     def __init__(self, path: str) -> None:
         self._path = path
         self._missing = 0
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()  # a signal handler may interrupt a writer
         self.end = b""
 
     def write(self, output: bytes) -> None:

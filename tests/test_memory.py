@@ -112,6 +112,7 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(over_memor
                         assert isinstance(done, MemoryError)
                     elif factor >= 3:
                         assert isinstance(done, (KilledWorker, MemoryError))
+                    cluster.scale(2)  # ends the pause before the next launch
                     await holds(lambda: arrived(cluster) == 2)
                     lost = before - {each.id for each in cluster.sessions}
                     assert len(lost) <= (0 if over_memory == "process" else 2)

@@ -322,11 +322,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def _find_paused(self) -> None:
         """Tell managers of Dask workers that have paused or go on."""
         workers = self._scheduler.workers.values()
-        before, self._paused = (
-            self._paused,
-            {each.address for each in workers if each.status == Status.paused},
-        )
-        if changed := before ^ self._paused:
+        paused = {each.address for each in workers if each.status == Status.paused}
+        if changed := paused ^ self._paused:
+            self._paused = paused
             for worker in changed:
                 self._wanted.changes.touch(("worker", worker))
             self._changed()
