@@ -13,6 +13,7 @@ import sys
 
 import dask
 import pytest
+from clusters import write_record, write_scheduler
 from distributed import Client, Scheduler
 from distributed.comm import get_address_host, listen
 from distributed.core import rpc
@@ -20,8 +21,10 @@ from distributed.core import rpc
 import dask_cml
 from dask_cml import CMLCluster, NoSuchCluster
 from dask_cml.address import CMLConnector, load_security
+from dask_cml.layout import scheduler_file
+from dask_cml.options import state_directory
 from dask_cml.records import store
-from dask_cml.records.record import Maker, Record, cluster_address
+from dask_cml.records.record import Maker, Record, SchedulerState, cluster_address
 
 LOADER = "distributed.client.security-loader"
 NAME = "night shift, 50%"
@@ -141,7 +144,9 @@ async def scheduler():
 
 def lead_to(running, name):
     """Have the record of a cluster say that its scheduler is this one."""
-    store.write(dataclasses.replace(store.read(name), scheduler_address=running.address))
+    record = store.read(name)
+    found = SchedulerState(address=running.address, id=running.id)
+    write_scheduler(dataclasses.replace(record, scheduler=found), state_directory() / name)
 
 
 async def connected_to(address):
@@ -208,9 +213,8 @@ def test_of_two_clusters_at_one_address_the_newer_one_has_the_keys(platform):
     for name, year in ("new", 2026), ("old", 2025):
         address = "tls://10.0.0.1:8786"
         keys = {"tls_ca_file": f"/{name}.pem"}
-        store.claim(
-            Record(name, created=f"{year}-01-01T00:00:00+00:00", scheduler_address=address, security=keys)
-        )
+        created = f"{year}-01-01T00:00:00+00:00"
+        write_record(Record(name, created=created, scheduler=SchedulerState(address=address), security=keys))
     assert load_security({"address": "tls://10.0.0.1:8786"}).tls_ca_file == "/new.pem"
 
 
@@ -233,14 +237,16 @@ async def test_without_keys_and_without_a_sign_of_life_nobody_is_contacted(platf
     contacted = []
     async with await asyncio.start_server(lambda *_: contacted.append(1), "127.0.0.1", 0) as other:
         address = f"tcp://127.0.0.1:{other.sockets[0].getsockname()[1]}"
-        store.claim(Record("old", maker=Maker("elsewhere", 1, 1.0, "gone"), scheduler_address=address))
+        maker, scheduler = Maker("elsewhere", 1, 1.0, "gone"), SchedulerState(address=address)
+        folder = write_record(Record("old", maker=maker, scheduler=scheduler))
+        os.utime(folder / scheduler_file(0), (1, 1))
         with pytest.raises(OSError, match="not connected to cluster 'old': it has no keys"):
             await CMLConnector().connect("old")
     assert not contacted
 
 
 async def test_a_cluster_that_starts_is_waited_for(platform, caplog, holds):
-    store.claim(Record("soon"))
+    write_record(Record("soon"))
     async with scheduler() as running:
         connecting = asyncio.create_task(connected_to("cml://soon"))
         await holds(lambda: "Cluster soon is starting: its scheduler has no address yet" in caplog.text)
@@ -250,7 +256,7 @@ async def test_a_cluster_that_starts_is_waited_for(platform, caplog, holds):
 
 async def test_a_cluster_whose_maker_died_before_its_scheduler_answered_is_not_waited_for(platform):
     gone = dataclasses.replace(Maker.this_process(), pid=2**22 + 1)
-    store.claim(Record("soon", maker=gone))
+    write_record(Record("soon", maker=gone))
     with pytest.raises(
         NoSuchCluster, match="ended before the scheduler answered: run `dask cml delete soon`"
     ):
@@ -258,7 +264,7 @@ async def test_a_cluster_whose_maker_died_before_its_scheduler_answered_is_not_w
 
 
 async def test_a_client_follows_its_cluster_to_another_address(platform, holds):
-    store.claim(Record("moves"))
+    write_record(Record("moves"))
     async with scheduler() as first, scheduler() as second:
         lead_to(first, "moves")
         async with Client("cml://moves", asynchronous=True) as client:
@@ -269,7 +275,7 @@ async def test_a_client_follows_its_cluster_to_another_address(platform, holds):
 
 
 async def test_an_error_of_the_connection_names_the_cluster_and_its_scheduler(platform):
-    store.claim(Record("silent", scheduler_address="tcp://127.0.0.1:1"))
+    write_record(Record("silent", scheduler=SchedulerState(address="tcp://127.0.0.1:1")))
     words = "cannot reach the scheduler of cluster 'silent' at tcp://127.0.0.1:1: "
     with pytest.raises(OSError, match=words):
         await asyncio.wait_for(CMLConnector().connect("silent"), 120)

@@ -24,7 +24,7 @@ from clusters import arrived, target, write_record
 from dask_cml import CMLCluster, cli
 from dask_cml.cli import console, show
 from dask_cml.display.words import span
-from dask_cml.options import state_directory
+from dask_cml.options import Options, state_directory
 from dask_cml.printable import printable
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record, SchedulerState
@@ -105,7 +105,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
     assert run("scale", "mine", 2) == "Cluster mine scaled to 2 workers\n"
     [row] = json.loads(run("list", "--json"))
     assert (row["name"], row["status"], row["workers"], row["threads"]) == ("mine", "running", 2, 2)
-    assert row["memory"] == 2 * 2 * 2**30
+    assert row["memory"] == 2 * int(Options.read(told("mine")).worker_memory * 2**30)
     header, line = run("list").splitlines()
     assert header.split() == ["name", "address", "status", "workers", "threads", "memory", "age", "dashboard"]
     assert line.split()[:5] == ["mine", "cml://mine", "running", "2", "2"]

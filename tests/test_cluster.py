@@ -14,7 +14,7 @@ from clusters import target
 from distributed import Client
 from distributed.deploy.adaptive import Adaptive
 
-from dask_cml import CMLCluster, CMLError
+from dask_cml import CMLCluster, CMLError, LaunchRefused
 from dask_cml.options import state_directory
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -43,13 +43,15 @@ def live(platform):
 
 def test_workers_have_the_threads_and_memory_of_their_session(platform):
     with (
-        CMLCluster(n_workers=1, cpu=3, memory="1.5 GiB", platform="local") as cluster,
+        CMLCluster(
+            n_workers=1, cpu=3, memory="1.5 GiB", memory_reserve="512 MiB", platform="local"
+        ) as cluster,
         Client(cluster) as client,
     ):
         client.wait_for_workers(1, timeout=120)
         [worker] = client.scheduler_info()["workers"].values()
         assert worker["nthreads"] == 3
-        assert worker["memory_limit"] == 1.5 * 2**30
+        assert worker["memory_limit"] == 2**30
 
 
 def test_the_constructor_returns_before_slow_workers_have_come(platform, until):
@@ -85,7 +87,7 @@ def test_scaling_down_takes_first_what_has_not_arrived(platform, cluster, client
 
 @pytest.fixture
 async def unstarted(platform):
-    cluster = CMLCluster(cpu=2, memory=4, platform="local", asynchronous=True)
+    cluster = CMLCluster(cpu=2, memory=5, memory_reserve=1, platform="local", asynchronous=True)
     yield cluster
     await cluster.close()
     assert platform.sessions() == []
@@ -328,11 +330,11 @@ def test_another_session_of_the_user_survives(platform, until):
     with pytest.raises(CMLError):
         CMLCluster(n_workers=1, platform="local")
     for match in "The scheduler of", None:
-        # Otherwise what ends is waited for, and then the launch is tried again.
-        until(lambda: len(live(platform)) == 1)
-        platform.inject("refused", match=match)
-        with pytest.raises(CMLError):
+        # The launch is tried again when what was stopped before has ended.
+        platform.inject("refused", match=match, times=2)
+        with pytest.raises(LaunchRefused):
             CMLCluster(n_workers=1, platform="local")
+        platform.clear_faults()
     assert status() == "running"
     platform.stop_workers(other["id"])
 

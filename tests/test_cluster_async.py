@@ -37,7 +37,7 @@ async def test_as_the_sidebar_does(platform, holds):
     cluster.scale(2)
     await holds(lambda: len(cluster.scheduler_info["workers"]) == 2)
     for worker in cluster.scheduler_info["workers"].values():
-        assert worker["memory_limit"] == 2 * 2**30
+        assert worker["memory_limit"] == int(cluster.options.worker_memory * 2**30)
         assert worker["nthreads"] == 1
     cluster.adapt(minimum=0, maximum=1, interval="100 ms", wait_count=1)
     await holds(lambda: not cluster.scheduler_info["workers"])

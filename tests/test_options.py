@@ -38,6 +38,8 @@ EXAMPLES = {
     "cpu": (2.5, "2.5", "worker.cpu", 2.5),
     "memory": ("16 GiB", "16 GiB", "worker.memory", 16),
     "nvidia_gpu": (1, "1", "worker.nvidia_gpu", 1),
+    "memory_reserve": ("512 MiB", "512 MiB", "memory_reserve", 0.5),
+    "scratch": ("20 GB", "20 GB", "scratch", 20 * 10**9),
     "nthreads": (8, "8", "nthreads", 8),
     "processes": (2, "2", "processes", 2),
     "scheduler_cpu": (0.5, "0.5", "scheduler.cpu", 0.5),
@@ -431,7 +433,7 @@ def test_an_error_about_a_variable_names_it_and_shows_a_number():
 def stub(monkeypatch):
     """What a cluster would launch its sessions with."""
     stub = Stub()
-    monkeypatch.setattr("dask_cml.manager.lifecycle.load_platform", lambda platform: stub)
+    monkeypatch.setattr("dask_cml.manager.manager.load_platform", lambda platform: stub)
     yield stub
     assert stub.calls == []
 
@@ -607,7 +609,7 @@ def test_a_representation_shows_no_value_that_may_be_secret():
     }
     groups = {"gpu": {"env": {"TOKEN": "s3cr3t"}}}
     shown = repr(Options.read(name="mine", worker_args=["s3cr3t"], worker_groups=groups, **secret))
-    assert shown.startswith("Options(n_workers=0, cpu=1.0, memory=2.0, nvidia_gpu=0, processes=1, ")
+    assert shown.startswith("Options(n_workers=0, cpu=1.0, memory=2.0, nvidia_gpu=0, memory_reserve=")
     assert "name='mine'" in shown
     assert "s3cr3t" not in shown
 

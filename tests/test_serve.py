@@ -493,6 +493,7 @@ async def test_a_cluster_continues_to_adapt_after_its_manager_left(server):
     await server.until("day", running)
     command = [sys.executable, "-m", "dask", "cml", "adapt", "day", "1", "2"]
     with started(command) as adapting:
+        assert "until Ctrl-C" in await asyncio.to_thread(adapting.stdout.readline)
         await server.until("day", lambda cluster: cluster["n_workers"] == 1)
         state = server.clusters.manager_of("day").manager.state
         assert not state.leads

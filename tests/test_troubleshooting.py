@@ -153,7 +153,7 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
         for n, fault in enumerate(["fails", "succeeds", "hangs"], start=1):
             platform.inject(fault)
             cluster.scale(1)
-            until(lambda n=n: log_of(cluster).count(" lost: ") == n)
+            until(lambda n=n: log_of(cluster).count("launching a replacement") == n)
         platform.inject("hangs")
         # This one is to be evicted, and has its time until then.
         launcher = cluster.manager._launcher
@@ -163,7 +163,7 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
         until(lambda: {*worker_sessions(cluster)} - before and not waiting(platform))
         [session] = {*worker_sessions(cluster)} - before
         platform.evict(session)
-        until(lambda: log_of(cluster).count(" lost: ") == 4)
+        until(lambda: log_of(cluster).count("launching a replacement") == 4)
         platform.configure(quota={"sessions": 2})
         cluster.scale(3)
         until(lambda: "1 of 3 workers" in log_of(cluster))
