@@ -20,7 +20,7 @@ GIB, GB = 2**30, 10**9
 WORKERS, MEMORY, SCRATCH = 2, 1.0, 5.0
 #: The data of the shuffle, as a multiple of the memory of all Dask workers.
 TIMES = 2
-_PARTITIONS, _COLUMNS = 60, 8
+_PARTITIONS, _COLUMNS = 120, 8
 _INTERVAL = 0.1
 
 

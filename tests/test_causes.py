@@ -17,6 +17,7 @@ from dask_cml.local import cgroups
 from dask_cml.manager import backoff as backoff_module
 from dask_cml.manager.backoff import Backoff
 from dask_cml.manager.causes import Cause, Loss, find_cause
+from dask_cml.scheduler.wanted import Wanted
 
 GIB = 2**30
 IDLE = {
@@ -108,6 +109,19 @@ def test_memory_that_the_nanny_freed_by_a_new_process_is_no_cause_any_more():
 def test_a_session_that_ran_tasks_ended_because_of_them(last, log):
     assert cause({**last, **TRAINS}, *log).of_task
     assert not cause(last, *log).of_task
+
+
+def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_counts():
+    wanted = Wanted("mine", "m1", {"default": {"target": 1}})
+    for worker in range(3):
+        wanted.connected(f"mine-0-{worker}")
+    wanted.left("mine-0-0", IDLE)
+    wanted.left("mine-0-1", {**FULL, **TRAINS})
+    wanted.left("mine-0-2", IDLE)
+    assert wanted.sessions["mine-0"].last == {**FULL, **TRAINS}
+    wanted.connected("mine-0-1")
+    wanted.left("mine-0-1", IDLE)
+    assert wanted.sessions["mine-0"].last == IDLE
 
 
 # -- pauses by causes
