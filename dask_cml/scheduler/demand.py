@@ -11,6 +11,7 @@ from itertools import count, islice
 from math import isqrt
 from typing import Any
 
+from distributed.core import Status
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
 from dask_cml.identity import read_workers
@@ -139,14 +140,18 @@ def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dic
         "sessions": len(sessions),
         "busy": len(busy),
         "lent": [number for number in busy if all(_is_lent(each, closable) for each in sessions[number])],
-        "full": sum(map(_is_full, sessions.values())),
+        "full": sum(any(map(is_full, workers)) for workers in sessions.values()),
         "managed": sum(worker.nbytes for worker in everyone),
         "limit": sum(worker.memory_limit for worker in everyone),
     }
 
 
-def _is_full(session: list[WorkerState]) -> bool:
-    return any(each.is_full for each in read_workers({each.address: each.identity() for each in session}))
+def is_full(worker: WorkerState) -> bool:
+    """Return whether a Dask worker starts no tasks because its memory and its disk are full."""
+    if worker.status != Status.paused:
+        return False
+    [identity] = read_workers({worker.address: worker.identity()})
+    return identity.is_full
 
 
 def _is_lent(worker: WorkerState, closable: set[str]) -> bool:

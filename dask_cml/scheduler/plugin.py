@@ -29,7 +29,7 @@ from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.options import setting
 from dask_cml.options.table import MOST_SESSIONS
 from dask_cml.scheduler import messages
-from dask_cml.scheduler.balance import spread
+from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.presence import Presence
@@ -97,7 +97,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         }
         await asyncio.to_thread(self._file.write, self._state())
         self._periodic = [
-            PeriodicCallback(each, _LOOK_INTERVAL * 1000) for each in (self._look, lambda: spread(scheduler))
+            PeriodicCallback(each, _LOOK_INTERVAL * 1000)
+            for each in (self._look, lambda: spread(scheduler), lambda: relieve(scheduler))
         ]
         for each in self._periodic:
             each.start()
