@@ -92,8 +92,13 @@ def take(request):
 @pytest.fixture(params=["looks", "is late"])
 def nanny(request):
     """Whether the nanny sees that a worker takes too much, or is late as after a very fast allocation."""
-    late = {"distributed.worker.memory.terminate": False, "distributed.worker.memory.pause": False}
-    with dask.config.set(late if request.param == "is late" else {}):
+    settings = {"distributed.scheduler.allowed-failures": 1}
+    settings["distributed.deploy.lost-worker-timeout"] = (
+        "5 minutes"  # on a loaded machine, a start takes long
+    )
+    if request.param == "is late":
+        settings |= {"distributed.worker.memory.terminate": False, "distributed.worker.memory.pause": False}
+    with dask.config.set(settings):
         yield request.param
 
 
@@ -104,9 +109,10 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(
 ):
     size = 1 if processes == 1 else 2
     fits = 0.8 * (0.98 * size - 0.25) / processes
-    with dask.config.set({"distributed.scheduler.allowed-failures": 1}):
-        cluster = make(name="mine", n_workers=2, memory=size, cpu=processes, processes=processes)
-    async with cluster, Client(cluster, asynchronous=True) as client:
+    async with (
+        make(name="mine", n_workers=2, memory=size, cpu=processes, processes=processes) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
         for factor in 0.5, 0.9, 0.97, 3, 20:
             await client.wait_for_workers(2 * processes)
             before = {each.id for each in cluster.sessions}

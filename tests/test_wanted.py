@@ -373,6 +373,8 @@ def test_a_manager_gets_all_at_first_and_then_what_has_changed():
         "launched": False,
         "seen": [],
         "wanted": True,
+        "leaving": False,
+        "last": None,
     }
     unchanged = wanted.since(first["revision"])
     assert (unchanged["whole"], unchanged["groups"], unchanged["sessions"]) == (False, None, {})
