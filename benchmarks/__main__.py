@@ -11,6 +11,7 @@ from benchmarks import (
     forwarding,
     imports,
     listing,
+    memory,
     mixed,
     register,
     scale,
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "forwarding": forwarding,
     "serve": serve,
     "encryption": encryption,
+    "memory": memory,
 }
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import stat
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,9 @@ from typing import Any
 #: Bytes of the output's end that are printed if the program fails, and their lines.
 _KEPT, _LINES = 8192, 15
 _LOOK_INTERVAL = 0.2
-#: The share of the session's memory above which the log says so, and seconds between two looks.
-_FULL, _MEMORY_INTERVAL = 0.85, 0.02
+#: The shares of the session's memory and scratch space above which the log says so, and seconds between two
+#: looks at the memory. Another share by which the memory grows until the log says so again.
+_FULL, _SCRATCH_FULL, _MEMORY_INTERVAL, _STEP = 0.85, 0.9, 0.02, 0.05
 #: Seconds from the notice for the program to move its data. The platform waits for 30.
 _GRACE = 20.0
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -41,7 +43,7 @@ class Log:
     def __init__(self, path: str) -> None:
         self._path = path
         self._missing = 0
-        self._writing = threading.Lock()
+        self._writing = threading.RLock()  # a signal handler may interrupt a writer
         self.end = b""
 
     def write(self, output: bytes) -> None:
@@ -72,6 +74,7 @@ def run(
     serves_dashboard: bool = False,
     passes_notice: bool = False,
     memory: int = 0,
+    scratch: int = 0,
 ) -> None:
     """Run a program until it ends.
 
@@ -99,6 +102,9 @@ def run(
         Whether the program moves its data when the platform is about to stop the session.
     memory : int
         The session's memory in bytes. If it is nearly full, the log says so. 0: do not look.
+    scratch : int
+        The session's scratch space in bytes. If the session must stop because it is full, the log says so,
+        and no data is moved. 0: do not look.
 
     Raises
     ------
@@ -123,8 +129,8 @@ def run(
     if scheduler_file is not None:
         meeting = (process, folder, scheduler_file, time.monotonic() + timeout)
         threading.Thread(target=_meet, args=meeting, daemon=True).start()
-    _handle_sigterm(process, passes_notice)
-    if memory and (files := _memory_files()):
+    _handle_sigterm(process, output, passes_notice, scratch)
+    if memory and (files := _memory_files(memory)):
         threading.Thread(target=_watch_memory, args=(output, memory, *files), daemon=True).start()
     # CML shows a session's output in the console of the session that launched it, so it goes to a log.
     with process:
@@ -165,10 +171,15 @@ def _create(path: str, content: str = "") -> None:
         file.write(content)
 
 
-def _handle_sigterm(process: subprocess.Popen[bytes], passes_notice: bool) -> None:
+def _handle_sigterm(process: subprocess.Popen[bytes], log: Log, passes_notice: bool, scratch: int) -> None:
     """Pass on the notice of the session's end, which the platform sends to the main process."""
 
     def terminate(*_: object) -> None:
+        if scratch and (used := _size(tempfile.gettempdir())) > _SCRATCH_FULL * scratch:
+            # To the scheduler, a task that fills the disk must look like one that fills the memory.
+            log.write(b"[scratch: %d of %d bytes]\n" % (used, scratch))
+            process.kill()
+            return
         if not passes_notice or process.poll() is not None:
             process.terminate()
             return
@@ -181,31 +192,49 @@ def _handle_sigterm(process: subprocess.Popen[bytes], passes_notice: bool) -> No
         signal.signal(signal.SIGTERM, terminate)
 
 
-def _memory_files() -> tuple[str, str] | None:
-    """Return the kernel's files with the memory of this session, and its parts."""
+def _size(folder: str) -> int:
+    """Return the bytes on disk of a folder's files."""
+    used = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                used += os.lstat(os.path.join(path, name)).st_blocks * 512
+    return used
+
+
+def _memory_files(memory: int) -> tuple[str, str] | None:
+    """Return the kernel's files with the memory of this session, and its parts, if its size is limited."""
     try:
         with open("/proc/self/cgroup") as file:
             groups = [line.rstrip("\n").split(":", 2) for line in file]
     except OSError:
         return None
     for _, controllers, path in groups:
-        for root, names, usage in (
-            ("/sys/fs/cgroup", "", "memory.current"),
-            ("/sys/fs/cgroup/memory", "memory", "memory.usage_in_bytes"),
+        for root, names, usage, limit in (
+            ("/sys/fs/cgroup", "", "memory.current", "memory.max"),
+            ("/sys/fs/cgroup/memory", "memory", "memory.usage_in_bytes", "memory.limit_in_bytes"),
         ):
             # In a container, its own group is the root.
             for folder in (root + path, root) if names in controllers.split(",") else ():
-                if os.path.exists(os.path.join(folder, usage)):
+                # Otherwise, the group includes other programs.
+                if _number(os.path.join(folder, limit)) < 2 * memory:
                     return os.path.join(folder, usage), os.path.join(folder, "memory.stat")
     return None
 
 
+def _number(path: str) -> float:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):  # not on this system, or no limit
+        return float("inf")
+
+
 def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
     """Write into the log when the session's memory is nearly full: its end may leave no time for more."""
-    is_full = False
+    told = 0
     with contextlib.suppress(OSError, ValueError):
         while True:
-            was_full, is_full = is_full, False
             with open(usage) as file:
                 used = int(file.read())
             if used > _FULL * memory:
@@ -213,8 +242,10 @@ def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
                     stat = dict(line.split() for line in file)
                 # Without the cache of files, which the kernel frees before it kills.
                 used = int(stat.get("anon") or stat.get("total_rss") or used)
-                is_full = used > _FULL * memory
-            if is_full and not was_full:
+            if used <= _FULL * memory:
+                told = 0
+            elif used > told + _STEP * memory:
+                told = used
                 log.write(b"[memory: %d of %d bytes]\n" % (used, memory))
             time.sleep(_MEMORY_INTERVAL)
 

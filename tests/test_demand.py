@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import dask
 import pytest
 from distributed import Client, Event, Scheduler, Worker, secede
+from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_cml.scheduler import demand
@@ -218,6 +219,7 @@ def known(unrunnable=(), queued=(), processing=()):
     worker = SimpleNamespace(
         name="mine-0",
         address="address",
+        status=Status.running,
         processing=processing,
         long_running=(),
         resources={},

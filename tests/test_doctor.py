@@ -26,7 +26,7 @@ from dask_cml.records.record import Maker, Record, SchedulerState
 
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
-    "platform", "key", "sessions", "configuration", "state directory", "versions", "dask", "image",
+    "platform", "key", "sessions", "configuration", "state directory", "scratch", "versions", "dask", "image",
     "dashboard", "imports", "sidebar", "time-outs", "clusters",
 ]  # fmt: skip
 

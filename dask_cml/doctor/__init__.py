@@ -42,6 +42,7 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
         "sessions": session.sessions,
         "configuration": session.configuration,
         "state directory": session.state_directory,
+        "scratch": session.scratch,
         "versions": packages.versions,
         "dask": packages.one_dask,
         "image": packages.image,

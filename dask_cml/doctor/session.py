@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import shutil
 import stat
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 from dask_cml.doctor.finding import Finding, State, dask_command
 
 _LONGEST_ANSWER = 300
+#: The share of a disk below which it is nearly full.
+_LEAST_FREE = 0.1
 
 
 def platform() -> Finding:
@@ -108,7 +112,7 @@ def state_directory() -> Finding:
     from dask_cml.private_files import NotPrivate, check_folder, move_aside
 
     directory = state_directory()
-    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    there = _existing(directory)
     if not there.is_dir():
         return _state("wrong", f"{there} is not a folder.", move_aside(there))
     if there == directory:
@@ -135,6 +139,28 @@ def state_directory() -> Finding:
     if there != directory:
         return _state("ok", f"The first cluster will create {directory}.")
     return _state("ok", f"{directory} belongs to you, and only you can read and write it.")
+
+
+def scratch() -> Finding:
+    """Check that Dask spills to a disk of the session itself, with room."""
+    import dask.config
+
+    from dask_cml.options import state_directory
+
+    folder = Path(dask.config.get("temporary-directory", None) or tempfile.gettempdir())
+    disk, shared = _existing(folder), _existing(state_directory())
+    if launches_sessions() and disk.stat().st_dev == shared.stat().st_dev:
+        words = f"{folder} is on the project file system, which is slow. Dask workers spill data to it."
+        return Finding("scratch", "warning", words, "export TMPDIR=/tmp")
+    total, _, free = shutil.disk_usage(disk)
+    words = f"{folder} has {free / 1e9:.1f} of {total / 1e9:.1f} GB free."
+    if free > _LEAST_FREE * total:
+        return Finding("scratch", "ok", words)
+    return Finding("scratch", "warning", words, f"du -sh {shlex.quote(str(folder))}")
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path, *path.parents) if os.path.lexists(each))
 
 
 def _state(state: State, words: str, command: str | None = None) -> Finding:

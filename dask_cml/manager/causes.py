@@ -12,6 +12,9 @@ from typing import Any
 _NEARLY = 0.9
 _EXIT = re.compile(r"^\[.* exited with status (-?\d+)\]$")
 _MEMORY = re.compile(r"^\[memory: (\d+) of (\d+) bytes\]$")
+_SCRATCH = re.compile(r"^\[scratch: (\d+) of (\d+) bytes\]$")
+#: What Kubernetes says of a pod over one of its limits.
+_OOM_KILLED, _NO_STORAGE = re.compile(r"\bOOM", re.IGNORECASE), re.compile("ephemeral", re.IGNORECASE)
 #: What Dask's nanny logs before or after the end of a worker's process.
 _OUT_OF_MEMORY = re.compile(r"exceeded \d+% memory budget|was killed by signal 9\b")
 _LAST_LINES = 4
@@ -80,34 +83,46 @@ def find_cause(
     status = next((int(match[1]) for line in reversed(log) if (match := _EXIT.match(line))), None)
     if closed:
         return Loss(Cause.CLOSED, "closed")
+    spilled, most = (last or {}).get("spilled") or 0, (last or {}).get("max_spill")
+    if (used := _amounts(_SCRATCH, log)) or _NO_STORAGE.search(said):
+        amount = f"{_of(used, _GB)} GB" if used else f"the platform says {said}"
+        return Loss(Cause.SCRATCH_FULL, f"scratch full, {amount}{ran}", bool(tasks))
     if noticed:
         return Loss(Cause.EVICTED, "evicted, with notice")
-    if (memory := _memory_of(last, log)) is not None:
+    if memory := _memory_of(last, log, said):
         return Loss(Cause.OUT_OF_MEMORY, f"out of memory, {memory}{ran}", bool(tasks))
-    spilled, most = (last or {}).get("spilled") or 0, (last or {}).get("max_spill")
     if most and spilled > _NEARLY * most:
-        words = f"scratch full, {spilled / _GB:.1f} of {most / _GB:.1f} GB spilled{ran}"
+        words = f"scratch full, {_of((spilled, most), _GB)} GB spilled{ran}"
         return Loss(Cause.SCRATCH_FULL, words, bool(tasks))
     if status:
-        return Loss(Cause.PROGRAM_FAILED, f"its program failed with exit status {status}: {_last_line(log)}")
+        words = f"its program failed with exit status {status}{ran}: {_last_line(log)}"
+        return Loss(Cause.PROGRAM_FAILED, words, bool(tasks))
     if not connected:
         return Loss(Cause.NEVER_CONNECTED, f"it never connected; the platform says {said}")
     return Loss(Cause.KILLED, f"evicted or killed by the platform, which says {said}{ran}", bool(tasks))
 
 
-def _memory_of(last: Mapping[str, Any] | None, log: list[str]) -> str | None:
+def _memory_of(last: Mapping[str, Any] | None, log: list[str], said: str) -> str | None:
     """Return how much memory was used, if it was out of memory."""
     log = log[-_LAST_LINES:]  # earlier ones are of processes that the nanny has replaced
-    full = next((match for line in reversed(log) if (match := _MEMORY.match(line))), None)
-    if full is not None:
-        return f"{int(full[1]) / _GIB:.2f} of {int(full[2]) / _GIB:.2f} GiB of the session"
-    if (
-        last
-        and last["limit"]
-        and (last["memory"] > _NEARLY * last["limit"] or any(map(_OUT_OF_MEMORY.search, log)))
-    ):
-        return f"{last['memory'] / _GIB:.2f} of {last['limit'] / _GIB:.2f} GiB"
-    return None
+    if full := _amounts(_MEMORY, log):
+        return f"{_of(full, _GIB)} GiB of the session"
+    if last and last["limit"]:
+        words = any(map(_OUT_OF_MEMORY.search, log))
+        if last["memory"] > _NEARLY * last["limit"] or words:
+            return f"{_of((last['memory'], last['limit']), _GIB)} GiB"
+    return f"the platform says {said}" if _OOM_KILLED.search(said) else None
+
+
+def _amounts(pattern: re.Pattern[str], log: list[str]) -> tuple[int, int] | None:
+    """Return the amounts that the wrapper wrote last."""
+    matches = [match for line in log if (match := pattern.match(line))]
+    return (int(matches[-1][1]), int(matches[-1][2])) if matches else None
+
+
+def _of(amounts: tuple[float, float], unit: int) -> str:
+    used, most = amounts
+    return f"{used / unit:.2f} of {most / unit:.2f}"
 
 
 def _listed(tasks: list[str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dask_cml.checks import message
 from dask_cml.errors import CMLError
-from dask_cml.identity import amount, read_workers
+from dask_cml.identity import amount, full_workers, read_workers
 from dask_cml.manager.members import GroupState, Member
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
 from dask_cml.options import Options
@@ -246,6 +246,11 @@ class Fleet:
     def differs(self) -> bool:
         """Whether sessions are to be launched or stopped."""
         return any(each.wanted == (each.worker is None) for each in self.members)
+
+    @property
+    def full(self) -> str | None:
+        """Which Dask workers start no tasks because their memory and their disk are full. None: no one."""
+        return full_workers(read_workers(self.workers_info))
 
     @property
     def observed(self) -> set[str]:

@@ -183,8 +183,9 @@ class LossFinder:
         if self._fleet.has_registered(member):
             patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
             if time.monotonic() - self._missing_since[member.name] > patience:
+                said = f"it runs, but a Dask worker has been gone for {patience:g} s"
                 return find_cause(
-                    member.last, [], connected=True, noticed=member.leaving, closed=False, said="it runs"
+                    member.last, [], connected=True, noticed=member.leaving, closed=False, said=said
                 )
         elif worker.runs_for > worker.options.worker_timeout:
             words = f"it did not connect within {worker.options.worker_timeout:g} s"

@@ -69,6 +69,8 @@ class Supply:
         Number of these sessions that process tasks.
     lent : sequence of int
         The numbers of busy sessions that only process tasks without needs, and would lose little.
+    full : int
+        Number of sessions that run nothing, because their memory and their disk are full.
     managed : int
         Number of bytes that these sessions hold.
     limit : int
@@ -84,6 +86,7 @@ class Supply:
     sessions: int = 0
     busy: int = 0
     lent: Sequence[int] = ()
+    full: int = 0
     managed: int = 0
     limit: int = 0
 
@@ -248,7 +251,8 @@ def sessions_wanted(
     if useful <= arrived:
         return useful
     # Present sessions, and those that start before a session launched now, do some of the work.
-    done_meanwhile = arrived * start_time + sum(min(age, start_time) for age in underway)
+    working = max(0, arrived - snapshot.supply(group).full)
+    done_meanwhile = working * start_time + sum(min(age, start_time) for age in underway)
     needed = useful - math.ceil(done_meanwhile / duration)
     # The number of sessions never exceeds that of tasks. This is for a few long tasks.
     needed = max(needed, _useful_sessions(snapshot, group, start_time + duration, arrived))
@@ -259,6 +263,8 @@ def _useful_sessions(snapshot: Snapshot, group: str, duration: float, arrived: i
     """Return how many sessions finish the work of a group in time, and can hold the group's data."""
     supply = snapshot.supply(group)
     useful = sessions_to_finish(supply, snapshot.work_of(group), duration)
+    if useful:
+        useful += supply.full
     if supply.managed > _FULL * supply.limit > 0:
         useful = max(useful, 2 * supply.sessions)
     # The scheduler also counts sessions that are no longer wanted, until they have ended.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_cml.errors import CMLError
 from dask_cml.manager.backoff import Backoffs
+from dask_cml.manager.causes import Cause
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launcher import Launcher
 from dask_cml.manager.losses import Losses, LossFinder
@@ -83,7 +84,7 @@ class Reconciler:
         self._begun = self._ended = 0
         self._closed = False
         self._looked = asyncio.Condition()
-        self._told_waiting = False
+        self._told_waiting = self._told_full = False
         self._told_url: str | None = None
         self._registered: set[str] = set()
         self._changed = asyncio.Event()
@@ -226,6 +227,9 @@ class Reconciler:
             n = f"{len(waits)} of {len(self._fleet.names)} worker sessions"
             self._log(f"Cluster {self._fleet.name} waiting for room for {n}")
         self._told_waiting = bool(waits)
+        if (full := self._fleet.full) and not self._told_full:
+            self._log(f"Cluster {self._fleet.name}: {full}")
+        self._told_full = bool(full)
 
     # -- what the leader does
 
@@ -249,9 +253,10 @@ class Reconciler:
             found = {each.name: losses.lost[each.name] for each in lost if each.group == group}
             self.backoffs.of(group).lost(found)
         for member in lost:
-            if member.worker is not None:
-                member.worker.loss = losses.lost[member.name].cause.value
-                await member.worker.append_to_log(f"lost: {losses.lost[member.name].words}")
+            loss = losses.lost[member.name]
+            if member.worker is not None and loss.cause is not Cause.CLOSED:
+                member.worker.loss = loss.cause.value
+                await member.worker.append_to_log(f"lost: {loss.words}")
 
     async def _take_over_names(self) -> None:
         """Launch what another manager was to launch and did not, under new names: it may still launch it."""

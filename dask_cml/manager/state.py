@@ -150,7 +150,7 @@ class ClusterState:
     @property
     def problem(self) -> str | None:
         """The current problem, as a clause. None if there is none."""
-        return self._reconciler.problem or self._unrunnable.words
+        return self._reconciler.problem or self._unrunnable.words or self._fleet.full
 
     def gave_up(self, group: str) -> bool:
         """Whether no workers of a group are launched until it is scaled, after too many failures."""

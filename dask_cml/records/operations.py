@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
-from dask_cml.identity import WorkerIdentity
+from dask_cml.identity import WorkerIdentity, full_workers
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import state_directory
 from dask_cml.records import liveness, store
@@ -157,7 +157,7 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
         "name": record.name,
         "address": cluster_address(record.name),
         "status": status_of(record, finding),
-        "problem": None if finding.state is State.ALIVE else finding.why,
+        "problem": full_workers(workers or ()) if finding.state is State.ALIVE else finding.why,
         "workers": len(workers) if workers is not None else None,
         "groups": _groups(record, workers),
         "threads": sum(each.nthreads for each in workers) if workers is not None else None,

@@ -1,4 +1,4 @@
-"""Spreads tasks that need resources among the workers that offer them.
+"""Moves waiting tasks: those that need resources, and those of workers whose memory and disk are full.
 
 Dask gives all tasks that wait for a resource to the first worker that offers it. Its work stealing moves
 tasks only to idle workers, and no worker is idle while other tasks are queued.
@@ -7,12 +7,13 @@ tasks only to idle workers, and no worker is idle while other tasks are queued.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from itertools import islice
 
 import dask.config
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
-from dask_cml.scheduler.demand import Needs, duration_of, needs_of, restriction_of
+from dask_cml.scheduler.demand import Needs, duration_of, is_full, needs_of, restriction_of
 
 #: Maximum number of tasks to look at, of all workers together, and minimum for each worker.
 _MOST, _LEAST = 5000, 10
@@ -58,6 +59,27 @@ def spread(scheduler: Scheduler) -> None:
                 backlog, task, victim = spare.pop()
                 if scheduler.get_comm_cost(task, thief) < backlog * duration_of(scheduler, task):
                     stealing.move_task_request(task, victim, thief)
+
+
+def relieve(scheduler: Scheduler) -> None:
+    """Move waiting tasks away from workers whose memory and disk are full. Dask leaves the last ones there.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+        The scheduler. Its work stealing moves the tasks, except those that run already.
+    """
+    if (stealing := scheduler.extensions.get("stealing")) is None:
+        return
+    moved = Counter[WorkerState]()
+    for worker in filter(is_full, scheduler.workers.values()):
+        for task in _last(worker, [*islice(worker.processing, _MOST)], 0):
+            valid = scheduler.valid_workers(task)
+            thieves = scheduler.running if valid is None else valid & scheduler.running
+            if thieves and not task.actor and task not in stealing.in_flight:
+                thief = min(thieves, key=lambda each: (moved[each], each.occupancy))
+                moved[thief] += 1
+                stealing.move_task_request(task, worker, thief)
 
 
 def _slots(worker: WorkerState, needs: Needs) -> int:

@@ -11,8 +11,10 @@ from itertools import count, islice
 from math import isqrt
 from typing import Any
 
+from distributed.core import Status
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
+from dask_cml.identity import read_workers
 from dask_cml.naming import read_name
 
 #: Maximum numbers of tasks to look at. Of more, an even sample is enough. Queued tasks need fewer, because
@@ -80,8 +82,9 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
         ``names`` of some of these workers or hosts, and the number of ``tasks``.
         ``groups`` contains, for each worker group with sessions: the number of ``sessions``; the number of
         ``busy`` ones, which process tasks or take part in a shuffle; the numbers of ``lent`` ones in their
-        names, which only process a few short tasks without needs; the ``managed`` bytes and the memory
-        ``limit`` in bytes.
+        names, which only process a few short tasks without needs; the number of ``full`` ones, which run
+        nothing because their memory and their disk are full; the ``managed`` bytes and the memory ``limit``
+        in bytes.
     """
     work = _Work()
     restricted: dict[tuple[str, ...], float] = {}
@@ -137,9 +140,18 @@ def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dic
         "sessions": len(sessions),
         "busy": len(busy),
         "lent": [number for number in busy if all(_is_lent(each, closable) for each in sessions[number])],
+        "full": sum(any(map(is_full, workers)) for workers in sessions.values()),
         "managed": sum(worker.nbytes for worker in everyone),
         "limit": sum(worker.memory_limit for worker in everyone),
     }
+
+
+def is_full(worker: WorkerState) -> bool:
+    """Return whether a Dask worker starts no tasks because its memory and its disk are full."""
+    if worker.status != Status.paused:
+        return False
+    [identity] = read_workers({worker.address: worker.identity()})
+    return identity.is_full
 
 
 def _is_lent(worker: WorkerState, closable: set[str]) -> bool:

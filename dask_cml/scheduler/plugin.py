@@ -30,7 +30,7 @@ from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.options import setting
 from dask_cml.options.table import MOST_SESSIONS
 from dask_cml.scheduler import messages
-from dask_cml.scheduler.balance import spread
+from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.presence import Presence
@@ -78,6 +78,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._forwards: set[Comm] = set()
         self._retiring: set[asyncio.Future[Any]] = set()
         self._states: dict[str, WorkerState] = {}
+        self._paused: set[str] = set()
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to look for managers and clients."""
@@ -100,7 +101,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         }
         await _unless_stale(lambda: self._file.write(self._state()))
         self._periodic = [
-            PeriodicCallback(each, _LOOK_INTERVAL * 1000) for each in (self._look, lambda: spread(scheduler))
+            PeriodicCallback(each, _LOOK_INTERVAL * 1000)
+            for each in (self._look, lambda: spread(scheduler), lambda: relieve(scheduler))
         ]
         for each in self._periodic:
             each.start()
@@ -289,6 +291,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _look(self) -> None:
         now = time.monotonic()
+        self._find_paused()
         self._presence.look(now)
         if self._presence.next_leader(self._wanted.leader) != self._wanted.leader:
             self._choose_leader()
@@ -320,6 +323,16 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._wanted.left(str(state.name), last_state(scheduler, state))
         self._wanted.changes.touch(("worker", worker))
         self._changed()
+
+    def _find_paused(self) -> None:
+        """Tell managers of Dask workers that have paused or go on."""
+        workers = self._scheduler.workers.values()
+        paused = {each.address for each in workers if each.status == Status.paused}
+        if changed := paused ^ self._paused:
+            self._paused = paused
+            for worker in changed:
+                self._wanted.changes.touch(("worker", worker))
+            self._changed()
 
     # -- the dashboard
 

@@ -282,8 +282,11 @@ class Wanted:
             entry.last = None
 
     def left(self, worker: str, last: Mapping[str, Any]) -> None:
-        """Record a Dask worker that has left, and what was known of it last."""
-        if (entry := self._entry_of(worker)) is not None:
+        """Record a Dask worker that has left, and what was known of it last.
+
+        Of several Dask workers of a session, the one that ran tasks counts.
+        """
+        if (entry := self._entry_of(worker)) is not None and (last["tasks"] or not entry.last):
             entry.last = last
 
     def leave(self, workers: Iterable[str]) -> None:

@@ -213,6 +213,7 @@ def plan_worker(
         {**_limits(options), **options.env},
         passes_notice=True,
         memory=int(options.memory * 2**30),
+        scratch=options.scratch,
         **meeting,
     )
 

@@ -1,0 +1,344 @@
+"""Why a worker session ended that nobody asked to end: from what is known, and on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import tempfile
+import time
+
+import dask
+import pytest
+from clusters import arrived, log_of, make
+from distributed import Client, KilledWorker, wait
+
+from dask_cml.local import cgroups
+from dask_cml.manager import backoff as backoff_module
+from dask_cml.manager.backoff import Backoff
+from dask_cml.manager.causes import Cause, Loss, find_cause
+from dask_cml.scheduler.wanted import Wanted
+
+GIB = 2**30
+IDLE = {
+    "memory": GIB // 8,
+    "limit": GIB,
+    "spilled": 0,
+    "max_spill": 8 * 10**9,
+    "tasks": [],
+    "expected": False,
+}
+FULL = {**IDLE, "memory": int(0.97 * GIB)}
+SPILLED = {**IDLE, "spilled": int(7.9e9)}
+TRAINS = {"tasks": ["train-1", "train-2"]}
+
+
+def cause(last=IDLE, *log, connected=True, noticed=False, closed=False, said="failed"):
+    return find_cause(last, [*log], connected=connected, noticed=noticed, closed=closed, said=said)
+
+
+# -- from what is known
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "words"),
+    [
+        (cause(FULL), Cause.OUT_OF_MEMORY, "out of memory, 0.97 of 1.00 GiB"),
+        (
+            cause({**FULL, **TRAINS}),
+            Cause.OUT_OF_MEMORY,
+            "out of memory, 0.97 of 1.00 GiB while it ran `train-1`, `train-2`",
+        ),
+        (
+            cause(IDLE, f"[memory: {int(1.9 * GIB)} of {2 * GIB} bytes]"),
+            Cause.OUT_OF_MEMORY,
+            "out of memory, 1.90 of 2.00 GiB of the session",
+        ),
+        (
+            cause(IDLE, "distributed.nanny - WARNING - Worker process 7 was killed by signal 9"),
+            Cause.OUT_OF_MEMORY,
+            "out of memory, 0.12 of 1.00 GiB",
+        ),
+        (
+            cause(None, connected=False, said="OOMKilled"),
+            Cause.OUT_OF_MEMORY,
+            "out of memory, the platform says OOMKilled",
+        ),
+        (cause(SPILLED), Cause.SCRATCH_FULL, "scratch full, 7.90 of 8.00 GB spilled"),
+        (
+            cause(IDLE, "[scratch: 9500000000 of 10000000000 bytes]", "[dask worker exited with status -9]"),
+            Cause.SCRATCH_FULL,
+            "scratch full, 9.50 of 10.00 GB",
+        ),
+        (
+            cause(IDLE, said="Pod ephemeral local storage usage exceeds the total limit of containers 10Gi"),
+            Cause.SCRATCH_FULL,
+            "scratch full, the platform says Pod ephemeral local storage usage exceeds the total limit of "
+            "containers 10Gi",
+        ),
+        (
+            cause(IDLE, "no licence", "", "[dask worker exited with status 3]"),
+            Cause.PROGRAM_FAILED,
+            "its program failed with exit status 3: no licence",
+        ),
+        (cause(FULL, noticed=True), Cause.EVICTED, "evicted, with notice"),
+        (
+            cause({**IDLE, **TRAINS}, said="UNKNOWN"),
+            Cause.KILLED,
+            "evicted or killed by the platform, which says UNKNOWN while it ran `train-1`, `train-2`",
+        ),
+        (cause(FULL, noticed=True, closed=True), Cause.CLOSED, "closed"),
+        (
+            cause(None, connected=False, said="succeeded"),
+            Cause.NEVER_CONNECTED,
+            "it never connected; the platform says succeeded",
+        ),
+    ],
+)
+def test_the_cause_follows_from_what_is_known(loss, kind, words):
+    assert (loss.cause, loss.words) == (kind, words)
+
+
+def test_memory_that_the_nanny_freed_by_a_new_process_is_no_cause_any_more():
+    log = [f"[memory: {GIB} of {GIB} bytes]", *(f"Worker process {n} started" for n in range(4))]
+    assert cause(IDLE, *log).cause is Cause.KILLED
+
+
+@pytest.mark.parametrize("last", [FULL, SPILLED, IDLE])
+@pytest.mark.parametrize("log", [(), ("[dask worker exited with status 3]",)])
+def test_a_session_that_ran_tasks_ended_because_of_them(last, log):
+    assert cause({**last, **TRAINS}, *log).of_task
+    assert not cause(last, *log).of_task
+
+
+def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_counts():
+    wanted = Wanted("mine", "m1", {"default": {"target": 1}})
+    for worker in range(3):
+        wanted.connected(f"mine-0-{worker}")
+    wanted.left("mine-0-0", IDLE)
+    wanted.left("mine-0-1", {**FULL, **TRAINS})
+    wanted.left("mine-0-2", IDLE)
+    assert wanted.sessions["mine-0"].last == {**FULL, **TRAINS}
+    wanted.connected("mine-0-1")
+    wanted.left("mine-0-1", IDLE)
+    assert wanted.sessions["mine-0"].last == IDLE
+
+
+# -- pauses by causes
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 1000.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(backoff_module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def backoff(clock, told):
+    return Backoff("cluster mine", told.append)
+
+
+def test_workers_that_connect_and_are_killed_at_once_are_not_replaced_for_ever(backoff, clock):
+    pauses = []
+    while not backoff.gave_up:
+        clock.now += 1
+        backoff.arrived(clock.now)
+        backoff.settle(clock.now)
+        backoff.lost({"mine-0": Loss(Cause.KILLED, "evicted or killed by the platform")})
+        pauses.append(backoff.pause)
+        assert len(pauses) < 20
+    assert pauses == [0, 2, 4, 8, float("inf")]
+
+
+def test_sessions_that_end_by_a_task_wait_longer_and_longer_but_are_always_replaced(backoff, clock):
+    pauses = []
+    for _ in range(20):
+        backoff.arrived(clock.now)
+        backoff.lost({"mine-0": Loss(Cause.OUT_OF_MEMORY, "out of memory", of_task=True)})
+        pauses.append(backoff.pause)
+    assert pauses[:5] == [0, 2, 4, 8, 16]
+    assert max(pauses) == 60
+    assert not backoff.gave_up
+
+
+@pytest.mark.parametrize("kind", [Cause.EVICTED, Cause.CLOSED])
+def test_a_session_that_was_stopped_from_outside_is_replaced_at_once(backoff, told, kind):
+    for _ in range(20):
+        backoff.lost({"mine-0": Loss(kind, kind.value)})
+    assert (backoff.pause, backoff.words) == (0, None)
+    assert told[0] == f"Worker mine-0 {kind.value}; launching a replacement"
+
+
+def test_one_loss_by_another_cause_counts_among_those_of_tasks(backoff, told):
+    while not backoff.gave_up:
+        backoff.lost(
+            {
+                "mine-0": Loss(Cause.OUT_OF_MEMORY, "out of memory", of_task=True),
+                "mine-1": Loss(Cause.KILLED, "evicted or killed by the platform"),
+            }
+        )
+        assert len(told) < 40
+    assert told[:2] == [
+        "Worker mine-0 lost: out of memory; launching a replacement",
+        "Worker mine-1 lost: evicted or killed by the platform; launching a replacement",
+    ]
+
+
+# -- on real processes
+
+
+@pytest.fixture(params=["cgroups", "watch"])
+def limited(request, platform):
+    """Let the platform limit the memory of sessions by the kernel, and by a look at their processes."""
+    if request.param == "watch":
+        platform.configure(memory_limit="watch")
+    elif cgroups.place("0" * 16) is None:
+        pytest.skip("this user may not create memory cgroups")
+    return request.param
+
+
+@pytest.fixture
+async def mine(platform, light):
+    """A cluster of one worker session without a nanny, which gives a task up that ends its worker."""
+    platform.configure(scratch="150 MB")
+    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
+        async with make(name="mine", n_workers=1, memory=1, scratch="100 MB") as cluster:
+            yield cluster
+
+
+@pytest.fixture
+async def client(mine):
+    """A client, after the worker has connected."""
+    async with Client(mine, asynchronous=True) as client:
+        await client.wait_for_workers(1)
+        yield client
+
+
+@pytest.fixture
+def is_told(mine, holds):
+    """Wait until users read the end of the session, in all places, and another one has replaced it."""
+
+    async def is_told(words, lost=None):
+        line = f"Worker mine-0 {words}; launching a replacement"
+        await holds(lambda: "mine-0 " in log_of(mine))
+        assert re.search(line, log_of(mine))
+        await holds(lambda: mine.manager.state.usage().total.lost == ({lost: 1} if lost else {}))
+        await holds(lambda: arrived(mine) == 1)
+        print(log_of(mine), repr(mine), await mine.usage(), sep="\n")
+
+    return is_told
+
+
+async def most_memory(client):
+    return await client.run_on_scheduler(
+        lambda dask_scheduler: max([0, *(each.memory.process for each in dask_scheduler.workers.values())])
+    )
+
+
+async def test_out_of_memory(limited, tmp_path, client, is_told):
+    def fills_memory(path):  # within this function, because sessions cannot import this module
+        import numpy as np
+
+        block = np.ones(int(0.65 * 2**27))  # more than the worker's share
+        while not os.path.exists(path):
+            time.sleep(0.02)
+        while True:
+            block = np.concatenate([block, np.ones(2**24)])
+
+    future = client.submit(fills_memory, str(tmp_path / "more"), key="fills-memory")
+    while await most_memory(client) < 0.67 * GIB:
+        pass
+    (tmp_path / "more").touch()
+    with pytest.raises(KilledWorker):
+        await future
+    amount = r"0\.[789]\d of 1.00 GiB of the session" if limited == "cgroups" else r"0\.[6-9]\d of 0.73 GiB"
+    await is_told(rf"lost: out of memory, {amount} while it ran `fills-memory`", "out of memory")
+
+
+async def test_scratch_full(client, is_told):
+    def fills_scratch():
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(bytes(200_000_000))
+            file.flush()
+            time.sleep(600)
+
+    future = client.submit(fills_scratch, key="fills-scratch")
+    with pytest.raises(KilledWorker):
+        await future
+    await is_told("lost: scratch full, 0.20 of 0.10 GB while it ran `fills-scratch`", "scratch full")
+
+
+async def test_the_program_failed(client, is_told):
+    def crashes():
+        print("no licence", flush=True)
+        os._exit(3)
+
+    future = client.submit(crashes, key="crashes")
+    with pytest.raises(KilledWorker):
+        await future
+    words = "lost: its program failed with exit status 3 while it ran `crashes`: no licence"
+    await is_told(words, "program failed")
+
+
+async def test_evicted_with_notice(platform, client, mine, is_told):
+    [session] = [each.id for each in mine.sessions if each.role == "worker"]
+    await asyncio.to_thread(platform.evict, session, notice=True)
+    await is_told("evicted, with notice", "evicted")
+
+
+async def test_killed_by_the_platform(platform, client, mine, is_told):
+    [session] = [each.id for each in mine.sessions if each.role == "worker"]
+    await asyncio.to_thread(platform.evict, session)
+    await is_told("lost: evicted or killed by the platform, which says failed", "killed")
+
+
+async def test_never_connected(platform, light, holds):
+    platform.inject("fails", match="mine-0")
+    async with make(name="mine", n_workers=1) as cluster:
+        await holds(lambda: arrived(cluster) == 1)
+        assert log_of(cluster).startswith("Worker mine-0 lost: it never connected; the platform says failed")
+        await holds(lambda: cluster.manager.state.usage().total.lost == {"never connected": 1})
+
+
+async def test_closed_on_purpose_is_no_loss(client, is_told):
+    await client.retire_workers(names=["mine-0"])
+    await is_told("closed")
+
+
+@pytest.mark.parametrize("nannies", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_results_survive_a_notice_and_are_not_computed_again(
+    platform, light, holds, tmp_path, nannies, processes
+):
+    def compute(n, path):
+        open(f"{path}/{n}", "x").close()  # fails if it is computed again
+        return n
+
+    nannies = nannies or processes > 1
+    platform.configure(stop_grace=30)
+    async with (
+        make(
+            name="mine", n_workers=2, cpu=processes, processes=processes, worker_args=[] if nannies else None
+        ) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(2 * processes)
+        futures = client.map(compute, range(40), path=str(tmp_path))
+        await wait(futures)
+        [session, _] = [each.id for each in cluster.sessions if each.role == "worker"]
+        await asyncio.to_thread(platform.evict, session, notice=True)
+        await holds(lambda: "evicted, with notice; launching a replacement" in log_of(cluster))
+        assert await client.gather(futures) == [*range(40)]
+        await holds(lambda: arrived(cluster) == 2)

@@ -1,0 +1,136 @@
+"""Tasks that need more memory than their session has: how they end, and what they cost."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import dask
+import pytest
+from clusters import arrived, log_of, make
+from distributed import Client, KilledWorker
+
+from dask_cml.local import cgroups
+from dask_cml.options import Options
+from dask_cml.sessions.plan import Place, plan_worker
+
+GIB = 2**30
+
+
+def plan(**options):
+    return plan_worker(Options.read(name="mine", **options), Place(Path("/nowhere")), "mine-0", "tcp://x:1")
+
+
+# -- the limits of a session's processes
+
+
+@pytest.mark.parametrize(
+    ("memory", "processes", "limit"),
+    [(1, 1, 0.73), (4, 1, 3.67), (64, 1, 62.47), (64, 4, 15.6175)],
+)
+def test_dask_workers_share_what_the_other_processes_leave(memory, processes, limit):
+    planned = plan(memory=memory, processes=processes, cpu=processes)
+    [found] = re.findall(r"'--memory-limit', '(\d+)'", planned.code)
+    assert int(found) == pytest.approx(limit * GIB, abs=1)
+    assert planned.size.memory == memory
+
+
+def test_the_reserve_is_an_option():
+    assert f"'--memory-limit', '{3 * GIB}'" in plan(memory=4, memory_reserve="1 GiB").code
+    with pytest.raises(ValueError, match=r"invalid memory_reserve=4.*less than memory=4 GiB"):
+        plan(memory=4, memory_reserve=4)
+
+
+def test_dask_workers_share_a_part_of_the_scratch_space():
+    name = "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
+    assert plan(scratch="10 GB").env[name] == "8000000000"
+    assert plan(scratch="10 GB", processes=4, cpu=4).env[name] == "2000000000"
+    assert name not in plan(scratch="none").env
+    with dask.config.set({"distributed.worker.memory.max-spill": "3 GB"}):
+        assert name not in plan(scratch="10 GB").env
+
+
+def test_allocations_that_the_session_can_never_hold_are_refused_but_not_with_gpus():
+    name = "DASK_CML_ALLOCATION_LIMIT"
+    assert 2 * GIB < int(plan(memory=2).env[name]) < 5 * GIB
+    assert name not in plan(memory=2, nvidia_gpu=1).env
+
+
+# -- real sessions
+
+
+@pytest.fixture(params=["process", "session"])
+def over_memory(request, platform):
+    """Nodes that kill one process of a session over its memory, and nodes that kill all."""
+    if cgroups.place("0" * 16) is None:
+        pytest.skip("this user may not create memory cgroups")
+    platform.configure(over_memory=request.param)
+    return request.param
+
+
+@pytest.fixture(params=["at_once", "growing"])
+def take(request):
+    """A task that takes so many GiB, within a function, because sessions cannot import this module."""
+
+    def at_once(gib):
+        import numpy as np
+
+        return np.ones(int(gib * 2**27)).nbytes
+
+    def growing(gib):
+        import time
+
+        blocks = []
+        while sum(map(len, blocks)) < gib * 2**30:
+            blocks.append(b"1" * (20 << 20))
+            time.sleep(0.02)
+        return sum(map(len, blocks))
+
+    return {"at_once": at_once, "growing": growing}[request.param]
+
+
+@pytest.fixture(params=["looks", "is late"])
+def nanny(request):
+    """Whether the nanny sees that a worker takes too much, or is late as after a very fast allocation."""
+    settings = {"distributed.scheduler.allowed-failures": 1}
+    settings["distributed.deploy.lost-worker-timeout"] = (
+        "5 minutes"  # on a loaded machine, a start takes long
+    )
+    if request.param == "is late":
+        settings |= {"distributed.worker.memory.terminate": False, "distributed.worker.memory.pause": False}
+    with dask.config.set(settings):
+        yield request.param
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 4])
+async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(
+    over_memory, processes, nanny, take, holds
+):
+    size = 1 if processes == 1 else 2
+    fits = 0.8 * (0.98 * size - 0.25) / processes
+    async with (
+        make(name="mine", n_workers=2, memory=size, cpu=processes, processes=processes) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        for factor in 0.5, 0.9, 0.97, 3, 20:
+            await client.wait_for_workers(2 * processes)
+            before = {each.id for each in cluster.sessions}
+            future = client.submit(take, factor * size, key=f"{take.__name__}-{factor}")
+            try:
+                done = await future
+            except (KilledWorker, MemoryError) as error:
+                done = error
+            if factor * size < fits:
+                assert done >= factor * size * GIB - 8
+            if factor >= 3:
+                assert isinstance(done, (KilledWorker, MemoryError))
+            if factor == 20 and take.__name__ == "at_once":
+                assert isinstance(done, MemoryError)
+            cluster.scale(2)  # ends the pause before the next launch
+            await holds(lambda: arrived(cluster) == 2)
+            lost = before - {each.id for each in cluster.sessions}
+            assert len(lost) <= (0 if over_memory == "process" else 2)
+        for line in log_of(cluster).splitlines():
+            assert re.match(r"Worker mine-\d+ lost: out of memory, .* GiB", line), line
+        print(over_memory, processes, nanny, log_of(cluster), cluster.manager.state.usage(), sep="\n")

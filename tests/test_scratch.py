@@ -1,0 +1,163 @@
+"""Workers whose memory and disk are full: what users see, and what adaptive scaling does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import dask
+import pytest
+from click.testing import CliRunner
+from clusters import arrived, log_of, make
+from distributed import Client, wait
+
+from dask_cml import cli
+from dask_cml.doctor import session
+from dask_cml.identity import WorkerIdentity, full_workers, read_workers
+from dask_cml.manager.policy import Snapshot, Supply, Work, sessions_wanted
+
+GB = 10**9
+FULL = {
+    "name": "lab-3",
+    "nthreads": 1,
+    "memory_limit": GB,
+    "status": "paused",
+    "metrics": {"spilled_bytes": {"memory": 9 * GB, "disk": 8 * GB}},
+    "cml": {"session": "s", "max_spill": 8 * GB},
+}
+
+
+def words_of(*workers):
+    return full_workers(read_workers(dict(enumerate(workers))))
+
+
+def test_full_workers_are_told_with_what_to_do():
+    what = "paused: scale up, or give workers more memory"
+    assert words_of(FULL) == f"worker lab-3 has spilled 8.0 of 8.0 GB and is {what}"
+    assert words_of(FULL, FULL) == f"2 workers have spilled 16.0 of 16.0 GB and are {what}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": "running"},
+        {"cml": {"max_spill": None}},
+        {"cml": None},
+        {"metrics": {}},
+        {"metrics": {"spilled_bytes": {"disk": 2 * GB}}},
+    ],
+)
+def test_a_worker_that_runs_or_can_spill_more_is_not_full(change):
+    assert words_of({**FULL, **change}) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cml": 5}, {"metrics": "many"}, {"metrics": {"spilled_bytes": {"disk": "much"}}}],
+)
+def test_answers_of_another_shape_are_refused(change):
+    with pytest.raises(ValueError, match="the scheduler's answer is invalid"):
+        read_workers({"tcp://x:1": {**FULL, **change}})
+
+
+def test_a_worker_without_dask_cml_is_not_full():
+    assert not WorkerIdentity("7", 2, GB).is_full
+
+
+def wanted(full, tasks, arrived=2):
+    supply = Supply("default", adapts=True, target=arrived, sessions=arrived, busy=arrived, full=full)
+    snapshot = Snapshot([Work({}, tasks=tasks, seconds=tasks * 1000)] if tasks else [], [supply])
+    return sessions_wanted(
+        snapshot,
+        "default",
+        arrived=arrived,
+        planned=arrived,
+        underway=[],
+        start_time=10,
+        target_duration=5,
+    )
+
+
+def test_adaptive_scaling_counts_no_work_on_full_sessions():
+    assert wanted(full=0, tasks=2) == 2
+    assert wanted(full=1, tasks=2) == 3
+    assert wanted(full=2, tasks=2) == 4
+
+
+def test_full_sessions_without_work_need_no_others():
+    assert wanted(full=2, tasks=0) == 2
+
+
+# -- on real processes
+
+
+@pytest.fixture
+async def mine(platform, no_nannies):
+    # The disk is spilled to only by data that the worker manages, so its looks at all memory are off.
+    settings = {
+        "distributed.worker.memory.terminate": False,
+        "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.target": 0.3,
+        "distributed.worker.memory.pause": 0.6,
+    }
+    with dask.config.set(settings):
+        async with make(name="mine", n_workers=1, memory=1, scratch="500 MB") as cluster:
+            yield cluster
+
+
+@pytest.mark.slow
+async def test_a_full_worker_is_told_grows_the_cluster_and_goes_on(mine, holds):
+    def block(n):
+        import numpy as np
+
+        return np.random.default_rng(n).integers(0, 2**60, 2**22)  # 32 MiB
+
+    def told():
+        return "mine-0 has spilled" in repr(mine)
+
+    async with Client(mine, asynchronous=True) as client:
+        await client.wait_for_workers(1)
+        blocks = client.map(block, range(40))  # 1.3 GB
+        await holds(told)
+        assert "GB and is paused: scale up, or give workers more memory" in repr(mine)
+        assert "is paused: scale up" in mine._repr_html_()
+        await holds(lambda: "Cluster mine: worker mine-0 has spilled" in log_of(mine))
+        info = await asyncio.to_thread(
+            CliRunner(catch_exceptions=False).invoke, cli.cml, ["info", "mine", "--json"]
+        )
+        assert "worker mine-0 has spilled" in json.loads(info.output)["problem"]
+        mine.adapt(minimum=1, maximum=3, interval="200 ms")
+        await wait(blocks)
+        assert arrived(mine) >= 2
+        for each in blocks:
+            each.release()
+        await holds(lambda: not told())
+        again = client.submit(sum, [1, 2], workers=["mine-0"])
+        assert await again == 3
+        print(log_of(mine))
+
+
+# -- the doctor
+
+
+@pytest.fixture
+def in_session(monkeypatch):
+    monkeypatch.setattr(session, "launches_sessions", lambda: True)
+
+
+def test_the_doctor_warns_of_scratch_space_on_the_project_file_system(in_session, tmp_path):
+    with dask.config.set(
+        {"cml.state-directory": str(tmp_path), "temporary-directory": str(tmp_path / "new")}
+    ):
+        found = session.scratch()
+    assert (found.state, found.command) == ("warning", "export TMPDIR=/tmp")
+    assert f"{tmp_path / 'new'} is on the project file system" in found.words
+
+
+@pytest.mark.parametrize(("free", "state"), [(9, "warning"), (11, "ok")])
+def test_the_doctor_warns_of_scratch_space_that_is_nearly_full(monkeypatch, tmp_path, free, state):
+    monkeypatch.setattr(session.shutil, "disk_usage", lambda path: (100 * GB, (100 - free) * GB, free * GB))
+    with dask.config.set({"temporary-directory": str(tmp_path)}):
+        found = session.scratch()
+    assert found.state == state
+    assert found.words == f"{tmp_path} has {free}.0 of 100.0 GB free."
