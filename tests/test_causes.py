@@ -277,7 +277,7 @@ async def test_scratch_full(client, is_told):
     future = client.submit(fills_scratch, key="fills-scratch")
     with pytest.raises(KilledWorker):
         await future
-    await is_told("lost: scratch full, 0.20 of 0.10 GB while it ran `fills-scratch`", "scratch full")
+    await is_told(r"lost: scratch full, 0\.[12]\d of 0\.10 GB while it ran `fills-scratch`", "scratch full")
 
 
 async def test_the_program_failed(client, is_told):
