@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,12 +80,14 @@ class LossFinder:
         self._record_keeper = record_keeper
         self._watch_interval: float = setting("api.watch-interval")
         self._watched = time.monotonic()
-        self._missing_since: dict[str, float] = {}
+        self._missing: set[str] = set()
+        #: Since when sessions are missing that were complete before.
+        self._gone_since: dict[str, float] = {}
 
     @property
     def starting(self) -> bool:
         """Whether sessions are on their way that do not wait for room."""
-        return bool(self._missing_since.keys() - self._fleet.waits.keys())
+        return bool(self._missing - self._fleet.waits.keys())
 
     async def look(self, wanted: list[Member], missing: list[Member], watch: bool) -> Losses:
         """Find the sessions to replace.
@@ -109,8 +112,9 @@ class LossFinder:
         }:
             return Losses(leaving)
         now = time.monotonic()
-        names = {each.name for each in missing}
-        self._missing_since = {name: self._missing_since.get(name, now) for name in names}
+        self._missing = {each.name for each in missing}
+        gone = [each.name for each in missing if self._fleet.has_registered(each)]
+        self._gone_since = {name: self._gone_since.get(name, now) for name in gone}
         unsettled = any(each.worker and not each.worker.is_known_to_run for each in wanted)
         watches = watch and now - self._watched >= self._watch_interval
         if not missing and not unsettled and not watches and self._client.connected:
@@ -182,7 +186,8 @@ class LossFinder:
         assert worker is not None
         if self._fleet.has_registered(member):
             patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
-            if time.monotonic() - self._missing_since[member.name] > patience:
+            # It may have registered since the look began.
+            if time.monotonic() - self._gone_since.get(member.name, math.inf) > patience:
                 said = f"it runs, but a Dask worker has been gone for {patience:g} s"
                 return find_cause(
                     member.last, [], connected=True, noticed=member.leaving, closed=False, said=said

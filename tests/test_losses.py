@@ -1,0 +1,82 @@
+"""Which sessions a look finds lost, while their Dask workers connect and disconnect."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import dask
+import pytest
+from fleets import Cluster
+
+from dask_cml.manager import losses
+from dask_cml.manager.losses import LossFinder
+
+
+class Running:
+    """A session that runs."""
+
+    was_closed = False
+    is_known_to_run = True
+    runs_for = 3.0
+    waits_for = None
+    options = SimpleNamespace(worker_timeout=600.0)
+
+    def update(self, listing):
+        return False
+
+    async def last_lines(self):
+        return []
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(losses.time, "monotonic", lambda: clock.now)
+    return clock
+
+
+@pytest.fixture
+def look(clock):
+    """Look for lost sessions of a cluster, while something happens."""
+    cluster = Cluster(1, processes=2)
+    cluster.fleet.attach("mine-0", Running())
+    happens = []
+
+    async def sessions():
+        for each in happens:
+            each()
+        return {}
+
+    launcher = SimpleNamespace(api=SimpleNamespace(sessions=sessions))
+    finder = LossFinder(cluster.fleet, SimpleNamespace(connected=True), launcher, None)
+
+    async def look(*meanwhile):
+        happens[:] = meanwhile
+        wanted = [each for each in cluster.fleet.members if each.wanted]
+        missing = [each for each in wanted if not cluster.fleet.is_whole(each)]
+        with dask.config.set({"distributed.deploy.lost-worker-timeout": "15s"}):
+            return [*(await finder.look(wanted, missing, watch=False)).lost]
+
+    look.cluster = cluster
+    return look
+
+
+async def test_a_session_that_connects_during_a_look_is_not_lost_however_long_it_took(look, clock):
+    assert await look() == []
+    clock.now += 60
+    assert await look(lambda: look.cluster.connect("mine-0-0", "mine-0-1")) == []
+    assert await look() == []
+
+
+async def test_a_session_has_its_time_from_the_moment_when_one_of_its_workers_is_gone(look, clock):
+    assert await look() == []
+    look.cluster.connect("mine-0-0")
+    clock.now += 60
+    assert await look() == []
+    look.cluster.disconnect("mine-0-0")
+    look.cluster.connect("mine-0-1")
+    assert await look() == []
+    clock.now += 14
+    assert await look() == []
+    clock.now += 2
+    assert await look() == ["mine-0"]
