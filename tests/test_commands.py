@@ -238,7 +238,7 @@ def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is
     cluster = folder / "cluster"
     cluster.mkdir()
     program(f"time.sleep(1); os.rmdir({str(cluster)!r}); time.sleep(600)")
-    options = read(scheduler_timeout=0.1, pending_timeout=900, log_directory=str(folder))
+    options = read(scheduler_timeout=0.1, pending_timeout=900, log_directory=str(folder / "logs"))
     plan = plan_worker(options, Place(cluster), "mine-0", None)
     assert f"exit status -{TERMINATED}" in run(plan).stderr
     assert values(argv(plan), "--death-timeout") == ["900.1"]
