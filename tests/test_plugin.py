@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -233,13 +234,15 @@ async def test_a_manager_that_only_observes_leads_only_alone(tmp_path):
 # -- the end
 
 
-async def test_an_orphan_ends_itself(folder):
+async def test_an_orphan_ends_itself(folder, holds):
     async with scheduler_in(folder) as running:
         async with rpc(running.address) as comm:
             await comm.cml_watch(manager="m1", **WATCH)
             await comm.cml_set(orphan_timeout=0.1)
         await asyncio.wait_for(running.finished(), 120)
         assert "orphaned: no manager and no client for 0.1 s" in str(running.get_logs())
+    # Nothing ends the process of a scheduler that could close.
+    await holds(lambda: not any(isinstance(each, threading.Timer) for each in threading.enumerate()))
 
 
 async def test_a_cluster_whose_folder_was_removed_ends(folder, monkeypatch):

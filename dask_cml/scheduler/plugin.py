@@ -306,7 +306,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         timer = threading.Timer(_EXIT_WITHIN, os._exit, [1])
         timer.daemon = True
         timer.start()
-        self._closing = asyncio.create_task(self._scheduler.close(reason=reason))
+        self._closing = asyncio.create_task(self._close_scheduler(reason, timer))
+
+    async def _close_scheduler(self, reason: str, timer: threading.Timer) -> None:
+        await self._scheduler.close(reason=reason)
+        timer.cancel()
 
     # -- Dask workers
 

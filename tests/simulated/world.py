@@ -186,7 +186,10 @@ class _Timer:
         self._interval, self._function, self._args = interval, function, args
 
     def start(self) -> None:
-        asyncio.get_running_loop().call_later(self._interval, self._call)
+        self._handle = asyncio.get_running_loop().call_later(self._interval, self._call)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
 
     def _call(self) -> None:
         with contextlib.suppress(BaseException):
