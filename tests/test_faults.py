@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import functools
 import re
-from weakref import WeakKeyDictionary
 
 import dask
 import pytest
@@ -20,7 +19,6 @@ from distributed.core import Status
 
 from dask_cml import CMLError, SessionFailed
 from dask_cml.sessions import calls
-from dask_cml.sessions import live as live_sessions
 
 ENDED = ("succeeded", "failed", "stopped", "timedout")
 pytestmark = pytest.mark.usefixtures("light")
@@ -340,8 +338,6 @@ async def test_a_quota_met_by_a_hundred_launches_is_not_asked_for_each(platform,
         return launch_workers(*args, **kwargs)
 
     monkeypatch.setattr(platform, "launch_workers", counted)
-    # Sessions of other tests, which this process has stopped, do not fill this quota.
-    monkeypatch.setattr(live_sessions, "_stopped", WeakKeyDictionary())
     async with make() as cluster:
         platform.configure(quota={"sessions": 3})
         cluster.scale(100)

@@ -45,8 +45,9 @@ OFFERED = [getattr(dask_cml, name) for name in dask_cml.__all__]
 
 
 def parameters(function):
+    """Return the names of parameters, without ``**kwargs``, which exist to be refused in words."""
     names = inspect.signature(function).parameters
-    return [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
+    return [name for name in names if name not in ("self", "cls", "kwargs") and not name.startswith("_")]
 
 
 def sections(documented):

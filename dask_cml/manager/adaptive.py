@@ -148,7 +148,17 @@ class CMLAdaptive(Adaptive):
 
     @classmethod
     def of(cls, wishes: Host, group: str, adapting: Mapping[str, Any]) -> CMLAdaptive:
-        """Return the adaptive scaling that another process has asked for."""
+        """Return the adaptive scaling that another process has asked for.
+
+        Parameters
+        ----------
+        wishes : Wishes
+            The manager's wishes.
+        group : str
+            The worker group.
+        adapting : mapping
+            What the other process has asked for, in the form of :attr:`limits`.
+        """
         maximum = math.inf if adapting["maximum"] is None else adapting["maximum"]
         limits = {"minimum": adapting["minimum"], "maximum": maximum, **adapting["options"]}
         return cls(wishes, worker_group=group, key=adapting["key"], **limits)
