@@ -15,7 +15,7 @@ import dask
 
 from benchmarks.cases import run_cases
 from benchmarks.report import Report, figure, save_figure
-from benchmarks.stand_in import StandIn
+from benchmarks.sessions import Platform, seconds_of
 
 MAXIMUM = 20  # sessions, of one thread each
 TASK = 1.0  # seconds
@@ -60,7 +60,7 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
 
     logging.disable(logging.ERROR)
     phases = WORKLOADS[workload]
-    platform = StandIn(latency=LATENCY, start_delay=start_delay, workers=True)
+    platform = Platform(latency=LATENCY, start_delay=start_delay, workers=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         # Twenty workers in one process would mostly look at each other's stacks.
@@ -91,9 +91,8 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
             if policy == "best":
                 cluster.scale(0)
         platform.wait_until_only(1)
-        now = time.monotonic()
-        _, *sessions = platform.launched_at  # the scheduler's is the first
-        used = sum(platform.stopped_at.get(each, now) - platform.launched_at[each] for each in sessions)
+        sessions = [each for each in platform.all.values() if each.key != "scheduler"]
+        used = sum(map(seconds_of, sessions))
         left = len(platform.live) - 1
     return {
         "seconds": round(sum(seconds), 2),

@@ -9,7 +9,7 @@ import time
 import dask
 
 from benchmarks.report import MARK, Report, figure, save_figure, spread
-from benchmarks.stand_in import StandIn
+from benchmarks.sessions import Platform
 
 SESSIONS = 30
 LATENCY = 0.1
@@ -22,7 +22,7 @@ def one_run() -> dict[str, float]:
     from dask_cml import CMLCluster
 
     logging.disable(logging.ERROR)
-    platform = StandIn(latency=LATENCY, workers=True)
+    platform = Platform(latency=LATENCY, workers=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         dask.config.set({"cml.state-directory": folder}),
@@ -36,7 +36,7 @@ def one_run() -> dict[str, float]:
         close = time.perf_counter() - begin
         if platform.live:
             raise RuntimeError(f"close() left {platform.live}")
-    others = StandIn(latency=LATENCY)
+    others = Platform(latency=LATENCY)
     ids = [each["id"] for each in others.launch_workers(SESSIONS + 1, cpu=1, memory=1)]
     begin = time.perf_counter()
     others.stop_workers(*ids)
@@ -45,7 +45,7 @@ def one_run() -> dict[str, float]:
     return {
         "close()": close,
         "one stop_workers(*ids)": plain,
-        "stop requests of close()": platform.requests["stop"],
+        "stop requests of close()": platform.requests["stop_workers"],
     }
 
 

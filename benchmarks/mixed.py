@@ -16,7 +16,7 @@ import dask
 
 from benchmarks.cases import run_cases
 from benchmarks.report import Report, figure, save_figure
-from benchmarks.stand_in import StandIn
+from benchmarks.sessions import Platform, seconds_of
 
 #: By worker group, sessions of one thread, and sessions of two threads and a GPU.
 MAXIMUM = {"default": 20, "gpu": 4}
@@ -43,7 +43,7 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
     from dask_cml import CMLCluster
 
     logging.disable(logging.ERROR)
-    platform = StandIn(latency=LATENCY, start_delay=start_delay, workers=True)
+    platform = Platform(latency=LATENCY, start_delay=start_delay, workers=True)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         configuration = {"cml.state-directory": folder, "distributed.worker.profile.enabled": False}
@@ -85,14 +85,13 @@ def one_run(workload: str, start_delay: float, policy: str) -> dict[str, Any]:
                 clusters[group].scale(0, worker_group=group)
         schedulers = len({*clusters.values()})
         platform.wait_until_only(schedulers)
-        now = time.monotonic()
         used: Counter[str] = Counter()
         launched: Counter[str] = Counter()
-        for session, name in platform.names.items():
-            if not name.endswith("-scheduler"):
-                group = "gpu" if "gpu" in name else "default"
+        for session in platform.all.values():
+            if session.key != "scheduler":
+                group = "gpu" if "gpu" in session.key else "default"
                 launched[group] += 1
-                used[group] += platform.stopped_at.get(session, now) - platform.launched_at[session]
+                used[group] += seconds_of(session)
         left = len(platform.live) - schedulers
     return {
         "seconds": round(seconds, 2),

@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.cases import measure
 from benchmarks.report import Report, figure, save_figure
-from benchmarks.stand_in import StandIn
+from benchmarks.sessions import Platform
 
 LATENCY = 0.1
 COUNTS = (1000, 5000)
@@ -60,7 +60,7 @@ class Stalls:
 class Phase:
     """Measures a part of a run: seconds, CPU seconds, requests, memory, stalls."""
 
-    def __init__(self, platform: StandIn, stalls: Stalls | None = None) -> None:
+    def __init__(self, platform: Platform, stalls: Stalls | None = None) -> None:
         self.platform, self.stalls, self.process = platform, stalls, psutil.Process()
 
     def __enter__(self) -> Phase:
@@ -77,14 +77,14 @@ class Phase:
             "seconds": round(seconds, 3),
             "cpu": round(time.process_time() - self.cpu, 3),
             "requests": dict(self.platform.requests - self.requests),
-            "lists per second": round((self.platform.requests - self.requests)["list"] / seconds, 2),
+            "lists per second": round((self.platform.requests - self.requests)["list_workers"] / seconds, 2),
             "memory": self.process.memory_info().rss - self.memory,
         }
         if self.stalls:
             self.figures.update(self.stalls.so_far())
 
 
-def plain(n: int, platform: StandIn) -> dict[str, Any]:
+def plain(n: int, platform: Platform) -> dict[str, Any]:
     """Launch and stop by one call each, which is all that the platform offers."""
     with Phase(platform) as launch:
         sessions = platform.launch_workers(n, cpu=1, memory=2, code="pass")
@@ -93,7 +93,7 @@ def plain(n: int, platform: StandIn) -> dict[str, Any]:
     return {"launch": launch.figures, "stop": stop.figures}
 
 
-def clustered(n: int, platform: StandIn) -> dict[str, Any]:
+def clustered(n: int, platform: Platform) -> dict[str, Any]:
     """Have a cluster launch, look after, and stop them. None of its workers ever registers."""
     from dask_cml import CMLCluster
 
@@ -102,7 +102,8 @@ def clustered(n: int, platform: StandIn) -> dict[str, Any]:
         stalls = Stalls(loop)
 
         def wait_for(there: int) -> None:
-            while len(cluster.workers) != there or cluster._lock.locked():
+            cluster.sync(cluster.manager.wishes.settle)
+            while len(cluster.workers) != there:
                 time.sleep(0.01)
 
         with Phase(platform, stalls) as launch:
@@ -119,7 +120,7 @@ def clustered(n: int, platform: StandIn) -> dict[str, Any]:
 def one_run(kind: str, n: int) -> None:
     """Measure in this process, and print the figures as JSON."""
     with tempfile.TemporaryDirectory() as folder, dask.config.set({"cml.state-directory": folder}):
-        platform = StandIn(latency=LATENCY)
+        platform = Platform(latency=LATENCY)
         with platform.installed():
             figures = {"plain": plain, "cluster": clustered}[kind](n, platform)
             platform.latency = 0

@@ -32,7 +32,7 @@ from distributed.versions import get_versions
 
 from benchmarks.counting import VARIABLE
 from benchmarks.report import MARK, Report, figure, save_figure
-from benchmarks.stand_in import StandIn, scheduler_address, security_of
+from benchmarks.sessions import Platform, SimulatedSession, scheduler_address, security_of
 from dask_cml import CMLCluster
 from dask_cml.records import operations, store
 from dask_cml.serve.access import TOKEN_VARIABLE
@@ -63,10 +63,10 @@ await_workers = launch_workers
 """
 
 
-class Registered(StandIn):
+class Registered(Platform):
     """A platform whose worker sessions register with their scheduler, and do nothing more."""
 
-    async def _run_worker(self, session_id: str, name: str, command: list[str]) -> None:
+    async def _run_worker(self, session: SimulatedSession, command: list[str]) -> None:
         address = await asyncio.to_thread(scheduler_address, command)
         arguments = security_of(command).get_connection_args("worker")
         comm = await connect(address, **arguments)
@@ -74,9 +74,9 @@ class Registered(StandIn):
             {
                 "op": "register-worker",
                 "reply": False,
-                "address": f"tls://127.0.0.1:{1024 + int(name.rpartition('-')[2])}",
-                "server_id": session_id,
-                "name": name,
+                "address": f"tls://127.0.0.1:{1024 + int(session.key.rpartition('-')[2])}",
+                "server_id": session.id,
+                "name": session.key,
                 "status": "running",
                 "nthreads": 2,
                 "memory_limit": 8 * 2**30,
@@ -94,7 +94,7 @@ class Registered(StandIn):
             serializers=["msgpack"],
         )
         await comm.read(deserializers=["msgpack"])
-        self._stops[session_id] = lambda: self._loop.call_soon_threadsafe(comm.abort)
+        self._stops[session.id] = lambda: self._loop.call_soon_threadsafe(comm.abort)
 
 
 async def create_clusters() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import math
 import threading
@@ -16,6 +17,7 @@ from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
 from distributed.objects import SchedulerInfo
+from distributed.scheduler import Scheduler
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
@@ -28,6 +30,7 @@ from dask_cml.manager.adaptive import CMLAdaptive
 from dask_cml.manager.manager import Manager
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options
+from dask_cml.options.arguments import arguments_of, refuse_unexpected
 from dask_cml.printable import printable, printable_lines
 from dask_cml.records import store
 from dask_cml.sessions.process import CMLWorker
@@ -135,8 +138,8 @@ class CMLCluster(SpecCluster):
         Time without a connected client or manager after which the cluster shuts down, in seconds or as a
         string. Ignored with ``shutdown_on_close=False``. Default 5 minutes.
     log_directory : path, optional
-        Folder on the project file system for the sessions' logs, which remain there. Default: the cluster's
-        own folder, which the cluster removes when it shuts down.
+        Folder on the project file system for the sessions' logs, which remain there, in a subfolder with the
+        cluster's name. Default: the cluster's own folder, which the cluster removes when it shuts down.
     shutdown_on_close : bool, optional
         Whether to stop all sessions when this object is closed or its process exits. If False, the cluster
         keeps running until the CML session that launched it ends. Default True.
@@ -218,7 +221,9 @@ class CMLCluster(SpecCluster):
         loop: Any = None,
         silence_logs: int | str | bool | None = logging.WARNING,
         quiet: bool = False,
+        **kwargs: Any,
     ) -> None:
+        refuse_unexpected(CMLCluster, kwargs)
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}
         options = Options.read(**given).inheriting()
@@ -348,6 +353,7 @@ class CMLCluster(SpecCluster):
         memory: float | str | None = None,
         cores: float | None = None,
         worker_group: str = DEFAULT_GROUP,
+        **kwargs: Any,
     ) -> Awaitable[None] | None:
         """Scale a worker group to `n` sessions, and stop its adaptive scaling.
 
@@ -374,6 +380,7 @@ class CMLCluster(SpecCluster):
         >>> cluster.scale(2)
         >>> cluster.scale(memory="4 GiB")
         """
+        refuse_unexpected(self.scale, kwargs)
         self.manager.wishes.scale(
             sessions_for(self.manager.fleet.group(worker_group).options, n, memory, cores), worker_group
         )
@@ -440,6 +447,8 @@ class CMLCluster(SpecCluster):
         --------
         >>> adaptive = cluster.adapt(1, 10)
         """
+        choosing = inspect.signature(Scheduler.workers_to_close).parameters
+        refuse_unexpected(self.adapt, kwargs, (arguments_of(Adaptive) | {*choosing}) - {"cluster"})
         minimum, maximum = bounds(
             self.manager.fleet.group(worker_group).options,
             minimum,
@@ -475,6 +484,7 @@ class CMLCluster(SpecCluster):
         worker_args: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         launch_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Add a group of worker sessions with a size and options of its own.
 
@@ -527,6 +537,7 @@ class CMLCluster(SpecCluster):
         >>> cluster.scale(2, worker_group="big")
         >>> cluster.delete_worker_group("big")
         """
+        refuse_unexpected(self.add_worker_group, kwargs)
         arguments = locals()
         given = {each: arguments[each] for each in GROUP_OPTIONS}
         options = self.options.of_group(given)

@@ -21,9 +21,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from distributed.comm.addressing import get_address_host_port
 from distributed.scheduler import Scheduler
@@ -110,20 +109,18 @@ def run_dask_cluster(
     port = _port(dashboard_port)
     options = _options(cpu=cpu, memory=memory, nvidia_gpu=nvidia_gpu, scheduler_cpu=1, scheduler_memory=2)
 
-    async def start() -> dict[str, Any]:
-        async with _launching(options) as (api, folder):
-            scheduler = await _start_scheduler(api, options, folder, port)
-            launched = [_described(scheduler)]
-            url = await _scheduler_url(api, launched[0], options.scheduler_timeout)
-            workers = await _start_workers(api, options, folder, url, num_workers, scheduler)
-            return {
-                "scheduler": launched,
-                "workers": workers,
-                "scheduler_address": url,
-                "dashboard_address": get_dashboard_url(launched),
-            }
+    async def start(api: WorkersAPI, place: Place) -> dict[str, Any]:
+        scheduler = CMLScheduler(api, options, place, dashboard_port=port)
+        launched = [await _start_scheduler(scheduler)]
+        url = await _scheduler_url(api, launched[0], options.scheduler_timeout)
+        return {
+            "scheduler": launched,
+            "workers": await _start_workers(api, options, place, url, num_workers, scheduler),
+            "scheduler_address": url,
+            "dashboard_address": get_dashboard_url(launched),
+        }
 
-    return _run(start())
+    return _run(_launching(options, start))
 
 
 def run_scheduler(
@@ -165,11 +162,10 @@ def run_scheduler(
     port = _port(dashboard_port)
     options = _options(scheduler_cpu=positive("cpu", cpu), scheduler_memory=gibibytes("memory", memory))
 
-    async def start() -> list[dict[str, Any]]:
-        async with _launching(options) as (api, folder):
-            return [_described(await _start_scheduler(api, options, folder, port))]
+    async def start(api: WorkersAPI, place: Place) -> list[dict[str, Any]]:
+        return [await _start_scheduler(CMLScheduler(api, options, place, dashboard_port=port))]
 
-    return _run(start())
+    return _run(_launching(options, start))
 
 
 def get_scheduler_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
@@ -262,11 +258,10 @@ def run_dask_workers(
     num_workers = integer("num_workers", num_workers, 0)
     options = _options(cpu=cpu, memory=memory, nvidia_gpu=nvidia_gpu)
 
-    async def start() -> list[dict[str, Any]]:
-        async with _launching(options) as (api, folder):
-            return await _start_workers(api, options, folder, scheduler_url, num_workers)
+    async def start(api: WorkersAPI, place: Place) -> list[dict[str, Any]]:
+        return await _start_workers(api, options, place, scheduler_url, num_workers)
 
-    return _run(start())
+    return _run(_launching(options, start))
 
 
 def _options(**arguments: Any) -> Options:
@@ -308,87 +303,57 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
             raise
 
 
-@contextlib.asynccontextmanager
-async def _launching(options: Options) -> AsyncIterator[tuple[WorkersAPI, Path]]:
-    """Yield an API and a folder to launch sessions with. Stop the sessions after an error only."""
-    api = WorkersAPI(load_platform(options.platform))
-    folder = state_directory() / options.name
+async def _launching(options: Options, start: Callable[[WorkersAPI, Place], Awaitable[T]]) -> T:
+    """Launch sessions in a new folder. Stop them after an error only."""
+    api, folder = WorkersAPI(load_platform(options.platform)), state_directory() / options.name
     try:
         await asyncio.to_thread(make_folder, folder.parent)
         await asyncio.to_thread(make_folder, folder)
-        yield api, folder
+        result = await start(api, Place(folder))
     except BaseException:
         await api.close()
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         raise
     api.forget(*api.live)
     await api.close()
+    return result
 
 
-async def _start_scheduler(
-    api: WorkersAPI, options: Options, folder: Path, dashboard_port: int | None
-) -> CMLScheduler:
-    scheduler = CMLScheduler(api, options, Place(folder), dashboard_port=dashboard_port)
+async def _start_scheduler(scheduler: CMLScheduler) -> dict[str, Any]:
     await scheduler.start()
-    return scheduler
-
-
-def _described(scheduler: CMLScheduler) -> dict[str, Any]:
     # The port on which it listens, which it may have chosen itself.
     _, port = get_address_host_port(str(scheduler.address))
     return {**scheduler.info, _PORT: port}
 
 
 async def _start_workers(
-    api: WorkersAPI, options: Options, folder: Path, url: str, n: int, scheduler: CMLScheduler | None = None
+    api: WorkersAPI, options: Options, place: Place, url: str, n: int, *others: CMLProcess
 ) -> list[dict[str, Any]]:
-    workers = [
-        CMLWorker(url, f"{options.name}-{i}", api=api, options=options, place=Place(folder)) for i in range(n)
-    ]
+    """Launch workers, and wait until they are connected. None of the other sessions may end meanwhile."""
+    workers = [CMLWorker(url, f"{options.name}-{i}", api=api, options=options, place=place) for i in range(n)]
     launches = [asyncio.ensure_future(worker.start()) for worker in workers]
     try:
         await asyncio.gather(*launches)
-    except BaseException:
-        await cancel(*launches)
-        raise
-    missing = {name: worker for worker in workers for name in worker.dask_names}
-    arrival = asyncio.create_task(_arrival(url, missing))
-    end = asyncio.create_task(_end(api, [*filter(None, [scheduler]), *workers]))
-    try:
-        while not arrival.done():
-            await asyncio.wait({arrival, end}, timeout=_LOOK_INTERVAL, return_when=asyncio.FIRST_COMPLETED)
-            if end.done():
-                end.result()
-            for worker in [*missing.values()]:
-                if what := worker.late("connect", options.worker_timeout):
-                    raise CMLError(await worker.failure(what))
-        arrival.result()
     finally:
-        await cancel(arrival, end)
-    return [dict(worker.info) for worker in workers]
-
-
-async def _arrival(url: str, missing: dict[str, CMLWorker]) -> None:
-    """Wait until the workers are connected to the scheduler, and remove those that are from `missing`."""
+        await cancel(*launches)
+    missing = {name: worker for worker in workers for name in worker.dask_names}
     while missing:
+        listing = await api.sessions()
+        for process in (*others, *workers):
+            if process.update(listing):
+                raise SessionFailed(await process.failure("ended while the workers started"))
+        for worker in missing.values():
+            if what := worker.late("connect", options.worker_timeout):
+                raise CMLError(await worker.failure(what))
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             comm = await MsgpackComm.connect(url, timeout=_ANSWER_TIMEOUT)
             try:
                 identity = Identity.read(await comm.ask("identity", _ANSWER_TIMEOUT))
             finally:
                 comm.abort()
-            for worker in identity.workers:
-                missing.pop(worker.name, None)
-        await asyncio.sleep(_LOOK_INTERVAL)
-
-
-async def _end(api: WorkersAPI, processes: Sequence[CMLProcess]) -> NoReturn:
-    """Wait until one of the sessions ends, and raise the error."""
-    while True:
-        listing = await api.sessions()
-        for process in processes:
-            if process.update(listing):
-                raise SessionFailed(await process.failure("ended while the workers started"))
+            for each in identity.workers:
+                missing.pop(each.name, None)
+    return [dict(worker.info) for worker in workers]
 
 
 async def _scheduler_url(api: WorkersAPI, session: SessionInfo, timeout: float) -> str:

@@ -54,13 +54,10 @@ class Identity:
         Its id in Dask.
     workers : tuple of WorkerIdentity
         Its workers.
-    has_dashboard : bool
-        Whether it serves a dashboard.
     """
 
     id: str
     workers: tuple[WorkerIdentity, ...]
-    has_dashboard: bool
 
     @classmethod
     def read(cls, answer: Any) -> Identity:
@@ -74,14 +71,11 @@ class Identity:
         Examples
         --------
         >>> worker = {"name": 7, "nthreads": 2, "memory_limit": 1e9}
-        >>> answer = {"id": "Scheduler-1", "services": {}, "workers": {"tcp://…": worker}}
-        >>> Identity.read(answer).workers[0].memory_limit
+        >>> Identity.read({"id": "Scheduler-1", "workers": {"tcp://…": worker}}).workers[0].memory_limit
         1000000000
         """
         content = _mapping("identity", answer)
-        services = _mapping("services", content.get("services", {}))
-        workers = read_workers(content.get("workers"))
-        return cls(_text("id", content.get("id")), workers, "dashboard" in services)
+        return cls(_text("id", content.get("id")), read_workers(content.get("workers")))
 
 
 def read_workers(answer: Any) -> tuple[WorkerIdentity, ...]:

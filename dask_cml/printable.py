@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 
 #: Control characters except the tab, characters that change the direction of text, and what stands for bytes
 #: of file names that are no text.
@@ -18,6 +19,21 @@ def printable(text: str) -> str:
     \x1b]0;title\x07 50%
     """
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> list[str]:
+    """Return the lines of a table. The first column is aligned to the left.
+
+    Parameters
+    ----------
+    rows : sequence of sequences of str
+        The cells of each row.
+    align : callable
+        Aligns a cell of another column to a width, such as ``str.rjust``.
+    """
+    # By hand: rich takes a quarter of a second to import, and cuts names to the terminal's width.
+    width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([name.ljust(width), *map(align, cells, widths)]).rstrip() for name, *cells in rows]
 
 
 def printable_lines(text: str) -> str:

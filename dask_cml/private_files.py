@@ -151,24 +151,19 @@ def read_file(path: Path, parent: int | None = None) -> bytes:
     return content
 
 
-@contextlib.contextmanager
-def written(name: str, content: bytes, folder: int) -> Iterator[str]:
-    """Write a file under a temporary name, and remove that name at the end.
+def write_file(name: str, content: bytes, folder: int) -> None:
+    """Write a file atomically, and wait until the content is on the disk.
 
     Parameters
     ----------
     name : str
-        The final name of the file.
+        The name of the file. Its temporary name is ``.<name>-…``.
     content : bytes
         The content of the file.
     folder : int
         The descriptor of its folder.
-
-    Yields
-    ------
-    str
-        The temporary name, ``.<name>-…``. The content is on the disk.
     """
+    # By hand: libraries for atomic writes take paths, and another folder may have taken the path meanwhile.
     temporary = f".{name}-{secrets.token_hex(8)}"
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
@@ -176,10 +171,11 @@ def written(name: str, content: bytes, folder: int) -> Iterator[str]:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        yield temporary
-    finally:
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
+        raise
 
 
 def owner_only(path: str, flags: int) -> int:

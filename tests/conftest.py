@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import dask
 import psutil
@@ -108,6 +109,8 @@ def local_platform() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, dask.config.set({"cml.state-directory": state_directory}):
         patch.setenv("DASK_CML_LOCAL_DIRECTORY", str(directory / "local"))
         patch.setenv("DASK_CML__STATE_DIRECTORY", state_directory)
+        # A refused launch is tried again if this process has stopped sessions, here those of other tests.
+        patch.setattr("dask_cml.sessions.live._stopped", WeakKeyDictionary())
         local.configure(stop_grace=0.3, variables={"DASK_CML__STATE_DIRECTORY": state_directory})
         yield
         local.configure(latency=0.0, needs_api_key=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dask_cml import CMLCluster
+from dask_cml import CMLAdaptive, CMLCluster
 from dask_cml.options import OPTION_NAMES
 from dask_cml.options.arguments import unexpected_argument
 
@@ -70,3 +70,34 @@ def test_the_tables_for_users_of_other_cluster_managers_are_read():
 def test_an_argument_leads_where_the_documentation_leads(name, there):
     expected = unexpected_argument("CMLCluster", name, OPTION_NAMES).partition(": expected ")[2]
     assert {*expected.split(" or ")} & {*there}
+
+
+@pytest.mark.parametrize("name", ["memory_limit", "walltime"])
+def test_an_unknown_argument_is_refused_before_a_launch(platform, name):
+    with pytest.raises(TypeError, match=rf"CMLCluster\(\) got an unexpected keyword argument '{name}'"):
+        CMLCluster(platform="local", **{name: 1})
+    assert platform.list_workers() == []
+
+
+class Patient(CMLAdaptive):
+    def __init__(self, cluster, *, patience, **kwargs):
+        super().__init__(cluster, **kwargs)
+        self.patience = patience
+
+
+def test_unknown_arguments_of_methods_change_nothing(platform):
+    with CMLCluster(platform="local") as cluster:
+        for call, expected in {
+            lambda: cluster.scale(n_workers=2): r"scale\(\) .*'n_workers': expected n$",
+            lambda: cluster.scale(jobs=2): r"scale\(\) .*'jobs': expected n$",
+            lambda: cluster.adapt(maximun=2): r"adapt\(\) .*'maximun': expected maximum$",
+            lambda: cluster.adapt(maximum_jobs=2): r"adapt\(\) .*'maximum_jobs': expected maximum$",
+            lambda: cluster.add_worker_group("big", memory_limit=2): r"_group\(\) .*: expected memory$",
+        }.items():
+            with pytest.raises(TypeError, match=expected):
+                call()
+        group = cluster.manager.fleet.group()
+        assert ([*cluster.manager.fleet.groups], group.target, group.adapting) == (["default"], 0, None)
+        # The arguments of a class, of its base classes, and those for the choice of workers are known.
+        adaptive = cluster.adapt(Adaptive=Patient, patience=3, interval="1 s", memory_ratio=4)
+        assert (adaptive.patience, adaptive.interval) == (3, 1)

@@ -333,8 +333,8 @@ def given(monkeypatch):
     """What CMLCluster is called with; it is not made."""
     calls = []
 
-    def call(*args, **kwargs):
-        calls.append((args, kwargs))
+    def call(**kwargs):
+        calls.append(kwargs)
         raise ValueError("it is not made")
 
     cli.create._cluster_options("__init__")  # while the real one is there
@@ -342,38 +342,16 @@ def given(monkeypatch):
 
     def given(*arguments):
         assert run("create", *arguments, code=1) == "Error: it is not made\n"
-        args, kwargs = calls.pop()
-        assert kwargs.pop("shutdown_on_close") is True
-        return args, kwargs
+        [kwargs] = calls
+        calls.clear()
+        assert kwargs["shutdown_on_close"] is True
+        return kwargs
 
     return given
 
 
-def spec_file(folder, text):
-    file = folder / "spec.yaml"
-    file.write_text(text)
-    return file
-
-
-SPEC = """
-version: 1
-module: dask_cml
-class: CMLCluster
-args: [3]
-kwargs:
-  scheduler-cpu: 2
-  cpu: 4
-"""
-
-
-def test_create_takes_a_spec_file_which_options_override(given, tmp_path):
-    args, kwargs = given(spec_file(tmp_path, SPEC), "--cpu", "1.5", "--memory", "8 GiB")
-    assert args == (3,)
-    assert (kwargs["scheduler_cpu"], kwargs["cpu"], kwargs["memory"]) == (2, 1.5, "8 GiB")
-
-
 def test_create_takes_every_kind_of_option(given):
-    _, kwargs = given(
+    kwargs = given(
         *("--no-security", "--env", "A=1", "--env", "B=", "--launch-options", "accelerator_label_id=3"),
         *(
             "--scheduler-args",
@@ -394,36 +372,15 @@ def test_create_takes_every_kind_of_option(given):
     assert (kwargs["worker_class"], kwargs["platform"]) == ("x.Y", "local")
 
 
-def test_an_idle_cluster_ends_after_an_hour_unless_told(given, tmp_path):
+def test_an_idle_cluster_ends_after_an_hour_unless_told(given):
     def idle_timeout(*arguments):
-        return given(*arguments)[1].get("idle_timeout", "as configured")
+        return given(*arguments).get("idle_timeout", "as configured")
 
     assert idle_timeout() == "1 hour"
     assert idle_timeout("--idle-timeout", "5 minutes") == "5 minutes"
-    assert idle_timeout(spec_file(tmp_path, SPEC + "  idle-timeout: 10s")) == "10s"
     assert idle_timeout("--idle-timeout", "never") == "never"
     with dask.config.set({"cml.idle-timeout": "2 hours"}):
         assert idle_timeout() == "as configured"
-
-
-@pytest.mark.parametrize(
-    ("spec", "why"),
-    [
-        ("{", "is not valid YAML in line 1"),
-        ("kwargs:\n  env: {TOKEN: s3cr3t", "is not valid YAML in line 2"),
-        ("[]", "invalid version=None: expected 1"),
-        (SPEC.replace("dask_cml", "os"), "invalid module='os': expected 'dask_cml'"),
-        (SPEC.replace("[3]", "3"), "args as a list"),
-        (SPEC + "  name: a/b", "invalid name='a/b': expected 1 to 100"),
-        (SPEC + "  numbers: 1", "unexpected keyword argument 'numbers'"),
-    ],
-)
-def test_a_wrong_spec_file_is_told_in_one_line(tmp_path, spec, why):
-    error = run("create", spec_file(tmp_path, spec), code=1)
-    assert why in error
-    assert "s3cr3t" not in error
-    assert error.startswith("Error: ")
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -562,9 +519,6 @@ def test_names_are_completed():
     add_stale("other")
     assert complete(["info"], "o") == ["one", "other"]
     assert complete(["delete", "one"], "") == ["other"]
-    (state_directory() / "one" / "one-0.log").touch()
-    assert complete(["logs", "one"], "one") == ["one-0"]
-    assert complete(["logs", "gone"], "") == []
     assert complete(["create"], "--scheduler-m") == ["--scheduler-memory"]
 
 

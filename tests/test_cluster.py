@@ -232,7 +232,7 @@ def test_a_task_that_prints_works_while_the_disk_is_full(platform, tmp_path, unt
         Client(cluster) as client,
     ):
         client.wait_for_workers(1, timeout=120)
-        log = tmp_path / "c-0.log"
+        log = tmp_path / "c" / "c-0.log"
         full = tmp_path / "full"
         full.symlink_to("/dev/full")  # every write fails for lack of space
         full.replace(log)
@@ -276,8 +276,8 @@ def test_log_directory_keeps_the_output(platform, tmp_path):
         Client(cluster) as client,
     ):
         client.wait_for_workers(1, timeout=120)
-    assert "Scheduler at" in (tmp_path / "logs" / "c-scheduler.log").read_text()
-    assert "Start worker at" in (tmp_path / "logs" / "c-0.log").read_text()
+    assert "Scheduler at" in (tmp_path / "logs" / "c" / "c-scheduler.log").read_text()
+    assert "Start worker at" in (tmp_path / "logs" / "c" / "c-0.log").read_text()
 
 
 def test_close_leaves_no_session_and_no_folder(platform):

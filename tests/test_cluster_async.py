@@ -12,6 +12,8 @@ from distributed import Client
 from distributed.core import Status
 
 from dask_cml import CMLCluster, CMLError
+from dask_cml.options import state_directory
+from dask_cml.records import store
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -89,6 +91,28 @@ async def test_close_during_the_start(platform, holds):
     await cluster.close()
     with pytest.raises(CMLError, match="closed while it started"):
         await start
+
+
+async def test_close_while_the_name_is_claimed_leaves_no_record(platform, holds, monkeypatch):
+    claim, claiming, closing = store.claim, threading.Event(), threading.Event()
+
+    def slow_claim(*arguments):
+        claiming.set()
+        assert closing.wait(120)
+        return claim(*arguments)
+
+    monkeypatch.setattr(store, "claim", slow_claim)
+    cluster = make()
+    start = asyncio.ensure_future(cluster)
+    assert await asyncio.to_thread(claiming.wait, 120)
+    close = asyncio.ensure_future(cluster.close())
+    await holds(lambda: cluster.status == Status.closing)
+    closing.set()
+    await close
+    with pytest.raises(CMLError, match="closed while it started"):
+        await start
+    assert [*state_directory().iterdir()] == []
+    assert platform.sessions() == []
 
 
 async def test_a_cancelled_start_leaves_no_session(platform, holds):

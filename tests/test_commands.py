@@ -249,7 +249,7 @@ def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is
 def test_a_log_that_cannot_be_written_stops_nothing(program, run, folder):
     program(f"print('x' * 10**6); open({str(folder / 'done')!r}, 'w')")
     plan = plan_worker(read(log_directory="/no/such/folder"), Place(folder), "mine-0", "tcp://10.0.0.1:8786")
-    assert plan.log == Path("/no/such/folder/mine-0.log")
+    assert plan.log == Path("/no/such/folder", folder.name, "mine-0.log")
     assert run(plan).returncode == 0
     assert (folder / "done").exists()
 

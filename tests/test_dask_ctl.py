@@ -8,9 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from clusters import write_record
 
 from dask_cml.records import store
-from dask_cml.records.record import Maker, Record
+from dask_cml.records.record import Maker, Record, SchedulerState
 
 SPEC = """
 version: 1
@@ -114,7 +115,8 @@ def test_stale_records_do_not_slow_discovery(platform, spec):
         for i in range(100):
             port = refuses if i % 2 else silent.getsockname()[1]
             maker = Maker("elsewhere", 1, 1.0, "gone")
-            store.claim(Record(f"stale-{i}", maker=maker, scheduler_address=f"tcp://127.0.0.1:{port}"))
+            scheduler = SchedulerState(address=f"tcp://127.0.0.1:{port}")
+            write_record(Record(f"stale-{i}", maker=maker, scheduler=scheduler))
         listing = ctl("list")
     assert "mine" in listing
     assert "stale" not in listing

@@ -24,7 +24,7 @@ from dask_cml.dask_utils import (
     run_dask_workers,
     run_scheduler,
 )
-from dask_cml.options import state_directory
+from dask_cml.options import Options, state_directory
 
 LIVE = ("scheduling", "starting", "running")
 pytestmark = pytest.mark.usefixtures("no_nannies")
@@ -115,7 +115,8 @@ def test_the_prototypes_notebook_with_its_import_changed(workers_v1, other):
     workers = client.scheduler_info()["workers"].values()
     assert len(workers) == NUM_WORKERS
     assert {worker["nthreads"] for worker in workers} == {CPU_PER_WORKER}
-    assert {worker["memory_limit"] for worker in workers} == {MEM_PER_WORKER * 2**30}
+    memory = Options.read(memory=MEM_PER_WORKER).worker_memory
+    assert {worker["memory_limit"] for worker in workers} == {int(memory * 2**30)}
     assert client.gather(client.map(lambda x: x**2, range(10))) == [x**2 for x in range(10)]
     assert page(f"http://127.0.0.1:{DASHBOARD_PORT}/status") == 200
     client.close()

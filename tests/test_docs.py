@@ -290,7 +290,7 @@ def test_the_examples_of_a_modules_docstrings_run(project, module):
 @pytest.mark.slow
 def test_the_examples_that_speak_of_a_cluster_run(project, monkeypatch):
     # A new cluster says that there are others.
-    monkeypatch.setattr("dask_cml.manager.manager.unclosed", list)
+    monkeypatch.setattr("dask_cml.manager.startup.unclosed", list)
     with closing():
         mine = CMLCluster(name="mine", n_workers=1, quiet=True)
         mine.wait_for_workers(1)

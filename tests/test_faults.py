@@ -65,9 +65,9 @@ def complete(cluster, n):
 @pytest.mark.parametrize("fault", ["fails", "succeeds", "hangs"])
 async def test_a_worker_that_does_not_come_is_replaced(platform, holds, mode, fault):
     words = {
-        "fails": "its status is failed",
-        "succeeds": "its status is succeeded",
-        "hangs": "did not connect within 1 s",
+        "fails": "lost: it never connected; the platform says failed",
+        "succeeds": "lost: it never connected; the platform says succeeded",
+        "hangs": "lost: it did not connect within 1 s",
     }[fault]
     async with make(**MODES[mode]) as cluster:
         platform.inject(fault)
@@ -107,7 +107,7 @@ async def test_a_worker_killed_before_it_connects_is_replaced(platform, holds, m
         [session] = [each.id for each in cluster.sessions if each.role == "worker"]
         platform.evict(session)
         await holds(lambda: complete(cluster, 1))
-        assert session in log_of(cluster)
+        assert "lost: it never connected; the platform says failed" in log_of(cluster)
 
 
 @modes
@@ -121,7 +121,7 @@ async def test_a_killed_worker_is_replaced_and_its_results_are_computed_again(pl
         platform.evict(session)
         await holds(lambda: complete(cluster, 1) and session not in {each.id for each in cluster.sessions})
         assert await client.gather(future) == 3
-        assert session in log_of(cluster)
+        assert "lost: evicted or killed by the platform, which says failed" in log_of(cluster)
 
 
 async def test_a_scheduler_killed_before_it_answers_fails_the_start(platform, holds):

@@ -78,6 +78,12 @@ async def test_another_manager_leads_when_the_leader_leaves(platform, holds):
     assert not live(platform)
 
 
+async def test_other_processes_get_the_link_to_the_dashboard(platform, holds):
+    async with make(name="mine") as cluster:
+        await holds(lambda: store.read("mine").scheduler.app_url is not None)
+        assert store.read("mine").scheduler.app_url == cluster.sessions[0].app_url
+
+
 async def test_wishes_of_a_manager_that_leaves_at_once_come_true(platform, holds):
     async with make(name="shared") as maker:
         file = maker.manager.state.folder / "record.json"

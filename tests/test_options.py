@@ -17,7 +17,7 @@ import dask.config
 import pytest
 import yaml
 from distributed import Security
-from stub import Stub
+from simulated.platform import SimulatedPlatform
 
 import dask_cml
 from dask_cml import CMLCluster
@@ -25,7 +25,7 @@ from dask_cml.options import Options, state_directory
 
 PACKAGE = Path(dask_cml.__file__).parent
 DEFAULTS = yaml.safe_load((PACKAGE / "cml.yaml").read_text())["cml"]
-NOT_OPTIONS = {"self", "asynchronous", "loop", "silence_logs", "quiet"}  # they are Dask's
+NOT_OPTIONS = {"self", "asynchronous", "loop", "silence_logs", "quiet", "kwargs"}  # they are Dask's
 ARGUMENTS = [
     name
     for name in inspect.signature(CMLCluster.__init__).parameters
@@ -432,7 +432,7 @@ def test_an_error_about_a_variable_names_it_and_shows_a_number():
 @pytest.fixture
 def stub(monkeypatch):
     """What a cluster would launch its sessions with."""
-    stub = Stub()
+    stub = SimulatedPlatform()
     monkeypatch.setattr("dask_cml.manager.manager.load_platform", lambda platform: stub)
     yield stub
     assert stub.calls == []

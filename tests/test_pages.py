@@ -92,7 +92,7 @@ async def test_a_cluster_s_page_has_its_sessions_groups_logs_and_usage(ask):
     assert "churn-model-0 (ended)" not in text
     assert "gpu 2 4.00 32.00 256.00 4.00" in text
     assert "Total 7 41.50 107.00 506.00 4.00" in text
-    assert "The server of this page created the cluster" in text
+    assert "This page created the cluster" in text
 
 
 async def test_a_failed_cluster_s_page_shows_the_reason_and_deletes_it(ask):
@@ -148,7 +148,7 @@ async def test_a_read_only_user_sees_no_forms_and_the_reason(path):
     assert "<form" not in html
     assert "data-opens" not in html
     assert "xsrf-token" not in html
-    assert "your role in the project allows reading only" in html
+    assert "your role in the project is read-only" in html
 
 
 async def test_pages_are_shown_to_users_only(ask):

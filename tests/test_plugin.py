@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from dask_cml import protocol
 from dask_cml.layout import FOLDER, NUMBER, scheduler_file
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
+from dask_cml.scheduler.state_file import StateFile
 from dask_cml.sessions.plan import PATIENCE, PRELOAD
 
 WATCH = {"observes": False, "lease": 15.0, "since": 0, "wait": 0.1}
@@ -45,6 +47,34 @@ async def comm(scheduler):
 
 def file_of(folder, number=0):
     return json.loads((folder / scheduler_file(number)).read_text())
+
+
+# -- start
+
+
+async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folder, monkeypatch):
+    calls = []
+    for name in ("begin", "write"):
+        action = getattr(StateFile, name)
+
+        def stale_at_first(self, *arguments, name=name, action=action):
+            calls.append(name)
+            if calls.count(name) == 1:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return action(self, *arguments)
+
+        monkeypatch.setattr(StateFile, name, stale_at_first)
+    async with scheduler_in(folder) as running:
+        assert file_of(folder)["address"] == running.address
+
+
+async def test_a_scheduler_without_the_plugin_closes(tmp_path, monkeypatch):
+    """Nobody else would end it without managers."""
+    monkeypatch.setenv(FOLDER, str(tmp_path / "gone"))
+    monkeypatch.setenv(NUMBER, "0")
+    scheduler = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", preload=[PRELOAD])
+    await scheduler
+    await asyncio.wait_for(scheduler.finished(), 120)
 
 
 # -- managers

@@ -56,8 +56,11 @@ def test_a_folder_is_made_private_whatever_the_umask(tmp_path, umask):
 
 
 async def test_the_prototypes_functions_make_the_state_directory_private(platform, umask):
-    async with dask_utils._launching(Options.read(name="a", platform="local")) as (_, folder):
-        assert mode(folder) == mode(state_directory()) == 0o700
+    async def start(api, place):
+        return mode(place.folder)
+
+    options = Options.read(name="a", platform="local")
+    assert await dask_utils._launching(options, start) == mode(state_directory()) == 0o700
 
 
 def test_a_folder_that_others_can_write_to_is_refused_with_the_command_that_mends_it(tmp_path, open_up):

@@ -202,7 +202,7 @@ async def test_a_decision_returns_its_result_and_the_new_state(client):
     assert client.fleet.member("mine-0").launched
     with pytest.raises(ValueError, match="invalid session 'others-0'"):
         await client.decide("launched", names=["others-0"])
-    with pytest.raises(ValueError, match="invalid operation"):
+    with pytest.raises(CMLError, match="invalid operation"):
         await client.decide("unknown")
 
 
@@ -243,8 +243,10 @@ async def test_a_dropped_dask_worker_is_lost_for_the_scheduler(scheduler, client
 
 
 async def test_without_an_answer_there_is_nothing_to_choose_from(scheduler, client, monkeypatch):
-    break_handler(scheduler, "workers_to_close")
-    break_handler(scheduler, "cml_held")
+    async def no_answer(*_, **__):
+        raise OSError("gone")
+
+    monkeypatch.setattr(client, "call", no_answer)
     assert await client.cheapest(1) == []
     assert await client.held(["mine-0"]) == {}
 
@@ -266,7 +268,8 @@ class Comm:
     def __init__(self):
         self.questions = []
 
-    async def cml_demand(self):
+    async def call(self, op, limit=None):
+        assert op == "cml_demand"
         question = asyncio.get_running_loop().create_future()
         self.questions.append(question)
         return await question
@@ -276,6 +279,7 @@ class Comm:
 def asked():
     client = SchedulerClient(Fleet(Options.read(name="mine"), "m1"), False, lambda: None)
     client.comm, client.connected = Comm(), True
+    client.call = client.comm.call
     return client
 
 

@@ -220,7 +220,7 @@ def test_a_page_that_lost_its_server_says_so_and_recovers(opened, shared_platfor
         page = opened(server=lonely, extra_http_headers={"REMOTE-USER": "ann", "REMOTE-USER-PERM": "RW"})
         page.get_by_role("heading", name="Clusters").wait_for()
         port = int(lonely.url.rstrip("/").rpartition(":")[2])
-    page.locator("#connection", has_text="The page has lost its connection").wait_for()
+    page.locator("#connection", has_text="Connection lost").wait_for()
     again = PageServer(tmp_path, "application2", {"CDSW_APP_PORT": str(port)})
     with again:
         page.locator("#connection").wait_for(state="hidden")
@@ -371,7 +371,7 @@ def test_a_read_only_user_changes_nothing_in_a_browser(opened, shared_platform, 
         page = opened(server=application, extra_http_headers=headers)
         row(page, night).filter(has_text="running").wait_for()
         assert page.locator(".user").inner_text() == "eve"
-        assert page.get_by_text("your role in the project allows reading only").is_visible()
+        assert page.get_by_text("your role in the project is read-only").is_visible()
         page.goto(f"{application.url}clusters/{night}")
         page.locator("#dashboard summary").wait_for()
         assert page.locator("form, [data-opens]").count() == 0

@@ -9,7 +9,7 @@ import pytest
 
 from dask_cml.errors import CMLError
 from dask_cml.sessions import session_logs
-from dask_cml.sessions.session_logs import SessionLogs, last_lines
+from dask_cml.sessions.session_logs import SessionLogs, last_lines, log_path
 from dask_cml.wrapper import Log
 
 
@@ -23,16 +23,23 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mine", "mine-1", "a.b+(c)", "mine-scheduler"])
-def test_a_clusters_own_logs_are_listed_in_the_order_of_launch(tmp_path, write, name):
+def test_a_clusters_logs_are_listed_in_the_order_of_launch(tmp_path, name):
     directory = tmp_path / "logs"
-    directory.mkdir()
-    for cluster in "mine", "mine-1", "a.b+(c)", "mine-scheduler", "axb+(c)":
-        for each in "10", "2", "0", "scheduler":
-            (directory / f"{cluster}-{each}.log").touch()
-    (directory / "mine-0.log.1").touch()
-    paths = SessionLogs(name, tmp_path, str(directory)).paths()
+    (directory / name).mkdir(parents=True)
+    for each in "10", "2", "0", "scheduler":
+        (directory / name / f"{name}-{each}.log").touch()
+    for other in f"{name}-0.log.1", f"other-{name}-0.log", "axb+(c)-0.log":
+        (directory / name / other).touch()
+    paths = SessionLogs(name, tmp_path / name, str(directory)).paths()
     assert [*paths] == ["Scheduler", f"{name}-0", f"{name}-2", f"{name}-10"]
     assert [path.name for path in paths.values()] == [f"{name}-{i}.log" for i in ("scheduler", 0, 2, 10)]
+
+
+def test_clusters_and_groups_of_like_names_share_no_log(tmp_path):
+    group = log_path("mine-gpu-0", tmp_path / "mine", str(tmp_path / "logs"))
+    other = log_path("mine-gpu-0", tmp_path / "mine-gpu", str(tmp_path / "logs"))
+    assert group.name == other.name
+    assert group != other
 
 
 def test_a_folder_that_is_gone_has_no_logs(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -17,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import dask
 import pytest
 from clusters import LAUNCHED, WANTED, end, launch, write_record, write_scheduler
 
@@ -31,7 +33,7 @@ from dask_cml.layout import (
     wanted_file,
 )
 from dask_cml.options import SessionSize
-from dask_cml.records import session_files, store
+from dask_cml.records import operations, session_files, store
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.records.store import read, read_ended, records, remove
 
@@ -336,6 +338,23 @@ def test_old_leftovers_of_crashes_are_removed(state):
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in young)
     assert [record.name for record in records(state)] == ["a", "b"]
+
+
+def test_pruning_removes_leftovers_of_crashes_though_no_cluster_is_dead(state):
+    claim(Record("a"), state)
+    left = [state / ".claim-old", state / ".removed-old", state / "emptied"]
+    for path in left:
+        path.mkdir(mode=0o700)
+    (state / ".removed-old" / "key.pem").write_text("secret")
+    young = state / "begun"
+    young.mkdir(mode=0o700)
+    for path in left:
+        os.utime(path, (time.time() - 3600,) * 2)
+    with dask.config.set({"cml.state-directory": str(state)}):
+        asyncio.run(operations.prune())
+    assert not any(path.exists() for path in left)
+    assert young.exists()
+    assert [record.name for record in records(state)] == ["a"]
 
 
 # -- damage

@@ -67,21 +67,14 @@ def test_the_file_of_defaults_is_that_of_the_table():
 
 def test_the_arguments_of_a_cluster_are_in_the_table_after_those_that_their_checks_need():
     arguments = {*inspect.signature(CMLCluster).parameters}
-    assert {*OPTION_NAMES} == arguments - {
-        "asynchronous",
-        "loop",
-        "silence_logs",
-        "quiet",
-        "_record",
-        "_role",
-    }
+    assert {*OPTION_NAMES} == arguments - {"asynchronous", "loop", "silence_logs", "quiet", "kwargs"}
     for i, name in enumerate(OPTION_NAMES):
         assert {*OPTIONS[name.replace("_", "-")].needs} <= {*OPTION_NAMES[:i]}
 
 
 def test_the_arguments_of_a_worker_group_are_the_grouped_options():
     arguments = {*inspect.signature(CMLCluster.add_worker_group).parameters}
-    assert {*GROUP_OPTIONS} == arguments - {"self", "name"}
+    assert {*GROUP_OPTIONS} == arguments - {"self", "name", "kwargs"}
     named = re.findall(r"`([\w-]+)`", OPTIONS["worker-groups"].description)
     assert sorted(named) == sorted(name.replace("_", "-") for name in GROUP_OPTIONS)
 

@@ -371,10 +371,10 @@ def test_a_manager_gets_all_at_first_and_then_what_has_changed():
         "group": "gpu",
         "manager": "leader",
         "launched": False,
-        "seen": [],
-        "wanted": True,
         "leaving": False,
         "last": None,
+        "seen": [],
+        "wanted": True,
     }
     unchanged = wanted.since(first["revision"])
     assert (unchanged["whole"], unchanged["groups"], unchanged["sessions"]) == (False, None, {})

@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import random
-import threading
 
 import pytest
-from clusters import arrived, log_of, make, target
+from clusters import arrived, log_of, target
 from distributed import Client
 from distributed.core import Status
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError, LaunchRefused
-from dask_cml.manager import reconciler
-
-pytestmark = pytest.mark.usefixtures("light")
 
 
-@pytest.fixture
-def held(platform, monkeypatch):
-    """Let calls of a platform's function wait for a block's end. Its value says whether one waits."""
-
-    @contextlib.contextmanager
-    def held(name):
-        call, waits, gate = getattr(platform, name), threading.Event(), threading.Event()
-
-        @functools.wraps(call)
-        def waiting(*args, **kwargs):
-            waits.set()
-            gate.wait()
-            return call(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(platform, name, waiting)
-            try:
-                yield waits.is_set
-            finally:
-                gate.set()
-
-    return held
+async def make(**options):
+    # The simulated schedulers have no keys.
+    return await CMLCluster(**{"asynchronous": True, "quiet": True, "security": False, "cpu": 1, **options})
 
 
 def has(cluster, n):
@@ -48,121 +24,150 @@ def has(cluster, n):
     return len(cluster.worker_spec) == len(cluster.workers) == arrived(cluster) == len(workers) == n
 
 
-async def test_a_wish_during_a_launch_counts_although_the_launch_is_refused(platform, holds, held):
+async def smaller_during_a_refusal(mine, platform):
     platform.configure(quota={"sessions": 6})
-    async with make() as cluster:
-        with held("launch_workers") as waits:
-            cluster.scale(8)
-            await holds(waits)
-            cluster.scale(2)
-        await holds(lambda: has(cluster, 2))
-        await cluster
-        assert (target(cluster), has(cluster, 2)) == (2, True)
+    with platform.held("launch_workers"):
+        mine.scale(8)
+        await eventually(lambda: platform.under_way)
+        mine.scale(2)
 
 
-async def test_the_last_wish_of_many_threads_counts(platform, holds):
+async def last_of_many_threads(mine, platform):
     def scale(seed):
         luck = random.Random(seed)
         for _ in range(20):
-            cluster.scale(luck.randrange(4))
+            mine.scale(luck.randrange(6))
 
-    async with make() as cluster:
-        await asyncio.gather(*[asyncio.to_thread(scale, seed) for seed in range(8)])
-        cluster.scale(2)
-        await holds(lambda: has(cluster, 2))
-        await cluster
-        assert (target(cluster), has(cluster, 2)) == (2, True)
+    await asyncio.gather(*[asyncio.to_thread(scale, seed) for seed in range(8)])
+    mine.scale(2)
 
 
-async def test_scale_ends_adapting_that_is_under_way(platform, holds, held):
-    async with make() as cluster:
-        adaptive = cluster.adapt(minimum=3, maximum=3, interval="1 hour")
-        with held("launch_workers") as waits:
-            adapting = asyncio.ensure_future(adaptive.adapt())
-            await holds(waits)
-            cluster.scale(0)
-        await adapting
-        with contextlib.suppress(AttributeError, ValueError):  # as one that was stopped may still do once
-            await adaptive.scale_up(3)
-        await holds(lambda: has(cluster, 0))
-        await cluster
-        assert (target(cluster), has(cluster, 0)) == (0, True)
+@pytest.mark.parametrize(
+    "wish", [smaller_during_a_refusal, last_of_many_threads], ids=lambda wish: wish.__name__
+)
+@simulated
+async def test_the_last_wish_counts(it, wish):
+    async with await make() as mine:
+        await wish(mine, it.platform)
+        await eventually(lambda: has(mine, 2))
+        await mine.manager.wishes.settle()
+        assert target(mine) == 2
+        assert has(mine, 2)
 
 
-async def test_sessions_that_are_not_wanted_any_more_are_no_failures(platform, holds):
-    async with make() as cluster:
-        for _ in range(5):
-            cluster.scale(3)
-            await holds(lambda: len(cluster.workers) == 3)
-            cluster.scale(1)
-            await holds(lambda: len(cluster.workers) == 1)
-        await holds(lambda: has(cluster, 1))
-        assert "failed" not in log_of(cluster)
-        assert "lost" not in log_of(cluster)
-        assert "problem" not in repr(cluster)
+@simulated
+async def test_scale_ends_adapting_that_is_under_way(it):
+    async with await make() as mine:
+        mine.adapt(minimum=3, maximum=3, interval="1s")
+        with it.platform.held("launch_workers"):
+            await eventually(lambda: it.platform.under_way)
+            mine.scale(0)
+            await asyncio.sleep(10)
+        await eventually(lambda: has(mine, 0))
+        await asyncio.sleep(10)
+        assert has(mine, 0)
+        assert target(mine) == 0
 
 
-async def test_workers_that_the_user_retires_are_replaced_and_no_failures(platform, holds):
-    async with make(n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
-        await holds(lambda: has(cluster, 2))
-        for _ in range(2):
-            [name, _] = sorted(cluster.observed)
-            await client.retire_workers(names=[name], close_workers=True)
-            await holds(lambda gone=name: gone not in cluster.worker_spec and has(cluster, 2))
-            assert f"Worker {name} closed; launching a replacement" in log_of(cluster)
-        assert "lost" not in log_of(cluster)
-        assert "problem" not in repr(cluster)
+@simulated
+async def test_what_is_not_wanted_any_more_is_no_failure(it):
+    async with await make() as mine:
+        for _ in range(10):
+            mine.scale(3)
+            await eventually(lambda: len(mine.workers) == 3)
+            mine.scale(1)
+            await eventually(lambda: len(mine.workers) == 1)
+        await eventually(lambda: has(mine, 1))
+        assert "failed" not in log_of(mine)
+        assert "problem" not in repr(mine)
 
 
-async def test_workers_that_a_client_restarts_are_replaced_and_no_failures(platform, holds):
-    async with make(n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
-        await holds(lambda: has(cluster, 2))
-        before = {*cluster.observed}
+@simulated
+async def test_workers_that_the_user_retires_are_replaced_and_no_failure(it):
+    async with await make(n_workers=2) as mine, Client(mine, asynchronous=True) as client:
+        await eventually(lambda: has(mine, 2))
+        for _ in range(3):
+            before = sorted(mine.workers)
+            await client.retire_workers(names=before[:1], close_workers=True)
+            await eventually(lambda gone=before[0]: gone not in mine.worker_spec and has(mine, 2))
+        assert "failed" not in log_of(mine)
+        assert "problem" not in repr(mine)
+        assert "closed; launching a replacement" in log_of(mine)
+
+
+@simulated
+async def test_workers_that_a_client_restarts_are_replaced_and_no_failure(it):
+    async with await make(n_workers=2) as mine, Client(mine, asynchronous=True) as client:
+        await eventually(lambda: has(mine, 2))
+        before = {*mine.workers}
         # It closes workers that have no nanny, and waits for as many others.
         await client.restart(timeout=120)
-        await holds(lambda: has(cluster, 2))
-        assert not before & cluster.observed
+        await eventually(lambda: has(mine, 2))
+        assert not before & {*mine.workers}
         assert await client.submit(sum, [1, 2]) == 3
-        assert "lost" not in log_of(cluster)
-        assert "problem" not in repr(cluster)
+        assert "failed" not in log_of(mine)
+        assert "problem" not in repr(mine)
 
 
-async def test_a_stop_that_hangs_holds_up_no_launch(platform, holds, held, monkeypatch):
-    monkeypatch.setattr(reconciler, "_STOPS_WITHIN", 0.1)
-    async with make(n_workers=2) as cluster:
-        await holds(lambda: has(cluster, 2))
-        with held("stop_workers") as waits:
-            cluster.scale(1)
-            await holds(waits)
-            cluster.scale(3)
-            await holds(lambda: arrived(cluster) == 3)
-        await holds(lambda: has(cluster, 3))
+@simulated
+async def test_a_stop_that_hangs_holds_up_no_launch(it):
+    async with await make(n_workers=2) as mine:
+        await eventually(lambda: has(mine, 2))
+        with it.platform.held("stop_workers"):
+            mine.scale(1)
+            await eventually(lambda: it.platform.under_way)
+            mine.scale(3)
+            await eventually(lambda: arrived(mine) == 3)
+        await eventually(lambda: has(mine, 3))
 
 
-async def test_a_closed_cluster_says_so(platform):
-    async with make() as cluster:
-        pass
-    words = f"cannot scale cluster {cluster.name}: it is closed"
-    with pytest.raises(CMLError, match=words):
-        cluster.scale(1)
-    with pytest.raises(CMLError, match=words):
-        cluster.adapt()
-    with pytest.raises(CMLError, match=words):
-        await cluster.scale_down(["any"])
-    assert len(platform.sessions()) == 1
+@simulated
+async def test_a_closed_cluster_says_so(it):
+    mine = await make()
+    await mine.close()
+    with pytest.raises(CMLError, match=f"cannot scale cluster {mine.name}: it is closed"):
+        mine.scale(1)
+    with pytest.raises(CMLError, match=f"cannot scale cluster {mine.name}: it is closed"):
+        mine.adapt()
+    with pytest.raises(CMLError, match=f"cannot scale cluster {mine.name}: it is closed"):
+        await mine.scale_down(["any"])
+    assert it.platform.live == []
 
 
-async def test_a_cluster_that_lost_its_scheduler_does_not_say_that_it_runs(platform, holds, held):
-    async with make(n_workers=1) as cluster:
-        await holds(lambda: has(cluster, 1))
-        with held("list_workers"):
-            await asyncio.to_thread(platform.evict, cluster.sessions[0].id)
-            await holds(lambda: "not connected" in repr(cluster))
-            assert cluster.status == Status.running
-        await holds(lambda: cluster.status == Status.closed)
+@simulated
+async def test_a_cluster_that_lost_its_scheduler_does_not_say_that_it_runs(it):
+    mine = await make(n_workers=1)
+    await eventually(lambda: has(mine, 1))
+    with it.platform.held("list_workers"):
+        it.platform.evict(mine.sessions[0].id)
+        await eventually(lambda: "not connected" in repr(mine))
+        assert mine.status == Status.running
+    await eventually(lambda: mine.status == Status.closed)
 
 
-async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform):
+@simulated
+async def test_who_deletes_a_group_waits_for_the_leader_without_haste(it):
+    """Each look of a manager that does not lead is over at once."""
+    async with await make(worker_groups={"big": {"n_workers": 1}}) as leader:
+        other = it.process("other", {"CDSW_ENGINE_ID": "other12345678901"})
+
+        async def delete():
+            looks = []
+            async with await CMLCluster.from_name(leader.name, asynchronous=True, quiet=True) as mine:
+                look = mine.manager.fleet.is_deleted
+                mine.manager.fleet.is_deleted = lambda name: looks.append(name) or look(name)
+                await mine.delete_worker_group("big")
+            return looks
+
+        await eventually(lambda: leader.worker_groups["big"].n_arrived == 1)
+        with it.platform.held("stop_workers"):
+            deleting = other.start(delete())
+            done, _ = await asyncio.wait([deleting], timeout=5.0)
+            assert not done
+        assert 10 < len(await deleting) < 200
+
+
+async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform, light):
     platform.configure(quota={"sessions": 3}, stop_grace=2.0)
     options = {"platform": "local", "asynchronous": True, "quiet": True}
     with pytest.raises(LaunchRefused):

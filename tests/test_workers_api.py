@@ -15,7 +15,9 @@ from types import ModuleType, SimpleNamespace
 
 import dask.config
 import pytest
-from stub import HTTPError, Stub, eventually
+from simulated.faults import HTTPError
+from simulated.platform import SimulatedPlatform
+from simulated.testing import eventually
 
 from dask_cml import CMLError, LaunchRefused, NotOnCML
 from dask_cml.options import SessionSize
@@ -47,7 +49,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def stub():
     """The platform, where another session of the user's, not launched by us, must run to the end."""
-    stub = Stub()
+    stub = SimulatedPlatform()
     [others] = stub.launch_workers(1, 1, 1)
     stub.calls.clear()
     yield stub
@@ -105,7 +107,7 @@ async def test_a_session_is_launched_by_itself_with_all_that_was_asked_for(stub,
 
 
 async def test_the_name_is_left_out_where_the_platform_has_none(stub):
-    stub = Stub(newer=False)
+    stub = SimulatedPlatform(named=False)
     api = WorkersAPI(stub)
     [session_id] = await launch(api)
     assert "name" not in stub.all[session_id].launched_with
@@ -114,7 +116,7 @@ async def test_the_name_is_left_out_where_the_platform_has_none(stub):
 
 @pytest.mark.parametrize("newer", [True, False])
 async def test_unknown_launch_options_are_refused_by_name_before_any_call(newer):
-    stub = Stub(newer)
+    stub = SimulatedPlatform(named=newer)
     api = WorkersAPI(stub)
     options = {"kernel": "r", "zone": 1, "colour": 2}
     with pytest.raises(
@@ -420,7 +422,7 @@ async def test_nothing_is_listed_for_a_launch_that_is_answered(stub, api):
 
 
 async def test_without_names_a_launch_is_tried_again_as_it_was(lose_answers):
-    stub = Stub(newer=False)
+    stub = SimulatedPlatform(named=False)
     api = WorkersAPI(stub)
     lose_answers(stub, ConnectionError("broken"))
     await launch(api)

@@ -19,7 +19,7 @@ from dask_cml.cli.console import (
     in_one_line,
     n_workers,
     progress,
-    run,
+    time_limit,
 )
 
 if TYPE_CHECKING:
@@ -32,20 +32,14 @@ _DELETED = "another process has deleted it"
 @click.argument("name", shell_complete=complete_names)
 @click.argument("n", type=click.IntRange(min=0))
 @in_group
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
-)
+@time_limit
 @in_one_line
-def scale(name: str, n: int, group: str, timeout: float) -> None:
+async def scale(name: str, n: int, group: str, timeout: float) -> None:
     """Scale a cluster to N worker sessions, and wait until they are connected."""
-    run(_scale(name, n, group, timeout))
-    click.echo(f"Cluster {name} scaled to {n_workers(n, group)}")
-
-
-async def _scale(name: str, n: int, group: str, timeout: float) -> None:
     async with managing(name) as manager:
         manager.wishes.scale(n, group)
         await wait_for_scale(manager, n, group, timeout)
+    click.echo(f"Cluster {name} scaled to {n_workers(n, group)}")
 
 
 @click.command()
@@ -61,7 +55,7 @@ def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
     adapt the cluster.
     """
     try:
-        if run(_adapt(name, minimum, maximum, group)):
+        if asyncio.run(_adapt(name, minimum, maximum, group)):
             click.echo(f"Cluster {name} adapts between {minimum} and {n_workers(maximum, group)}")
     except KeyboardInterrupt:
         return
@@ -176,7 +170,7 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
 @click.argument("names", nargs=-1, shell_complete=complete_names)
 @click.option("--all", "everything", is_flag=True, help="Delete all clusters of the project.")
 @in_one_line
-def delete(names: Sequence[str], everything: bool) -> None:
+async def delete(names: Sequence[str], everything: bool) -> None:
     """Delete clusters: stop all their sessions and remove their records."""
     from dask_cml.records import operations, store
 
@@ -188,13 +182,13 @@ def delete(names: Sequence[str], everything: bool) -> None:
     else:
         records = [removed.get(name) or store.read(name) for name in dict.fromkeys(names)]
     with progress(lambda: f"Deleting {len(records)} cluster{'s' * (len(records) != 1)}"):
-        results = run(operations.end_all(records))
+        results = await operations.end_all(records)
     _report(results, "No clusters.")
 
 
 @click.command()
 @in_one_line
-def prune() -> None:
+async def prune() -> None:
     """Delete dead clusters, and skip those that may be alive.
 
     A cluster is dead if the platform lists its scheduler's session as ended, or if its scheduler has been
@@ -203,7 +197,7 @@ def prune() -> None:
     from dask_cml.records import operations
 
     with progress(lambda: "Looking for dead clusters"):
-        results, passed_over = run(operations.prune())
+        results, passed_over = await operations.prune()
     for name, why in passed_over.items():
         click.echo(f"Cluster {name} skipped: {why}. To delete it all the same: `{_delete(name)}`", err=True)
     _report(results, "No dead clusters.")

@@ -6,14 +6,14 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.printable import printable
+from dask_cml.printable import printable, table
 
 #: Seconds between two looks at what a command waits for.
 INTERVAL = 0.2
@@ -28,18 +28,6 @@ def complete_names(context: click.Context, parameter: click.Parameter, incomplet
     return [r.name for r in store.records() if r.name.startswith(incomplete) and r.name not in given]
 
 
-def complete_groups(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a worker group of the cluster named before it."""
-    from dask_cml.errors import NoSuchCluster
-    from dask_cml.records import store
-
-    try:
-        record = store.read(context.params.get("name") or "")
-    except NoSuchCluster:
-        return []
-    return [group for group in (DEFAULT_GROUP, *record.groups) if group.startswith(incomplete)]
-
-
 #: The option that names the worker group of a command.
 in_group = click.option(
     "--group",
@@ -47,12 +35,17 @@ in_group = click.option(
     show_default=True,
     metavar="GROUP",
     help="Worker group.",
-    shell_complete=complete_groups,
+)
+
+
+#: The option that limits the time of a command.
+time_limit = click.option(
+    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
 )
 
 
 def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a command print errors of the user and of the platform in one line, without a traceback."""
+    """Run a command. Let it print errors of the user and of the platform in one line, without a traceback."""
 
     @functools.wraps(function)
     def reporting(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +54,8 @@ def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
         from dask_cml.errors import CMLError
 
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            return asyncio.run(result) if asyncio.iscoroutine(result) else result
         except KeyboardInterrupt:
             raise click.exceptions.Exit(_INTERRUPTED) from None
         except BrokenPipeError:  # click knows what to do
@@ -77,13 +71,6 @@ def first_line_of(error: object) -> str:
     from dask_cml.display.html import first_line
 
     return printable(first_line(str(error))) or type(error).__name__
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end."""
-    import asyncio
-
-    return asyncio.run(coroutine)
 
 
 def n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
@@ -132,8 +119,5 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     rows : sequence of sequences of str
         The cells of each row.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    for row in [columns, *rows]:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        click.echo(click.style(line, bold=True) if row is columns else line)
+    head, *lines = table([columns, *([printable(cell) for cell in row] for row in rows)])
+    click.echo("\n".join([click.style(head, bold=True), *lines]))

@@ -7,7 +7,6 @@ import functools
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -102,28 +101,22 @@ def _parsed(
 
 
 @click.command(cls=OptionsCommand)
-@click.argument("spec", required=False, type=click.Path(exists=True, dir_okay=False))
 @in_one_line
-def create(spec: str | None, **options: Any) -> None:
+def create(**options: Any) -> None:
     """Create a cluster that keeps running when this command ends, and print its name.
 
     The command waits until the scheduler answers and CML grants the workers. The cluster can run until the
-    CML session of this command ends. SPEC is a file with arguments, as dask-ctl takes it. Options override
-    it.
+    CML session of this command ends.
     """
     from dask_cml.cluster import CMLCluster
     from dask_cml.options.unattended import unattended
     from dask_cml.sessions.owner import lifetime
 
-    positional, arguments = _read_spec(spec) if spec else ([], {})
-    arguments.update({name: value for name, value in options.items() if value is not None})
     # Whatever ends this command before its end, ends the cluster, too.
-    arguments.update(
-        create_mode="create", shutdown_on_close=True, asynchronous=False, quiet=False, silence_logs="WARNING"
-    )
+    arguments = {**unattended(options), "create_mode": "create", "shutdown_on_close": True}
     # The name alone goes to standard output, for scripts.
     with contextlib.redirect_stdout(sys.stderr):
-        cluster = CMLCluster(*positional, **unattended(arguments))
+        cluster = CMLCluster(**arguments, quiet=False, silence_logs="WARNING")
     cluster.quiet = True
     cluster.sync(cluster.manager.outlive_this_process)
     click.echo(cluster.name)
@@ -132,24 +125,3 @@ def create(spec: str | None, **options: Any) -> None:
         click.echo(f"Dashboard: {cluster.dashboard_link}", err=True)
     click.echo(f"{lifetime(cluster.name)}.", err=True)
     cluster.leave()
-
-
-def _read_spec(path: str) -> tuple[list[Any], dict[str, Any]]:
-    import yaml
-
-    try:
-        spec = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        # Not its own words, which show a line of the file.
-        mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}: {getattr(error, 'problem', None)}" if mark else ""
-        raise ValueError(f"{path} is not valid YAML{where}") from None
-    wanted = {"version": 1, "module": "dask_cml", "class": "CMLCluster"}
-    for key, value in wanted.items():
-        found = spec.get(key) if isinstance(spec, dict) else None
-        if found != value:
-            raise ValueError(f"{path}: invalid {key}={found!r}: expected {value!r}")
-    args, kwargs = spec.get("args") or [], spec.get("kwargs") or {}
-    if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise ValueError(f"{path}: give args as a list and kwargs as a mapping")
-    return args, {str(name).replace("-", "_"): value for name, value in kwargs.items()}

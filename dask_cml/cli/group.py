@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from dask_cml.cli.change import managing, wait_for_scale
 from dask_cml.cli.console import (
-    complete_groups,
     complete_names,
     in_one_line,
     n_workers,
     print_table,
     progress,
-    run,
+    time_limit,
 )
 from dask_cml.cli.create import OptionsCommand
-
-if TYPE_CHECKING:
-    from dask_cml.display.group import WorkerGroup
 
 
 @click.group()
@@ -31,45 +27,30 @@ def group() -> None:
 @group.command(cls=OptionsCommand, grouped=True)
 @click.argument("name", shell_complete=complete_names)
 @click.argument("group")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
-)
+@time_limit
 @in_one_line
-def add(name: str, group: str, timeout: float, **options: Any) -> None:
+async def add(name: str, group: str, timeout: float, **options: Any) -> None:
     """Add a worker group to a cluster, and wait until its workers are connected.
 
     Without an option, the group takes the cluster's value.
     """
     n = options["n_workers"] = options["n_workers"] or 0
-    run(_add(name, group, options, timeout))
-    click.echo(f"Worker group {group} added to cluster {name}: {n_workers(n)}")
-
-
-async def _add(name: str, group: str, options: dict[str, Any], timeout: float) -> None:
     async with managing(name) as manager:
         given = manager.options.of_group(options)
         await manager.wishes.add_group(group, given)
         await wait_for_scale(manager, given.n_workers, group, timeout)
-
-
-async def _delete(name: str, group: str) -> None:
-    async with managing(name) as manager:
-        await manager.wishes.delete_group(group)
-
-
-async def _groups(name: str) -> list[WorkerGroup]:
-    async with managing(name) as manager:
-        return [*manager.state.groups.values()]
+    click.echo(f"Worker group {group} added to cluster {name}: {n_workers(n)}")
 
 
 @group.command()
 @click.argument("name", shell_complete=complete_names)
-@click.argument("group", shell_complete=complete_groups)
+@click.argument("group")
 @in_one_line
-def delete(name: str, group: str) -> None:
+async def delete(name: str, group: str) -> None:
     """Delete a worker group: stop all its sessions. Its workers move their results to others first."""
     with progress(lambda: f"Deleting worker group {group}"):
-        run(_delete(name, group))
+        async with managing(name) as manager:
+            await manager.wishes.delete_group(group)
     click.echo(f"Worker group {group} deleted from cluster {name}")
 
 
@@ -77,11 +58,12 @@ def delete(name: str, group: str) -> None:
 @click.argument("name", shell_complete=complete_names)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @in_one_line
-def list_groups(name: str, as_json: bool) -> None:
+async def list_groups(name: str, as_json: bool) -> None:
     """List the worker groups of a cluster."""
     from dataclasses import asdict
 
-    groups = run(_groups(name))
+    async with managing(name) as manager:
+        groups = [*manager.state.groups.values()]
     if as_json:
         click.echo(json.dumps([asdict(each) for each in groups], indent=2))
         return

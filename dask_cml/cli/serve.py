@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from dask_cml.cli.console import in_one_line, run
+from dask_cml.cli.console import in_one_line
 
 
 @click.command()
@@ -21,7 +21,7 @@ from dask_cml.cli.console import in_one_line, run
 )
 @click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
 @in_one_line
-def serve(port: int | None, dashboard_port: int, open_browser: bool) -> None:
+async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> None:
     """Serve a page of all clusters of the project, and keep the clusters created there.
 
     The command runs until Ctrl-C or SIGTERM, and then stops the clusters that it created. In CML, run it as
@@ -29,7 +29,7 @@ def serve(port: int | None, dashboard_port: int, open_browser: bool) -> None:
     """
     from dask_cml.serve.application import serve as serve_page
 
-    run(serve_page(port, _tell, open_browser, dashboard_port))
+    await serve_page(port, _tell, open_browser, dashboard_port)
     click.echo("The page is closed; the clusters created there are stopped.", err=True)
 
 

@@ -6,15 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from dask_cml.cli.console import complete_names, in_one_line, print_table, run
+from dask_cml.cli.console import complete_names, in_one_line, print_table
 from dask_cml.printable import printable
-
-if TYPE_CHECKING:
-    from dask_cml.records.record import Record
 
 #: Every log is opened at each look, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
@@ -24,11 +21,11 @@ _PATIENCE = 5.0
 @click.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @in_one_line
-def list_clusters(as_json: bool) -> None:
+async def list_clusters(as_json: bool) -> None:
     """List the clusters of the project."""
     from dask_cml.records import operations, store
 
-    rows = run(operations.describe(store.records()))
+    rows = await operations.describe(store.records())
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -69,7 +66,7 @@ def _shown(column: str, value: Any) -> str:
 @click.argument("name", shell_complete=complete_names)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @in_one_line
-def info(name: str, as_json: bool) -> None:
+async def info(name: str, as_json: bool) -> None:
     """Show one cluster: its sessions, worker groups and usage."""
     from dataclasses import asdict
 
@@ -79,7 +76,7 @@ def info(name: str, as_json: bool) -> None:
     from dask_cml.records import operations, store
 
     record = store.read(name)
-    [row] = run(operations.describe([record], timeout=_PATIENCE))
+    [row] = await operations.describe([record], timeout=_PATIENCE)
     row.update(
         created=record.created,
         folder=str(state_directory() / name),
@@ -119,22 +116,9 @@ def _print(key: str, text: str) -> None:
     click.echo(printable(f"{key:<10} {text}"))
 
 
-def _sessions(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a session with a log."""
-    from dask_cml.errors import CMLError
-    from dask_cml.records import operations, store
-
-    try:
-        sessions = operations.session_logs(store.read(context.params["name"])).paths()
-    except (CMLError, OSError):
-        return []
-    given = context.params.get(str(parameter.name)) or ()
-    return [each for each in sessions if each.startswith(incomplete) and each not in given]
-
-
 @click.command()
 @click.argument("name", shell_complete=complete_names)
-@click.argument("workers", nargs=-1, metavar="[WORKER]...", shell_complete=_sessions)
+@click.argument("workers", nargs=-1, metavar="[WORKER]...")
 @click.option(
     "-f", "--follow", is_flag=True, help="Print new lines until Ctrl-C, or until the cluster shuts down."
 )
@@ -152,7 +136,7 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
     chosen = session_logs.choose(workers, launched) if workers else None
     shown = None
     while True:
-        lasts = follow and _lasts(record)
+        lasts = follow and operations.current(record) is not None
         for session, line in session_logs.lines(chosen, whole=not lasts):
             if session != shown:
                 click.echo("\n" * bool(shown) + printable(f"==> {session} <=="))
@@ -165,17 +149,6 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
         click.echo(f"No logs of cluster {name} yet", err=True)
     if follow:
         click.echo(f"Cluster {name} shut down", err=True)
-
-
-def _lasts(record: Record) -> bool:
-    """Return whether a cluster's record still exists."""
-    from dask_cml.errors import NoSuchCluster
-    from dask_cml.records import store
-
-    try:
-        return store.read(record.name).id == record.id
-    except NoSuchCluster:
-        return False
 
 
 @click.command()

@@ -1,6 +1,6 @@
-"""``dask cml doctor`` checks the environment, the platform, and the versions in running clusters.
+"""Run the checks of ``dask cml doctor``: the environment, the platform, and the versions in clusters.
 
-Each check imports its modules itself: in a broken environment, any import may fail.
+Each check imports the modules that it needs, because any import may fail in a broken environment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Check = Callable[[], Finding | list[Finding]]
 def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Finding]:
     """Run the checks one after the other, and yield their findings.
 
-    If a check raises an error or does not return in time, its finding says so.
+    If a check raises an error or exceeds the time limit, its finding shows this.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
     >>> [finding.state for finding in examine() if finding.name == "dask"]
     ['ok']
     """
-    # Each check runs in a thread of its own, because a call of the platform may hang.
+    # Each check runs in a separate thread, because a call to the platform may hang.
     checks: dict[str, Check] = {
         "platform": session.platform,
         "key": session.key,
@@ -50,7 +50,7 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
         "imports": functools.partial(packages.imports, timeout / 2),
         "sidebar": jupyterlab.sidebar,
         "time-outs": jupyterlab.time_outs,
-        # Schedulers respond within a third of the time, and workers within another third.
+        # Schedulers get a third of the time to respond, and workers get another third.
         "clusters": functools.partial(clusters.versions, names, timeout / 3),
     }
     for name, check in checks.items():

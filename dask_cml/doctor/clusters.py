@@ -78,20 +78,16 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
 
 
 async def _ask(record: Record, timeout: float) -> tuple[Versions, list[Versions]]:
-    from dask_cml.msgpack_comm import MsgpackComm
-    from dask_cml.sessions.tls import connection_args
+    from dask_cml.sessions.tls import connected
 
     assert record.scheduler.address is not None
-    arguments = await asyncio.to_thread(connection_args, record.get_security())
-    comm = await MsgpackComm.connect(record.scheduler.address, arguments, timeout)
-    try:
+    async with connected(record.scheduler.address, record.get_security(), timeout) as comm:
         own = await comm.ask("versions", timeout)
         workers = await comm.ask("broadcast", timeout, msg={"op": "versions"}, on_error="ignore")
+    try:
         return _shared(own), [_shared(each) for each in workers.values()]
     except (TypeError, KeyError, AttributeError):
         raise ValueError("its answer is invalid") from None
-    finally:
-        comm.abort()
 
 
 def _shared(answer: Any) -> Versions:

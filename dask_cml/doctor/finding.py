@@ -33,7 +33,7 @@ class Finding:
     words : str
         The result, in sentences.
     command : str, optional
-        The shell command that fixes the problem.
+        A shell command that fixes the problem.
     """
 
     name: str

@@ -30,10 +30,10 @@ _OF_THE_IMAGE = (
 )
 
 OLDEST_BOKEH = "3.1"
-#: Releases of bokeh that break a part of the dashboard: since bokeh, until distributed, the part.
+#: First broken bokeh, first fixed distributed, and the part of the dashboard that breaks between them.
 BREAKS = ("3.7", "2025.3.0", "the profile panes"), ("3.9", "2026.3.0", "performance reports")
 
-#: Packages that need others in certain releases, and that Dask imports only when it uses them.
+#: Packages with strict requirements, which Dask imports only when it needs them.
 _IMPORTED = ("bokeh", "numba", "pandas", "pyarrow")
 _LONGEST_REASON = 300
 
@@ -155,7 +155,7 @@ def dashboard() -> Finding:
 
 
 def imports(timeout: float) -> Finding:
-    """Import packages that computations often use. Each process imports one, because an import may crash it.
+    """Import packages that computations often use, each in a separate process, because an import may crash.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ def _why_it_failed(process: subprocess.Popen[str], deadline: float) -> str | Non
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return "it did not finish in time"
+        return "the import timed out"
     if process.returncode < 0:
         return f"it crashed ({signal.strsignal(-process.returncode)})"
     if process.returncode == 0:

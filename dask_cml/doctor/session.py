@@ -1,4 +1,4 @@
-"""Check the session: the Workers API, the configuration, the state directory."""
+"""Check the Workers API, the configuration and the state directory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def key() -> Finding:
     if os.environ.get("CDSW_API_KEY"):
         return Finding("key", "ok", "CDSW_API_KEY is set.")
     if not launches_sessions():
-        return Finding("key", "ok", "Only CML needs CDSW_API_KEY.")
+        return Finding("key", "ok", "CDSW_API_KEY is needed only on CML.")
     words = (
         "CDSW_API_KEY is not set, and the Workers API requires it. CML sets it in every session: "
         "start a new session, or find the code that removes it from the environment."

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+
+import click
 
 from dask_cml import local
 from dask_cml.local import processes, session_state
@@ -17,75 +18,57 @@ from dask_cml.local import processes, session_state
 _PATIENCE = 15.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dask_cml.local",
-        description="List, stop and inspect sessions of the local platform.",
-        epilog="To limit memory and scratch space, or to inject faults, call dask_cml.local.configure() and "
-        "dask_cml.local.inject() in Python.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="list the sessions of all launchers")
-    stop = commands.add_parser("stop", help="stop sessions, and wait until they have ended")
-    stop.add_argument("ids", metavar="ID", nargs="*")
-    stop.add_argument("--all", action="store_true", help="stop the sessions of all launchers")
-    logs = commands.add_parser("logs", help="print the log of a session")
-    logs.add_argument("id", metavar="ID")
-    commands.add_parser("prune", help="remove sessions that have ended, and their logs")
-    engine = commands.add_parser(
-        "engine",
-        help="run a command as your own session; its sessions end with it",
-        description="Run a command as your own session, and stop the sessions that it launched when it ends. "
-        "SIGTERM ends the command: by SIGTERM, and after the grace period by SIGKILL.",
-    )
-    engine.add_argument("program", metavar="COMMAND")
-    engine.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
-    if options.command == "stop" and bool(options.ids) == options.all:
-        parser.error("expected the ids of sessions, or --all")
-    if options.command == "list":
-        return _list()
-    if options.command == "stop":
-        return _stop(_live() if options.all else options.ids)
-    if options.command == "logs":
-        return _logs(options.id)
-    if options.command == "engine":
-        return _engine([options.program, *options.arguments])
-    sys.stdout.write(f"{len(local.prune())} sessions removed\n")
-    return 0
+@click.group()
+def main() -> None:
+    """List and stop sessions of the local platform.
+
+    To limit memory and scratch space, or to inject faults, call dask_cml.local.configure() and
+    dask_cml.local.inject() in Python.
+    """
+
+
+@main.command("list")
+def list_sessions() -> None:
+    """List the sessions of all launchers."""
+    for each in local.sessions():
+        columns = [each["id"], each["status"].ljust(10), each["created_at"], each["app_url"], each["name"]]
+        if each["reason"]:
+            columns.append(f"({each['reason']})")
+        click.echo("  ".join(columns).rstrip())
+
+
+@main.command()
+@click.argument("ids", metavar="[ID]...", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="Stop the sessions of all launchers.")
+def stop(ids: Sequence[str], everything: bool) -> None:
+    """Stop sessions, and wait until they have ended."""
+    if bool(ids) == everything:
+        raise click.UsageError("expected the ids of sessions, or --all")
+    known = {each["id"] for each in local.sessions()}
+    for session_id in sorted({*ids} - known):
+        click.echo(f"no session {session_id!r}; to list all: `python -m dask_cml.local list`", err=True)
+    stopped = known & {*(ids or _live())}
+    if stopped:
+        local.stop_workers(*stopped)
+    deadline = time.monotonic() + local.settings().stop_grace + _PATIENCE
+    while left := stopped & {*_live()}:
+        if time.monotonic() > deadline:
+            raise click.ClickException(f"sessions still running: {' '.join(sorted(left))}")
+        time.sleep(0.05)
+    sys.exit(not known.issuperset(ids))
 
 
 def _live() -> list[str]:
     return [each["id"] for each in local.sessions() if each["status"] not in session_state.ENDED]
 
 
-def _list() -> int:
-    for each in local.sessions():
-        columns = [each["id"], each["status"].ljust(10), each["created_at"], each["app_url"], each["name"]]
-        if each["reason"]:
-            columns.append(f"({each['reason']})")
-        sys.stdout.write("  ".join(columns).rstrip() + "\n")
-    return 0
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def engine(command: Sequence[str]) -> None:
+    """Run a command as your own session, and stop the sessions that it launched when it ends.
 
-
-def _stop(ids: Sequence[str]) -> int:
-    unknown = sorted({*ids} - {each["id"] for each in local.sessions()})
-    for session_id in unknown:
-        sys.stderr.write(f"no session {session_id!r}; to list all: `python -m dask_cml.local list`\n")
-    known = [session_id for session_id in ids if session_id not in unknown]
-    if known:
-        local.stop_workers(*known)
-    deadline = time.monotonic() + local.settings().stop_grace + _PATIENCE
-    while left := {*known} & {*_live()}:
-        if time.monotonic() > deadline:
-            sys.stderr.write(f"sessions still running: {' '.join(sorted(left))}\n")
-            return 1
-        time.sleep(0.05)
-    return 1 if unknown else 0
-
-
-def _engine(command: Sequence[str]) -> int:
+    SIGTERM ends the command: by SIGTERM, and after the grace period by SIGKILL.
+    """
     name = session_state.new_id()
     # By default, the signal would end this process alone.
     before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
@@ -102,17 +85,8 @@ def _engine(command: Sequence[str]) -> int:
                     program.wait(local.settings().stop_grace)
             processes.kill(name)
             signal.signal(signal.SIGTERM, before)
-    return status if status >= 0 else 128 - status
-
-
-def _logs(session_id: str) -> int:
-    try:
-        sys.stdout.write(local.log(session_id))
-    except LookupError as error:
-        sys.stderr.write(f"{error.args[0]}\n")
-        return 1
-    return 0
+    sys.exit(status if status >= 0 else 128 - status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(prog_name="python -m dask_cml.local")

@@ -20,8 +20,6 @@ from dask_cml.local import state
 _NAME = re.compile(r"cml[0-9a-f]{7}-[a-z0-9]{16}")
 #: Files that exist only if the kernel counts swap.
 _SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")
-#: Seconds from the kernel's notice that memory is exhausted until it has killed a process, at most.
-_KILL_TIMEOUT = 1.0
 _REMOVAL_TIMEOUT = 10.0
 
 
@@ -45,7 +43,7 @@ class Cgroup:
             The memory of all processes together, in GiB. They have no swap.
         whole : bool
             Whether the kernel kills all processes when they exceed the limit. With version 1, it kills one,
-            and :meth:`oom_events` let the supervisor kill the others.
+            and the supervisor kills the others.
         """
         self.path.mkdir()
         limit = int(memory * 2**30)
@@ -66,21 +64,6 @@ class Cgroup:
         """Return how many of its processes the kernel killed because memory was exhausted."""
         name = "memory.events" if self._is_unified else "memory.oom_control"
         return int(dict(line.split() for line in self._read(name)).get("oom_kill", 0))
-
-    def oom_events(self) -> list[int]:
-        """Return file descriptors that are readable when memory is exhausted: one with version 1."""
-        if self._is_unified:
-            return []
-        events = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        with open(self.path / "memory.oom_control") as control:
-            self._write("cgroup.event_control", f"{events} {control.fileno()}")
-        return [events]
-
-    def wait_for_kill(self) -> None:
-        """Wait until the kernel has killed a process, after an event of :meth:`oom_events`."""
-        deadline = time.monotonic() + _KILL_TIMEOUT
-        while not self.oom_kills() and time.monotonic() < deadline:
-            time.sleep(0.001)
 
     def remove(self) -> None:
         """Kill its processes at once, and remove it.
@@ -144,16 +127,8 @@ def _find(pid: str) -> tuple[Path, Path]:
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path))
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        root, mount = before.split()[3:5]
-        kind, _, options = after.split()[:3]
-        if kind == "cgroup" and "memory" in options.split(","):
-            path = paths.get("memory", "/")
-        elif kind == "cgroup2" and "memory" in Path(mount, "cgroup.controllers").read_text().split():
-            path = paths.get("", "/")
-        else:
-            continue
-        inside = os.path.relpath(path, root)
-        return Path(mount), Path(mount, "" if inside.startswith("..") else inside)
-    raise FileNotFoundError("no memory cgroups are mounted")
+    mount = Path("/sys/fs/cgroup", "memory" if "memory" in paths else "")
+    if "memory" not in paths and "memory" not in (mount / "cgroup.controllers").read_text().split():
+        raise FileNotFoundError("no memory cgroups are mounted")
+    found = Path(f"{mount}{paths.get('memory') or paths['']}")
+    return mount, found if found.exists() else mount  # in a container, its own group is the root

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from types import EllipsisType
 from typing import Any
 
 from dask_cml import checks
@@ -39,6 +38,9 @@ class Settings:
     needs_api_key: bool = False
 
 
+_NAMES = [field.name for field in dataclasses.fields(Settings)]
+
+
 def settings() -> Settings:
     """Return the current settings.
 
@@ -49,25 +51,10 @@ def settings() -> Settings:
     'shared'
     """
     written = state.read_json(state.directory() / "settings.json") or {}
-    known = {field.name for field in dataclasses.fields(Settings)}
-    return Settings(**{name: value for name, value in written.items() if name in known})
+    return Settings(**{name: value for name, value in written.items() if name in _NAMES})
 
 
-def configure(
-    *,
-    start_delay: float | EllipsisType = ...,
-    latency: float | EllipsisType = ...,
-    quota: Mapping[str, float] | EllipsisType | None = ...,
-    over_quota: str | EllipsisType = ...,
-    stop_grace: float | EllipsisType = ...,
-    lifetime: float | EllipsisType | None = ...,
-    memory_limit: str | EllipsisType = ...,
-    over_memory: str | EllipsisType = ...,
-    scratch: float | str | EllipsisType | None = ...,
-    variables: Mapping[str, str] | EllipsisType = ...,
-    network: str | EllipsisType = ...,
-    needs_api_key: bool | EllipsisType = ...,
-) -> Settings:
+def configure(**changes: Any) -> Settings:
     """Change settings of the local platform, for all processes that use its state directory.
 
     Other settings keep their values. Existing sessions keep the settings of their launch.
@@ -121,7 +108,7 @@ def configure(
     Raises
     ------
     ValueError, TypeError
-        If a value is invalid. No setting is changed then.
+        If a setting is unknown, or a value is invalid. No setting is changed then.
     RuntimeError
         If this machine does not support namespaces.
 
@@ -131,8 +118,8 @@ def configure(
     >>> local.configure(start_delay=0.5, quota={"sessions": 10}).start_delay
     0.5
     """
-    given = dict(locals())
-    changes = {name: value for name, value in given.items() if value is not ...}
+    if unknown := changes.keys() - _NAMES:
+        raise TypeError(f"unknown setting {min(unknown)}: expected {checks.nearest(min(unknown), _NAMES)}")
     for name, value in changes.items():
         _check(name, value)
     with state.locked() as path:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
-from dask_cml import checks
 from dask_cml.local import session_state, state
 
 
@@ -63,9 +63,7 @@ def log(session_id: str) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def evict(
-    session_id: str, *, notice: bool = False, silently: bool = False, reason: str = session_state.EVICTED
-) -> None:
+def evict(session_id: str, *, notice: bool = False, silently: bool = False) -> None:
     """Let a session fail, and return when all its processes have ended.
 
     By default, they are killed at once, as by the failure of their node. The session's status is ``failed``
@@ -81,9 +79,6 @@ def evict(
     silently : bool
         Whether to take down the session's link first, so that its peers do not notice that its connections
         end. Requires ``configure(network="namespaces")`` and a running session.
-    reason : {"evicted", "out of memory", "scratch full"}
-        The reason that :func:`sessions` tells. The platform's own evictions for memory have no notice, those
-        for scratch space have.
 
     Raises
     ------
@@ -91,8 +86,6 @@ def evict(
         If no session has this id.
     RuntimeError
         If `silently` is true, and the session has no link of its own.
-    ValueError
-        If `reason` is unknown.
 
     Examples
     --------
@@ -101,8 +94,7 @@ def evict(
     >>> [session] = local.launch_workers(1, cpu=1, memory=2, code=code)
     >>> local.evict(session["id"], notice=True)
     """
-    checks.choice("reason", reason, session_state.REASONS)
-    session_state.evict(session_id, notice, silently, reason)
+    session_state.evict(session_id, notice, silently)
 
 
 def prune() -> list[str]:
@@ -120,5 +112,5 @@ def prune() -> list[str]:
     """
     ended = [session for session in session_state.read_all() if not session.live]
     for session in ended:
-        session_state.remove(session)
+        shutil.rmtree(session.folder, ignore_errors=True)
     return [session.id for session in ended]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import http
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,20 @@ from dask_cml.local.responses import HTTPError, JSONDecodeError, Response
 
 #: Faults that replace the run of a session's code.
 FATES = ("refused", "fails", "succeeds", "hangs", "stuck")
-#: Faults that hide something of a session from list_workers for some seconds, and their keys in its plan.
-HIDDEN = {
-    "invisible": "hide",
-    "unknown_ip": "hide_ip",
-    "unknown_status": "hide_status",
-    "stopping": "stopping",
-}
+#: Faults that hide something of a session from list_workers for some seconds.
+_HIDDEN = ("invisible", "unknown_ip", "unknown_status", "stopping")
 #: All faults of a session that is launched.
-LAUNCHES = (*FATES, *HIDDEN, "oom")
+LAUNCHES = (*FATES, *_HIDDEN, "oom")
 #: Faults that replace the answer to an HTTP request.
 ENDS = ("error", "answer", "page", "hang")
 #: All faults of an HTTP request.
 CALLS = (*ENDS, "slow", "unanswered")
+#: The kinds of faults that can have an option, and those that must.
+_ALLOWED = {"seconds": (*_HIDDEN, "oom", *CALLS), "status": ("error", "answer"), "message": ("answer",)}
+_REQUIRED = {"seconds": (*_HIDDEN, "slow"), "status": ("answer",)}
 _PAGE = "<html><body><h1>502 Bad Gateway</h1></body></html>"
 _LOOK_INTERVAL = 0.02
 FUNCTIONS = ("launch_workers", "list_workers", "await_workers", "stop_workers")
-
-#: What the faults of earlier versions lack.
-_MISSING = {"message": None}
 
 Fault = dict[str, Any]
 
@@ -120,19 +114,15 @@ def inject(
         raise ValueError(f"invalid skip={skip!r}, times={times!r}: expected at least 0 and at least 1")
     if seconds is not None and seconds < 0:
         raise ValueError(f"invalid seconds={seconds!r}: expected a number of at least 0")
-    if seconds is None and kind in (*HIDDEN, "slow"):
-        raise ValueError(f"invalid seconds=None: expected a number for {kind!r}")
-    if seconds is not None and kind in FATES:
-        raise ValueError(f"invalid seconds={seconds!r}: expected None for {kind!r}")
-    if status is not None and kind not in ("error", "answer"):
-        raise ValueError(f"invalid status={status!r}: expected None for {kind!r}")
-    if message is not None and kind != "answer":
-        raise ValueError(f"invalid message={message!r}: expected None for {kind!r}")
+    for option, kinds in _ALLOWED.items():
+        if given[option] is not None and kind not in kinds:
+            raise ValueError(f"invalid {option}={given[option]!r}: expected None for {kind!r}")
+    for option, kinds in _REQUIRED.items():
+        if given[option] is None and kind in kinds:
+            raise ValueError(f"invalid {option}=None: expected a number for {kind!r}")
     if function is not None and (kind not in CALLS or function not in FUNCTIONS):
         allowed = f"one of {', '.join(FUNCTIONS)}, with one of the kinds {', '.join(CALLS)}"
         raise ValueError(f"invalid function={function!r}: expected {allowed}")
-    if kind == "answer" and status is None:
-        raise ValueError('invalid status=None: expected an HTTP status for "answer"')
     with state.locked() as path:
         faults = state.read_json(path / "faults.json") or []
         state.write_json(path / "faults.json", [*faults, {**given, "injected_at": time.time()}])
@@ -153,23 +143,49 @@ def clear_faults() -> None:
         state.write_json(path / "cleared.json", time.time())
 
 
-def of_launch(name: str, code: str) -> list[Fault]:
-    """Return the faults for a session that is launched, and count them as applied."""
+def take(
+    kinds: Collection[str], name: str, code: str, functions: Collection[str | None] = ()
+) -> dict[str, Fault]:
+    """Return the faults of a launched session or an HTTP request by kind, and count them as applied.
 
-    def fits(fault: Fault) -> bool:
-        return fault["kind"] in LAUNCHES and _matches(fault, name, code)
+    Parameters
+    ----------
+    kinds : collection of str
+        The kinds of faults that can apply.
+    name, code : str
+        The session's.
+    functions : collection of str
+        The functions that send the request.
+    """
+    if not state.read_json(state.directory() / "faults.json"):
+        return {}
+    left: list[Fault] = []
+    hit: dict[str, Fault] = {}
+    with state.locked() as path:
+        for fault in state.read_json(path / "faults.json") or []:
+            kind, group = fault["kind"], _group(fault["kind"])
+            lasting = group in ("end", "unanswered") and fault["seconds"] is not None
+            if lasting and time.time() > fault["injected_at"] + fault["seconds"]:
+                continue
+            concerns = kind in kinds and fault["function"] in (None, *functions)
+            text = fault["match"] or ""
+            if concerns and (text in name or text in code) and group not in map(_group, hit):
+                if fault["skip"]:
+                    fault["skip"] -= 1
+                else:
+                    hit[kind] = {**fault, "hit_at": time.time()}
+                    fault["times"] -= not lasting
+            if fault["times"]:
+                left.append(fault)
+        state.write_json(path / "faults.json", left)
+    return hit
 
-    return _use_up(fits)
 
-
-def of_request(functions: tuple[str, ...], name: str, code: str) -> list[Fault]:
-    """Return the faults for an HTTP request of one of the functions, and count them as applied."""
-
-    def fits(fault: Fault) -> bool:
-        concerns = fault["function"] in (None, *functions)
-        return fault["kind"] in CALLS and concerns and _matches(fault, name, code)
-
-    return _use_up(fits)
+def _group(kind: str) -> str:
+    """Return the group of a fault. A session or a request can have one fault of each group."""
+    if kind in FATES:
+        return "fate"
+    return "end" if kind in ENDS else kind
 
 
 def end(fault: Fault, answers_json: bool) -> Response:
@@ -184,7 +200,7 @@ def end(fault: Fault, answers_json: bool) -> Response:
     """
     kind, status = fault["kind"], fault["status"]
     if kind == "answer":
-        words = fault["message"] or http.HTTPStatus(status).phrase
+        words = fault["message"] or Response(status).reason
         return Response(status, json.dumps({"message": words}))
     if kind == "page":
         if answers_json:
@@ -208,41 +224,3 @@ def wait(fault: Fault) -> None:
 
 def _cleared_since(path: Path, moment: float) -> bool:
     return not path.exists() or (state.read_json(path / "cleared.json") or 0.0) >= moment
-
-
-def _matches(fault: Fault, name: str, code: str) -> bool:
-    text = fault["match"]
-    return text is None or text in name or text in code
-
-
-def _group(kind: str) -> str:
-    """Return the group of a fault. A session or a request can have one fault of each group."""
-    if kind in FATES:
-        return "fate"
-    return "end" if kind in ENDS else kind
-
-
-def _use_up(fits: Callable[[Fault], bool]) -> list[Fault]:
-    if not (state.directory() / "faults.json").exists():
-        return []
-    with state.locked() as path:
-        left, hit = [], {}
-        for written in state.read_json(path / "faults.json") or []:
-            fault = {**_MISSING, **written}
-            group = _group(fault["kind"])
-            lasting = group in ("end", "unanswered") and fault["seconds"] is not None
-            if lasting and time.time() > fault["injected_at"] + fault["seconds"]:
-                continue
-            if group not in hit and fits(fault):
-                if fault["skip"]:
-                    fault["skip"] -= 1
-                else:
-                    hit[group] = {**fault, "hit_at": time.time()}
-                    fault["times"] -= not lasting
-            if fault["times"]:
-                left.append(fault)
-        if left:
-            state.write_json(path / "faults.json", left)
-        else:
-            (path / "faults.json").unlink(missing_ok=True)
-    return list(hit.values())

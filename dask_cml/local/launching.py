@@ -34,7 +34,7 @@ def launch(request: Mapping[str, Any]) -> dict[str, Any]:
         ``nvidia_gpu``, ``kernel``, ``script``, ``code``, ``env`` and ``name``.
     """
     current = configuration.settings()
-    injected = {fault["kind"]: fault for fault in faults.of_launch(request["name"], request["code"])}
+    injected = faults.take(faults.LAUNCHES, request["name"], request["code"])
     fate = next((kind for kind in injected if kind in faults.FATES), None)
     with state.locked():
         live = quota.live_sessions()
@@ -47,10 +47,8 @@ def launch(request: Mapping[str, Any]) -> dict[str, Any]:
         if words:
             fate = "refused"
         plan = _plan(request, current, live)
-        plan["fate"], plan["waits"] = fate, waits
-        for kind, key in faults.HIDDEN.items():
-            plan[key] = injected[kind]["seconds"] if kind in injected else 0.0
-        plan["oom_after"] = injected["oom"]["seconds"] or 0.0 if "oom" in injected else None
+        plan |= {"fate": fate, "waits": waits}
+        plan["faults"] = {kind: fault["seconds"] or 0.0 for kind, fault in injected.items()}
         lock = session_state.create(plan)
     try:
         if words:
@@ -104,15 +102,9 @@ def _refusal(session_id: str, words: str) -> dict[str, Any]:
 
 def _free_ports(n: int, live: list[SessionState]) -> list[int]:
     taken = {port for session in live for port in session.plan["ports"]}
-    free: list[int] = []
-    start = random.SystemRandom().randrange(len(_PORTS))
-    for i in range(len(_PORTS)):
-        port = _PORTS[(start + i) % len(_PORTS)]
-        if port not in taken and _is_free(port):
-            free.append(port)
-            if len(free) == n:
-                return free
-    raise OSError(f"no ports are free in {_PORTS}")
+    candidates = random.SystemRandom().sample(_PORTS, len(_PORTS))
+    free = (port for port in candidates if port not in taken and _is_free(port))
+    return [next(free) for _ in range(n)]
 
 
 def _is_free(port: int) -> bool:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from dask_cml.local import state
 
@@ -149,7 +148,8 @@ def _make_bridge(plan: dict[str, str]) -> None:
 
 def _free_subnet(bridge: str) -> str:
     routes = json.loads(_run([*host(bridge), "ip", "-json", "-4", "route", "show", "table", "all"]))
-    taken = [_network(route) for route in routes]
+    destinations = [route["dst"] for route in routes if route["dst"] != "default"]
+    taken = [ipaddress.IPv4Network(each, strict=False) for each in destinations]
     start = int(hashlib.sha256(bridge.encode()).hexdigest(), 16)
     for i in range(_COUNT):
         subnet = ipaddress.IPv4Network(f"10.{_FIRST + (start + i) % _COUNT}.0.0/16")
@@ -157,11 +157,6 @@ def _free_subnet(bridge: str) -> str:
         if not any(other.prefixlen >= 16 and subnet.overlaps(other) for other in taken):
             return str(subnet)
     raise OSError("no free network between 10.128.0.0/16 and 10.255.0.0/16")
-
-
-def _network(route: dict[str, Any]) -> ipaddress.IPv4Network:
-    destination = route["dst"]
-    return ipaddress.IPv4Network("0.0.0.0/0" if destination == "default" else destination, strict=False)
 
 
 def _exists(link: str, bridge: str) -> bool:

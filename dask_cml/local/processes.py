@@ -9,6 +9,9 @@ import time
 
 from dask_cml.local import state
 
+#: Seconds until killed processes must have ended.
+_PATIENCE = 10.0
+
 
 def pids(session_id: str, group: int | None = None) -> set[int]:
     """Return the ids of a session's processes.
@@ -46,7 +49,7 @@ def pids(session_id: str, group: int | None = None) -> set[int]:
     return found
 
 
-def kill(session_id: str, group: int | None = None, patience: float = 10.0) -> None:
+def kill(session_id: str, group: int | None = None) -> None:
     """Kill all processes of a session, including those that it starts meanwhile.
 
     Parameters
@@ -55,15 +58,13 @@ def kill(session_id: str, group: int | None = None, patience: float = 10.0) -> N
         The session's id, see :func:`pids`.
     group : int, optional
         A process group of the session, see :func:`pids`.
-    patience : float
-        Time limit, in seconds.
 
     Raises
     ------
     TimeoutError
         If some processes remain.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + _PATIENCE
     while left := pids(session_id, group):
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {sorted(left)} of session {session_id} still run after SIGKILL")

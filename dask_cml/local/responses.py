@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import http
+import http.client
 import json
 from typing import Any
 
@@ -36,10 +36,7 @@ class Response:
     @property
     def reason(self) -> str:
         """The status in words."""
-        try:
-            return http.HTTPStatus(self.status_code).phrase
-        except ValueError:
-            return ""
+        return http.client.responses.get(self.status_code, "")
 
     def json(self) -> Any:
         """Return the decoded body."""

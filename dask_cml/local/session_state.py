@@ -37,9 +37,9 @@ _ALPHABET = string.ascii_lowercase + string.digits
 #: What the platform tells of a session's plan.
 _TOLD = ("name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
 #: Why a session failed, in the words of :func:`dask_cml.local.sessions`.
-REASONS = OUT_OF_MEMORY, SCRATCH_FULL, EVICTED = "out of memory", "scratch full", "evicted"
-#: What the plans of earlier versions lack.
-_MISSING = {"owner": "", "network": None, "waits": False, "hide_status": 0.0, "stopping": 0.0, "cgroup": None}
+OUT_OF_MEMORY, SCRATCH_FULL, EVICTED = "out of memory", "scratch full", "evicted"
+#: The version of the plans.
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,11 @@ class SessionState:
         """Whether the session was asked to stop."""
         return (self.folder / "stop").exists()
 
+    def hidden_for(self, fault: str) -> float:
+        """Return the seconds for which an injected fault hides something of the session."""
+        seconds: float = self.plan["faults"].get(fault, 0.0)
+        return seconds
+
 
 def new_id() -> str:
     """Return 16 random letters and digits."""
@@ -94,7 +99,7 @@ def create(plan: Mapping[str, Any]) -> int:
     hidden.mkdir(mode=0o700)
     lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    state.write_json(hidden / "plan.json", plan)
+    state.write_json(hidden / "plan.json", {**plan, "version": _VERSION})
     state.write_json(hidden / "status.json", {"status": "scheduling"})
     hidden.rename(sessions / plan["id"])
     return lock
@@ -128,7 +133,9 @@ def _read_and_check(folder: Path) -> SessionState | None:
 def _read(folder: Path) -> SessionState | None:
     try:
         status = json.loads((folder / "status.json").read_bytes())
-        return SessionState(folder, _plan(folder), {**status, "status": status["status"]})
+        session = SessionState(folder, _plan(folder), {**status, "status": status["status"]})
+        # Another release of dask-cml may have launched it.
+        return session if session.plan.get("version") == _VERSION else None
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
@@ -139,7 +146,8 @@ def _read(folder: Path) -> SessionState | None:
 @functools.lru_cache(maxsize=1000)
 def _plan(folder: Path) -> Mapping[str, Any]:
     """Return the plan, which never changes."""
-    return {**_MISSING, **json.loads((folder / "plan.json").read_bytes())}
+    plan: dict[str, Any] = json.loads((folder / "plan.json").read_bytes())
+    return plan
 
 
 def supervised(session: SessionState) -> bool:
@@ -161,8 +169,7 @@ def _end(session: SessionState, how: str, reason: str | None = None) -> SessionS
         now = _read(session.folder)
         if now and now.live:
             free(now)
-            eviction = state.read_json(now.folder / "eviction.json")
-            why = eviction["reason"] if eviction else reason
+            why = EVICTED if (now.folder / "eviction.json").exists() else reason
             ended = {**now.status, "status": how, "finished_at": time.time(), "reason": why}
             state.write_json(now.folder / "status.json", ended)
         return _read(session.folder)
@@ -217,7 +224,7 @@ def wake(session: SessionState, signum: signal.Signals) -> None:
             os.kill(now.status["supervisor"], signum)
 
 
-def evict(session_id: str, notice: bool, silently: bool, reason: str) -> None:
+def evict(session_id: str, notice: bool, silently: bool) -> None:
     """Let a session fail, and wait until it has."""
     session = read(session_id)
     if session and session.live:
@@ -226,7 +233,7 @@ def evict(session_id: str, notice: bool, silently: bool, reason: str) -> None:
         if silently:
             network.cut(session.plan["network"])
         with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
-            state.write_json(session.folder / "eviction.json", {"reason": reason, "notice": notice})
+            state.write_json(session.folder / "eviction.json", {"notice": notice})
     while (session := read(session_id)) and session.live:
         if session.half_made:
             _end(session, "failed")
@@ -234,11 +241,6 @@ def evict(session_id: str, notice: bool, silently: bool, reason: str) -> None:
         time.sleep(0.01)
     if session is None:
         raise LookupError(f"no session {session_id!r}")
-
-
-def remove(session: SessionState) -> None:
-    """Remove the folder of a session that has ended."""
-    shutil.rmtree(session.folder, ignore_errors=True)
 
 
 def public(session: SessionState) -> dict[str, Any]:
@@ -257,16 +259,18 @@ def public(session: SessionState) -> dict[str, Any]:
         begin = status.get("running_at", plan["created_at"])
         description["duration"] = round(max(0.0, status["finished_at"] - begin), 3)
     if status["status"] != "scheduling":
-        known_at = status.get("running_at", float("inf")) + plan["hide_ip"]
+        known_at = status.get("running_at", float("inf")) + session.hidden_for("unknown_ip")
         description["ip_address"] = plan["ip"] if time.time() >= known_at else "unknown"
     return description
 
 
 def _told_status(session: SessionState) -> str:
-    plan, status = session.plan, session.status
-    if plan["stopping"] and session.live and session.stop_requested:
+    status = session.status
+    if session.hidden_for("stopping") and session.live and session.stop_requested:
         return "STOPPING"
-    if status["status"] == "running" and time.time() < status["running_at"] + plan["hide_status"]:
+    if status["status"] == "running" and time.time() < status["running_at"] + session.hidden_for(
+        "unknown_status"
+    ):
         return "UNKNOWN"
     told: str = status["status"]
     return told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import select
@@ -27,8 +26,9 @@ _MOMENT = 0.1
 _COLLECT_INTERVAL = 0.5
 #: Seconds between two checks whether a waiting session has room.
 _ROOM_INTERVAL = 0.5
-#: Seconds between two looks at a session's memory, at which processes it has, and at its scratch space.
-_MEMORY_INTERVAL, _SEARCH_INTERVAL, _SCRATCH_INTERVAL = 0.1, 0.5, 1.0
+#: Seconds between two looks at a session's cgroup, at the memory of its processes, at which processes it has,
+#: and at its scratch space.
+_CGROUP_INTERVAL, _MEMORY_INTERVAL, _SEARCH_INTERVAL, _SCRATCH_INTERVAL = 0.02, 0.1, 0.5, 1.0
 
 
 class Supervisor:
@@ -57,10 +57,9 @@ class Supervisor:
 
     def _listen(self) -> None:
         """Let signals interrupt :meth:`pause`."""
-        wake, self._wake = os.pipe()
-        for end in (wake, self._wake):
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
             os.set_blocking(end, False)
-        self._events = [wake]
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -79,13 +78,9 @@ class Supervisor:
         return self.terminated or (self.folder / "stop").exists()
 
     def pause(self, seconds: float | None) -> None:
-        """Wait for a signal, for exhausted memory, or for this many seconds."""
-        ready, _, _ = select.select(self._events, [], [], seconds)
-        for event in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(event, 4096)
-            if event != self._events[0] and isinstance(self.memory, cgroups.Cgroup):
-                self.memory.wait_for_kill()
+        """Wait for a signal, for :meth:`wake`, or for this many seconds."""
+        if select.select([self._woken], [], [], seconds)[0]:
+            os.read(self._woken, 4096)
 
     def wake(self, reason: str = "") -> None:
         """Interrupt :meth:`pause`, from a thread, and let the session fail for a reason."""
@@ -102,7 +97,7 @@ class Supervisor:
         """Return the session's last status if it has ended or must end."""
         exit_status = self.child.poll() if self.child else None
         if eviction := state.read_json(self.folder / "eviction.json"):
-            self.reason, self.notice = eviction["reason"], eviction["notice"]
+            self.reason, self.notice = session_state.EVICTED, eviction["notice"]
         elif self.stopping:
             return "stopped"
         elif self.out_of_memory:
@@ -147,7 +142,7 @@ class Supervisor:
         except Exception:
             traceback.print_exc()
         if end == "stopped":
-            time.sleep(self.plan["stopping"])
+            time.sleep(self.plan["faults"].get("stopping", 0.0))
         self.write(end, finished_at=time.time(), reason=reason or None)
 
     def live(self) -> str:
@@ -169,9 +164,9 @@ class Supervisor:
         self.write("running", running_at=time.time())
         if fate in ("fails", "succeeds"):
             return self.wait(_MOMENT) or {"fails": "failed", "succeeds": "succeeded"}[fate]
-        if self.plan["oom_after"] is None:
+        if "oom" not in self.plan["faults"]:
             return self.wait(self.plan["lifetime"]) or "timedout"
-        if end := self.wait(self.plan["oom_after"]):
+        if end := self.wait(self.plan["faults"]["oom"]):
             return end
         self.reason, self.notice = session_state.OUT_OF_MEMORY, False
         return "failed"
@@ -201,23 +196,19 @@ class Supervisor:
         if limit := self.plan["scratch"]:
             full = functools.partial(self.wake, session_state.SCRATCH_FULL)
             watchers.repeat(lambda: watchers.gibibytes(scratch) > limit, _SCRATCH_INTERVAL, full)
-        # The kernel kills one process when memory is exhausted. The others must not have time to notice.
-        if self._events[1:]:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, 0, -20)
 
     def _start_in_cgroup(self) -> None:
         cgroup = cgroups.Cgroup(Path(self.plan["cgroup"]))
         try:
             cgroup.create(self.plan["memory"], self.whole)
-            events = cgroup.oom_events() if self.whole else []
             self.child = self._popen(cgroup.join)
         except (OSError, subprocess.SubprocessError) as error:
             sys.stderr.write(f"session started without cgroup {cgroup.path}: {error}\n")
             cgroup.remove()
         else:
             self.memory = cgroup
-            self._events += events
+            # The kernel may kill one process only. The others must not have time to notice.
+            watchers.repeat(cgroup.oom_kills, _CGROUP_INTERVAL, self.wake)
 
     def _popen(self, prepare: Callable[[], None] | None = None) -> subprocess.Popen[bytes]:
         """Start the session's program, as the leader of a process group and a POSIX session."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 import time
@@ -16,11 +17,12 @@ def repeat(look: Callable[[], object], interval: float, then: Callable[[], None]
     """Call a function in a thread every `interval` seconds. If it returns true, call `then` and end."""
 
     def run() -> None:
-        while True:
-            begin = time.monotonic()
-            if look() and then:
-                return then()
-            time.sleep(max(interval, _PAUSE * (time.monotonic() - begin)))
+        with contextlib.suppress(FileNotFoundError):  # the session has ended
+            while True:
+                begin = time.monotonic()
+                if look() and then:
+                    return then()
+                time.sleep(max(interval, _PAUSE * (time.monotonic() - begin)))
 
     threading.Thread(target=run, daemon=True).start()
 

@@ -159,7 +159,7 @@ def _list(*functions: str) -> list[SessionInfo]:
             session_state.public(session)
             for session in session_state.read_all()
             if session.plan["launcher"] == launcher
-            and now >= session.plan["created_at"] + session.plan["hide"]
+            and now >= session.plan["created_at"] + session.hidden_for("invisible")
         ]
 
     _check_key()
@@ -278,7 +278,7 @@ def _check_key() -> None:
 
 def _request(do: Callable[[], Any], *functions: str, name: str = "", code: str = "") -> Any:
     """Return the answer to an HTTP request, after its duration, with the faults that apply to it."""
-    injected = {fault["kind"]: fault for fault in faults.of_request(functions, name, code)}
+    injected = faults.take(faults.CALLS, name, code, functions)
     time.sleep(configuration.settings().latency)
     if "slow" in injected:
         time.sleep(injected["slow"]["seconds"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from distributed.core import rpc
@@ -15,6 +16,7 @@ from dask_cml.msgpack_comm import HandlerFailed, MsgpackComm
 #: Seconds for a connection, and for an answer.
 ANSWER_TIMEOUT = 10.0
 _CLOSE_TIMEOUT = 2.0
+_PAUSE = 0.5
 
 
 class Connection:
@@ -77,6 +79,27 @@ class Connection:
             raise
         self._idle.append(comm)
         return answer
+
+    async def insist(self, cluster: str, timeout: float, request: Callable[[], Awaitable[Any]]) -> None:
+        """Repeat a request until the scheduler answers, which may be busy.
+
+        Raises
+        ------
+        CMLError
+            If it does not answer within so many seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                await request()
+                return
+            except (OSError, asyncio.TimeoutError) as error:
+                if time.monotonic() > deadline:
+                    raise CMLError(
+                        f"the scheduler of cluster {cluster!r} at {self.address} did not answer within "
+                        f"{timeout:g} s: {error!r}"
+                    ) from error
+            await asyncio.sleep(_PAUSE)
 
     @property
     def rpc(self) -> Any:

@@ -10,31 +10,26 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import dask.config
-from dask.utils import parse_timedelta
 from distributed.core import Status
 from distributed.security import Security
 
 from dask_cml.cancellation import cancel
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
-from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
+from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launcher import Launcher
 from dask_cml.manager.losses import Losses, Outcome
 from dask_cml.manager.reconciler import Reconciler
 from dask_cml.manager.record_keeper import RecordKeeper
 from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.manager.startup import Startup
 from dask_cml.manager.state import ClusterState
 from dask_cml.manager.unrunnable import UnrunnableTasks
 from dask_cml.manager.wishes import Wishes
-from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options, state_directory
-from dask_cml.records import liveness
 from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.scheduler.wanted import Wanted
-from dask_cml.sessions import tls
-from dask_cml.sessions.owner import lifetime
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
@@ -110,7 +105,6 @@ class Manager:
         self.options = options
         self.observes = observes
         self.shutdown_on_close = options.shutdown_on_close
-        self.security = Security()
         self._given = given or {}
         self._maker = maker
         self._show = show
@@ -169,6 +163,7 @@ class Manager:
         self._record_keeper = RecordKeeper(
             self.options.name, self._api, self.fleet, lambda: self.scheduler, record
         )
+        self._startup = Startup(self._launcher, self._client, self._record_keeper, self._log)
         self._reconciler = Reconciler(
             self.fleet,
             self._client,
@@ -190,13 +185,8 @@ class Manager:
         )
         self.wishes = Wishes(self.state, self.fleet, self._client, self._reconciler, self._api)
         if record is None:
-            groups: dict[str, dict[str, Any]] = {
-                DEFAULT_GROUP: {"options": {}, "target": self.options.n_workers}
-            }
-            for name, each in self.options.groups().items():
-                groups[name] = {"options": each.group_arguments(), "target": each.n_workers}
-            self._first_groups = groups
-            self.fleet.update({**Wanted(self.options.name, self.id, groups).since(0), "workers": {}})
+            first = Wanted(self.options.name, self.id, self.options.first_groups())
+            self.fleet.update({**first.since(0), "workers": {}})
 
     # -- start
 
@@ -242,7 +232,7 @@ class Manager:
     async def _start_once(self) -> None:
         record = self._record_keeper.record
         if record is not None:
-            await self._adopt(record)
+            await self._startup.adopt(record)
         else:
             await self._create_or_connect()
         self.status = Status.running
@@ -254,7 +244,8 @@ class Manager:
         mode = self.options.create_mode
         if mode != "connect":
             try:
-                await self._create()
+                maker = self._maker or Maker.this_process()
+                await self._startup.create(maker, self.id, self._show)
                 return
             except ClusterExists:
                 if mode == "create":
@@ -269,62 +260,7 @@ class Manager:
         self.shutdown_on_close = self.options.shutdown_on_close
         # Requests to a cluster that was not created do not apply to the running one.
         self._assemble(record)
-        await self._adopt(record)
-
-    async def _create(self) -> None:
-        options = self.options
-        files = await self._launcher.prepare()
-        maker = self._maker or Maker.this_process()
-        keys = tls.paths(self._launcher.security)
-        record = Record(options.name, maker=maker, options=options.arguments(), security=keys)
-        wanted = {
-            "cluster": options.name,
-            "record": record.id,
-            "leader": self.id,
-            "groups": self._first_groups,
-        }
-        await self._record_keeper.take_name(record, wanted)
-        self._record_keeper.start()
-        if others := [repr(each.options.name) for each in unclosed() if each is not self]:
-            self._log(f"This process has other open clusters, with their own sessions: {', '.join(others)}")
-        await self._launcher.launch(record.id, files, self._show)
-        await self._join(record, options.scheduler_timeout)
-        # Until now, the scheduler has waited for a manager for some time.
-        timeout = options.orphan_timeout if self.shutdown_on_close else None
-        await self._client.change_within(options.scheduler_timeout, orphan_timeout=timeout)
-        await self._record_keeper.write()
-        if not self.shutdown_on_close:
-            self._log(lifetime(options.name))
-
-    async def _adopt(self, record: Record) -> None:
-        # As long as Dask's clients wait: a busy scheduler may need it. Without a scheduler this fails at
-        # once.
-        patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
-        if not await liveness.is_alive(record, timeout=patience):
-            address = record.scheduler.address or "an unknown address"
-            raise CMLError(
-                f"the scheduler of cluster {record.name!r} does not answer at {address}: to stop its "
-                f"sessions, run `dask cml delete {shlex.quote(record.name)}`"
-            )
-        self._launcher.take_over(record)
-        await self._join(record, patience)
-        self._record_keeper.start()
-        self._launcher.attach_launched(record)
-
-    async def _join(self, record: Record, timeout: float) -> None:
-        """Connect to the scheduler, which may be busy.
-
-        Raises
-        ------
-        CMLError
-            If it does not answer in time.
-        """
-        scheduler = self._launcher.scheduler
-        assert scheduler is not None
-        assert scheduler.address is not None
-        self.security = self._launcher.security or Security()
-        arguments = await asyncio.to_thread(tls.connection_args, self.security)
-        await self._client.join_within(timeout, scheduler.address, arguments, record.id)
+        await self._startup.adopt(record)
 
     async def outlive_this_process(self) -> None:
         """Let the cluster run on when this process exits, until the session ends that launched it.
@@ -341,6 +277,11 @@ class Manager:
     def scheduler(self) -> CMLScheduler | None:
         """The scheduler's session. None before the start."""
         return self._launcher.scheduler
+
+    @property
+    def security(self) -> Security:
+        """The keys of the cluster."""
+        return self._launcher.security or Security()
 
     def _changed(self) -> None:
         """React to an answer of the scheduler."""
@@ -422,8 +363,11 @@ class Manager:
             losses = keeping.result()
             said = "shut down" if losses.outcome == Outcome.ENDED else "disconnected"
             self._log(f"Cluster {self.options.name} {said}: {losses.why}")
-            self._closing = asyncio.create_task(self._close_once(losses.outcome == Outcome.ENDED))
-            self._closing.add_done_callback(self._try_again)
+            self._close_by_itself(shutdown=losses.outcome == Outcome.ENDED)
+
+    def _close_by_itself(self, shutdown: bool) -> None:
+        self._closing = asyncio.create_task(self._close_once(shutdown))
+        self._closing.add_done_callback(self._try_again)
 
     def _try_again(self, closing: asyncio.Task[None]) -> None:
         """Try again later if the sessions of a cluster that has ended were not stopped."""
@@ -433,8 +377,7 @@ class Manager:
 
     def _close_again(self) -> None:
         if self.status == Status.failed and (self._closing is None or self._closing.done()):
-            self._closing = asyncio.create_task(self._close_once(shutdown=True))
-            self._closing.add_done_callback(self._try_again)
+            self._close_by_itself(shutdown=True)
 
     def end_now(self, timeout: float) -> None:
         """Close when the interpreter exits. Blocks.

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL, _STARTING_INTERVAL = 3.0, 0.1
+#: The share of the event loop's time that looks take at most, and the longest pause for it, in seconds.
+_SHARE, _LONGEST_PAUSE = 0.03, 1.0
 #: Seconds within which the platform usually stops sessions. Until then nothing is launched, to free quota.
 _STOPS_WITHIN = 5.0
 
@@ -101,12 +103,15 @@ class Reconciler:
 
     async def run(self) -> Losses:
         """Keep the cluster until its scheduler ends. Return why it ended."""
+        begun = time.thread_time()
         while (losses := await self._look()) is None or losses.outcome is None:
+            await asyncio.sleep(min((time.thread_time() - begun) / _SHARE, _LONGEST_PAUSE))
             # While sessions start, look as often as the platform may be asked.
             interval = _STARTING_INTERVAL if self._losses.starting else self._interval
             pause = min(interval, self.backoffs.shortest_pause or interval)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), pause)
+            begun = time.thread_time()
         self._end = losses.why
         return losses
 
@@ -137,6 +142,7 @@ class Reconciler:
         try:
             await self._attach()
             await self.report()
+            await self._tell_url()
             if self._client.leads:
                 await self._act()
             await self._has_ended(number)

@@ -95,8 +95,12 @@ class RecordKeeper:
         ClusterExists
             If a running cluster has this name.
         """
-        await take_name(record, wanted, self._api)
-        self.record = record
+        self.record = record  # to remove it if this is cancelled
+        try:
+            await take_name(record, wanted, self._api)
+        except Exception:
+            self.record = None
+            raise
 
     def start(self) -> None:
         """Start to keep the record."""

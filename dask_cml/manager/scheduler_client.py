@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,25 +95,11 @@ class SchedulerClient:
         CMLError
             If it does not answer within so many seconds.
         """
-        await self._within(timeout, lambda: self.join(*arguments))
+        await self._requests.insist(self._fleet.name, timeout, lambda: self.join(*arguments))
 
     async def change_within(self, timeout: float, **values: Any) -> None:
         """Change values that the scheduler keeps, such as ``orphan_timeout``; see :meth:`join_within`."""
-        await self._within(timeout, lambda: self.ask(protocol.SET, **values))
-
-    async def _within(self, timeout: float, request: Callable[[], Awaitable[Any]]) -> None:
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                await request()
-                return
-            except (OSError, asyncio.TimeoutError) as error:
-                if time.monotonic() > deadline:
-                    raise CMLError(
-                        f"the scheduler of cluster {self._fleet.name!r} at {self.address} did not answer "
-                        f"within {timeout:g} s: {error!r}"
-                    ) from error
-            await asyncio.sleep(_LONGEST_PAUSE / 6)
+        await self._requests.insist(self._fleet.name, timeout, lambda: self.ask(protocol.SET, **values))
 
     async def join(self, address: str, connection_args: Mapping[str, Any], record: str) -> None:
         """Connect to the scheduler at this address, and follow it until :meth:`close`.
@@ -278,7 +264,7 @@ class SchedulerClient:
         ------
         OSError, asyncio.TimeoutError
             If the scheduler does not answer.
-        ValueError
+        CMLError
             If the scheduler refuses all of them.
         """
         message = {"manager": self._fleet.manager, "operations": [*operations], "since": self._fleet.revision}

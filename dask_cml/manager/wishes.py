@@ -26,6 +26,9 @@ from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
+#: Seconds between two looks at a worker group that is being deleted.
+_DELETING_INTERVAL = 0.1
+
 
 class Wishes:
     """Takes wishes. They are sent until the scheduler has answered them.
@@ -150,6 +153,7 @@ class Wishes:
                     f"worker group {name!r} of cluster {self.fleet.name} not deleted yet: {outage}"
                 )
             await self._reconciler.settle()
+            await asyncio.sleep(_DELETING_INTERVAL)  # the manager that leads may be another one
 
     async def _ask(self, done: str, group: str, op: str, **arguments: Any) -> None:
         """Send a wish for a group, and wait for the answer."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options.configuration import check_keys
 from dask_cml.options.configuration import setting as setting
 from dask_cml.options.configuration import state_directory as state_directory
@@ -142,6 +143,13 @@ class Options:
                 groups[name] = self.of_group(given)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"in worker_groups[{name!r}]: {error}") from None
+        return groups
+
+    def first_groups(self) -> dict[str, dict[str, Any]]:
+        """Return what is wanted at first; see :class:`dask_cml.scheduler.wanted.Wanted`."""
+        groups: dict[str, dict[str, Any]] = {DEFAULT_GROUP: {"options": {}, "target": self.n_workers}}
+        for name, each in self.groups().items():
+            groups[name] = {"options": each.group_arguments(), "target": each.n_workers}
         return groups
 
     def of_group(self, given: Mapping[str, Any]) -> Options:

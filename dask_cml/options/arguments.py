@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from dask_cml.checks import nearest
 from dask_cml.options.table import OPTIONS
@@ -38,3 +40,34 @@ def unexpected_argument(function: str, name: str, arguments: Collection[str]) ->
         here = ["none, because the cluster sets it"]
     expected = " or ".join(here) or nearest(name, arguments)
     return f"{function}() got an unexpected keyword argument {name!r}: expected {expected}"
+
+
+def refuse_unexpected(function: Callable[..., Any], given: Iterable[str], more: Iterable[str] = ()) -> None:
+    """Refuse keyword arguments that a function or class does not have.
+
+    Parameters
+    ----------
+    function : callable
+        The function or class, which collects unknown arguments.
+    given : iterable of str
+        The arguments that it collected.
+    more : iterable of str
+        Further arguments that it accepts.
+
+    Raises
+    ------
+    TypeError
+        If an argument is unexpected.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = {each.name for each in parameters if each.kind != each.VAR_KEYWORD} | {*more}
+    for name in given:
+        if name not in known:
+            raise TypeError(unexpected_argument(function.__name__, name, known - {"self"}))
+
+
+def arguments_of(cls: type) -> set[str]:
+    """Return the arguments of a class and of its base classes, to which it may pass them on."""
+    inits = [vars(each)["__init__"] for each in cls.__mro__[:-1] if "__init__" in vars(each)]
+    parameters = [each for init in inits for each in inspect.signature(init).parameters.values()]
+    return {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from distributed.comm.addressing import get_address_host_port, parse_address
 
 from dask_cml import heartbeat
-from dask_cml.cancellation import cancel
 from dask_cml.identity import Identity
-from dask_cml.msgpack_comm import InvalidMessage, MsgpackComm
+from dask_cml.msgpack_comm import InvalidMessage
 from dask_cml.options import state_directory
 from dask_cml.records.record import Record
-from dask_cml.sessions.tls import connection_args
+from dask_cml.sessions.tls import connected
 from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 logger = logging.getLogger(__name__)
@@ -167,23 +166,17 @@ async def look(
         For each cluster's name, a :class:`Finding`. :func:`judge` finds more.
     """
     records = [*records]
-    timeouts = dict.fromkeys((record.name for record in records), timeout)
-    if patience is not None:
-        fresh = await asyncio.to_thread(_fresh, records)
-        timeouts.update(dict.fromkeys(fresh, max(timeout, patience)))
-    tasks = {r.name: asyncio.create_task(_look_at(r, timeouts[r.name])) for r in records}
-    if not tasks:
-        return {}
-    try:
-        await asyncio.wait(tasks.values(), timeout=max(timeouts.values()))
-    finally:
-        answered = {name: task for name, task in tasks.items() if task.done() and not task.cancelled()}
-        await cancel(*tasks.values())
-    return {name: answered[name].result() if name in answered else _late(timeouts[name]) for name in tasks}
+    fresh = [] if patience is None else await asyncio.to_thread(_fresh, records)
 
+    async def bounded(record: Record) -> Finding:
+        limit = max(timeout, patience or 0.0) if record.name in fresh else timeout
+        try:
+            return await asyncio.wait_for(_look_at(record, limit), limit)
+        except asyncio.TimeoutError:
+            return Finding(State.UNKNOWN, f"no answer within {limit:g} s")
 
-def _late(timeout: float) -> Finding:
-    return Finding(State.UNKNOWN, f"no answer within {timeout:g} s")
+    findings = await asyncio.gather(*map(bounded, records))
+    return {record.name: finding for record, finding in zip(records, findings, strict=True)}
 
 
 def _fresh(records: Iterable[Record]) -> list[str]:
@@ -257,14 +250,9 @@ def why_not_contacted(record: Record) -> str | None:
 
 
 async def _ask(record: Record, address: str, timeout: float) -> Finding:
-    arguments = await asyncio.to_thread(connection_args, record.get_security())
-    comm = await MsgpackComm.connect(address, arguments, timeout)
-    try:
+    async with connected(address, record.get_security(), timeout) as comm:
         identity = Identity.read(await comm.ask("identity", timeout))
-        same = identity.id == record.scheduler.id
-    finally:
-        comm.abort()
-    if same:
+    if identity.id == record.scheduler.id:
         return Finding(State.ALIVE, identity=identity)
     return Finding(State.DEAD, f"another scheduler answers at {address}")
 

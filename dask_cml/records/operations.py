@@ -12,7 +12,6 @@ from typing import Any
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.identity import WorkerIdentity, full_workers
-from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import state_directory
 from dask_cml.records import liveness, store
@@ -20,7 +19,7 @@ from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.sessions.tls import connection_args
+from dask_cml.sessions.tls import connected
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -46,9 +45,11 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     ------
     ClusterExists
         If a cluster with this name exists, and is not known to be dead; see :func:`liveness.judge`.
+    asyncio.CancelledError
+        If the task is cancelled. The record may exist.
     """
     try:
-        await asyncio.to_thread(store.claim, record, wanted)
+        await _claim(record, wanted)
         return
     except ClusterExists:
         old = await asyncio.to_thread(_read, record.name)
@@ -62,7 +63,21 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     last = await asyncio.to_thread(store.remove, old.name, id=old.id) or {}
     if late := last.keys() - old.sessions.keys():
         await api.stop(*late)
-    await asyncio.to_thread(store.claim, record, wanted)
+    await _claim(record, wanted)
+
+
+async def _claim(record: Record, wanted: Mapping[str, Any]) -> None:
+    """Create the record. A cancellation waits for the thread, after which the record can be removed."""
+    claiming = asyncio.ensure_future(asyncio.to_thread(store.claim, record, wanted))
+    cancelled = None
+    while not claiming.done():
+        try:
+            await asyncio.wait([claiming])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    claiming.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 async def wait_until_running(name: str, timeout: float) -> Record:
@@ -100,6 +115,12 @@ def _read(name: str) -> Record | None:
         return store.read(name)
     except NoSuchCluster:
         return None
+
+
+def current(record: Record) -> Record | None:
+    """Return a cluster's record as it is now. Return None if the cluster was deleted."""
+    now = _read(record.name)
+    return now if now is not None and now.id == record.id else None
 
 
 async def describe(
@@ -201,7 +222,7 @@ def session_logs(record: Record) -> SessionLogs:
     return SessionLogs(record.name, folder, record.options.get("log_directory"), processes)
 
 
-async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) -> dict[str, CMLError | None]:
+async def end_all(records: Iterable[Record]) -> dict[str, CMLError | None]:
     """Delete clusters, running or not: stop all sessions in their records, and remove the records.
 
     A scheduler that answers first informs its workers, clients and managers. If sessions of a cluster cannot
@@ -211,8 +232,6 @@ async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) 
     ----------
     records : iterable of Record
         The records of the clusters.
-    timeout : float
-        Time limit for all schedulers to answer, in seconds.
 
     Returns
     -------
@@ -221,7 +240,7 @@ async def end_all(records: Iterable[Record], timeout: float = _GOODBYE_TIMEOUT) 
     """
     records = [*records]
     # A scheduler that answers for another cluster, because it reuses the address, is left alone.
-    answering = await liveness.identities(records, timeout=timeout)
+    answering = await liveness.identities(records, timeout=_GOODBYE_TIMEOUT)
     return await _end_all(records, answering)
 
 
@@ -247,12 +266,8 @@ async def _end_all(records: Collection[Record], answering: Collection[str]) -> d
 async def _say_goodbye(record: Record) -> None:
     assert record.scheduler.address is not None
     try:
-        arguments = await asyncio.to_thread(connection_args, record.get_security())
-        comm = await MsgpackComm.connect(record.scheduler.address, arguments, _GOODBYE_TIMEOUT)
-        try:
+        async with connected(record.scheduler.address, record.get_security(), _GOODBYE_TIMEOUT) as comm:
             await comm.ask("terminate", _GOODBYE_TIMEOUT)
-        finally:
-            comm.abort()
     except Exception as error:  # its workers may be frozen, and Dask's errors vary
         logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 
@@ -293,9 +308,8 @@ def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
         api.end()
 
     while True:
-        current = _read(record.name)
-        if current is not None and current.id == record.id:
-            known.update(current.sessions)
+        if now := current(record):
+            known.update(now.sessions)
         if stopped and stopped >= known.keys():
             break
         stop()
@@ -307,7 +321,7 @@ def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
-    """Delete dead clusters; see :func:`liveness.judge`.
+    """Delete dead clusters; see :func:`liveness.judge`. Remove what crashed processes left behind.
 
     Parameters
     ----------
@@ -328,4 +342,6 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     findings = await liveness.judge(records, timeout=timeout)
     dead = [r for r in records if findings[r.name].state is State.DEAD]
     passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
-    return {**ended, **await _end_all(dead, ())}, passed_over
+    ended |= await _end_all(dead, ())
+    await asyncio.to_thread(store.sweep)
+    return ended, passed_over

@@ -16,7 +16,7 @@ from distributed.security import Security
 
 from dask_cml.checks import is_session_id
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.options import SessionSize
+from dask_cml.records.session_files import RecordedSessions
 from dask_cml.sessions.owner import this_session, this_user
 
 VERSION = 2
@@ -145,7 +145,7 @@ class SchedulerState:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(RecordedSessions):
     """All that other processes need to find a cluster, and to manage it.
 
     It contains no secrets of the cluster, only the paths of its keys. The cluster's creator writes the fields
@@ -192,12 +192,6 @@ class Record:
     security: Mapping[str, str] | None = None
     version: int = VERSION
     scheduler: SchedulerState = field(default_factory=SchedulerState)
-    sessions: Mapping[str, str] = field(default_factory=dict)
-    owners: Mapping[str, str] = field(default_factory=dict)
-    launched: Mapping[str, int] = field(default_factory=dict)
-    waiting: Mapping[str, int] = field(default_factory=dict)
-    began: Mapping[str, int] = field(default_factory=dict)
-    sizes: Mapping[str, SessionSize] = field(default_factory=dict)
 
     @property
     def groups(self) -> dict[str, Mapping[str, Any]]:

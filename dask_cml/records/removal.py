@@ -54,7 +54,8 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
         sessions: dict[str, str] | None = {} if _entries(descriptor) else None
         with contextlib.suppress(OSError, NotPrivate):
             names = session_files.names_in(folder, descriptor)
-            sessions = session_files.parse_all(names, folder.name).sessions
+            found, _ = session_files.parse_all(names, folder.name)
+            sessions = dict(found.sessions)
         make_folder(aside)
         for _ in range(_TRIES):  # a session may write its log meanwhile
             for entry in {*_entries(descriptor)} - {REMOVED_FILE}:

@@ -94,43 +94,46 @@ class Changes:
         return any((self.launched, self.ended, self.waiting, self.began))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedSessions:
-    """The sessions in a folder: mappings by their ids, as in a record, and the names of other files."""
+    """The sessions of a record: mappings by their ids."""
 
-    sessions: dict[str, str] = field(default_factory=dict)
-    owners: dict[str, str] = field(default_factory=dict)
-    launched: dict[str, int] = field(default_factory=dict)
-    sizes: dict[str, SessionSize] = field(default_factory=dict)
-    began: dict[str, int] = field(default_factory=dict)
-    waiting: dict[str, int] = field(default_factory=dict)
-    strays: list[str] = field(default_factory=list)
+    sessions: Mapping[str, str] = field(default_factory=dict)
+    owners: Mapping[str, str] = field(default_factory=dict)
+    launched: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    began: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, SessionSize] = field(default_factory=dict)
 
 
-def parse_all(names: Iterable[str], cluster: str) -> RecordedSessions:
-    """Return the sessions that the names of files describe, the oldest first."""
-    listing, launches = RecordedSessions(), []
+def parse_all(names: Iterable[str], cluster: str) -> tuple[RecordedSessions, list[str]]:
+    """Return the sessions that the names of files describe, the oldest first, and the other names."""
+    found: dict[str, Launch] = {}
+    strays = []
     marks, names = _marks(names)
     for name in names:
         if not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
             try:
-                launches.append(parse(name, cluster))
+                launch = parse(name, cluster)
             except ValueError:
-                listing.strays.append(name)
-    for launch in sorted(launches, key=lambda each: (each.launched, len(each.key), each.key, each.id)):
-        if launch.id in listing.sessions:
-            continue
-        listing.sessions[launch.id] = launch.key
-        listing.launched[launch.id] = launch.launched
-        if launch.owner is not None:
-            listing.owners[launch.id] = launch.owner
-        if launch.size is not None:
-            listing.sizes[launch.id] = launch.size
-        if (began := marks.get(launch.id, launch.launched)) is None:
-            listing.waiting[launch.id] = launch.launched
-        elif launch.id in marks:
-            listing.began[launch.id] = began
-    return listing
+                strays.append(name)
+            else:
+                found[launch.id] = min(launch, found.get(launch.id, launch), key=_age)
+    launches = sorted(found.values(), key=_age)
+    ends = {each.id: marks.get(each.id, each.launched) for each in launches}
+    sessions = RecordedSessions(
+        sessions={each.id: each.key for each in launches},
+        owners={each.id: each.owner for each in launches if each.owner is not None},
+        launched={each.id: each.launched for each in launches},
+        waiting={each.id: each.launched for each in launches if ends[each.id] is None},
+        began={session: end for session, end in ends.items() if session in marks and end is not None},
+        sizes={each.id: each.size for each in launches if each.size is not None},
+    )
+    return sessions, strays
+
+
+def _age(launch: Launch) -> tuple[int, int, str, str]:
+    return launch.launched, len(launch.key), launch.key, launch.id
 
 
 def parse_ended(names: Iterable[str], cluster: str) -> list[Ended]:

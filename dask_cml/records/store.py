@@ -42,7 +42,7 @@ from dask_cml.private_files import (
     make_folder,
     open_folder,
     read_file,
-    written,
+    write_file,
 )
 from dask_cml.records import removal, session_files
 from dask_cml.records.record import Record, SchedulerState
@@ -111,7 +111,7 @@ def claim(record: Record, wanted: Mapping[str, Any], directory: Path | None = No
         raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    _sweep(folder.parent)
+    sweep(folder.parent)
     return folder
 
 
@@ -122,9 +122,7 @@ def _write(name: str, text: str, cluster: str, folder: int) -> None:
             f"the record of cluster {cluster!r} is too large: expected at most {MOST_BYTES} bytes, got "
             f"{len(content)}; use shorter options"
         )
-    # By hand: libraries for atomic writes take paths, and another folder may have taken the path meanwhile.
-    with written(name, content, folder) as temporary:
-        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    write_file(name, content, folder)
 
 
 def write_sessions(changes: Changes, name: str, directory: Path | None = None, *, id: str) -> None:
@@ -243,8 +241,28 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
     folder = _folder(name, directory)
     sessions = removal.clear(folder, lambda descriptor: id in (None, _id_in(folder, descriptor)))
     if sessions is not None:
-        _sweep(folder.parent)
+        sweep(folder.parent)
     return sessions
+
+
+def sweep(directory: Path | None = None) -> None:
+    """Remove what crashed processes left behind, whose age the file system's clock tells."""
+    folder = directory or state_directory()
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        os.utime(folder)
+        oldest = folder.stat().st_mtime - _LEFTOVER_AGE
+        for entry in entries:
+            with contextlib.suppress(OSError):  # another process sweeps, too
+                if entry.stat().st_mtime >= oldest:
+                    continue
+                if not entry.name.startswith("."):
+                    os.rmdir(entry)  # only an empty one, which is no cluster any more
+                elif not entry.name.startswith(_LEFTOVERS):
+                    continue
+                elif entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    os.unlink(entry)
 
 
 def _id_in(folder: Path, descriptor: int) -> str | None:
@@ -290,19 +308,10 @@ def _load(folder: Path, file: str = RECORD_FILE) -> Record | None:
     except (OSError, ValueError, RecursionError) as error:
         _report(folder / file, str(error))
         return None
-    found = session_files.parse_all(content[1], folder.name)
-    for stray in found.strays:
+    found, strays = session_files.parse_all(content[1], folder.name)
+    for stray in strays:
         _report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
-    return replace(
-        record,
-        sessions=found.sessions,
-        owners=found.owners,
-        launched=found.launched,
-        waiting=found.waiting,
-        began=found.began,
-        sizes=found.sizes,
-        scheduler=content[2] or record.scheduler,
-    )
+    return replace(record, **vars(found), scheduler=content[2] or record.scheduler)
 
 
 def _read(folder: Path, file: str) -> tuple[bytes, list[str], SchedulerState | None] | None:
@@ -371,16 +380,3 @@ def _report(path: Path | str, why: str, remedy: str = "") -> None:
     if (str(path), why) not in _reported:
         _reported.add((str(path), why))
         logger.warning("%s ignored: %s%s", path, why, remedy)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove files that crashes left behind. The file system's clock tells their age, not this machine's."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        oldest = folder.stat().st_mtime - _LEFTOVER_AGE  # the folder has just been changed
-        for entry in entries:
-            with contextlib.suppress(OSError):  # another process sweeps, too
-                if entry.name.startswith(_LEFTOVERS) and entry.stat().st_mtime < oldest:
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry, ignore_errors=True)
-                    else:
-                        os.unlink(entry)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import SessionSize
+from dask_cml.printable import table
 from dask_cml.records.record import Record
 from dask_cml.records.session_files import Ended
 
@@ -81,11 +82,7 @@ class Usage(dict[str, SessionHours]):
         if self.total.lost:
             losses = [_LOST, *(_lost(hours) for hours in [*self.values(), self.total])]
             rows = [(*row, lost) for row, lost in zip(rows, losses, strict=True)]
-        width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join([name.ljust(width), *(cell.rjust(n) for cell, n in zip(cells, widths, strict=True))])
-            for name, *cells in rows
-        )
+        return "\n".join(table(rows, str.rjust))
 
 
 def _hours_of(seconds: float, size: SessionSize | None) -> SessionHours:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed.comm.core import Comm
 from distributed.comm.utils import get_tcp_server_addresses
@@ -47,6 +48,9 @@ _LOOK_INTERVAL = 0.5
 _COLLECT = 0.1
 #: Seconds after which a scheduler that shuts down exits, even if its shutdown does not finish.
 _EXIT_WITHIN = 30.0
+#: Seconds for which a scheduler that starts waits for a file system whose handles are stale.
+_STALE_FOR = 30.0
+T = TypeVar("T")
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
@@ -78,7 +82,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to look for managers and clients."""
-        begin = await asyncio.to_thread(self._file.begin)
+        begin = await _unless_stale(self._file.begin)
         self._scheduler = scheduler
         self._record = begin["record"]
         self._presence = Presence(scheduler.clients, self._orphan_timeout)
@@ -95,7 +99,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
         }
-        await asyncio.to_thread(self._file.write, self._state())
+        await _unless_stale(lambda: self._file.write(self._state()))
         self._periodic = [
             PeriodicCallback(each, _LOOK_INTERVAL * 1000)
             for each in (self._look, lambda: spread(scheduler), lambda: relieve(scheduler))
@@ -368,4 +372,26 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]), setting("orphan-timeout"))
-    await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
+    try:
+        await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
+    except Exception:
+        # Nothing else ends a scheduler without managers.
+        scheduler.loop.add_callback(_close, scheduler)
+        raise
+
+
+async def _close(scheduler: Scheduler) -> None:
+    await scheduler  # it is starting
+    await scheduler.close(reason="its preload module failed")
+
+
+async def _unless_stale(action: Callable[[], T]) -> T:
+    """Run a blocking action, again and again while the file system answers that a handle is stale."""
+    deadline = time.monotonic() + _STALE_FOR
+    while True:
+        try:
+            return await asyncio.to_thread(action)
+        except OSError as error:
+            if error.errno != errno.ESTALE or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_LOOK_INTERVAL)

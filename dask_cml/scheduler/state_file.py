@@ -18,7 +18,7 @@ from typing import Any
 
 from dask_cml.heartbeat import INTERVAL
 from dask_cml.layout import scheduler_file, wanted_file
-from dask_cml.private_files import open_folder, read_file, written
+from dask_cml.private_files import open_folder, read_file, write_file
 
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
@@ -85,12 +85,8 @@ class StateFile:
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Replace the file atomically. Blocks."""
-        name = scheduler_file(self.number)
-        with (
-            open_folder(self.folder) as descriptor,
-            written(name, json.dumps(content).encode(), descriptor) as temporary,
-        ):
-            os.replace(temporary, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+        with open_folder(self.folder) as descriptor:
+            write_file(scheduler_file(self.number), json.dumps(content).encode(), descriptor)
 
     def _look(self) -> None:
         """Note since when the folder is gone, if its parent can be listed."""

@@ -1,1 +1,1 @@
-"""The page of ``dask cml serve``: it shows and manages all clusters of the project."""
+"""The page of ``dask cml serve``: shows and manages all clusters of the project."""

@@ -1,4 +1,4 @@
-"""Access to the page: identifies the user of a request, and refuses requests of other sites."""
+"""Identify the user of each request, and refuse requests from other sites."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dask_cml.dashboard.host_guard import HostGuard, Refused
 from dask_cml.options import setting
 from dask_cml.sessions.owner import this_session, this_user
 
-#: Browsers do not add such a header by themselves, so these requests need no protection of forms.
+#: Browsers never add this header without a script, so these requests need no XSRF token.
 _BEARER = "Bearer "
 #: Sets the token, for programs that cannot read the output of ``dask cml serve``.
 TOKEN_VARIABLE = "DASK_CML_SERVE_TOKEN"
@@ -33,7 +33,7 @@ class User:
     name : str or None
         The user's name, if the platform sends it.
     may_change : bool
-        Whether the user may create, scale and delete clusters. Otherwise, the user may only look.
+        Whether the user may create, scale and delete clusters. Otherwise, the user may only view them.
     """
 
     name: str | None
@@ -42,7 +42,7 @@ class User:
 
 @dataclass
 class Access:
-    """Identifies users by the headers of the platform's entry, or by a token.
+    """Identifies users by the headers of CML's ingress, or by a token.
 
     Parameters
     ----------
@@ -56,20 +56,20 @@ class Access:
     def __post_init__(self) -> None:
         self.guard = HostGuard(setting("forward-hosts"), "The page", self.port)
         ports = {os.environ.get(name) for name in ("CDSW_APP_PORT", "CDSW_READONLY_PORT")}
-        #: Whether the platform's entry sends the requests. Elsewhere, any program could send its headers.
+        #: Whether requests come through CML's ingress. Elsewhere, any program could send its headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie, with the port: browsers send cookies to all ports of a host."""
+        """The cookie's name. It contains the port, because browsers send cookies to all ports of a host."""
         return f"dask-cml-{self.port}"
 
     def fits(self, token: str | None) -> bool:
-        """Return whether this is the token."""
+        """Return whether this token is valid."""
         return token is not None and hmac.compare_digest(token.encode(), self.token.encode())
 
     def user(self, request: HTTPServerRequest) -> User | None:
-        """Return the user that the platform's entry names, or the sender of the token, or None."""
+        """Return the user that CML's ingress names, or the user with the token, or None."""
         if self.behind_entry and (name := request.headers.get("REMOTE-USER")):
             return User(name, request.headers.get("REMOTE-USER-PERM") == _MAY_CHANGE)
         cookie = request.cookies.get(self.cookie)
@@ -86,14 +86,14 @@ def bearer(request: HTTPServerRequest) -> str | None:
 
 
 def error_text(error: BaseException | None) -> str | None:
-    """Return the text of an HTTPError for the user, which tornado keeps as a format for logs."""
+    """Return the message of an HTTPError for the user. Tornado stores it as a format for logs."""
     if isinstance(error, HTTPError) and error.log_message:
         return error.log_message % error.args
     return None
 
 
 class Handler(RequestHandler):
-    """Answers requests of users, and refuses requests that pages of other origins have sent."""
+    """Answers requests of users, and refuses requests from other origins."""
 
     access: Access
 
@@ -104,7 +104,7 @@ class Handler(RequestHandler):
         self.dashboards = self.settings["dashboards"]
 
     def set_default_headers(self) -> None:
-        """Forbid other sites to show the page, and the page to load anything from other sites."""
+        """Stop other sites from embedding the page, and the page from loading their content."""
         self.set_header("X-Content-Type-Options", "nosniff")
         self.set_header("X-Frame-Options", "SAMEORIGIN")
         self.set_header("Referrer-Policy", "same-origin")
@@ -122,7 +122,7 @@ class Handler(RequestHandler):
         return self.access.user(self.request)
 
     def prepare(self) -> None:
-        """Refuse other hosts and origins, unknown users, and changes by users who may only look."""
+        """Refuse other hosts and origins, unknown users, and changes by read-only users."""
         reads = self.request.method in ("GET", "HEAD")
         try:
             self.access.guard.check_host(self.request)
@@ -130,17 +130,17 @@ class Handler(RequestHandler):
         except Refused as refused:
             raise HTTPError(403, str(refused)) from None
         if reads and self.access.fits(self.get_query_argument("token", None)):
-            # Move it from the address, which others may see, to a cookie. The redirect is relative, because a
-            # proxy may serve the page below another path.
+            # Move the token from the address, which others may see, to a cookie. The redirect is relative,
+            # because a proxy may serve the page below another path.
             self.set_cookie(self.access.cookie, self.access.token, httponly=True, samesite="Lax")
             self.redirect("?")
             return
         if self.current_user is None:
-            raise HTTPError(401, "Open the link that `dask cml serve` printed, or send its token.")
+            raise HTTPError(401, "Open the link that `dask cml serve` printed, or send the token in it.")
         if not reads and not self.current_user.may_change:
-            raise HTTPError(403, "You cannot change clusters: your role in the project allows reading only.")
+            raise HTTPError(403, "You cannot change clusters: your role in the project is read-only.")
         if not reads and bearer(self.request) is None:
             super().check_xsrf_cookie()
 
     def check_xsrf_cookie(self) -> None:
-        """Leave this check to `prepare`, which knows the user."""
+        """Do nothing: `prepare` checks the token after it has identified the user."""

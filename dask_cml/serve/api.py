@@ -1,4 +1,4 @@
-"""The page's JSON API: its URLs and its errors."""
+"""The URLs and errors of the page's JSON API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ApiHandler(Handler):
     """Answers with JSON. Errors are ``{"error": text}``."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Answer with the text of an error, if users can understand it."""
+        """Answer with the message of an expected error."""
         _, error, _ = kwargs.get("exc_info", (None, None, None))
         words = self._reason
         if isinstance(error, HTTPError):
@@ -46,7 +46,7 @@ class ApiHandler(Handler):
         self.answer({"error": words})
 
     def log_exception(self, *exc_info: Any) -> None:
-        """Log errors that are not the user's."""
+        """Log unexpected errors."""
         if not isinstance(exc_info[1], (*_STATUS, HTTPError)):
             logger.error("Request %s %s failed", self.request.method, self.request.path, exc_info=exc_info)
 
@@ -60,12 +60,12 @@ class ApiHandler(Handler):
         self.answer(await self.details(name))
 
     def body(self, **types: type | tuple[type, ...]) -> dict[str, Any]:
-        """Return the members of the request's body, a JSON object.
+        """Return the request's body, a JSON object.
 
         Parameters
         ----------
         **types
-            The type of each member. Without types, any members are valid.
+            The type of each allowed member. Default: all members are allowed.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class Logs(ApiHandler):
     """``/api/clusters/NAME/logs``."""
 
     async def get(self, name: str) -> None:
-        """Return a part of a session's log. Without a session, return the names of those with logs."""
+        """Return a part of a session's log, or the names of all sessions with logs."""
         session, offset = self.get_query_argument("session", None), self.get_query_argument("offset", None)
         if offset is not None and not _OFFSET.fullmatch(offset):
             raise ValueError(f"invalid offset={offset!r}: expected a whole number")

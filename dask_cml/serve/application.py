@@ -1,4 +1,4 @@
-"""The web application of ``dask cml serve``, until a signal ends it."""
+"""Run the web application of ``dask cml serve`` until a signal stops it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dask_cml.serve.dashboards import Dashboards
 
 logger = logging.getLogger(__name__)
 
-#: The ports that CML serves, in the order in which the page tries them.
+#: The variables with the ports that CML serves, in the order in which the page tries them.
 _PORTS = ("CDSW_APP_PORT", "CDSW_READONLY_PORT")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _REDIRECT = """\
@@ -37,7 +37,7 @@ _REDIRECT = """\
 
 
 def port_of_session() -> int:
-    """Return the port that CML serves in this session. Outside of sessions, return 0, any free port."""
+    """Return the port that CML serves in this session. Outside of sessions, return 0 for any free port."""
     return int(next(filter(None, map(os.environ.get, _PORTS)), 0))
 
 
@@ -80,7 +80,7 @@ async def serve(
     port : int, optional
         The port on 127.0.0.1. Default: the one that CML serves, or any free port.
     on_start : callable
-        Called when the page listens, with its link, and whether CML serves the page.
+        Called when the page listens, with its link and whether requests come through CML's ingress.
     open_browser : bool
         Whether to open the page in a browser. Default False.
     dashboard_port : int
@@ -91,7 +91,7 @@ async def serve(
     OSError
         If a port is in use.
     CMLError
-        If CML did not stop some sessions at the end. The message names their clusters.
+        If CML did not stop some sessions on shutdown. The message names their clusters.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     listener = local_socket(port_of_session() if port is None else port)
@@ -126,7 +126,7 @@ def _opened(link: str) -> Iterator[None]:
     try:
         with open(descriptor, "w") as file:
             file.write(_REDIRECT.format(link=html.escape(link)))
-        # Not in the event loop's threads: a browser in a terminal returns only when its user leaves it.
+        # A daemon thread, because a browser in a terminal returns only when its user quits it.
         threading.Thread(target=webbrowser.open, args=(Path(path).as_uri(),), daemon=True).start()
         yield
     finally:

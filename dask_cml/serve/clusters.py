@@ -1,4 +1,4 @@
-"""All clusters of the project, with a manager for each: the page creates some, and observes the others."""
+"""Manage the clusters created on the page, and observe all other clusters of the project."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from dask_cml.sessions.workers_api import load_platform
 
 logger = logging.getLogger(__name__)
 
-#: Seconds. CML's refusal within this time answers the request. A later one is the cluster's problem.
+#: Seconds. If CML refuses a launch within this time, the request fails. Later, the cluster shows why.
 _PATIENCE = 3.0
 #: Seconds to shut down the clusters that the page created. Kubernetes grants 30.
 _GRACE = 25.0
-#: Seconds between two readings of a cluster's usage, and after the last request until readings stop.
+#: Seconds between two reads of a cluster's usage, and from the last request until reads stop.
 _USAGE_AGE, _LOOKED_AT = 10.0, 30.0
-#: Options of the page's own: they set how long a cluster runs, and where its dashboard is.
+#: The options that users of the page cannot set.
 _SETTLED: dict[str, Any] = {
     "create_mode": "create",
     "shutdown_on_close": True,
@@ -62,7 +62,7 @@ class CreatedCluster:
     created : str
         The time of its creation, in ISO 8601.
     failure : Exception or None
-        Why it did not start, or ended.
+        Why it failed.
     starting : asyncio.Task or None
         The task that starts it.
     """
@@ -77,14 +77,14 @@ class CreatedCluster:
 class ProjectClusters(Observers):
     """Manages the clusters that users create on the page, and observes the other clusters of the project.
 
-    The manager of an observed cluster only looks while the cluster has other managers. Otherwise, it replaces
-    lost workers and continues adaptive scaling, but it keeps no orphan running. The clusters of an earlier
-    page that was killed belong to this page.
+    While an observed cluster has other managers, the page only watches it. Otherwise, the page replaces lost
+    workers and continues adaptive scaling. It does not keep an orphan running. If an earlier page was killed,
+    this page takes over the clusters created there.
 
     Parameters
     ----------
     interval : float
-        Time between two looks at the records, in seconds.
+        Time between two reads of the records, in seconds.
 
     Examples
     --------
@@ -113,7 +113,7 @@ class ProjectClusters(Observers):
             self.problem = str(error)
 
     def start(self) -> None:
-        """Start to observe. Call this in the event loop."""
+        """Start observing. Call this in the event loop."""
         super().start()
         self._reading = asyncio.create_task(self._read_usages())
 
@@ -142,7 +142,7 @@ class ProjectClusters(Observers):
             await closing
 
     def _owned(self) -> dict[str, CMLCluster]:
-        """Return the clusters that shut down with this process."""
+        """Return the clusters that shut down with this page."""
         adopted = {
             each.record.name: each.cluster
             for each in self.observed.values()
@@ -157,7 +157,7 @@ class ProjectClusters(Observers):
         return (await liveness.judge([record]))[record.name]
 
     def manage(self, record: Record, **arguments: Any) -> CMLCluster:
-        """Return a cluster with a manager. The page owns the clusters of an earlier page."""
+        """Return a cluster with a manager. The page owns the clusters of an earlier, killed page."""
         owns = bool(record.maker.serves) and record.maker.lives() is False
         return super().manage(record, shutdown_on_close=owns, observes=not owns, **arguments)
 
@@ -182,7 +182,7 @@ class ProjectClusters(Observers):
         return {name: each.cluster for name, each in self._created.items() if each.failure is None}
 
     async def _read_usages(self) -> None:
-        """Read the usage of all clusters, while users look at the page."""
+        """Read the usage of all clusters, while the page is in use."""
         while True:
             if time.monotonic() - self._looked_at < _LOOKED_AT:
                 for name in self._managers():
@@ -209,7 +209,7 @@ class ProjectClusters(Observers):
         return [self._describe_alone(name) for name in sorted(names)]
 
     def _describe_alone(self, name: str) -> dict[str, Any]:
-        """Describe a cluster. Whatever is wrong with it is its problem, and does not hide the others."""
+        """Describe a cluster. An error in one description does not affect the others."""
         try:
             return self._describe(name)
         except Exception as error:
@@ -290,7 +290,7 @@ class ProjectClusters(Observers):
         return cluster
 
     def dashboard_of(self, name: str) -> OpenComm:
-        """Return what opens comms to the dashboard of a running cluster. Errors are those of `manager_of`."""
+        """Return a function that opens comms to a cluster's dashboard. Raises as `manager_of` does."""
         return self.manager_of(name).manager.state.open_dashboard
 
     def record_id(self, name: str) -> str | None:
@@ -315,7 +315,7 @@ class ProjectClusters(Observers):
         TypeError, ValueError
             If an option is invalid.
         CMLError
-            If CML refuses the cluster at once, or a cluster with its name exists. If the cluster fails later,
+            If CML refuses the launch at once, or a cluster with this name exists. If the cluster fails later,
             its status is ``failed``.
         """
         if unknown := [name for name in options if name not in _ALLOWED]:
@@ -350,13 +350,13 @@ class ProjectClusters(Observers):
             own.starting = None
 
     def scale(self, name: str, n: int, worker_group: str = DEFAULT_GROUP) -> None:
-        """Scale a worker group. Errors are those of `manager_of` and ``CMLCluster.scale``."""
+        """Scale a worker group. Raises as `manager_of` and ``CMLCluster.scale`` do."""
         self.manager_of(name).scale(n, worker_group=worker_group)
 
     def adapt(
         self, name: str, minimum: int = 0, maximum: int | None = None, worker_group: str = DEFAULT_GROUP
     ) -> None:
-        """Adapt a worker group. Errors are those of `manager_of` and ``CMLCluster.adapt``."""
+        """Adapt a worker group. Raises as `manager_of` and ``CMLCluster.adapt`` do."""
         most = math.inf if maximum is None else maximum
         self.manager_of(name).adapt(minimum, most, worker_group=worker_group)
 

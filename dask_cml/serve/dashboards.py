@@ -1,7 +1,7 @@
-"""The clusters' dashboards at a port, and so an origin, of their own.
+"""Serve the clusters' dashboards at a separate port, and so a separate origin.
 
-A scheduler chooses what its dashboard's pages do in a browser. At the page's own origin they could act as the
-page's user. Their links contain a secret for each cluster, so they need no cookie of the page.
+A scheduler controls the scripts of its dashboard. At the page's origin, these could act as the page's user.
+The links contain a secret for each cluster, so dashboards need no cookie.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Dashboards:
     clusters : ProjectClusters
         The clusters.
     access : Access
-        The page's. In a CML session, the page and its dashboards are at the two ports that CML serves.
+        The page's access. In a CML session, the page and its dashboards use the two ports that CML serves.
     port : int
-        The port elsewhere. Default: any free port.
+        The port outside of CML. Default: any free port.
     """
 
     def __init__(self, clusters: ProjectClusters, access: Access, port: int = 0) -> None:
@@ -46,9 +46,9 @@ class Dashboards:
         self._access = access
         self._key = secrets.token_bytes(32)
         self._server: LocalServer | None = None
-        #: The port. None: the dashboards are not served.
+        #: The port. None if the dashboards are not served.
         self.port: int | None = port
-        #: The host of the links. None: the host of the page.
+        #: The host in the links. None for the host of the page.
         self._host: str | None = None
         if access.behind_entry:
             session, domain = this_session(), os.environ.get("CDSW_DOMAIN")
@@ -57,12 +57,12 @@ class Dashboards:
             self.port, self._host = (int(own), f"read-only-{session}.{domain}") if free else (None, None)
 
     def start(self) -> None:
-        """Start to listen.
+        """Start listening.
 
         Raises
         ------
         OSError
-            If the port is in use. In a CML session, this logs a warning instead: the page works without.
+            If the port is in use. In a CML session, this logs a warning instead.
         """
         try:
             if self.port is None:
@@ -114,7 +114,7 @@ class Dashboards:
         return self._host or f"{request.host_name}:{self.port}"
 
     def secret(self, id: str) -> str:
-        """Return the part of a cluster's links that nobody can guess."""
+        """Return the secret in a cluster's links."""
         return hmac.new(self._key, id.encode(), hashlib.sha256).hexdigest()
 
 
@@ -123,19 +123,19 @@ class _Dashboard(DashboardProxy):
 
     def set_default_headers(self) -> None:
         super().set_default_headers()
-        # The dashboards of several clusters share this origin, and browsers send cookies to all ports of a
-        # host. In a sandbox, a page has neither.
+        # The dashboards of all clusters share this port, and browsers send cookies to all ports of a host.
+        # In a sandbox, a page has its own origin and no cookies.
         self.set_header("Content-Security-Policy", "sandbox allow-scripts allow-popups allow-forms")
         self.set_header("Referrer-Policy", "no-referrer")
 
     def check_origin(self) -> None:
-        """Accept any origin that knows the secret: pages in a sandbox have none of their own."""
+        """Accept any origin, because pages in a sandbox send none. The secret protects the dashboard."""
 
     async def get(self, secret: str, name: str, path: str) -> None:
         clusters, dashboards = self.settings["clusters"], self.settings["dashboards"]
         id = clusters.record_id(name)
         if id is None or not hmac.compare_digest(secret.encode(), dashboards.secret(id).encode()):
-            self.refuse(404, "This address leads to no dashboard: open it from the cluster's page")
+            self.refuse(404, "No dashboard at this address: open the dashboard from the cluster's page")
         elif not path:
             self.redirect("status")
         else:

@@ -1,4 +1,4 @@
-"""The form of a new cluster: its fields, and the options in a filled form."""
+"""Describe the form of a new cluster, and read its fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _YES = "on"
 
 
 def sections() -> dict[str, list[Option]]:
-    """Return the options by their headings; those that are usual stand first, below ``""``."""
+    """Return the options by heading. The usual options come first, below ``""``."""
     options = {option.key: option for option in offered_options()}
     found = {"": [options.pop(key) for key in _USUAL]}
     for option in options.values():
@@ -24,7 +24,7 @@ def sections() -> dict[str, list[Option]]:
 
 
 def arguments(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of CMLCluster in a filled form. Empty fields are left out.
+    """Return the arguments of CMLCluster in a completed form, without empty fields.
 
     Parameters
     ----------
@@ -34,8 +34,7 @@ def arguments(texts: Mapping[str, str]) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        If a text cannot be read. The message contains no text that may be a secret. CMLCluster checks the
-        values.
+        If a text is invalid. The message omits texts that may be secrets. CMLCluster checks the values.
     """
     known = {option.argument: option for option in offered_options()}
     if unknown := sorted(texts.keys() - known.keys()):
@@ -58,4 +57,4 @@ def _value(option: Option, text: str) -> Any:
     try:
         return {"integer": int, "number": float}.get(option.kind, str)(text)
     except ValueError:
-        return text  # CMLCluster says what is expected
+        return text  # CMLCluster raises the error

@@ -1,4 +1,4 @@
-"""The pages: HTML with descriptions of clusters, and the files that they load."""
+"""Render the pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dask_cml.serve.api import ApiHandler
 
 _FOLDER = Path(__file__).parent
 _GIB = 2**30
-#: The number of sessions that a browser can draw every two seconds.
+#: A browser can draw this many sessions every two seconds.
 _MOST_SESSIONS = 200
 _UNKNOWN = "\N{EN DASH}"
 #: The most useful panes of the dashboard, by their routes. The page ``status`` contains all panes.
@@ -68,7 +68,7 @@ class Page(Handler):
         self.finish(_templates().get_template(f"{template}.html.j2").render({**common, **values}))
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Answer with a page that describes the error."""
+        """Answer with a page that explains the error."""
         error = kwargs.get("exc_info", (None, None, None))[1]
         words = error_text(error)
         title = _TITLES.get(status_code, HTTPStatus(status_code).phrase)
@@ -91,7 +91,7 @@ class NewClusterPage(Page, ApiHandler):
         self.show("new", sections=form.sections())
 
     async def post(self) -> None:
-        """Create the cluster of a filled form, and answer like the API."""
+        """Create the cluster of a completed form, and answer like the API."""
         options = form.arguments({name: str(text) for name, text in self.body().items()})
         self.answer(await self.clusters.create(options, self.current_user.name))
 
@@ -122,10 +122,10 @@ class ClusterPage(Page):
 
 
 class NotFound(Page):
-    """Answers requests for addresses that do not exist."""
+    """Answers requests for unknown addresses."""
 
     def prepare(self) -> None:
-        """Answer."""
+        """Answer with 404."""
         super().prepare()
         if not self._finished:
             raise HTTPError(404)
@@ -139,7 +139,7 @@ ROUTES: list[Any] = [
 
 
 def _order(session: dict[str, Any]) -> tuple[bool, bool]:
-    """Put the scheduler first, and starting sessions before running ones."""
+    """Sort the scheduler first, and starting sessions before running ones."""
     return session["role"] != "scheduler", session["status"] == "running"
 
 
@@ -192,7 +192,7 @@ def _total(clusters: list[dict[str, Any]], key: str) -> float:
 
 
 def _marked(text: str) -> Markup:
-    """Return a text with code in place of backquotes."""
+    """Return a text as HTML, with backquoted parts as code."""
     parts = text.split("`")
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if i % 2 else escape(part) for i, part in enumerate(parts)

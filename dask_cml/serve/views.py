@@ -1,4 +1,4 @@
-"""Descriptions of clusters for the page and its API, as JSON."""
+"""Describe clusters as JSON, for the page and its API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dask_cml.records.operations import status_of
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage
 
-#: Seconds over which finished tasks are counted.
+#: The rate counts the tasks that finished within this many seconds.
 _RATE_SECONDS = 15.0
 _SIZES = ("cpu", "memory", "nvidia_gpu", "nthreads", "processes")
 #: The workers of a cluster without a manager.
@@ -37,7 +37,7 @@ _NO_MANAGER: Mapping[str, Any] = {
 
 
 class TaskRate:
-    """The number of tasks that a scheduler lately finished in a second.
+    """The number of tasks that a scheduler finishes per second.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class TaskRate:
         self._counts: deque[tuple[float, int]] = deque()
 
     def count(self, done: int, now: float) -> None:
-        """Note the number of finished tasks."""
+        """Record the number of finished tasks."""
         if self._counts and done < self._counts[-1][1]:  # the scheduler restarted
             self._counts.clear()
         self._counts.append((now, done))
@@ -61,7 +61,7 @@ class TaskRate:
 
     @property
     def per_second(self) -> float | None:
-        """Tasks per second. None: not known yet."""
+        """Tasks per second. None if unknown."""
         if len(self._counts) < 2:
             return None
         (began, before), (now, done) = self._counts[0], self._counts[-1]
@@ -69,14 +69,14 @@ class TaskRate:
 
 
 def age_of(created: str) -> float:
-    """Return the age of a cluster in seconds, by the time of its creation in ISO 8601."""
+    """Return the age of a cluster in seconds. `created` is in ISO 8601."""
     return (datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds()
 
 
 def managed(
     cluster: CMLCluster, created: str, user: str | None, kept: bool, rate: TaskRate, usage: Usage | None
 ) -> dict[str, Any]:
-    """Describe a cluster by its manager.
+    """Describe a cluster from its manager's state.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def managed(
 
 
 def recorded(record: Record, finding: Finding | None, usage: Usage | None) -> dict[str, Any]:
-    """Describe a cluster by its record, because its scheduler does not answer."""
+    """Describe a cluster from its record, because its scheduler does not respond."""
     finding = finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")
     status = status_of(record, finding)
     options = {DEFAULT_GROUP: {}, **record.groups}
@@ -137,7 +137,7 @@ def recorded(record: Record, finding: Finding | None, usage: Usage | None) -> di
 
 
 def unmanaged(name: str, created: str | None, user: str | None, status: str, problem: str) -> dict[str, Any]:
-    """Describe a cluster of which only a problem is known."""
+    """Describe a cluster that has failed or cannot be described otherwise."""
     return {
         **_common(name, created, user, None),
         "status": status,
@@ -174,7 +174,7 @@ def _group(group: WorkerGroup, limits: Mapping[str, float] | None) -> dict[str, 
 
 
 def _number(value: Any) -> float | None:
-    """Return a number of a record, which another process wrote."""
+    """Return a number from a record, or None. Another process wrote the record."""
     return value if isinstance(value, (int, float)) and abs(value) < math.inf else None
 
 
@@ -196,7 +196,7 @@ def _recorded_group(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
-    """Describe a cluster's sessions by its manager."""
+    """Describe a cluster's sessions from its manager's state."""
     now = datetime.now(timezone.utc)
     return [
         {
@@ -213,7 +213,7 @@ def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
 
 
 def recorded_sessions(record: Record) -> list[dict[str, Any]]:
-    """Describe a cluster's sessions by its record."""
+    """Describe a cluster's sessions from its record."""
     sessions = sorted(record.sessions.items(), key=lambda each: (each[1] != SCHEDULER, each[1]))
     now, described = time.time(), []
     for session, key in sessions:

@@ -133,9 +133,7 @@ def plan_scheduler(
     if place.record is None:
         arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
     else:
-        configured = dask.config.get("distributed.scheduler.preload")  # --preload takes their place
-        for module in PRELOAD, *([configured] if isinstance(configured, str) else configured):
-            arguments += ["--preload", module]
+        arguments += _preloads("scheduler", "--preload", PRELOAD)
         # Until a manager of a cluster that is to stay has said so.
         patience = max(options.orphan_timeout or _FIRST_PATIENCE, options.scheduler_timeout)
         env |= {FOLDER: str(place.folder), NUMBER: str(place.number), PATIENCE: str(patience)}
@@ -189,8 +187,9 @@ def plan_worker(
     else:
         arguments.append(address)
     memory = int(options.worker_memory * 2**30) // options.processes
-    arguments += ["--name", name, *_preloads(options)]
-    if not runs_one_per_gpu(options.worker_command):
+    arguments += ["--name", name, *_preloads("worker", "--preload", "dask_cml.worker.process")]
+    if not runs_one_per_gpu(options.worker_command):  # dask-cuda lacks the arguments
+        arguments += _preloads("nanny", "--preload-nanny", "dask_cml.worker.notice")
         arguments += ["--nworkers", str(options.processes)]
     arguments += ["--nthreads", str(options.nthreads // options.processes)]
     arguments += ["--memory-limit", str(memory), "--death-timeout", str(patience)]
@@ -219,17 +218,11 @@ def plan_worker(
     )
 
 
-def _preloads(options: Options) -> list[str]:
-    """Return the modules that a session's processes load: dask-cml's, and those of Dask's configuration."""
-    own = {"worker": ("--preload", "dask_cml.worker.process")}
-    if not runs_one_per_gpu(options.worker_command):  # dask-cuda lacks the argument
-        own["nanny"] = ("--preload-nanny", "dask_cml.worker.notice")
-    arguments = []
-    for kind, (argument, module) in own.items():
-        configured = dask.config.get(f"distributed.{kind}.preload")  # the argument takes its place
-        for each in module, *([configured] if isinstance(configured, str) else configured):
-            arguments += [argument, each]
-    return arguments
+def _preloads(kind: str, argument: str, module: str) -> list[str]:
+    """Return the arguments that preload a module, and those that Dask's configuration names."""
+    configured = dask.config.get(f"distributed.{kind}.preload")  # the argument takes its place
+    modules = [module, *([configured] if isinstance(configured, str) else configured)]
+    return [word for each in modules for word in (argument, each)]
 
 
 def _limits(options: Options) -> dict[str, str]:

@@ -13,7 +13,6 @@ from distributed.security import Security
 from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
-from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import dask_names
 from dask_cml.options import Options
 from dask_cml.private_files import read_file
@@ -151,12 +150,8 @@ class CMLScheduler(CMLProcess):
         """Return whether this cluster's scheduler answers at an address."""
         record = self.place.record
         try:
-            arguments = await asyncio.to_thread(tls.connection_args, self.security)
-            comm = await MsgpackComm.connect(address, arguments, _ANSWER_TIMEOUT)
-            try:
+            async with tls.connected(address, self.security, _ANSWER_TIMEOUT) as comm:
                 answer = await comm.ask("identity" if record is None else HELLO, _ANSWER_TIMEOUT)
-            finally:
-                comm.abort()
         except Exception as error:  # a program at this address may speak another protocol
             logger.debug("Scheduler at %s did not answer: %r", address, error)
             return False

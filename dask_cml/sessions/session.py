@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from distributed.core import Status
@@ -17,6 +16,7 @@ from dask_cml.options import Options, SessionSize
 from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, moment, status_of
 from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.plan import SessionPlan
+from dask_cml.sessions.session_logs import last_lines
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.wrapper import Log
 
@@ -221,36 +221,24 @@ class CMLProcess(ProcessInterface):
 
     async def last_lines(self) -> list[str]:
         """Return the last lines of the session's output."""
-        return (await asyncio.to_thread(_last_lines, self.plan.log)).splitlines()
+        return (await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)).splitlines()
 
     async def append_to_log(self, line: str) -> None:
         """Append a line to the log of a session that has ended, if possible."""
         await asyncio.to_thread(Log(str(self.plan.log)).write, f"[{line}]\n".encode())
 
-    async def failure(self, what: str, brief: bool = False) -> str:
+    async def failure(self, what: str) -> str:
         """Describe a failure: the session, its last status, and the last lines of its output.
 
         Parameters
         ----------
         what : str
             What failed, such as ``ended``.
-        brief : bool
-            Whether to name the log instead of its last lines, for a description of one line.
         """
         status = self._info.get("status", "unknown")
-        tail = await asyncio.to_thread(_last_lines, self.plan.log)
-        output = f"its log is {self.plan.log}" if brief else f"the last lines of its output:\n{tail}"
+        tail = await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)
         words = self._info.get("message") or self._info.get("k8sMessage")
         said = f" ({' '.join(words.split())})" if words else ""
         session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}"
-        return f"{session}; {output if tail else 'it wrote no output'}"
-
-
-def _last_lines(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 8192))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-_LOG_LINES:])
+        output = f"the last lines of its output:\n{tail}" if tail else "it wrote no output"
+        return f"{session}; {output}"

@@ -24,7 +24,7 @@ _PART, _END = 2**16, 2**13
 
 
 def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
-    """Return the path of a session's log.
+    """Return the path of a session's log. A `log_directory` has one folder for each cluster.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
     log_directory : str or None
         The cluster's option `log_directory`.
     """
-    return Path(log_directory or folder) / (session + _SUFFIX)
+    return (Path(log_directory, folder.name) if log_directory else folder) / (session + _SUFFIX)
 
 
 def last_lines(log: Path, n: int) -> str:
@@ -84,8 +84,6 @@ class SessionLogs:
         self._scheduler = log_path(f"{cluster}-scheduler", folder, log_directory)
         self._cluster = cluster
         self._processes = {DEFAULT_GROUP: 1, **(processes or {})}
-        #: Whether the folder may contain logs of other clusters.
-        self._shared = log_directory is not None
         self._read: dict[str, tuple[int, int]] = {}
         self._refused: set[str] = set()
 
@@ -102,8 +100,6 @@ class SessionLogs:
             each
             for each, (group, number) in found.items()
             if each == session_name(self._cluster, group, number)
-            # Another cluster's name may equal this cluster's name with a group that this cluster lacks.
-            and (group in self._processes or not self._shared)
         ]
         for session in sorted(workers, key=lambda each: (found[each][0] != DEFAULT_GROUP, found[each])):
             paths[session] = self._scheduler.with_name(session + _SUFFIX)

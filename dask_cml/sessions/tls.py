@@ -5,21 +5,21 @@ Sessions get the paths, so no key is in code, command lines, environments or log
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import errno
 import os
-from collections.abc import Mapping
-from datetime import datetime, timedelta, timezone
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from distributed.security import Security
 
+from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
-#: More than the clocks of two sessions can differ, and more than a cluster can run.
-_CLOCKS_DIFFER, _VALID = timedelta(days=1), timedelta(days=365)
 _FIELDS = (
     "tls_ca_file",
     "tls_client_cert",
@@ -50,64 +50,30 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
     """
     if not security:
         return None, {}
-    given = _new_keys() if security is True else security
-    given = _with_keys_of_certificates(given)
-    missing = [field for field in _FIELDS if getattr(given, field) is None]
-    if missing:
+    given = Security.temporary() if security is True else security
+    values = {field: getattr(given, field) for field in _FIELDS}
+    for role in ("client", "scheduler", "worker"):
+        if values[f"tls_{role}_key"] is None:
+            values[f"tls_{role}_key"] = _with_key(values[f"tls_{role}_cert"])
+    if missing := [field for field, value in values.items() if value is None]:
         raise ValueError(f"invalid security={given!r}: expected a Security with {', '.join(missing)}")
-    result = copy.copy(given)
-    files = {}
-    for field in _FIELDS:
-        value = getattr(given, field)
+    result, files = copy.copy(given), {}
+    for field, value in values.items():
+        path = Path(os.path.abspath(value))
         if "-----BEGIN" in value:
             path = folder / _FOLDER / f"{field}.pem"
             files[path] = value
-            setattr(result, field, str(path))
-        else:
-            setattr(result, field, os.path.abspath(value))
+        setattr(result, field, str(path))
     result.require_encryption = True
     return result, files
 
 
-def _with_keys_of_certificates(security: Security) -> Security:
-    """Return a copy that takes missing keys from the file or the text of their certificates."""
-    result = copy.copy(security)
-    for role in ("client", "scheduler", "worker"):
-        certificate = getattr(security, f"tls_{role}_cert")
-        if certificate is not None and getattr(security, f"tls_{role}_key") is None:
-            text = certificate if "-----BEGIN" in certificate else Path(certificate).read_text()
-            if "PRIVATE KEY-----" in text:
-                setattr(result, f"tls_{role}_key", certificate)
-    return result
-
-
-def _new_keys() -> Security:
-    """Return the same as `Security.temporary`, but with elliptic curves, a hundred times faster than RSA."""
-    # Imported here, because managers that rebuild a cluster need none of it.
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "dask-cml")])
-    now = datetime.now(timezone.utc)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCKS_DIFFER)
-        .not_valid_after(now + _VALID)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    public = certificate.public_bytes(serialization.Encoding.PEM).decode()
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    ).decode()
-    return Security(**{field: private if field.endswith("_key") else public for field in _FIELDS})
+def _with_key(certificate: str | None) -> str | None:
+    """Return the file or the text of a certificate if it contains the key, too."""
+    if certificate is None:
+        return None
+    text = certificate if "-----BEGIN" in certificate else Path(certificate).read_text()
+    return certificate if "PRIVATE KEY-----" in text else None
 
 
 def write(files: Mapping[Path, str]) -> None:
@@ -136,6 +102,24 @@ def connection_args(security: Security | None) -> dict[str, Any]:
         if isinstance(key, str) and "-----BEGIN" not in key and not os.path.isfile(key):
             raise FileNotFoundError(errno.ENOENT, "not a regular file", key)
     return security.get_connection_args("client")
+
+
+@contextlib.asynccontextmanager
+async def connected(address: str, security: Security | None, timeout: float) -> AsyncIterator[MsgpackComm]:
+    """Connect to a scheduler with a cluster's keys, for the time of an ``async with`` block.
+
+    Raises
+    ------
+    OSError, asyncio.TimeoutError
+        If the scheduler does not accept the connection, or a key file is missing.
+    ValueError
+        If the address is invalid.
+    """
+    comm = await MsgpackComm.connect(address, await asyncio.to_thread(connection_args, security), timeout)
+    try:
+        yield comm
+    finally:
+        comm.abort()
 
 
 def arguments(security: Security | None, role: str) -> list[str]:

@@ -133,12 +133,10 @@ class WorkersAPI:
         ValueError
             If a parameter is unknown. The message lists the supported ones.
         """
-        unknown = sorted(name for name in names if not self._takes(name))
-        if unknown:
-            known = ", ".join(inspect.signature(self.module.launch_workers).parameters)
+        if unknown := sorted(name for name in names if not self._takes(name)):
             raise ValueError(
                 f"invalid {argument} {', '.join(map(repr, unknown))}: expected parameters of the installed "
-                f"launch_workers: {known}"
+                f"launch_workers: {', '.join(inspect.signature(self.module.launch_workers).parameters)}"
             )
 
     def _takes(self, parameter: str) -> bool:
@@ -326,17 +324,7 @@ class WorkersAPI:
     async def wait_until_ended(self, ids: Collection[str], timeout: float = _STOPPED_WITHIN) -> bool:
         """Wait until the platform lists stopped sessions as ended. Until then they count against the quota.
 
-        Parameters
-        ----------
-        ids : collection of str
-            The ids of the sessions.
-        timeout : float
-            Maximum time to wait, in seconds.
-
-        Returns
-        -------
-        bool
-            Whether all have ended. False if the platform fails.
+        Parameters and result are those of :meth:`Poller.wait_until_ended`.
         """
         return await self._listing.wait_until_ended(ids, timeout)
 

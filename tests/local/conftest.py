@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from stub import Stub
+from simulated.platform import SimulatedPlatform
 
 from dask_cml.local import faults, session_state, workers
 
@@ -51,8 +51,8 @@ def workers_v1(request: pytest.FixtureRequest) -> Any:
     kind = getattr(request, "param", PLATFORM)
     if kind == "cml":
         return importlib.import_module("cml.workers_v1")
-    if kind == "stub":
-        return Stub(ends=ENDS.get)
+    if kind == "simulated":
+        return SimulatedPlatform(ends=ENDS.get)
     return request.getfixturevalue("platform")
 
 

@@ -23,7 +23,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "workers_v1" in metafunc.fixturenames:
         # The stub's sessions run no code, and so write nothing.
         runs_code = {"directory", "output_of"} & {*metafunc.fixturenames}
-        stub = [] if PLATFORM == "cml" or runs_code else ["stub"]
+        stub = [] if PLATFORM == "cml" or runs_code else ["simulated"]
         metafunc.parametrize("workers_v1", [PLATFORM, *stub], indirect=True)
 
 

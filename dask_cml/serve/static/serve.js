@@ -1,6 +1,6 @@
 "use strict";
 
-// ---- Refresh: elements that changed on the server replace the old ones. All others stay.
+// ---- Refresh: replace only the elements that changed on the server.
 
 const INTERVAL = 2000;
 // Attributes that users and this script change, not the server.
@@ -50,7 +50,7 @@ async function look() {
         seen = new Date();
         banner.hidden = true;
     } catch {
-        const words = `The page has lost its connection and tries again. It shows the state of ${seen.toLocaleTimeString()}.`;
+        const words = `Connection lost. The page tries to reconnect. It shows the state at ${seen.toLocaleTimeString()}.`;
         if (banner.textContent !== words) banner.textContent = words;
         banner.hidden = false;
     }
@@ -120,7 +120,7 @@ document.addEventListener("submit", async (event) => {
             await look();
         }
     } catch {
-        refuse(form, "The server does not answer. Try again.");
+        refuse(form, "The server does not respond. Try again.");
     } finally {
         form.ariaBusy = null;
     }
@@ -200,7 +200,7 @@ async function readLog() {
     const query = new URLSearchParams(begins ? {session} : {session, offset});
     const answer = await fetch(`${logs.dataset.url}?${query}`).catch(() => null);
     const found = answer?.ok ? await answer.json() : null;
-    // The user chose another log meanwhile, or another answer was faster.
+    // The user has chosen another log, or another answer was faster.
     if (session !== chosen.value || (!begins && offset !== read.offset)) return;
     const state = document.getElementById("log-state");
     if (!found) {

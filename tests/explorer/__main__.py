@@ -1,0 +1,56 @@
+"""Plays many episodes, and prints what they have shown: ``cd tests; python -m explorer 10000``."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import statistics
+import time
+
+from .episode import Outcome
+from .play import play_quietly, quiet
+
+
+def main() -> int:
+    """Play the episodes, and return how many of them have violations."""
+    parser = argparse.ArgumentParser(prog="python -m explorer", description=main.__doc__)
+    parser.add_argument("episodes", type=int, help="how many")
+    parser.add_argument("--first", type=int, default=random.randrange(10**6), help="the first seed")
+    parser.add_argument("--processes", type=int, default=2, help="how many at once")
+    parser.add_argument("--story", action="store_true", help="print what happens in each episode")
+    arguments = parser.parse_args()
+    seeds = range(arguments.first, arguments.first + arguments.episodes)
+    print(f"seeds {seeds.start} to {seeds.stop - 1}", flush=True)
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    # Some memory of each world stays, so processes are replaced.
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, quiet, maxtasksperchild=50) as pool:
+        for seed, outcome in pool.imap_unordered(play_quietly, seeds):
+            outcomes.append(outcome)
+            if outcome.violations:
+                print(f"seed {seed}: {outcome.violations[0]}", flush=True)
+            if arguments.story:
+                print("\n".join(outcome.story), flush=True)
+    print(f"{len(outcomes)} episodes in {time.monotonic() - began:.0f} s")
+    print(figures(outcomes))
+    return sum(bool(each.violations) for each in outcomes)
+
+
+def figures(outcomes: list[Outcome]) -> str:
+    """Return the figures of all episodes: violations, seconds of convergence, leaked session-seconds."""
+    violations = sum(bool(each.violations) for each in outcomes)
+    lines = [f"violations: {violations}"]
+    converged = sorted(each.converged for each in outcomes if each.converged is not None)
+    if len(converged) > 1:
+        percentiles = statistics.quantiles(converged, n=100, method="inclusive")
+        p50, p99, most = percentiles[49], percentiles[98], converged[-1]
+        lines.append(f"convergence of {len(converged)}: p50 {p50:.1f} s, p99 {p99:.1f} s, max {most:.1f} s")
+    leaked = [each.leaked for each in outcomes]
+    mean, most = statistics.mean(leaked), max(leaked)
+    lines.append(f"leaked session-seconds: {sum(leaked):.0f}, mean {mean:.2f}, max {most:.0f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main() > 0)

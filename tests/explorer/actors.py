@@ -1,0 +1,261 @@
+"""Who uses a cluster: notebooks, the page, and commands, each a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import click
+from distributed import Client
+from distributed.core import Status
+from simulated.faults import UnexpectedError
+from simulated.process import SimulatedProcess
+from simulated.world import World
+
+from dask_cml import CMLCluster, CMLError
+from dask_cml.cli import change, group
+from dask_cml.observers import EXPECTED, Observers
+from dask_cml.records import operations, store
+
+from .schedule import NAME, Crash
+
+#: Options of all clusters. The simulated schedulers have no keys.
+OPTIONS = {
+    "name": NAME,
+    "security": False,
+    "orphan_timeout": "30s",
+    "scheduler_timeout": "30s",
+    "pending_timeout": "60s",
+    "worker_timeout": "30s",
+}
+_ADAPT = {"interval": "1s", "wait_count": 2}
+
+
+class Actor:
+    """One process, and what it has under way.
+
+    Parameters
+    ----------
+    world : World
+        Where it runs.
+    name : str
+        Its name.
+    crash : Crash, optional
+        When it ends.
+    """
+
+    def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
+        self.world, self.name = world, name
+        session = "".join(each for each in name if each.isalnum()).lower()
+        self.process: SimulatedProcess = world.process(name, {"CDSW_ENGINE_ID": f"{session:x<16}"[:16]})
+        #: What it does.
+        self.under_way: list[asyncio.Task[Any]] = []
+        #: What a user saw as an error.
+        self.errors: list[str] = []
+        if crash is not None:
+            setattr(self.process, f"at_{crash.what}", self._die_at(crash.after))
+
+    def _die_at(self, after: int) -> Callable[[int], None]:
+        return lambda n: self.process.kill() if n == after else None
+
+    @property
+    def runs(self) -> bool:
+        return self.process.runs
+
+    @property
+    def session(self) -> str:
+        return self.process.env["CDSW_ENGINE_ID"]
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Do something beside the schedule. What a user may see as an error is none."""
+        task = self.process.start(self._as_user(coroutine))
+        self.under_way.append(task)
+        return task
+
+    def ask(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Ask for something, as a user does who sees errors."""
+        try:
+            self.process.call(function, *args, **options)
+        except (CMLError, ValueError) as error:  # closed, no such group, …
+            self.errors.append(f"{type(error).__name__}: {error}")
+
+    async def _as_user(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await coroutine
+        except (*EXPECTED, UnexpectedError) as error:
+            self.errors.append(f"{type(error).__name__}: {error}")
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+class Keeper(Actor):
+    """A process with a cluster: what notebook and page have in common."""
+
+    @property
+    def cluster(self) -> CMLCluster | None:
+        raise NotImplementedError
+
+    @property
+    def open(self) -> CMLCluster | None:
+        """The cluster, if it runs, as far as this process knows."""
+        if not self.runs or self.cluster is None or self.cluster.status != Status.running:
+            return None
+        return self.cluster
+
+    def scale(self, cluster: CMLCluster, n: int, group: str) -> None:
+        self.ask(cluster.scale, n, worker_group=group)
+
+    def adapt(self, cluster: CMLCluster, minimum: int, maximum: int, group: str) -> None:
+        limits = {"minimum": minimum, "maximum": maximum, "worker_group": group}
+        self.ask(cluster.adapt, **limits, **_ADAPT)
+
+    def add_group(self, cluster: CMLCluster, name: str, n: int) -> None:
+        self.start(self._later(cluster.add_worker_group, name, n_workers=n))
+
+    def delete_group(self, cluster: CMLCluster, name: str) -> None:
+        self.start(self._later(cluster.delete_worker_group, name))
+
+    def remove(self, cluster: CMLCluster, i: int) -> None:
+        names = [*cluster.worker_spec]
+        if names:
+            self.start(self._later(cluster.scale_down, [names[i % len(names)]]))
+
+    async def _later(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        await function(*args, **options)
+
+
+class Notebook(Keeper):
+    """A kernel with a cluster, and a client."""
+
+    def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
+        super().__init__(world, name, crash)
+        self._cluster: CMLCluster | None = None
+        #: Whether it has seen a cluster run.
+        self.started = False
+        self.client: Client | None = None
+        self.futures: list[Any] = []
+
+    @property
+    def cluster(self) -> CMLCluster | None:
+        return self._cluster
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the cluster starts, runs, or closes."""
+        over = (Status.closed, Status.failed)
+        return self.runs and self._cluster is not None and self._cluster.status not in over
+
+    def create(self, **options: Any) -> None:
+        """Make a cluster, or connect to it."""
+        self.start(self._make(lambda: CMLCluster(**OPTIONS, **options, **_QUIET)))
+
+    def connect(self) -> None:
+        self.start(self._make(lambda: CMLCluster.from_name(NAME, **_QUIET)))
+
+    async def _make(self, make: Callable[[], CMLCluster]) -> None:
+        self._cluster = make()
+        await self._cluster
+        self.started = True
+        self.client = await Client(self._cluster, asynchronous=True)
+
+    def submit(self, cluster: CMLCluster, n: int, seconds: float) -> None:
+        if self.client is not None and self.client.status == "running":
+            self.futures += self.process.call(self.client.map, _work, [seconds] * n, pure=False)
+
+    def forget(self, cluster: CMLCluster) -> None:
+        self.process.call(self.futures.clear)
+
+    def retire(self, cluster: CMLCluster, i: int) -> None:
+        workers = [*cluster.scheduler_info["workers"]]
+        if workers and self.client is not None:
+            chosen = [workers[i % len(workers)]]
+            self.start(self._later(self.client.retire_workers, workers=chosen, close_workers=True))
+
+    def leave(self, cluster: CMLCluster) -> asyncio.Task[Any]:
+        return self.start(self._end(cluster.leave))
+
+    def close(self, cluster: CMLCluster) -> asyncio.Task[Any]:
+        return self.start(self._end(cluster.close))
+
+    async def _end(self, end: Callable[[], Any]) -> None:
+        client, self.client = self.client, None
+        if client is not None:
+            await client.close(timeout=1)
+        await end()
+
+
+_QUIET = {"asynchronous": True, "quiet": True, "silence_logs": False}
+
+
+def _work(seconds: float) -> int:
+    time.sleep(seconds)
+    return 1
+
+
+class Page(Keeper):
+    """The page of all clusters, which observes them."""
+
+    def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
+        super().__init__(world, name, crash)
+        self.observers = self.process.call(Observers)
+        self.process.call(self.observers.start)
+
+    @property
+    def cluster(self) -> CMLCluster | None:
+        found = [each.cluster for each in self.observers.observed.values() if each.record.name == NAME]
+        return found[0] if found else None
+
+    def close(self) -> asyncio.Task[Any]:
+        return self.start(self.observers.close())
+
+
+class Command(Actor):
+    """A command of ``dask cml``, which ends by itself, or by Ctrl-C."""
+
+    #: The clusters that ``dask cml prune`` names instead of deleting them, and why.
+    passed_over: Mapping[str, str] = MappingProxyType({})
+
+    def begin(self, what: str, *arguments: Any) -> asyncio.Task[Any]:
+        return self.start(getattr(self, f"_{what.replace(' ', '_')}")(*arguments))
+
+    async def _scale(self, n: int, group: str) -> None:
+        await _program_of(change.scale)(NAME, n, group, 120.0)
+
+    async def _adapt(self, minimum: int, maximum: int, group: str) -> None:
+        adapting = asyncio.ensure_future(change._adapt(NAME, minimum, maximum, group))
+        await asyncio.wait([adapting], timeout=5.0)
+        adapting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await adapting
+
+    async def _add(self, name: str, n: int) -> None:
+        await _program_of(group.add)(NAME, name, 120.0, n_workers=n)
+
+    async def _delete_group(self, name: str) -> None:
+        await _program_of(group.delete)(NAME, name)
+
+    async def _delete(self) -> None:
+        removed = {record.name: record for record in store.records(removed=True)}
+        results = await operations.end_all([removed.get(NAME) or store.read(NAME)])
+        for error in filter(None, results.values()):
+            raise error
+
+    async def _prune(self) -> None:
+        results, passed_over = await operations.prune()
+        for error in filter(None, results.values()):
+            raise error
+        self.passed_over = passed_over
+
+    async def _list(self) -> None:
+        await operations.describe(store.records())
+
+
+def _program_of(command: click.Command) -> Callable[..., Coroutine[Any, Any, None]]:
+    """Return the coroutine function of a command, without its loop."""
+    program: Callable[..., Coroutine[Any, Any, None]] = command.callback.__wrapped__  # type: ignore[union-attr]
+    return program

@@ -1,0 +1,464 @@
+"""Plays a schedule, and checks what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from distributed.core import Status
+from simulated.faults import CALM
+from simulated.session import SimulatedSession
+from simulated.world import World
+
+from dask_cml.errors import NoSuchCluster
+from dask_cml.records import store
+from dask_cml.records.record import Record
+
+from .actors import Actor, Command, Keeper, Notebook, Page
+from .log import CapturedLog
+from .schedule import NAME, WEATHERS, Schedule
+
+#: Seconds for what must come true, by the clock of the episode. The longest patience is that of orphans, and
+#: of a scheduler that waits for its first manager.
+PATIENCE = 250.0
+
+
+@dataclass
+class Outcome:
+    """What an episode has shown.
+
+    Parameters
+    ----------
+    violations : list of str
+        What must not be.
+    converged : float or None
+        Seconds from the last wish until it was true.
+    leaked : float
+        Seconds that sessions ran on, of all of them, which were not wanted any more.
+    story : list of str
+        What was done, and what was logged.
+    """
+
+    violations: list[str] = field(default_factory=list)
+    converged: float | None = None
+    leaked: float = 0.0
+    story: list[str] = field(default_factory=list)
+
+
+class Episode:
+    """One cluster's life among its users, as its schedule has it.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        What happens.
+    world : World
+        Where it happens.
+    """
+
+    def __init__(self, schedule: Schedule, world: World) -> None:
+        self.schedule, self.world, self.platform = schedule, world, world.platform
+        self.actors: dict[str, Actor] = {}
+        self.commands = 0
+        self.outcome = Outcome()
+        self.log = CapturedLog(self.outcome.story)
+        #: Why the cluster may have ended.
+        self.ends: list[str] = []
+
+    async def play(self) -> Outcome:
+        """Play it all."""
+        with self.log.captured():
+            # From the session of the notebook A, by a process of its own.
+            [others] = Actor(self.world, "A").process.call(self._launch_others)
+            self.others = others["id"]
+            self.world.luck.weather = WEATHERS[self.schedule.weather]
+            for step in self.schedule.steps:
+                await asyncio.sleep(step.after)
+                self.note(f"{step.who}: {step.what}{step.arguments or ''}")
+                self.do(step.who, step.what, step.arguments)
+            await self._end()
+        return self.outcome
+
+    def _launch_others(self) -> Any:
+        luck, self.platform.luck = self.platform.luck, None
+        try:
+            return self.platform.launch_workers(1, cpu=1, memory=1, code="another's work")
+        finally:
+            self.platform.luck = luck
+
+    def note(self, what: str) -> None:
+        self.outcome.story.append(f"{time.monotonic() - 1000:7.2f} {what}")
+
+    def violate(self, what: str) -> None:
+        self.note(f"VIOLATION: {what}")
+        self.outcome.violations.append(what)
+        record = self.record()
+        for each in self.platform.all.values():
+            recorded = record.sessions.get(each.id) if record is not None else None
+            self.note(f"    session {each.id} {each.key} {each.status}, recorded as {recorded}")
+
+    # -- the steps
+
+    def actor(self, name: str) -> Any:
+        """Return an actor. A process that is dead is followed by another one."""
+        known = self.actors.get(name)
+        if known is not None and known.runs:
+            return known
+        crash = self.schedule.crashes.get(name) if known is None else None
+        kind = Page if name == "page" else Command if name.startswith("command") else Notebook
+        self.actors[name] = kind(self.world, name, crash)
+        return self.actors[name]
+
+    def do(self, who: str, what: str, arguments: tuple[Any, ...]) -> None:
+        """Do a step, unless there is nobody to do it."""
+        name = what.replace(" ", "_")
+        if who == "world":
+            getattr(self, f"_{name}")(*arguments)
+        elif who.startswith("command"):
+            if what == "run delete":
+                self.ends.append("deleted")
+            self.actor(who).begin(what.removeprefix("run "), *arguments)
+        elif what == "create":
+            self.actor(who).create(**self.schedule.options)
+        elif what == "reopen":
+            if self.idle(who):
+                self.actor(who).create(**self.schedule.options, create_mode="create-or-connect")
+        elif what == "connect":
+            if self.idle(who):
+                self.actor(who).connect()
+        elif what == "open page":
+            self.actor(who)
+        elif what == "close page":
+            if (page := self.actors.get(who)) is not None and page.runs:
+                page.close()
+                page.process.on_end.append(lambda: None)
+        else:
+            keeper = self.actors.get(who)
+            if isinstance(keeper, Keeper) and keeper.open is not None:
+                if what == "close":
+                    self.ends.append("closed")
+                getattr(keeper, name)(keeper.open, *arguments)
+
+    def idle(self, who: str) -> bool:
+        """Whether somebody has no cluster."""
+        actor = self.actors.get(who)
+        if actor is None or not actor.runs:
+            return True
+        return isinstance(actor, Notebook) and (
+            actor.cluster is not None and actor.cluster.status in (Status.closed, Status.failed)
+        )
+
+    def _kill(self, who: str) -> None:
+        if who in self.actors:
+            self.actors[who].kill()
+
+    def _end_session(self, who: str) -> None:
+        if who in self.actors:
+            self.actors[who].kill()
+            self.ends.append("its user's session has ended")
+            others = self.platform.all[self.others]
+            master, others.master = others.master, ""
+            self.platform.end_session(self.actors[who].session)
+            others.master = master
+
+    def sessions(self, role: str) -> list[SimulatedSession]:
+        """Return the live sessions of workers, or of the scheduler, the oldest first."""
+        found = [each for each in self.platform.live_sessions if each.id != self.others]
+        found = [each for each in found if not self._is_beyond_reach(each)]
+        return [each for each in found if (each.key == "scheduler") == (role == "scheduler")]
+
+    def _evict(self, i: int) -> None:
+        if workers := self.sessions("worker"):
+            self.platform.evict(workers[i % len(workers)].id)
+
+    def _evict_all(self) -> None:
+        for each in self.sessions("worker"):
+            self.platform.evict(each.id)
+
+    def _freeze(self, i: int) -> None:
+        running = [each for each in self.sessions("worker") if each.id in self.world.sessions.processes]
+        if running:
+            self.world.sessions.freeze(running[i % len(running)].id)
+
+    def _evict_scheduler(self) -> None:
+        self.ends.append("the scheduler was evicted")
+        for each in self.sessions("scheduler"):
+            self.platform.evict(each.id)
+
+    def _freeze_scheduler(self) -> None:
+        self.ends.append("the scheduler's node has failed")
+        for each in self.sessions("scheduler"):
+            if each.id in self.world.sessions.processes:
+                self.world.sessions.freeze(each.id)
+
+    def _weather(self, name: str) -> None:
+        self.world.luck.weather = WEATHERS[name]
+
+    def _quota(self, sessions: int | None, waits: bool) -> None:
+        # One more for the work of others.
+        self.platform.configure(
+            None if sessions is None else {"sessions": sessions + 1}, waits_for_room=waits
+        )
+
+    def _stale(self, seconds: float) -> None:
+        self.world.files.stale = True
+        self.world.loop.call_later(seconds, setattr, self.world.files, "stale", False)
+
+    def heal(self) -> None:
+        """Nothing goes wrong any more."""
+        self.note("all faults stop")
+        self.world.luck.weather = CALM
+        self.platform.configure(None)
+        self.platform.heal()
+        self.world.files.stale = False
+
+    # -- the end
+
+    async def _end(self) -> None:
+        self.heal()
+        ending = self.schedule.ending
+        if ending == "settle":
+            await self._settle()
+            ending = "close"
+        self.over = time.time()
+        if ending == "abandon":
+            await self._abandon()
+        elif self._is_dead():
+            await self._prune()
+        elif ending == "close" and (keeper := self._keeper()) is not None and isinstance(keeper, Notebook):
+            self.note(f"{keeper.name}: close")
+            await self._until_done(keeper.close(keeper.open), "close()")
+            if not self.schedule.options["shutdown_on_close"]:  # it was left by its creator
+                await self._run("delete", again=True)
+        else:
+            await self._run("delete", again=True)
+        await self._check_the_end()
+
+    def _keeper(self) -> Keeper | None:
+        keepers = [
+            each for each in self.actors.values() if isinstance(each, Keeper) and each.open is not None
+        ]
+        return keepers[0] if keepers else None
+
+    async def _run(self, what: str, *arguments: Any, again: bool = False) -> Command:
+        """Run a command, perhaps again until it gives no error or the cluster does not exist."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            self.commands += 1
+            self.note(f"run {what}{arguments or ''}")
+            command: Command = self.actor(f"command last{self.commands}")
+            await self._until_done(command.begin(what, *arguments), f"dask cml {what}")
+            for error in command.errors:
+                self.note(f"    {error}")
+            if (
+                not again
+                or not command.errors
+                or self.record() is None
+                or self._is_dead()
+                or time.monotonic() > deadline
+            ):
+                return command
+            await asyncio.sleep(5.0)
+
+    async def _until_done(self, task: asyncio.Task[Any], what: str) -> None:
+        done, _ = await asyncio.wait([task], timeout=PATIENCE)
+        if not done:
+            self.violate(f"{what} hangs")
+        elif not task.cancelled() and task.exception() is not None:
+            self.violate(f"{what} raised {task.exception()!r}")
+
+    async def _until(self, condition: Any, seconds: float = PATIENCE) -> bool:
+        deadline = time.monotonic() + seconds
+        while not await asyncio.to_thread(condition):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.25)
+        return True
+
+    # -- the last wish comes true
+
+    async def _settle(self) -> None:
+        for actor in self.actors.values():
+            for each in actor.under_way:
+                await self._until_done(each, f"what {actor.name} does")
+        await asyncio.sleep(2.0)  # until the scheduler has written the groups that were added
+        began = time.monotonic()
+        record = self.record()
+        if record is None:
+            return
+        wanted = {group: self.schedule.last.get(group, 1) for group in ("default", *record.groups)}
+        keeper = self._keeper()
+        self.note(f"last wish, by {keeper.name if keeper else 'a command'}: {wanted}")
+        for group, n in wanted.items():
+            if keeper is not None and keeper.open is not None:
+                keeper.scale(keeper.open, n, group)
+            else:
+                await self._run("scale", n, group, again=True)
+        wrong: list[str] = []
+
+        def is_true() -> bool:
+            wrong[:] = self._differs(wanted)
+            return not wrong or self.record() is None or self._is_dead()
+
+        if not await self._until(is_true):
+            self.violate(f"the last wish {wanted} is not what runs: {'; '.join(wrong)}")
+        elif self.record() is None or self._is_dead():
+            self._check_ended()
+        else:
+            self.outcome.converged = time.monotonic() - began
+            self.note(f"the last wish is true after {self.outcome.converged:.1f} s")
+
+    def record(self) -> Record | None:
+        with contextlib.suppress(NoSuchCluster):
+            return store.read(NAME)
+        return None
+
+    def _differs(self, wanted: dict[str, int]) -> list[str]:
+        """Return how what runs differs from what is wanted."""
+        record = self.record()
+        if record is None:
+            return ["no record"]
+        if self._kept_workers():
+            targets = {group: each["target"] for group, each in record.scheduler.groups.items()}
+            wanted = {group: max(n, targets.get(group, n)) for group, n in wanted.items()}
+        found: list[str] = []
+        live = {each.id: each.key for each in self.sessions("worker") if not each.stop_requested}
+        by_group = dict.fromkeys(wanted, 0)
+        for key in live.values():
+            group = "default" if key.count("-") == 1 else key.split("-")[1]
+            by_group[group] = by_group.get(group, 0) + 1
+        if +Counter(by_group) != +Counter(wanted):
+            found.append(f"sessions {sorted(live.values())}")
+        if recorded := {key for key in record.sessions.values() if key != "scheduler"} ^ {*live.values()}:
+            found.append(f"the record differs in {sorted(recorded)}")
+        schedulers = [
+            program for each in self.sessions("scheduler") for program in self.world.sessions.program(each.id)
+        ]
+        if len(schedulers) != 1:
+            return [*found, f"{len(schedulers)} schedulers"]
+        connected = {str(worker.name) for worker in schedulers[0].workers.values()}
+        expected = {worker for key in live.values() for worker in self._dask_names(record, key)}
+        if connected != expected:
+            found.append(f"Dask workers {sorted(connected)}")
+        for actor in self.actors.values():
+            if isinstance(actor, Keeper) and (cluster := actor.open) is not None:
+                known = {name: group.n_arrived for name, group in cluster.worker_groups.items()}
+                # A group may be deleted instead of empty.
+                if +Counter(known) != +Counter(wanted):
+                    found.append(f"{actor.name} knows of {known}")
+        return found
+
+    def _kept_workers(self) -> bool:
+        """Whether workers were kept because no other one could take their data."""
+        clusters = (each.cluster for each in self.actors.values() if isinstance(each, Keeper))
+        lines = [line for each in clusters if each is not None for _, line in each._cluster_manager_logs]
+        return any("kept: no other worker can take its data" in each for each in (*lines, *self.log.lines))
+
+    def _dask_names(self, record: Record, key: str) -> list[str]:
+        group = "default" if key.count("-") == 1 else key.split("-")[1]
+        options = {**record.options, **(record.groups.get(group) or {})}
+        n = options.get("processes") or 1
+        return [key] if n == 1 else [f"{key}-{i}" for i in range(n)]
+
+    def _check_ended(self) -> None:
+        """A cluster that runs is ended by a word of its user only, never by an error."""
+        notebooks = [each for each in self.actors.values() if isinstance(each, Notebook)]
+        if not any(each.started for each in notebooks):
+            return
+        fates = [
+            each for each in self.platform.all.values() if each.key == "scheduler" and each.status == "failed"
+        ]
+        if not self.ends and not fates and not any(not each.runs for each in self.actors.values()):
+            self.violate("the cluster has ended, and nobody wanted it")
+
+    # -- nobody comes back
+
+    async def _abandon(self) -> None:
+        self.note("all managers die")
+        for actor in self.actors.values():
+            actor.kill()
+        if not self.schedule.options.get("shutdown_on_close", True):
+            await self._run("delete", again=True)
+        # Orphans end themselves.
+        await self._until(lambda: not self._left_running())
+        await self._prune()
+
+    async def _prune(self) -> None:
+        await asyncio.sleep(130.0)  # after the scheduler's last sign of life
+        command = await self._run("prune")
+        if command.passed_over:
+            self.note(f"    passed over: {command.passed_over}")
+            await self._run("delete")
+
+    def _is_dead(self) -> bool:
+        """Whether the cluster has no scheduler, and no notebook that starts or ends it."""
+        return not self.sessions("scheduler") and not any(
+            isinstance(each, Notebook) and each.is_busy for each in self.actors.values()
+        )
+
+    def _left_running(self) -> list[str]:
+        left = [*self.sessions("scheduler"), *self.sessions("worker")]
+        return [f"{each.key} ({each.id})" for each in left]
+
+    # -- what must be
+
+    async def _check_the_end(self) -> None:
+        await self._until(lambda: not self._left_running(), 200.0)
+        if left := self._left_running():
+            self.violate(f"these sessions are left: {left}")
+        others = self.platform.all[self.others]
+        if others.stop_requested or not others.live:
+            self.violate("the work of others was stopped")
+        if () in self.platform.arguments("stop_workers"):
+            self.violate("an empty call stops every session of the user's")
+        if self.world.sessions.doubles:
+            self.violate(f"two sessions ran workers of one name: {self.world.sessions.doubles}")
+        await self._leave_all()
+        if any(each.startswith(".") for each in self.world.clusters):
+            with mock.patch.object(store, "_LEFTOVER_AGE", -1.0):  # much later
+                await self._run("prune")
+        if self.world.clusters:
+            self.violate(f"these folders are left: {self.world.clusters}")
+        for what in self.log.tracebacks:
+            self.violate(f"a traceback: {what}")
+        self.outcome.leaked = sum(self._leaked(each) for each in self.platform.all.values())
+
+    def _is_beyond_reach(self, session: SimulatedSession) -> bool:
+        """Whether nobody but the platform can know of a session.
+
+        Its launch was refused or its program never ran, and its launcher died before it could record or stop
+        it. The platform ends it with the launcher's session.
+        """
+        if session.stop_requested or session.id in self.world.sessions.processes:
+            return False
+        record = self.record()
+        recorded = record is not None and session.id in record.sessions
+        dead = {each.env["CDSW_ENGINE_ID"] for each in self.world.processes if each.state == "dead"}
+        return session.master in dead and not recorded
+
+    def _leaked(self, session: SimulatedSession) -> float:
+        if session.id == self.others:
+            return 0.0
+        end = time.time() if session.finished_at is None else session.finished_at.timestamp()
+        return max(0.0, end - max(self.over, session.created_at.timestamp()))
+
+    async def _leave_all(self) -> None:
+        """Let all who are left close what they have, after which nothing of theirs goes on."""
+        for actor in self.actors.values():
+            if not actor.runs:
+                continue
+            if isinstance(actor, Page):
+                await self._until_done(actor.close(), "the page's close()")
+            elif isinstance(actor, Notebook) and actor.cluster is not None:
+                await self._until_done(actor.close(actor.cluster), f"{actor.name}'s close()")
+            over = await self._until(lambda actor=actor: not self._tasks(actor), 60.0)
+            if not over:
+                self.violate(f"tasks of {actor.name} are left: {self._tasks(actor)}")
+
+    def _tasks(self, actor: Actor) -> list[str]:
+        return [text for each in actor.process.tasks if "dask_cml" in (text := str(each.get_coro()))]

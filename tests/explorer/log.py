@@ -1,0 +1,58 @@
+"""What is logged in an episode."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import traceback
+from collections.abc import Iterator
+
+from simulated.faults import UnexpectedError
+from simulated.process import Killed, current
+
+_EXPECTED = (Killed, UnexpectedError)
+
+
+class CapturedLog(logging.Handler):
+    """Collects log lines, and the tracebacks that dask-cml has to answer for.
+
+    Parameters
+    ----------
+    story : list of str
+        Gets the lines.
+    """
+
+    def __init__(self, story: list[str]) -> None:
+        super().__init__(logging.INFO)
+        self.tracebacks: list[str] = []
+        self.lines: list[str] = []
+        self._story = story
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        root, ours = logging.getLogger(), logging.getLogger("dask_cml")
+        level = ours.level
+        root.addHandler(self)
+        logging.getLogger("distributed").addHandler(self)
+        ours.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            ours.setLevel(level)
+            root.removeHandler(self)
+            logging.getLogger("distributed").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        process, text = current(), record.getMessage()
+        ours = "dask_cml" in record.name
+        self.lines.append(text)
+        if ours or record.levelno >= logging.WARNING:
+            who = process.name if process is not None else "-"
+            self._story.append(f"{time.monotonic() - 1000:7.2f}     {who}: {record.levelname} {text}")
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or isinstance(error, _EXPECTED):
+            return
+        trace = "".join(traceback.format_exception(error))
+        if ours or "/dask_cml/" in trace:
+            self.tracebacks.append(f"{text}\n{trace}")

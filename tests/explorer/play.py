@@ -1,0 +1,58 @@
+"""Plays the episode of a seed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+from simulated.faults import Luck
+from simulated.world import World, world
+
+from .episode import Episode, Outcome
+from .schedule import schedule_of
+
+
+def play(seed: int) -> Outcome:
+    """Play the episode of a seed. What it raises is a violation, too."""
+    schedule = schedule_of(seed)
+    outcomes = [Outcome()]
+
+    async def main(it: World) -> None:
+        episode = Episode(schedule, it)
+        outcomes.append(episode.outcome)
+        await episode.play()
+
+    with tempfile.TemporaryDirectory(prefix="episode-", ignore_cleanup_errors=True) as directory:
+        state = Path(directory) / "state"
+        state.mkdir(mode=0o700)
+        try:
+            with (
+                contextlib.redirect_stdout(io.StringIO()),  # of commands
+                world(state, luck=Luck(seed), named=schedule.named) as run,
+            ):
+                run(main)
+        except Exception as error:
+            outcomes[-1].violations.append("".join(traceback.format_exception(error)))
+    outcome = outcomes[-1]
+    outcome.story.insert(0, str(schedule))
+    return outcome
+
+
+def quiet() -> None:
+    """Do not print what Dask logs, most of which is about what breaks in an episode."""
+    logging.lastResort = None
+    logger = logging.getLogger("distributed")
+    logger.handlers.clear()
+    logger.propagate = False
+
+
+def play_quietly(seed: int) -> tuple[int, Outcome]:
+    """Return a seed and its outcome."""
+    with warnings.catch_warnings():  # of coroutines that a dead process never awaited
+        warnings.simplefilter("ignore")
+        return seed, play(seed)

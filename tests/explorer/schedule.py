@@ -1,0 +1,222 @@
+"""What happens in an episode: all of it follows from the seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulated.faults import CALM, FATES, OUTAGE, ROUGH, STORM, Weather
+
+NAME = "mine"
+#: How an episode ends: the last wish comes true; all managers die; somebody closes or deletes the cluster.
+ENDINGS = {"settle": 6, "abandon": 3, "close": 2, "delete": 2}
+WEATHERS = {"calm": CALM, "rough": ROUGH, "storm": STORM, "outage": OUTAGE, "fates": Weather(fates=FATES)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that is done, some seconds after the step before it."""
+
+    after: float
+    who: str
+    what: str
+    arguments: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return f"+{self.after:.2f} s  {self.who}: {self.what}{self.arguments or ''}"
+
+
+@dataclass(frozen=True)
+class Crash:
+    """The end of a process, right after so many calls of the platform or changes of files."""
+
+    what: str
+    after: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All that an episode does.
+
+    Parameters
+    ----------
+    seed : object
+        Decides what the platform does.
+    options : mapping
+        The arguments of the cluster.
+    steps : tuple of Step
+        What is done, in its order.
+    crashes : mapping of str to Crash
+        When processes end, by their names.
+    weather : str
+        What goes wrong on the platform at first.
+    named : bool
+        Whether sessions have names on the platform.
+    ending : str
+        How it ends.
+    last : mapping of str to int
+        The last wish, by worker group.
+    """
+
+    seed: object
+    options: Mapping[str, Any]
+    steps: tuple[Step, ...]
+    crashes: Mapping[str, Crash] = field(default_factory=dict)
+    weather: str = "calm"
+    named: bool = True
+    ending: str = "settle"
+    last: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        lines = [f"seed {self.seed}, {self.weather}, {'named' if self.named else 'no names'}", options]
+        lines += map(str, self.steps)
+        lines += [f"{who} dies after {crash.what} {crash.after}" for who, crash in self.crashes.items()]
+        return "\n".join([*lines, f"ends with {self.ending}, last wish {dict(self.last)}"])
+
+
+def schedule_of(seed: int) -> Schedule:
+    """Return the schedule of a seed."""
+    return _Writer(random.Random(f"schedule {seed}")).write(seed)
+
+
+class _Writer:
+    """Writes a schedule.
+
+    Parameters
+    ----------
+    chance : random.Random
+        Decides.
+    """
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.crashes: dict[str, Crash] = {}
+        self.commands = 0
+
+    def write(self, seed: object) -> Schedule:
+        chance = self.chance
+        processes = chance.choice([1, 1, 2])
+        options: dict[str, Any] = {
+            "n_workers": chance.randrange(4),
+            "cpu": processes,
+            "processes": processes,
+            "shutdown_on_close": chance.random() < 0.8,
+        }
+        self.groups = ["default"]
+        if chance.random() < 0.4:
+            self.groups.append("big")
+            options["worker_groups"] = {
+                "big": {"n_workers": chance.randrange(3), "cpu": 3 - processes, "processes": 3 - processes}
+            }
+        if chance.random() < 0.35:
+            self.crash("A", 0.5)
+        steps = [Step(0.0, "A", "create")]
+        for _ in range(chance.randint(3, 12)):
+            [step] = chance.choices([*_STEPS], [*_STEPS.values()])
+            steps.append(self.step(step))
+        [ending] = chance.choices([*ENDINGS], [*ENDINGS.values()])
+        return Schedule(
+            seed=seed,
+            options=options,
+            steps=tuple(steps),
+            crashes=self.crashes,
+            weather=chance.choice(["calm", "calm", "fates", "rough", "storm"]),
+            named=chance.random() < 0.8,
+            ending=ending,
+            last={group: chance.randrange(4) for group in ("default", "big")},
+        )
+
+    def crash(self, who: str, share_of_writes: float = 0.3) -> None:
+        what = "write" if self.chance.random() < share_of_writes else "call"
+        # Most of what a process does first is what it does most rarely.
+        most = self.chance.choice([4, 12, 40])
+        self.crashes[who] = Crash(what, self.chance.randint(1, most))
+
+    def step(self, what: str) -> Step:
+        chance = self.chance
+        after = chance.choice(
+            [0.0, 0.0, chance.uniform(0.0, 0.5), chance.uniform(0.0, 4.0), chance.uniform(0, 20)]
+        )
+        who, name, arguments = _ACTORS.get(what, "world"), what, ()
+        if who == "manager":
+            who = chance.choice(["A", "A", "B", "page"])
+        elif who == "command":
+            self.commands += 1
+            who = f"command {self.commands}"
+            if chance.random() < 0.3:
+                self.crash(who)
+        elif who == "A or B":
+            who = chance.choice("AB")
+        return Step(after, who, name, (*arguments, *self.arguments(what)))
+
+    def arguments(self, what: str) -> tuple[Any, ...]:
+        chance = self.chance
+        group = chance.choice(self.groups)
+        if what in ("scale", "run scale"):
+            return chance.choice([0, chance.randrange(5), chance.randrange(5)]), group
+        if what in ("adapt", "run adapt"):
+            minimum = chance.randrange(3)
+            return minimum, minimum + chance.randrange(3), group
+        if what in ("add_group", "run add"):
+            self.groups.append("late")
+            return "late", chance.randrange(3)
+        if what in ("delete_group", "run delete group"):
+            return (chance.choice(self.groups),)
+        if what == "submit":
+            return chance.randint(1, 8), chance.choice([0.0, 0.0, 1.0])
+        if what in ("evict", "freeze", "remove", "retire"):
+            return (chance.randrange(8),)
+        if what == "weather":
+            return (chance.choice([*WEATHERS]),)
+        if what == "quota":
+            return chance.choice([None, 1, 2, 3, 4, 5]), chance.random() < 0.5
+        if what == "stale":
+            return (chance.choice([0.5, 3.0, 10.0]),)
+        if what in ("kill", "end session"):
+            return (chance.choice(["A", "A", "B", "page"]),)
+        return ()
+
+
+#: What may happen, and how often.
+_STEPS = {
+    "scale": 10,
+    "run scale": 5,
+    "adapt": 3,
+    "run adapt": 2,
+    "add_group": 1,
+    "run add": 1,
+    "delete_group": 1,
+    "run delete group": 1,
+    "submit": 3,
+    "forget": 1,
+    "remove": 1,
+    "retire": 1,
+    "connect": 4,
+    "leave": 1,
+    "close": 0.4,
+    "open page": 2,
+    "close page": 1,
+    "run delete": 0.4,
+    "run prune": 0.7,
+    "run list": 0.7,
+    "evict": 3,
+    "evict all": 1,
+    "freeze": 1,
+    "evict scheduler": 0.4,
+    "freeze scheduler": 0.2,
+    "weather": 3,
+    "quota": 1.5,
+    "stale": 0.5,
+    "kill": 2,
+    "end session": 0.5,
+}
+_ACTORS = {
+    **dict.fromkeys(("scale", "adapt", "add_group", "delete_group", "remove"), "manager"),
+    **dict.fromkeys(("submit", "forget", "retire", "close"), "A or B"),
+    **dict.fromkeys(("connect", "leave"), "B"),
+    **dict.fromkeys(("open page", "close page"), "page"),
+    **dict.fromkeys([each for each in _STEPS if each.startswith("run ")], "command"),
+}

@@ -1,0 +1,1 @@
+"""One simulated platform, without processes, for tests and benchmarks."""

@@ -1,0 +1,52 @@
+"""Runs a test in a simulated world."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .world import World, world
+
+#: Seconds by the clock of the world.
+_PATIENCE = 300.0
+
+
+def simulated(test: Callable[..., Any]) -> Callable[..., None]:
+    """Make a test of a coroutine function: the code of a notebook in the world ``it``, its argument."""
+
+    def run_test(tmp_path: Path, **arguments: Any) -> None:
+        state = tmp_path / "state"
+        state.mkdir(mode=0o700)
+
+        async def play(it: World) -> None:
+            await it.process("notebook", {"CDSW_ENGINE_ID": "notebook12345678"}).start(
+                test(it=it, **arguments)
+            )
+
+        with world(state) as run:
+            run(play)
+
+    wanted = [each for each in inspect.signature(test).parameters.values() if each.name != "it"]
+    directory = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run_test.__signature__ = inspect.Signature([directory, *wanted])  # type: ignore[attr-defined]
+    run_test.__name__, run_test.__doc__ = test.__name__, test.__doc__
+    run_test.__module__ = test.__module__
+    return run_test
+
+
+async def eventually(condition: Callable[[], Any], seconds: float = _PATIENCE) -> None:
+    """Wait until something is true.
+
+    Raises
+    ------
+    AssertionError
+        If it is not true in time.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        await asyncio.sleep(0.01)

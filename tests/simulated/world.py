@@ -1,0 +1,193 @@
+"""A world for dask-cml: one platform, one clock, and processes that can be killed at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from datetime import datetime, tzinfo
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import dask
+
+from dask_cml import heartbeat, observers, private_files, wrapper
+from dask_cml.manager import manager, startup
+from dask_cml.records import liveness, operations, record, removal, session_files, store
+from dask_cml.scheduler import plugin, state_file
+from dask_cml.sessions import calls, owner, workers_api
+from dask_cml.sessions import session as sessions
+from dask_cml.sessions.plan import PATIENCE
+
+from .clock import Thread, VirtualLoop, virtual_time
+from .faults import Luck
+from .files import Files, ProcessTable
+from .platform import SimulatedPlatform
+from .process import SimulatedProcess, current, processes_in
+from .running import RunningSessions
+
+#: What looks often only costs time, and no test depends on it.
+_SETTINGS = {
+    "distributed.admin.tick.interval": "10s",
+    "distributed.admin.tick.limit": "1000s",
+    "distributed.admin.system-monitor.interval": "60s",
+    "distributed.admin.system-monitor.disk": False,
+    "distributed.admin.system-monitor.host-cpu": False,
+    "distributed.scheduler.allowed-failures": 1000,
+    "distributed.scheduler.work-stealing-interval": "2s",
+    "distributed.worker.profile.enabled": False,
+}
+
+
+class _Platform(SimulatedPlatform):
+    """The platform as processes see it: each has a session of its own, and may be killed in a call."""
+
+    def caller(self) -> str:
+        process = current()
+        return super().caller() if process is None else process.env.get("CDSW_ENGINE_ID", "")
+
+    def carried_out(self) -> None:
+        if (process := current()) is not None:
+            process.called()
+
+    def _call(self, function: str, arguments: Any, action: Any, key: str = "") -> Any:
+        process = current()
+        if process is None:
+            return super()._call(function, arguments, action, key)
+        process.check()
+        try:
+            return super()._call(function, arguments, action, key)
+        finally:
+            process.check()
+
+
+class World:
+    """What simulated processes share. Make it by :func:`world`."""
+
+    def __init__(self, loop: VirtualLoop, directory: Path, luck: Luck, named: bool = True) -> None:
+        self.loop, self.directory, self.luck = loop, directory, luck
+        self.processes: list[SimulatedProcess] = []
+        self.files = Files(loop)
+        self.platform = _Platform(named=named, luck=luck)
+        self.sessions = RunningSessions(self.platform, self.process, luck)
+        self.platform.runner = self.sessions
+
+    def process(self, name: str, env: Mapping[str, str] | None = None) -> SimulatedProcess:
+        """Make a process."""
+        process = SimulatedProcess(name, self.loop, env)
+        self.processes.append(process)
+        return process
+
+    @property
+    def clusters(self) -> list[str]:
+        """The names of the folders of clusters, also of what removed them in part."""
+        return sorted(each.name for each in self.directory.iterdir())
+
+
+@contextlib.contextmanager
+def world(directory: Path, *, luck: Luck | None = None, named: bool = True) -> Iterator[Callable[..., Any]]:
+    """Yield a function that runs a coroutine function with a world.
+
+    Parameters
+    ----------
+    directory : Path
+        The state directory.
+    luck : Luck, optional
+        What goes wrong. Default: nothing that is not planned.
+    named : bool
+        Whether sessions have names on the platform.
+    """
+    folders = {"cml.state-directory": str(directory), "temporary-directory": f"{directory}.tmp"}
+    with virtual_time() as loop, dask.config.set({**_SETTINGS, **folders}):
+        made: list[World] = []
+
+        def run(play: Callable[[World], Coroutine[Any, Any, Any]]) -> Any:
+            async def main() -> Any:
+                it = World(loop, directory, luck or Luck(0), named)
+                made.append(it)
+                with _patched(it):
+                    try:
+                        return await play(it)
+                    finally:
+                        await _end(it)
+
+            with processes_in(loop):
+                return loop.run_until_complete(main())
+
+        try:
+            yield run
+        finally:
+            loop.close()
+            for each in made:
+                for process in each.processes:
+                    process.forget()
+
+
+async def _end(it: World) -> None:
+    it.platform.heal()
+    await it.sessions.close()
+    for process in it.processes:
+        process.kill()
+    await asyncio.sleep(1.0)
+
+
+def _patched(it: World) -> contextlib.ExitStack:
+    """Let the package see this world where it would see the machine."""
+    files, table = it.files, ProcessTable(it.processes)
+    patches: list[tuple[Any, str, Any]] = [
+        *((module, "os", files) for module in (owner, plugin, private_files, removal, session_files)),
+        *((module, "os", files) for module in (state_file, store, wrapper)),
+        *((module, "shutil", files.shutil) for module in (removal, store)),
+        (heartbeat, "tempfile", files.tempfile),
+        (record, "psutil", table),
+        *((module, "load_platform", lambda _: it.platform) for module in (manager, operations, liveness)),
+        (calls, "threading", _with(threading, Thread=Thread)),
+        (plugin, "threading", _with(threading, Timer=_Timer)),
+        (plugin, "setting", lambda _: float(files.environ[PATIENCE])),
+        *((module, "wait", it.loop.wait) for module in (calls, workers_api)),
+        *((module, "datetime", _Datetime) for module in (operations, record, sessions)),
+        (manager, "end_at_exit", lambda each: _clusters().append(each)),
+        (manager, "no_longer_end_at_exit", lambda each: each in _clusters() and _clusters().remove(each)),
+        *((module, "unclosed", _clusters) for module in (startup, observers)),
+    ]
+    stack = contextlib.ExitStack()
+    for module, name, value in patches:
+        stack.enter_context(mock.patch.object(module, name, value))
+    return stack
+
+
+def _clusters() -> list[Any]:
+    process = current()
+    return [] if process is None else process.clusters
+
+
+def _with(module: Any, **changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(module), **changed})
+
+
+class _Datetime(datetime):
+    """The class, by the clock."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return datetime.fromtimestamp(time.time(), tz)
+
+
+class _Timer:
+    """A ``threading.Timer`` by the clock, whose function runs in the event loop."""
+
+    daemon = True
+
+    def __init__(self, interval: float, function: Callable[..., Any], args: Any = ()) -> None:
+        self._interval, self._function, self._args = interval, function, args
+
+    def start(self) -> None:
+        asyncio.get_running_loop().call_later(self._interval, self._call)
+
+    def _call(self) -> None:
+        with contextlib.suppress(BaseException):
+            self._function(*self._args)

@@ -1,0 +1,28 @@
+"""Random schedules of wishes, crashes and faults: in the end, what is wanted runs, and nothing else is left.
+
+Each episode has its seed, so a failure names how to repeat it: ``DASK_CML_SEED=<seed> DASK_CML_EPISODES=1``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+
+import pytest
+from explorer.play import play_quietly
+
+EPISODES = int(os.environ.get("DASK_CML_EPISODES", 6))
+# The same in all processes of a run, as each of them collects the tests.
+SEED = int(
+    os.environ.get("DASK_CML_SEED")
+    or random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(10**6)
+)
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + EPISODES))
+def test_an_episode_ends_well(seed):
+    outcome = play_quietly(seed)[1]
+    gc.collect()  # here, and not while another test compiles code, which Python 3.11 does not survive
+    print(f"DASK_CML_SEED={seed} DASK_CML_EPISODES=1", *outcome.story, sep="\n")
+    assert outcome.violations == []
