@@ -71,8 +71,7 @@ class Identity:
         Examples
         --------
         >>> worker = {"name": 7, "nthreads": 2, "memory_limit": 1e9}
-        >>> answer = {"id": "Scheduler-1", "services": {}, "workers": {"tcp://…": worker}}
-        >>> Identity.read(answer).workers[0].memory_limit
+        >>> Identity.read({"id": "Scheduler-1", "workers": {"tcp://…": worker}}).workers[0].memory_limit
         1000000000
         """
         content = _mapping("identity", answer)
