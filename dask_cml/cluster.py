@@ -157,8 +157,6 @@ class CMLCluster(SpecCluster):
         Logging level below which this process shows none of Dask's logs. Default ``logging.WARNING``.
     quiet : bool
         Whether to print no messages about the sessions. Default False.
-    **kwargs
-        No others: an unknown argument is refused with the name that it has here.
 
     Raises
     ------
@@ -371,8 +369,6 @@ class CMLCluster(SpecCluster):
             Minimum total number of threads. Default: none.
         worker_group : str
             The worker group. Default: the default group.
-        **kwargs
-            No others: an unknown argument is refused with the name that it has here.
 
         Raises
         ------
@@ -527,8 +523,6 @@ class CMLCluster(SpecCluster):
             Environment variables, in addition to the cluster's.
         launch_options : mapping, optional
             Additional parameters of CML's ``launch_workers``.
-        **kwargs
-            No others: an unknown argument is refused with the name that it has here.
 
         Raises
         ------
