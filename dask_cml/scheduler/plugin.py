@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from distributed.comm.core import Comm
 from distributed.comm.utils import get_tcp_server_addresses
@@ -34,7 +33,7 @@ from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.presence import Presence
-from dask_cml.scheduler.state_file import StateFile
+from dask_cml.scheduler.state_file import StateFile, unless_stale
 from dask_cml.scheduler.wanted import Wanted
 from dask_cml.tunnel import Tunnel
 
@@ -48,9 +47,6 @@ _LOOK_INTERVAL = 0.5
 _COLLECT = 0.1
 #: Seconds after which a scheduler that shuts down exits, even if its shutdown does not finish.
 _EXIT_WITHIN = 30.0
-#: Seconds for which a scheduler that starts waits for a file system whose handles are stale.
-_STALE_FOR = 30.0
-T = TypeVar("T")
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
@@ -82,7 +78,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to look for managers and clients."""
-        begin = await _unless_stale(self._file.begin)
+        begin = await unless_stale(self._file.begin)
         self._scheduler = scheduler
         self._record = begin["record"]
         self._presence = Presence(scheduler.clients, self._orphan_timeout)
@@ -99,7 +95,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
         }
-        await _unless_stale(lambda: self._file.write(self._state()))
+        await unless_stale(lambda: self._file.write(self._state()))
         self._periodic = [
             PeriodicCallback(each, _LOOK_INTERVAL * 1000)
             for each in (self._look, lambda: spread(scheduler), lambda: relieve(scheduler))
@@ -302,13 +298,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         for each in self._periodic:
             each.stop()
         logger.warning("Scheduler closed: %s", reason)
-        # Dask may fail to close, for example while it connects to a frozen worker.
-        timer = threading.Timer(_EXIT_WITHIN, os._exit, [1])
+        self._closing = asyncio.create_task(self._close_within(_EXIT_WITHIN, reason))
+
+    async def _close_within(self, seconds: float, reason: str) -> None:
+        """Close the scheduler. Dask may fail to, for example while it connects to a frozen worker."""
+        timer = threading.Timer(seconds, os._exit, [1])
         timer.daemon = True
         timer.start()
-        self._closing = asyncio.create_task(self._close_scheduler(reason, timer))
-
-    async def _close_scheduler(self, reason: str, timer: threading.Timer) -> None:
         await self._scheduler.close(reason=reason)
         timer.cancel()
 
@@ -387,15 +383,3 @@ async def dask_setup(scheduler: Scheduler) -> None:
 async def _close(scheduler: Scheduler) -> None:
     await scheduler  # it is starting
     await scheduler.close(reason="its preload module failed")
-
-
-async def _unless_stale(action: Callable[[], T]) -> T:
-    """Run a blocking action, again and again while the file system answers that a handle is stale."""
-    deadline = time.monotonic() + _STALE_FOR
-    while True:
-        try:
-            return await asyncio.to_thread(action)
-        except OSError as error:
-            if error.errno != errno.ESTALE or time.monotonic() > deadline:
-                raise
-        await asyncio.sleep(_LOOK_INTERVAL)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dask_cml.heartbeat import INTERVAL
 from dask_cml.layout import scheduler_file, wanted_file
@@ -25,6 +26,10 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 #: Seconds between two changes of the file, and for which the folder must be gone before the cluster is
 #: deleted.
 _REST, _GONE_FOR = 1.0, 30.0
+#: Seconds for which a scheduler that starts waits for a file system whose handles are stale.
+_STALE_FOR = 30.0
+
+T = TypeVar("T")
 
 
 class StateFile:
@@ -96,3 +101,15 @@ class StateFile:
 
     def _is_gone(self) -> bool:
         return self._gone_since is not None and time.monotonic() - self._gone_since > _GONE_FOR
+
+
+async def unless_stale(action: Callable[[], T]) -> T:
+    """Run a blocking action, again and again while the file system answers that a handle is stale."""
+    deadline = time.monotonic() + _STALE_FOR
+    while True:
+        try:
+            return await asyncio.to_thread(action)
+        except OSError as error:
+            if error.errno != errno.ESTALE or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_REST / 2)
