@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL, _STARTING_INTERVAL = 3.0, 0.1
 #: The share of the event loop's time that looks take at most, and the longest pause for it, in seconds.
-_SHARE, _LONGEST_PAUSE = 0.03, 1.0
+_SHARE, _LONGEST_PAUSE = 0.01, 1.0
 #: Seconds within which the platform usually stops sessions. Until then nothing is launched, to free quota.
 _STOPS_WITHIN = 5.0
 
