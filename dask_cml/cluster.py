@@ -378,7 +378,7 @@ class CMLCluster(SpecCluster):
         Examples
         --------
         >>> cluster.scale(2)
-        >>> cluster.scale(memory="4 GiB")
+        >>> cluster.scale(memory="3 GiB")
         """
         refuse_unexpected(self.scale, kwargs)
         self.manager.wishes.scale(

@@ -19,7 +19,7 @@ import dask
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
-from clusters import arrived, target, write_record
+from clusters import arrived, write_record
 
 from dask_cml import CMLCluster, cli
 from dask_cml.cli import console, show
@@ -182,24 +182,27 @@ def started(*arguments):
 
 
 @pytest.mark.slow
-def test_adapt_ends_when_another_manager_scales_and_by_ctrl_c(platform, until):
-    with CMLCluster(name="mine", quiet=True) as cluster:
-        with started("adapt", "mine", 1, 2) as process:
-            assert process.stdout.readline() == "Cluster mine adapts between 1 and 2 workers until Ctrl-C\n"
-            until(lambda: arrived(cluster) == 1)
-            cluster.scale(2)
-            assert process.wait(120) == 1
-            assert "another manager scales it" in process.stderr.read()
-        until(lambda: arrived(cluster) == target(cluster) == 2)
-        with started("adapt", "mine", 2, 2) as process:
-            assert process.stdout.readline()
-            process.send_signal(signal.SIGINT)
-            assert process.wait(120) == 0
-            assert process.stdout.read() == "Cluster mine keeps 2 workers and no longer adapts\n"
-            # Dask's Adaptive before 2024.11 also logs its end when it is collected.
-            errors = process.stderr.read().splitlines()
-            assert [line for line in errors if not line.endswith("INFO - Adaptive stop")] == []
-        assert len(live(platform)) == 3
+def test_adapt_returns_if_another_manager_does_it_and_ends_by_its_scaling_or_by_ctrl_c(platform, until):
+    cluster = CMLCluster(name="mine", quiet=True, shutdown_on_close=False)
+    assert run("adapt", "mine", 1, 2) == "Cluster mine adapts between 1 and 2 workers\n"
+    until(lambda: arrived(cluster) == 1)
+    cluster.leave()
+    with started("adapt", "mine", 1, 2) as process:
+        assert process.stdout.readline() == "Cluster mine adapts between 1 and 2 workers until Ctrl-C\n"
+        run("scale", "mine", 2)
+        assert process.wait(120) == 1
+        assert "another manager scales it" in process.stderr.read()
+    with started("adapt", "mine", 2, 2) as process:
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 0
+        assert process.stdout.read() == "Cluster mine keeps 2 workers and no longer adapts\n"
+        # Dask's Adaptive before 2024.11 also logs its end when it is collected.
+        errors = process.stderr.read().splitlines()
+        assert [line for line in errors if not line.endswith("INFO - Adaptive stop")] == []
+    assert len(live(platform)) == 3
+    run("delete", "mine")
+    until(lambda: live(platform) == [])
 
 
 def test_ctrl_c_in_create_says_what_was_stopped_and_leaves_nothing(platform, until):

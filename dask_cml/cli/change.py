@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shlex
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -100,15 +101,18 @@ async def _adapt(name: str, minimum: int, maximum: int, group: str) -> bool:
 @asynccontextmanager
 async def managing(name: str) -> AsyncIterator[Manager]:
     """Manage a cluster for the time of an ``async with`` block. The cluster runs on."""
+    from distributed.utils import silence_logging_cmgr
+
     from dask_cml.manager.manager import Manager
     from dask_cml.records import store
 
-    manager = Manager.adopt(store.read(name))
-    await manager.start()
-    try:
-        yield manager
-    finally:
-        await manager.close(shutdown=False)
+    with silence_logging_cmgr(logging.WARNING):
+        manager = Manager.adopt(store.read(name))
+        await manager.start()
+        try:
+            yield manager
+        finally:
+            await manager.close(shutdown=False)
 
 
 def here(manager: Manager, n: int, group: str) -> str:

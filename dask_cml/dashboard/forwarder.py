@@ -26,6 +26,9 @@ class DashboardForwarder:
 
     Examples
     --------
+    >>> import asyncio
+    >>> import functools
+    >>> from dask_cml.dashboard.connection import open_comm
     >>> async def link(open_comm):
     ...     async with DashboardForwarder(open_comm) as forwarder:
     ...         return forwarder.link
