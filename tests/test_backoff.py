@@ -9,6 +9,7 @@ from fleets import Cluster
 
 from dask_cml.manager import backoff as module
 from dask_cml.manager.backoff import Backoff, Backoffs
+from dask_cml.manager.causes import Cause, Loss
 
 
 @pytest.fixture
@@ -93,6 +94,55 @@ def test_a_connection_forgets_earlier_failures_only_after_a_while(backoff, clock
     backoff.settle(clock.now + 31)
     backoff.failed("it ended", 1)
     assert backoff.pause == 0
+
+
+# -- by the causes of losses
+
+
+def test_workers_that_connect_and_are_killed_at_once_are_not_replaced_for_ever(backoff, clock):
+    pauses = []
+    while not backoff.gave_up:
+        clock.now += 1
+        backoff.arrived(clock.now)
+        backoff.settle(clock.now)
+        backoff.lost({"mine-0": Loss(Cause.KILLED, "evicted or killed by the platform")})
+        pauses.append(backoff.pause)
+        assert len(pauses) < 20
+    assert pauses == [0, 2, 4, 8, float("inf")]
+
+
+def test_sessions_that_end_by_a_task_wait_longer_and_longer_but_are_always_replaced(backoff, clock):
+    pauses = []
+    for _ in range(20):
+        backoff.arrived(clock.now)
+        backoff.lost({"mine-0": Loss(Cause.OUT_OF_MEMORY, "out of memory", of_task=True)})
+        pauses.append(backoff.pause)
+    assert pauses[:5] == [0, 2, 4, 8, 16]
+    assert max(pauses) == 60
+    assert not backoff.gave_up
+
+
+@pytest.mark.parametrize("kind", [Cause.EVICTED, Cause.CLOSED])
+def test_a_session_that_was_stopped_from_outside_is_replaced_at_once(backoff, told, kind):
+    for _ in range(20):
+        backoff.lost({"mine-0": Loss(kind, kind.value)})
+    assert (backoff.pause, backoff.words) == (0, None)
+    assert told[0] == f"Worker mine-0 {kind.value}; launching a replacement"
+
+
+def test_one_loss_by_another_cause_counts_among_those_of_tasks(backoff, told):
+    while not backoff.gave_up:
+        backoff.lost(
+            {
+                "mine-0": Loss(Cause.OUT_OF_MEMORY, "out of memory", of_task=True),
+                "mine-1": Loss(Cause.KILLED, "evicted or killed by the platform"),
+            }
+        )
+        assert len(told) < 40
+    assert told[:2] == [
+        "Worker mine-0 lost: out of memory; launching a replacement",
+        "Worker mine-1 lost: evicted or killed by the platform; launching a replacement",
+    ]
 
 
 # -- of all groups

@@ -14,9 +14,7 @@ from clusters import arrived, log_of, make
 from distributed import Client, KilledWorker, wait
 
 from dask_cml.local import cgroups
-from dask_cml.manager import backoff as backoff_module
-from dask_cml.manager.backoff import Backoff
-from dask_cml.manager.causes import Cause, Loss, find_cause
+from dask_cml.manager.causes import Cause, find_cause
 from dask_cml.scheduler.wanted import Wanted
 
 GIB = 2**30
@@ -122,78 +120,6 @@ def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_counts():
     wanted.connected("mine-0-1")
     wanted.left("mine-0-1", IDLE)
     assert wanted.sessions["mine-0"].last == IDLE
-
-
-# -- pauses by causes
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    class Clock:
-        now = 1000.0
-
-        def monotonic(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(backoff_module, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def told():
-    return []
-
-
-@pytest.fixture
-def backoff(clock, told):
-    return Backoff("cluster mine", told.append)
-
-
-def test_workers_that_connect_and_are_killed_at_once_are_not_replaced_for_ever(backoff, clock):
-    pauses = []
-    while not backoff.gave_up:
-        clock.now += 1
-        backoff.arrived(clock.now)
-        backoff.settle(clock.now)
-        backoff.lost({"mine-0": Loss(Cause.KILLED, "evicted or killed by the platform")})
-        pauses.append(backoff.pause)
-        assert len(pauses) < 20
-    assert pauses == [0, 2, 4, 8, float("inf")]
-
-
-def test_sessions_that_end_by_a_task_wait_longer_and_longer_but_are_always_replaced(backoff, clock):
-    pauses = []
-    for _ in range(20):
-        backoff.arrived(clock.now)
-        backoff.lost({"mine-0": Loss(Cause.OUT_OF_MEMORY, "out of memory", of_task=True)})
-        pauses.append(backoff.pause)
-    assert pauses[:5] == [0, 2, 4, 8, 16]
-    assert max(pauses) == 60
-    assert not backoff.gave_up
-
-
-@pytest.mark.parametrize("kind", [Cause.EVICTED, Cause.CLOSED])
-def test_a_session_that_was_stopped_from_outside_is_replaced_at_once(backoff, told, kind):
-    for _ in range(20):
-        backoff.lost({"mine-0": Loss(kind, kind.value)})
-    assert (backoff.pause, backoff.words) == (0, None)
-    assert told[0] == f"Worker mine-0 {kind.value}; launching a replacement"
-
-
-def test_one_loss_by_another_cause_counts_among_those_of_tasks(backoff, told):
-    while not backoff.gave_up:
-        backoff.lost(
-            {
-                "mine-0": Loss(Cause.OUT_OF_MEMORY, "out of memory", of_task=True),
-                "mine-1": Loss(Cause.KILLED, "evicted or killed by the platform"),
-            }
-        )
-        assert len(told) < 40
-    assert told[:2] == [
-        "Worker mine-0 lost: out of memory; launching a replacement",
-        "Worker mine-1 lost: evicted or killed by the platform; launching a replacement",
-    ]
 
 
 # -- on real processes
