@@ -276,3 +276,15 @@ def test_an_invalid_answer_changes_nothing(count):
     with pytest.raises(ValueError, match="the scheduler's answer is invalid: tasks_done="):
         mine.fleet.update({**mine.wanted.since(before), "workers": {}, "tasks_done": count})
     assert mine.fleet.revision == before
+
+
+def test_an_answer_that_cannot_be_read_is_asked_for_again():
+    mine = Cluster(1)
+    mine.wanted.scale("m2", "default", 3)
+    before = mine.fleet.revision
+    answer = mine.wanted.since(before)
+    with pytest.raises(TypeError):
+        mine.fleet.update({**answer, "sessions": {"mine-0": "wanted"}, "workers": {}})
+    assert mine.fleet.revision == before
+    mine.answer()
+    assert mine.fleet.group().target == 3

@@ -81,7 +81,7 @@ class Fleet:
         with self._lock:
             if answer["revision"] < self.revision and not answer["whole"]:
                 return
-            self.revision, self.leader = answer["revision"], answer["leader"]
+            self.leader = answer["leader"]
             self.tasks_done = tasks_done
             self.managers = answer.get("managers", 0)
             if answer["groups"] is not None:
@@ -92,6 +92,8 @@ class Fleet:
             for name, each in sessions.items():
                 self._update_member(name, each)
             self._update_workers(answer["workers"], answer["whole"])
+            # At last, so that the manager asks again for an answer that it could not read.
+            self.revision = answer["revision"]
 
     def _read_groups(
         self, groups: Mapping[str, Mapping[str, Any]]
