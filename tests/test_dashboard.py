@@ -397,7 +397,7 @@ async def test_the_reason_of_a_failure_has_no_headers_of_the_failed_answer():
 
 
 async def test_an_answer_that_takes_too_long_is_cut_off(monkeypatch):
-    monkeypatch.setattr(proxy, "_ANSWER_TIMEOUT", 0.2)
+    monkeypatch.setattr(proxy, "_ANSWER_TIMEOUT", 3.0)
 
     async def trickle(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
