@@ -266,8 +266,7 @@ async def test_a_dask_worker_whose_session_nobody_knew_hands_over_and_ends(platf
 
 async def test_a_dask_worker_without_a_session_is_retired(platform, holds, impatience):
     async with make(name="told") as cluster, dask_worker(cluster, "told-7") as worker:
-        await holds(lambda: worker.status == Status.closed)
-        assert not cluster.observed
+        await holds(lambda: worker.status == Status.closed and not cluster.observed)
 
 
 async def test_dask_workers_that_are_not_named_like_the_clusters_stay(platform, holds, impatience, caplog):
