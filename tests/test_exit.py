@@ -81,7 +81,7 @@ print("ready", flush=True)
 BLOCK = """
 with CMLCluster(n_workers=1, quiet=True) as cluster:
     print("ready", flush=True)
-    time.sleep(3600)
+    while True: time.sleep(0.1)  # a signal just before one long sleep would not end it
 """
 CLIENT = """
 cluster = CMLCluster(n_workers=1, quiet=True)
@@ -197,9 +197,9 @@ def test_an_exception_that_nobody_handles_leaves_no_session(platform, all_stoppe
 
 
 WAITS = {
-    "sync": SYNC + "time.sleep(3600)",
+    "sync": SYNC + "while True: time.sleep(0.1)",
     "sync, in a block": BLOCK,
-    "sync, with a client": CLIENT + "time.sleep(3600)",
+    "sync, with a client": CLIENT + "while True: time.sleep(0.1)",
     "async, in a block": ASYNC_BLOCK,
     "async, unclosed": UNCLOSED + "    await asyncio.sleep(3600)\nasyncio.run(main())",
 }
@@ -237,7 +237,7 @@ def test_sigterm_in_the_constructor_leaves_no_session(platform, all_stopped, unt
 
 def test_a_second_sigterm_does_not_hinder_the_end(platform, all_stopped):
     platform.configure(latency=0.3)
-    program = Program(SYNC + "time.sleep(3600)").when_ready()
+    program = Program(SYNC + "while True: time.sleep(0.1)").when_ready()
     program.process.send_signal(signal.SIGTERM)
     while program.process.poll() is None:
         program.process.send_signal(signal.SIGTERM)
@@ -309,7 +309,7 @@ def test_no_cluster_is_made_when_the_program_has_ended(platform, all_stopped):
 
 
 def test_an_api_that_fails_at_exit_is_told_with_the_sessions_that_are_left(platform):
-    program = Program(SYNC + "time.sleep(3600)", DASK_CML__API__RETRIES="1").when_ready()
+    program = Program(SYNC + "while True: time.sleep(0.1)", DASK_CML__API__RETRIES="1").when_ready()
     platform.inject("error", function="stop_workers", status=503, seconds=PATIENCE)
     program.process.terminate()
     returned, _, err = program.ends()

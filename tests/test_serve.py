@@ -185,7 +185,8 @@ async def test_invalid_options_are_refused_with_a_reason(server, platform, optio
     assert platform.sessions() == []
 
 
-async def test_a_refused_cluster_leaves_nothing_and_the_answer_is_cml_s_reason(server, platform):
+async def test_a_refused_cluster_leaves_nothing_and_the_answer_is_cml_s_reason(server, platform, monkeypatch):
+    monkeypatch.setattr(clusters_module, "_PATIENCE", 120.0)
     platform.configure(quota={"cpu": 2})
     answer = await server.post("/api/clusters", name="big", n_workers=2, cpu=2)
     assert answer.status == 503
