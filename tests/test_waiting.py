@@ -67,9 +67,10 @@ async def test_twenty_workers_where_two_have_room(platform, room, holds):
         assert "workers=2 (18 waiting for room, 60 min)" in repr(cluster)
         assert "18 waiting for room, 60 min" in cluster._repr_html_()
         assert cluster._repr_html_().count("waiting for room, 60 min") == 19
-        while (listing := await listed(cluster.name))[0]["status"] != "running":
-            pass  # the command gives the scheduler a moment to answer, which may be too short
-        row, text = listing
+        row, text = await listed(cluster.name)
+        while (row["status"], row["waiting"]) != ("running", 18):
+            # The scheduler has a moment to answer, which may be too short, and the record is written later.
+            row, text = await listed(cluster.name)
         assert (row["workers"], row["waiting"]) == (2, 18)
         assert "2 (18 waiting for room, " in text
         assert log_of(cluster).count("waiting for room for 18 of 20 worker sessions") == 1

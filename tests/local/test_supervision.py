@@ -32,6 +32,8 @@ if os.fork() == 0:
         os.rename({path!r} + ".new", {path!r})
         time.sleep(600)
     os._exit(0)
+while not os.path.exists({path!r}):
+    time.sleep(0.01)
 """
 
 
