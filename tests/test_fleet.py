@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -288,3 +289,27 @@ def test_an_answer_that_cannot_be_read_is_asked_for_again():
     assert mine.fleet.revision == before
     mine.answer()
     assert mine.fleet.group().target == 3
+
+
+def test_full_workers_are_counted_while_another_thread_takes_an_answer():
+    mine = Cluster(1)
+    answers = []
+
+    class Worker(dict):
+        def get(self, *key):
+            while answers:  # the other thread has its answer while this one looks at the workers
+                answer = answers.pop()
+                threads.append(threading.Thread(target=mine.fleet.update, args=[answer]))
+                threads[-1].start()
+                threads[-1].join(0.2)
+            return super().get(*key)
+
+    threads = []
+    first = {"tcp://a": Worker(dask_worker("a")), "tcp://b": Worker(dask_worker("b"))}
+    whole = {**mine.wanted.since(0), "whole": True}
+    mine.fleet.update({**whole, "workers": first})
+    answers.append({**whole, "workers": {"tcp://c": dask_worker("c")}})
+    assert mine.fleet.full is None
+    for thread in threads:
+        thread.join()
+    assert mine.fleet.observed == {"c"}

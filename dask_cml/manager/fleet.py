@@ -252,7 +252,9 @@ class Fleet:
     @property
     def full(self) -> str | None:
         """Which Dask workers start no tasks because their memory and their disk are full. None: no one."""
-        return full_workers(read_workers(self.workers_info))
+        with self._lock:
+            paused = {key: each for key, each in self.workers_info.items() if each.get("status") == "paused"}
+        return full_workers(read_workers(paused))
 
     @property
     def observed(self) -> set[str]:

@@ -21,6 +21,7 @@ from dask_cml.sessions import tls
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sessions.session_logs import log_path
 from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,8 @@ class Launcher:
     def _write(self, files: Mapping[Path, str]) -> None:
         tls.write(files)
         if self.options.log_directory is not None:
-            Path(self.options.log_directory, self.options.name).mkdir(mode=0o700, parents=True, exist_ok=True)
+            log = log_path(self.options.name, self.place.folder, self.options.log_directory)
+            log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # -- a running cluster
 

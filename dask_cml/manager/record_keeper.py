@@ -17,7 +17,7 @@ from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import SCHEDULER
 from dask_cml.manager.fleet import Fleet
 from dask_cml.records import store
-from dask_cml.records.operations import stop_and_remove, stop_and_remove_now, take_name, usage
+from dask_cml.records.operations import current, stop_and_remove, stop_and_remove_now, take_name, usage
 from dask_cml.records.record import Record
 from dask_cml.records.session_files import Changes
 from dask_cml.records.usage import Usage
@@ -141,13 +141,7 @@ class RecordKeeper:
 
     def read(self) -> Record | None:
         """Return the current record. None: it was removed, or another cluster has its name. Blocks."""
-        if self.record is None:
-            return None
-        try:
-            record = store.read(self.record.name)
-        except NoSuchCluster:
-            return None
-        return record if record.id == self.record.id else None
+        return None if self.record is None else current(self.record)
 
     def usage(self) -> Usage:
         """Return the cluster's usage so far, or until its end. Blocks.

@@ -83,7 +83,7 @@ class SessionLogs:
     ) -> None:
         self._scheduler = log_path(f"{cluster}-scheduler", folder, log_directory)
         self._cluster = cluster
-        self._processes = {DEFAULT_GROUP: 1, **(processes or {})}
+        self._processes = processes or {}
         self._read: dict[str, tuple[int, int]] = {}
         self._refused: set[str] = set()
 
