@@ -18,13 +18,20 @@ from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 RECORD = "0123456789abcdef"
 
 
-def prepare(folder: Path, leader: str | None = None, number: int = 0, **groups: Mapping[str, Any]) -> Path:
+def prepare(
+    folder: Path,
+    leader: str | None = None,
+    number: int = 0,
+    restarts: int = 0,
+    **groups: Mapping[str, Any],
+) -> Path:
     """Write in a cluster's folder what a manager writes that launches a scheduler. Return the folder."""
     folder.mkdir(mode=0o700, exist_ok=True)
     content = {
         "cluster": folder.name,
         "record": RECORD,
         "leader": leader,
+        "restarts": restarts,
         "groups": {"default": {}, **groups},
     }
     file = folder / wanted_file(number)

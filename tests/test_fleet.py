@@ -198,7 +198,7 @@ def test_dask_workers_of_the_user_are_observed_only(name):
 def test_a_session_that_another_manager_stopped_is_gone():
     mine = Cluster(2)
     mine.launch("mine-0")
-    mine.wanted.replace("m1", ["mine-0"])
+    mine.wanted.replace("m1", ["mine-0"], {})
     mine.wanted.stopped("m2", ["mine-0"])
     mine.answer()
     member = mine.fleet.member("mine-0")
@@ -224,7 +224,7 @@ def test_sessions_that_wait_for_room_are_wanted_ones_that_never_connected():
         mine.fleet.workers[name].waits_for = 9.0
     mine.connect("mine-1")
     mine.disconnect("mine-1")
-    mine.wanted.replace("m1", ["mine-2"])
+    mine.wanted.replace("m1", ["mine-2"], {})
     mine.answer()
     assert mine.fleet.waits == {"mine-0": 9.0}
 

@@ -127,7 +127,7 @@ async def test_operations_of_all_managers_are_carried_out_and_each_gets_its_resu
     assert {*answer["sessions"]} == {"mine-0", "mine-1"}
     assert answer["leader"] == "m1"
     # The leader decides, and the other one does not.
-    replace = {"op": "replace", "names": ["mine-0"]}
+    replace = {"op": "replace", "names": ["mine-0"], "causes": {}}
     for manager, gone in ("m2", []), ("m1", ["mine-0"]):
         answer = await comm.cml_apply(manager=manager, operations=[replace], since=0)
         [result] = answer["results"]
@@ -333,3 +333,72 @@ def test_the_processes_of_an_orphan_end_after_its_last_client_has_left(cluster, 
         assert scheduler.wait(120) == 0
         assert worker.wait(120) == 0
     assert "orphaned: no manager and no client for 1 s" in (folder / "scheduler.log").read_text()
+
+
+# -- what happened to sessions, and why the cluster ended
+
+
+async def test_clients_get_the_events_of_sessions(scheduler, comm):
+    name = "mine-0"
+    async with Client(scheduler.address, asynchronous=True) as client:
+        watching = await comm.cml_watch(manager="m1", **WATCH)
+        for operation in (
+            SCALE,
+            {"op": "launched", "names": [name, "mine-1"]},
+            {"op": "found", "states": {name: "waiting", "mine-1": "running", "mine-9": "running"}},
+        ):
+            await comm.cml_apply(manager="m1", operations=[operation], since=watching["revision"])
+        async with Worker(scheduler.address, name=name):
+            await client.wait_for_workers(1)
+            lost = {"op": "replace", "names": ["mine-1"], "causes": {"mine-1": "out of memory"}}
+            stopped = {"op": "stopped", "names": ["mine-1"]}
+            await comm.cml_apply(manager="m1", operations=[lost, stopped], since=0)
+            events = [event for _, event in await client.get_events("cml")]
+    told = [(each["session"], each["action"], each.get("cause")) for each in events]
+    assert told == [
+        (name, "launched", None),
+        ("mine-1", "launched", None),
+        (name, "waiting", None),
+        ("mine-1", "running", None),
+        (name, "connected", None),
+        ("mine-1", "lost", "out of memory"),
+        ("mine-1", "stopped", None),
+    ]
+
+
+async def test_the_file_says_that_a_client_shut_the_cluster_down(folder):
+    async with scheduler_in(folder) as scheduler, rpc(scheduler.address) as comm:
+        with contextlib.suppress(OSError):  # the answer is the end of the connection
+            await comm.terminate()
+        await scheduler.finished()
+    assert file_of(folder)["closed"] == "shut down"
+
+
+async def test_the_file_says_that_the_cluster_was_idle(folder):
+    async with scheduler_in(folder) as scheduler:
+        scheduler.idle_timeout = 0.01
+        await scheduler.finished()
+    assert file_of(folder)["closed"] == "idle for 0.01 s"
+
+
+async def test_the_file_of_a_scheduler_that_the_platform_stops_names_no_reason(folder):
+    async with scheduler_in(folder) as scheduler:
+        await scheduler.close(reason="signal-15")
+    assert file_of(folder)["closed"] is None
+
+
+async def test_a_scheduler_closes_when_another_one_replaces_it(folder):
+    async with scheduler_in(folder) as scheduler:
+        prepare(folder, number=1)
+        await scheduler.finished()
+    assert "another scheduler" in file_of(folder)["closed"]
+
+
+async def test_restarts_in_a_row_count_until_a_task_is_computed(folder):
+    prepare(folder, number=2, restarts=2)
+    async with scheduler_in(folder, number=2) as scheduler:
+        assert file_of(folder, 2)["restarts"] == 2
+        async with Worker(scheduler.address), Client(scheduler.address, asynchronous=True) as client:
+            await client.submit(sum, [1, 2])
+    assert file_of(folder, 2)["restarts"] == 0
+    assert file_of(folder, 2)["activity"]["tasks_done"] == 1

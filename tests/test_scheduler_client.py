@@ -197,7 +197,7 @@ async def test_wishes_of_any_thread_are_sent(client, holds):
 async def test_a_decision_returns_its_result_and_the_new_state(client):
     client.fleet.wish("scale", group="default", n=2)
     client.send_wishes()
-    assert [*await client.decide("replace", names=["mine-7"])] == []
+    assert [*await client.decide("replace", names=["mine-7"], causes={})] == []
     await client.decide("launched", names=["mine-0"])
     assert client.fleet.member("mine-0").launched
     with pytest.raises(ValueError, match="invalid session 'others-0'"):

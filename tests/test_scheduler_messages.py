@@ -19,11 +19,12 @@ VALID = {
     "resize": {"group": "gpu", "n": 100_000, "key": "a1"},
     "shrink": {"group": "gpu", "names": (), "key": "a1"},
     "trim": {"group": "gpu", "names": ["mine-0"]},
-    "replace": {"names": ["mine-0"]},
+    "replace": {"names": ["mine-0"], "causes": {"mine-0": "evicted"}},
     "refuse": {"group": "gpu", "names": ["mine-0"], "wishes": 0},
     "keep": {"names": ["mine-0"], "wishes": {"default": 2}},
     "launched": {"names": ["mine-0"]},
     "stopped": {"names": ["mine-0"]},
+    "found": {"states": {"mine-0": "running"}},
 }
 #: Wrong values of each argument.
 WRONG = {
@@ -33,6 +34,8 @@ WRONG = {
     "maximum": [-1, 1.5, "all", math.inf],
     "key": ["", 3, "x" * 400],
     "names": ["mine-0", [""], [3], {"mine-0"}, None, ["x" * 400], ["mine-0"] * 100_001],
+    "causes": [None, [], {"": "a"}, {"mine-0": 3}, {"mine-0": "x" * 400}],
+    "states": [None, [], {3: "running"}, {"mine-0": None}],
     "options": [None, [], {"a": object()}, {"a": math.nan}, {"a": "x" * 200_000}],
     "wishes": [None, -1, {"0": 1}, {"gpu": -1}, {"gpu": "1"}, {3: 1}],
 }

@@ -55,7 +55,7 @@ def test_the_last_of_many_wishes_counts():
 
 def test_names_are_never_used_twice():
     wanted = new(2)
-    wanted.replace("leader", ["mine-0"])
+    wanted.replace("leader", ["mine-0"], {})
     wanted.scale("m", "default", 0)
     wanted.trim("leader", "default", names(wanted))
     wanted.scale("m", "default", 1)
@@ -87,7 +87,7 @@ def test_a_session_that_was_launched_under_a_known_name_is_not_launched_again():
     ("op", "arguments", "result"),
     [
         ("trim", {"group": "default", "names": ["mine-0"]}, None),
-        ("replace", {"names": ["mine-0"]}, []),
+        ("replace", {"names": ["mine-0"], "causes": {}}, []),
         ("refuse", {"group": "default", "names": ["mine-1"], "wishes": 1}, None),
         ("keep", {"names": ["mine-0"], "wishes": {"default": 1}}, []),
     ],
@@ -114,20 +114,20 @@ def test_lost_sessions_are_replaced_if_they_are_still_wanted():
     wanted = new(3)
     wanted.scale("m", "default", 1)
     wanted.trim("leader", "default", ["mine-2", "mine-1"])
-    assert wanted.replace("leader", ["mine-2", "mine-0", "unknown"]) == ["mine-0"]
+    assert wanted.replace("leader", ["mine-2", "mine-0", "unknown"], {}) == ["mine-0"]
     assert names(wanted) == ["mine-3"]
 
 
 def test_a_lost_session_is_not_replaced_while_there_is_an_excess():
     wanted = new(3)
     wanted.scale("m", "default", 2)
-    assert wanted.replace("leader", ["mine-1"]) == ["mine-1"]
+    assert wanted.replace("leader", ["mine-1"], {}) == ["mine-1"]
     assert names(wanted) == ["mine-0", "mine-2"]
 
 
 def test_a_replaced_session_stays_known_until_it_is_stopped_if_it_was_launched():
     wanted = new(2, launched=1)
-    wanted.replace("leader", ["mine-0", "mine-1"])
+    wanted.replace("leader", ["mine-0", "mine-1"], {})
     assert [*wanted.sessions] == ["mine-0", "mine-2", "mine-3"]
     wanted.stopped("leader", ["mine-0"])
     assert [*wanted.sessions] == ["mine-2", "mine-3"]

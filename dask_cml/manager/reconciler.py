@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _LOOK_INTERVAL, _STARTING_INTERVAL = 3.0, 0.1
 #: The share of the event loop's time that looks take at most, and the longest pause for it, in seconds.
 _SHARE, _LONGEST_PAUSE = 0.01, 1.0
+#: Characters of a cause that the scheduler logs.
+_LONGEST_CAUSE = 300
 #: Seconds within which the platform usually stops sessions. Until then nothing is launched, to free quota.
 _STOPS_WITHIN = 5.0
 
@@ -246,7 +248,8 @@ class Reconciler:
         names += [name for name in self._retirements if (each := self._fleet.member(name)) and each.wanted]
         if not names:
             return
-        gone = await self._client.decide("replace", names=names)
+        causes = {name: loss.words[:_LONGEST_CAUSE] for name, loss in losses.lost.items()}
+        gone = await self._client.decide("replace", names=names, causes=causes)
         self.poke()
         lost = [member for name in gone if name in losses.lost and (member := self._fleet.member(name))]
         for group in {each.group for each in lost}:
@@ -275,7 +278,7 @@ class Reconciler:
         if launched := [name for name in names if name in recorded]:
             await self._client.decide("launched", names=launched)
         if others := [name for name in names if name not in recorded]:
-            await self._client.decide("replace", names=others)
+            await self._client.decide("replace", names=others, causes={})
 
     async def choose(
         self,

@@ -63,6 +63,10 @@ def _is_wishes(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(_is_group, value)) and all(map(_is_number, value.values()))
 
 
+def _is_texts(value: object) -> bool:
+    return isinstance(value, Mapping) and _is_names([*value]) and _is_names([*value.values()])
+
+
 def _or_none(check: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: value is None or check(value)
 
@@ -77,6 +81,7 @@ _EXPECTED: dict[Callable[[object], bool], str] = {
     _is_group: "the name of a worker group",
     _is_names: "a list of sessions' names",
     _is_options: f"options for JSON of at most {_MOST_BYTES} bytes",
+    _is_texts: "a mapping of sessions' names to texts",
     _is_wishes: "a mapping of worker groups to whole numbers",
 }
 
@@ -97,10 +102,11 @@ OPERATIONS: dict[str, dict[str, Callable[[object], bool]]] = {
     "resize": {"group": _is_group, "n": _is_count, "key": _is_text},
     "shrink": {"group": _is_group, "names": _is_names, "key": _is_text},
     "trim": {"group": _is_group, "names": _is_names},
-    "replace": {"names": _is_names},
+    "replace": {"names": _is_names, "causes": _is_texts},
     "refuse": {"group": _is_group, "names": _is_names, "wishes": _is_number},
     "keep": {"names": _is_names, "wishes": _is_wishes},
     "launched": {"names": _is_names},
+    "found": {"states": _is_texts},
     "stopped": {"names": _is_names},
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -26,9 +27,11 @@ from tornado.ioloop import PeriodicCallback
 from dask_cml import protocol
 from dask_cml.cancellation import cancel
 from dask_cml.layout import FOLDER, NUMBER
+from dask_cml.naming import read_name, session_name
 from dask_cml.options import setting
 from dask_cml.options.table import MOST_SESSIONS
 from dask_cml.scheduler import messages
+from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.last_state import last_state
@@ -42,7 +45,10 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 NAME = "dask-cml"
 
-_LOOK_INTERVAL = 0.5
+#: The topic of the events in ``Client.get_events``.
+TOPIC = "cml"
+
+_LOOK_INTERVAL, _ACTIVITY_INTERVAL = 0.5, 5.0
 #: Seconds for which changes are collected before managers are told.
 _COLLECT = 0.1
 #: Seconds after which a scheduler that shuts down exits, even if its shutdown does not finish.
@@ -69,6 +75,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._file = StateFile(folder, number)
         self._orphan_timeout = orphan_timeout
         self._app_url: str | None = None
+        #: Why the cluster ended, if it was not lost: then, no other scheduler replaces this one.
+        self._closed: str | None = None
         self._told = asyncio.Condition()
         self._telling: asyncio.Task[None] | None = None
         self._forwards: set[Comm] = set()
@@ -83,6 +91,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._record = begin["record"]
         self._presence = Presence(scheduler.clients, self._orphan_timeout)
         self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
+        self._restarts = int(begin.get("restarts", 0))
+        self._activity = Activity(begin.get("activity", {}))
         #: The creator leads at first. It may be gone, but not before this time.
         self._leader_until = time.monotonic() + protocol.LEASE
         scheduler.handlers |= {
@@ -94,21 +104,35 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.HELD: self.held,
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
+            "terminate": self.terminate,
         }
         await unless_stale(lambda: self._file.write(self._state()))
         self._periodic = [
             PeriodicCallback(each, _LOOK_INTERVAL * 1000)
             for each in (self._look, lambda: spread(scheduler), lambda: relieve(scheduler))
         ]
+        self._periodic.append(PeriodicCallback(self._note_activity, _ACTIVITY_INTERVAL * 1000))
         for each in self._periodic:
             each.start()
         self._writing = asyncio.create_task(self._keep_file())
 
+    async def before_close(self) -> None:
+        """Note why the scheduler closes, if it closes by itself."""
+        scheduler = self._scheduler
+        if (
+            scheduler.idle_timeout
+            and time.time() - (scheduler.idle_since or math.inf) > scheduler.idle_timeout
+        ):
+            self._closed = self._closed or f"idle for {scheduler.idle_timeout:g} s"
+
     async def close(self) -> None:
-        """Stop all tasks when the scheduler closes."""
+        """Stop all tasks when the scheduler closes, and write its last state."""
         for each in self._periodic:
             each.stop()
         await cancel(self._writing, self._telling, *self._retiring)
+        self._note_activity()
+        with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
+            await asyncio.to_thread(self._file.write, self._state())
         for comm in [*self._forwards]:
             comm.abort()
 
@@ -120,12 +144,21 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "session": os.environ.get("CDSW_ENGINE_ID"),
             "app_url": self._app_url,
             "protocol": protocol.PROTOCOL,
+            "revision": self._wanted.changes.revision,
+            "orphan_timeout": self._presence.timeout,
+            "restarts": 0 if self._tasks_done() else self._restarts,
+            "closed": self._closed,
             "groups": self._wanted.to_json(),
+            "activity": self._activity.to_json(),
         }
 
     async def _keep_file(self) -> None:
-        await self._file.run(self._state)
-        self._shut_down("its folder was removed")
+        self._shut_down(await self._file.run(self._state))
+
+    async def terminate(self, **arguments: Any) -> None:
+        """Close the scheduler for good, as ``Client.shutdown`` and managers ask for."""
+        self._closed = "shut down"
+        await self._scheduler.close(**arguments)
 
     # -- managers
 
@@ -259,14 +292,28 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         changes["workers"] = {
             each: workers[each].identity() if each in workers else None for each in addresses
         }
-        states = [prefix.state_counts for prefix in self._scheduler.task_prefixes.values()]
-        changes["tasks_done"] = sum(counts["memory"] + counts["erred"] for counts in states)
+        changes["tasks_done"] = self._tasks_done()
         changes["managers"] = self._presence.managers
         return changes
+
+    def _tasks_done(self) -> int:
+        states = [prefix.state_counts for prefix in self._scheduler.task_prefixes.values()]
+        return sum(counts["memory"] + counts["erred"] for counts in states)
+
+    def _note_activity(self) -> None:
+        busy: dict[str, bool] = {}
+        for worker in self._scheduler.workers.values():
+            if (found := read_name(self._wanted.cluster, str(worker.name))) is not None:
+                name = session_name(self._wanted.cluster, *found)
+                busy[name] = busy.get(name, False) or bool(worker.processing)
+        n_wanted = sum(len(group.names) for group in self._wanted.groups.values())
+        self._activity.look(time.time(), n_wanted, len(busy), sum(busy.values()), self._tasks_done())
 
     def _changed(self) -> None:
         """Tell managers soon, and write the scheduler's file."""
         self._wanted.changes.forget(len(self._wanted.sessions) + len(self._scheduler.workers))
+        while self._wanted.events:
+            self._scheduler.log_event(TOPIC, self._wanted.events.popleft())
         self._file.changed()
         if self._telling is None or self._telling.done():
             self._telling = asyncio.create_task(self._tell())
@@ -298,6 +345,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         for each in self._periodic:
             each.stop()
         logger.warning("Scheduler closed: %s", reason)
+        self._closed = reason
         self._closing = asyncio.create_task(self._close_within(_EXIT_WITHIN, reason))
 
     async def _close_within(self, seconds: float, reason: str) -> None:

@@ -67,8 +67,10 @@ class StateFile:
         """Write the file soon."""
         self._changed.set()
 
-    async def run(self, content: Callable[[], Mapping[str, Any]]) -> None:
-        """Write the file when something changes, and regularly, until the cluster's folder is removed.
+    async def run(self, content: Callable[[], Mapping[str, Any]]) -> str:
+        """Write the file when something changes, and regularly. Return why the scheduler must close.
+
+        That is when the cluster's folder is removed, or another scheduler replaces this one.
 
         Parameters
         ----------
@@ -78,7 +80,8 @@ class StateFile:
         while not self._is_gone():
             self._changed.clear()
             try:
-                await asyncio.to_thread(self.write, content())
+                if await asyncio.to_thread(self.write, content()):
+                    return "another scheduler replaces it"
                 self._gone_since = None
             except (FileNotFoundError, NotADirectoryError):
                 await asyncio.to_thread(self._look)
@@ -87,11 +90,13 @@ class StateFile:
             await asyncio.sleep(_REST)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), INTERVAL)
+        return "its folder was removed"
 
-    def write(self, content: Mapping[str, Any]) -> None:
-        """Replace the file atomically. Blocks."""
+    def write(self, content: Mapping[str, Any]) -> bool:
+        """Replace the file atomically. Return whether another scheduler replaces this one. Blocks."""
         with open_folder(self.folder) as descriptor:
             write_file(scheduler_file(self.number), json.dumps(content).encode(), descriptor)
+            return wanted_file(self.number + 1) in os.listdir(descriptor)
 
     def _look(self) -> None:
         """Note since when the folder is gone, if its parent can be listed."""

@@ -10,6 +10,7 @@ names are given out once, so no two managers launch sessions with one name.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -20,6 +21,8 @@ from dask_cml.scheduler.wanted_group import Entry, WantedGroup
 
 #: Maximum number of managers, and of wishes of each, whose results are kept.
 _MOST_ANSWERED = 100
+#: Maximum number of events that nobody has taken yet.
+_MOST_EVENTS = 10_000
 #: What a change of a group, and of the leader, is logged as; sessions are logged by their names.
 GROUPS = ("groups", "")
 
@@ -55,6 +58,8 @@ class Wanted:
         self.leader = leader
         self.changes: ChangeLog[tuple[str, str]] = ChangeLog()
         self.sessions: dict[str, Entry] = {}
+        #: What has happened to sessions, for Dask's log of events.
+        self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
         self.groups = {name: WantedGroup(**each) for name, each in (groups or {DEFAULT_GROUP: {}}).items()}
         #: The results of each manager's last wishes, by their numbers.
         self._answered: dict[str, dict[int, Any]] = {}
@@ -220,11 +225,13 @@ class Wanted:
             chosen = [name for name in names if name in trimmed.names]
             self._discard(chosen[: max(0, trimmed.excess)])
 
-    def replace(self, manager: str, names: Collection[str]) -> list[str]:
-        """Replace sessions by new ones. Return those that were still wanted."""
+    def replace(self, manager: str, names: Collection[str], causes: Mapping[str, str]) -> list[str]:
+        """Replace sessions by new ones. Return those that were still wanted. `causes` says why by name."""
         if manager != self.leader:
             return []
         gone = self._discard(names)
+        for name in gone:
+            self._log("lost", name, cause=causes.get(name, "not launched"))
         self._grow_all()
         return gone
 
@@ -270,14 +277,23 @@ class Wanted:
                 raise ValueError(f"invalid session {name!r}: expected a worker session of this cluster")
             group, number = found
             entry = self.sessions.setdefault(name, Entry(group, manager))
+            if not entry.launched:
+                self._log("launched", name)
             entry.launched, entry.manager = True, manager
             if group in self.groups:
                 self.groups[group].number = max(self.groups[group].number, number + 1)
             self._touch(name)
 
+    def found(self, manager: str, states: Mapping[str, str]) -> None:
+        """Log what the platform says of sessions: ``waiting`` for room, or ``running``."""
+        for name, state in states.items():
+            if name in self.sessions:
+                self._log(state, name)
+
     def connected(self, worker: str) -> None:
         """Record a Dask worker that has connected, by its name."""
         if (entry := self._entry_of(worker)) is not None:
+            self._log("connected", worker)
             entry.seen |= {worker}
             entry.last = None
 
@@ -294,6 +310,7 @@ class Wanted:
         for worker in workers:
             if (entry := self._entry_of(worker)) is not None:
                 entry.leaving = True
+                self._log("evicted", worker)
 
     def _entry_of(self, worker: str) -> Entry | None:
         """Return the session of a Dask worker, which changes."""
@@ -308,6 +325,7 @@ class Wanted:
         self._discard(names)
         for name in names:
             if self.sessions.pop(name, None) is not None:
+                self._log("stopped", name)
                 self._touch(name)
         self._grow_all()
         self._remove_deleted()
@@ -357,6 +375,9 @@ class Wanted:
         for name in [name for name, group in self.groups.items() if group.deleted and name not in there]:
             del self.groups[name]
             self.changes.touch(GROUPS)
+
+    def _log(self, action: str, session: str, **more: str) -> None:
+        self.events.append({"action": action, "session": session, **more})
 
     def _touch(self, name: str) -> None:
         self.changes.touch(("session", name))
