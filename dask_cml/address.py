@@ -109,7 +109,7 @@ def _read(name: str) -> Record:
     except errors.NoSuchCluster as error:
         where = f"{error}; searched in {state_directory()}"
         raise NoSuchCluster(where, error.name, error.known) from None
-    if record.scheduler.address is None and record.maker.lives() is False:
+    if record.scheduler.address is None and (record.scheduler.maker or record.maker).lives() is False:
         raise NoSuchCluster(
             f"the creator of cluster {name!r} ended before the scheduler answered: run "
             f"`dask cml delete {shlex.quote(name)}`",

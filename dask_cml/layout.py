@@ -21,7 +21,7 @@ FOLDER, NUMBER = "DASK_CML_FOLDER", "DASK_CML_SCHEDULER_NUMBER"
 #: The environment variable with the bytes that a worker's process may reserve after its start. 0: no limit.
 ALLOCATION_LIMIT = "DASK_CML_ALLOCATION_LIMIT"
 
-_SCHEDULER_FILE = re.compile(r"scheduler-([0-9]{1,9})\.json", re.ASCII)
+_NUMBERED_FILE = re.compile(r"(wanted|scheduler)-([0-9]{1,9})\.json", re.ASCII)
 
 
 def wanted_file(number: int) -> str:
@@ -34,7 +34,15 @@ def scheduler_file(number: int) -> str:
     return f"scheduler-{number}.json"
 
 
-def scheduler_number(name: str) -> int | None:
-    """Return the number of the scheduler whose file has this name. Return None for other files."""
-    match = _SCHEDULER_FILE.fullmatch(name)
-    return None if match is None else int(match[1])
+def scheduler_number(name: str, wanted: bool = False) -> int | None:
+    """Return the number of the scheduler whose file has this name. Return None for other files.
+
+    Parameters
+    ----------
+    name : str
+        The name of the file.
+    wanted : bool
+        Whether files from which schedulers begin count, too.
+    """
+    match = _NUMBERED_FILE.fullmatch(name)
+    return int(match[2]) if match is not None and (wanted or match[1] == "scheduler") else None

@@ -20,7 +20,19 @@ GROUPS = {"default": {"options": {}}, "gpu": {"options": {"nvidia_gpu": 1}, "tar
 
 def test_the_state_of_a_scheduler_reads_back_as_it_was_written():
     state = SchedulerState(
-        3, GROUPS, "tls://10.0.0.1:8786", "Scheduler-1", "abcdefgh12345678", "https://a/", 2
+        3,
+        GROUPS,
+        address="tls://10.0.0.1:8786",
+        id="Scheduler-1",
+        session="abcdefgh12345678",
+        app_url="https://a/",
+        closed="idle for 60 s",
+        protocol=3,
+        revision=12,
+        restarts=1,
+        orphan_timeout=300.0,
+        maker=Maker("host", 7, 1.5, None),
+        activity={"tasks_done": 3},
     )
     content = dataclasses.asdict(state)
     assert content.pop("number") == 3

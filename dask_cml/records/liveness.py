@@ -100,7 +100,7 @@ async def judge(
     for record in gone:
         findings[record.name] = await _judge_unreachable(record, ended)
     for record in records:
-        finding, maker = findings[record.name], record.maker
+        finding, maker = findings[record.name], record.scheduler.maker or record.maker
         lives = await asyncio.to_thread(maker.lives)
         if record.scheduler.address is None and lives is False:
             findings[record.name] = Finding(State.DEAD, "its creator ended before its scheduler answered")

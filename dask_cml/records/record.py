@@ -76,6 +76,12 @@ class Maker:
         started, session = process.create_time(), this_session()
         return cls(socket.gethostname(), process.pid, started, session, user or this_user(), serves)
 
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Maker:
+        """Return the maker that another process has written as JSON."""
+        values: dict[str, Any] = {each.name: content.get(each.name) for each in fields(cls)}
+        return cls(**values)
+
     def lives(self) -> bool | None:
         """Return whether the process is there; None if that cannot be seen from here."""
         if (self.host, self.session) != (socket.gethostname(), this_session()):
@@ -108,8 +114,20 @@ class SchedulerState:
         The id of its session.
     app_url : str or None
         The URL of its session, once known.
+    closed : str or None
+        Why the cluster ended with it. None: it runs, or was lost.
     protocol : int or None
         The version of its protocol with managers.
+    revision : int
+        The revision of what is wanted.
+    restarts : int
+        Number of schedulers in a row that replaced lost ones, and have not computed a task yet.
+    orphan_timeout : float or None
+        Time without a manager and a client after which it closes, in seconds. None: never.
+    maker : Maker or None
+        The process that launches it. None after it has written its file.
+    activity : mapping
+        What the cluster has done, see :class:`dask_cml.scheduler.activity.Activity`.
     """
 
     number: int = 0
@@ -118,7 +136,13 @@ class SchedulerState:
     id: str | None = None
     session: str | None = None
     app_url: str | None = None
+    closed: str | None = None
     protocol: int | None = None
+    revision: int = 0
+    restarts: int = 0
+    orphan_timeout: float | None = None
+    maker: Maker | None = None
+    activity: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, number: int, text: str | bytes) -> SchedulerState:
@@ -133,15 +157,15 @@ class SchedulerState:
         groups = content.get("groups") if isinstance(content, dict) else None
         if not isinstance(groups, dict) or not all(map(_is_group, groups.values())):
             raise ValueError("its groups are invalid")
-        known = {
-            each.name: content.get(each.name) for each in fields(cls) if each.name not in ("number", "groups")
-        }
-        protocol = known.pop("protocol")
-        if not all(map(_is_text_or_none, known.values())) or not isinstance(protocol, (int, type(None))):
-            raise ValueError("it does not describe a scheduler")
-        if known["session"] is not None and not is_session_id(known["session"]):
-            known["session"] = None
-        return cls(number, groups, protocol=protocol, **known)
+        known = {name: content[name] for name in _STATE_CHECKS if content.get(name) is not None}
+        for name, value in known.items():
+            if not _STATE_CHECKS[name](value):
+                raise ValueError(f"its {name} is invalid: {repr(value)[:100]}")
+        if not is_session_id(known.get("session", "")):
+            known.pop("session", None)
+        maker = content.get("maker")
+        known["maker"] = Maker.read(maker) if _is_maker(maker) else None
+        return cls(number, groups, **known)
 
 
 @dataclass(frozen=True)
@@ -231,8 +255,7 @@ class Record(RecordedSessions):
         for key, value in own.items():
             if not _CHECKS[key](value):
                 raise ValueError(f"its {key} is invalid: {repr(value)[:100]}")
-        maker = {each.name: own["maker"].get(each.name) for each in fields(Maker)}
-        record = cls(**{**own, "maker": Maker(**maker)})
+        record = cls(**{**own, "maker": Maker.read(own["maker"])})
         return record if record.version == VERSION else replace(record, scheduler=_of_version_1(content))
 
     def get_security(self) -> Security | None:
@@ -267,10 +290,6 @@ def _own_fields() -> list[str]:
     return [*_CHECKS]
 
 
-def _is_text_or_none(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
@@ -302,6 +321,16 @@ def _is_maker(value: object) -> bool:
     )
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < _MOST_SECONDS
+
+
+_STATE_CHECKS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("address", "id", "session", "app_url", "closed"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("protocol", "revision", "restarts"), _is_count),
+    "orphan_timeout": lambda value: isinstance(value, (int, float)) and 0 < value < _MOST_SECONDS,
+    "activity": lambda value: isinstance(value, dict),
+}
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "name": _is_text,
     "id": _is_text,

@@ -125,6 +125,45 @@ def _write(name: str, text: str, cluster: str, folder: int) -> None:
     write_file(name, content, folder)
 
 
+def claim_scheduler(record: Record, number: int, wanted: Mapping[str, Any]) -> bool:
+    """Claim to launch a cluster's scheduler with this number, which replaces a lost one.
+
+    If several managers claim it at the same time, one succeeds.
+
+    Parameters
+    ----------
+    record : Record
+        The cluster's record.
+    number : int
+        The scheduler's number.
+    wanted : mapping
+        What the scheduler begins with, for JSON.
+
+    Returns
+    -------
+    bool
+        Whether this call has claimed it.
+
+    Raises
+    ------
+    NoSuchCluster
+        If the cluster does not exist any more, or another one has its name.
+    """
+    mine = f".claim-{secrets.token_hex(8)}"
+    claimed = []
+
+    def claim(descriptor: int) -> None:
+        _write(mine, json.dumps(wanted), record.name, descriptor)
+        with contextlib.suppress(FileExistsError):
+            # The complete file gets its name in one step.
+            os.link(mine, wanted_file(number), src_dir_fd=descriptor, dst_dir_fd=descriptor)
+            claimed.append(number)
+        os.unlink(mine, dir_fd=descriptor)
+
+    _write_in(_folder(record.name, None), record.id, claim)
+    return bool(claimed)
+
+
 def write_sessions(changes: Changes, name: str, directory: Path | None = None, *, id: str) -> None:
     """Write changes of sessions into a cluster's record.
 
@@ -334,7 +373,7 @@ def _read(folder: Path, file: str) -> tuple[bytes, list[str], SchedulerState | N
 
 def _read_scheduler(folder: Path, names: list[str], descriptor: int) -> SchedulerState | None:
     """Read what the last scheduler has written, or what was written for it."""
-    number = max((n for name in names if (n := scheduler_number(name)) is not None), default=0)
+    number = max((n for name in names if (n := scheduler_number(name, wanted=True)) is not None), default=0)
     for each in (scheduler_file(number), wanted_file(number)):
         try:
             return SchedulerState.from_json(number, read_file(folder / each, descriptor))

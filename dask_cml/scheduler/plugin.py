@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
@@ -118,12 +117,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     async def before_close(self) -> None:
         """Note why the scheduler closes, if it closes by itself."""
-        scheduler = self._scheduler
-        if (
-            scheduler.idle_timeout
-            and time.time() - (scheduler.idle_since or math.inf) > scheduler.idle_timeout
-        ):
-            self._closed = self._closed or f"idle for {scheduler.idle_timeout:g} s"
+        timeout, since = self._scheduler.idle_timeout, self._scheduler.idle_since
+        if timeout and since and time.time() - since > timeout:
+            self._closed = self._closed or f"idle for {timeout:g} s"
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
