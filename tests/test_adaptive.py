@@ -14,6 +14,7 @@ from tornado.ioloop import IOLoop
 
 from dask_cml import CMLAdaptive
 from dask_cml.manager.adaptive import stop_adapting
+from dask_cml.manager.backoff import Backoffs
 from dask_cml.manager.reconciler import Reconciler
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.naming import dask_names
@@ -58,17 +59,20 @@ class Wishes:
         self.cluster = Cluster(planned, processes, gpu={"options": {"nvidia_gpu": 2, "nthreads": 4}})
         self.fleet = self.cluster.fleet
         self.scheduler = Scheduler()
-        # How long sessions take to start is not known.
-        self.state = SimpleNamespace(leads=leads, start_time=None)
         names = [*self.fleet.group().names]
         self.cluster.launch(*names[:launched])
         self.arrive(*names[:arrived])
         client = SchedulerClient(self.fleet, False, lambda: None)
-        client.call, client.connected = self.scheduler.call, True
-        api = SimpleNamespace(problem=None)
-        self.reconciler = Reconciler(self.fleet, client, SimpleNamespace(api=api), None, log=print)
-        self.client = client
-        self.affordable = self.reconciler.backoffs.affordable
+        client.call, client.connected, client.decide = self.scheduler.call, True, self.decide
+        # How long sessions take to start is not known.
+        self.state = SimpleNamespace(
+            leads=leads,
+            start_time=None,
+            fleet=self.fleet,
+            client=client,
+            backoffs=Backoffs(self.fleet, print),
+        )
+        self.reconciler = Reconciler(self.state)
         self.did = []
         self.errors = []
         self.loop = IOLoop.current()
@@ -78,12 +82,6 @@ class Wishes:
         processes = self.fleet.options.processes
         self.cluster.connect(*(each for name in names for each in dask_names(name, processes)))
         self.scheduler.workers = sorted(self.fleet.observed)
-
-    async def demand(self, max_age):
-        return await self.client.demand(max_age)
-
-    async def choose(self, n, *arguments, **more):
-        return await self.reconciler.choose(n, *arguments, **more)
 
     async def decide(self, op, group, key, n=None, names=()):
         assert self.fleet.group(group).adapting["key"] == key
@@ -138,7 +136,7 @@ async def test_further_arguments_are_passed_to_the_schedulers_choice():
 async def test_the_target_is_not_above_what_the_quota_allowed_lately():
     wishes = Wishes(processes=2)
     wishes.scheduler.wanted = 20
-    wishes.affordable = lambda n, group: min(n, 3)
+    wishes.state.backoffs.affordable = lambda n, group: min(n, 3)
     assert await adaptive(wishes).safe_target() == 3
     assert await adaptive(wishes, minimum=5).safe_target() == 3
 

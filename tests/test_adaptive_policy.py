@@ -52,8 +52,8 @@ class Simulation:
         self.launched = self.closed = self.killed = 0
         self.session_seconds = 0.0
         self.quota = math.inf
-        self.state = SimpleNamespace(leads=True, start_time=start)
-        self.fleet = self
+        self.state = SimpleNamespace(leads=True, start_time=start, fleet=self, client=self, backoffs=self)
+        self.fleet = self.reconciler = self
         self.loop = SimpleNamespace(add_callback=lambda *_: None)
         self.scheduler_comm = self
         self.want(there)

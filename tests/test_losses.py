@@ -47,15 +47,15 @@ def look(clock):
             each()
         return {}
 
-    launcher = SimpleNamespace(api=SimpleNamespace(sessions=sessions))
-    finder = LossFinder(cluster.fleet, SimpleNamespace(connected=True), launcher, None)
+    client, api = SimpleNamespace(connected=True), SimpleNamespace(sessions=sessions)
+    finder = LossFinder(SimpleNamespace(fleet=cluster.fleet, client=client, api=api, observes=True))
 
     async def look(*meanwhile):
         happens[:] = meanwhile
         wanted = [each for each in cluster.fleet.members if each.wanted]
         missing = [each for each in wanted if not cluster.fleet.is_whole(each)]
         with dask.config.set({"distributed.deploy.lost-worker-timeout": "15s"}):
-            return [*(await finder.look(wanted, missing, watch=False)).lost]
+            return [*(await finder.look(wanted, missing)).lost]
 
     look.cluster = cluster
     return look

@@ -285,7 +285,7 @@ async def test_a_launched_session_that_is_not_in_the_record_is_forgotten(platfor
     """Its manager has stopped it, and died before it said so."""
     groups = {"big": {}}
     async with make(name="told", worker_groups=groups) as cluster:
-        comm, manager = cluster.scheduler_comm, cluster.manager.id
+        comm, manager = cluster.scheduler_comm, cluster.manager.fleet.manager
         operation = {"op": "launched", "names": ["told-big-0"]}
         await comm.cml_apply(manager=manager, operations=[operation], since=0)
         await asyncio.wait_for(cluster.delete_worker_group("big"), 60)

@@ -156,7 +156,7 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
             until(lambda n=n: log_of(cluster).count("launching a replacement") == n)
         platform.inject("hangs")
         # This one is to be evicted, and has its time until then.
-        launcher = cluster.manager._launcher
+        launcher = cluster.manager.state.launcher
         launcher.options = dataclasses.replace(launcher.options, worker_timeout=600.0)
         before = {each["id"] for each in platform.sessions()}
         cluster.scale(1)

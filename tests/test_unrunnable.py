@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from fleets import Cluster
 
@@ -28,17 +30,18 @@ class Client:
 def mine():
     mine = Cluster(1, gpu={"options": {"nvidia_gpu": 1}})
     mine.client, mine.told = Client(leads=True), []
-    mine.tasks = UnrunnableTasks(mine.fleet, mine.client, mine.told.append)
+    mine.state = SimpleNamespace(fleet=mine.fleet, client=mine.client, log=mine.told.append, unrunnable=None)
+    mine.tasks = UnrunnableTasks(mine.state)
     return mine
 
 
 async def test_a_need_is_told_once_however_many_tasks_have_it(mine):
     await mine.tasks.look()
-    assert (mine.tasks.words, mine.told) == (None, [])
+    assert (mine.state.unrunnable, mine.told) == (None, [])
     for n in 3, 5:
         mine.client.needs = [(n, {"FPGA": 1})]
         await mine.tasks.look()
-    assert mine.tasks.words == "5 tasks need FPGA=1, which no worker group offers"
+    assert mine.state.unrunnable == "5 tasks need FPGA=1, which no worker group offers"
     assert mine.told == [
         "Cluster mine cannot run all tasks: 3 tasks need FPGA=1, which no worker group offers"
     ]
@@ -51,7 +54,7 @@ async def test_a_need_that_was_met_is_told_again_when_it_is_not(mine):
     for n, expected in (0, words), (1, None), (0, words):
         mine.want("scale", "gpu", n)
         await mine.tasks.look()
-        assert mine.tasks.words == expected
+        assert mine.state.unrunnable == expected
     assert mine.told == [f"Cluster mine cannot run all tasks: {words}"] * 2
 
 
@@ -61,7 +64,7 @@ async def test_a_second_need_is_told_alone(mine):
     mine.client.needs.append((2, {"LICENSE": 1}))
     await mine.tasks.look()
     assert "FPGA" not in mine.told[1]
-    assert mine.tasks.words.count("; ") == 1
+    assert mine.state.unrunnable.count("; ") == 1
 
 
 async def test_tasks_for_connected_or_wanted_workers_are_no_problem(mine):
@@ -73,14 +76,16 @@ async def test_tasks_for_connected_or_wanted_workers_are_no_problem(mine):
         (1, [name]) for name in ("mine-0", "10.0.0.7", "tcp://10.0.0.7:1", "mine-gpu-1")
     ]
     await mine.tasks.look()
-    assert mine.tasks.words is None
+    assert mine.state.unrunnable is None
     mine.client.restricted.append((1, ["tcp://10.0.0.8:1"]))
     await mine.tasks.look()
-    assert mine.tasks.words == "1 task is restricted to tcp://10.0.0.8:1, which the cluster does not have"
+    assert (
+        mine.state.unrunnable == "1 task is restricted to tcp://10.0.0.8:1, which the cluster does not have"
+    )
 
 
 async def test_only_the_leader_looks(mine):
     mine.client.leads = False
     mine.client.needs = [(1, {"FPGA": 1})]
     await mine.tasks.look()
-    assert (mine.client.looks, mine.tasks.words, mine.told) == (0, None, [])
+    assert (mine.client.looks, mine.state.unrunnable, mine.told) == (0, None, [])

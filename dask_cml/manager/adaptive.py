@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from distributed.deploy.adaptive import Adaptive
 
-from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.policy import Snapshot, sessions_wanted
+from dask_cml.manager.reconciler import Reconciler
 from dask_cml.manager.state import ClusterState
 from dask_cml.naming import DEFAULT_GROUP, session_name
 
@@ -74,23 +74,11 @@ class _Lull:
 class Host(Protocol):
     """What adaptive scaling needs of its manager, see :class:`dask_cml.manager.wishes.Wishes`."""
 
-    fleet: Fleet
     state: ClusterState
+    reconciler: Reconciler
 
     def stop_adapting(self, group: str, key: str | None = None) -> None:
         """Keep a group's number of sessions."""
-
-    async def demand(self, max_age: float) -> dict[str, Any]:
-        """Return the work that the scheduler knows."""
-
-    async def decide(self, op: str, **arguments: Any) -> Any:
-        """Let the scheduler carry out an operation."""
-
-    async def choose(self, n: int, *args: Any, **more: Any) -> list[str]:
-        """Choose the sessions that cost least to stop."""
-
-    def affordable(self, n: int, group: str) -> int:
-        """Return how many of `n` sessions to ask for."""
 
 
 class CMLAdaptive(Adaptive):
@@ -198,7 +186,7 @@ class CMLAdaptive(Adaptive):
     @property
     def plan(self) -> set[Any]:
         """The wanted sessions."""
-        fleet = self._wishes.fleet
+        fleet = self._wishes.state.fleet
         return set(fleet.group(self._group).names) if self._group in fleet.groups else set()
 
     @property
@@ -209,7 +197,7 @@ class CMLAdaptive(Adaptive):
     @property
     def observed(self) -> set[Any]:
         """The wanted sessions of which a Dask worker is connected."""
-        return self._wishes.fleet.arrived(self._group)
+        return self._wishes.state.fleet.arrived(self._group)
 
     @property
     def start_time(self) -> float:
@@ -220,9 +208,9 @@ class CMLAdaptive(Adaptive):
 
     async def target(self) -> int:
         """Return how many sessions the known work needs."""
-        fleet = self._wishes.fleet
+        fleet = self._wishes.state.fleet
         # Groups that adapt share one answer.
-        answer = await self._wishes.demand(max_age=(self.interval or 0.0) / 2)
+        answer = await self._wishes.state.client.demand(max_age=(self.interval or 0.0) / 2)
         snapshot = Snapshot.of(answer, fleet.states)
         arrived, workers, now = self.observed, fleet.workers, monotonic()
         self._learn(arrived, now)
@@ -253,13 +241,13 @@ class CMLAdaptive(Adaptive):
             # Dask's Adaptive before 2024.11 stops for good at an OSError.
             logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
             return len(self.plan)
-        if self._group not in self._wishes.fleet.groups:
+        if self._group not in self._wishes.state.fleet.groups:
             return 0  # the group was deleted meanwhile
-        return self._wishes.affordable(target, self._group)
+        return self._wishes.state.backoffs.affordable(target, self._group)
 
     def _learn(self, arrived: set[Any], now: float) -> None:
         for key in arrived - self._seen:
-            worker = self._wishes.fleet.workers.get(key)
+            worker = self._wishes.state.fleet.workers.get(key)
             if worker is not None and worker.launched_at is not None:
                 self._starts.append(now - worker.launched_at)
         self._seen = arrived
@@ -270,7 +258,7 @@ class CMLAdaptive(Adaptive):
         n = len(plan) - target
         # The scheduler does not know which busy sessions run another group's tasks. Close idle ones first.
         lent = [key for key in self._lent if key in plan][: max(0, n - max(0, len(plan) - self._busy))]
-        chosen = await self._wishes.choose(n - len(lent), self.worker_key, self._group, **more)
+        chosen = await self._wishes.reconciler.choose(n - len(lent), self.worker_key, self._group, **more)
         return [*dict.fromkeys([*lent, *chosen])]
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
@@ -284,4 +272,4 @@ class CMLAdaptive(Adaptive):
     async def _decide(self, op: str, **arguments: Any) -> None:
         # The next look tries again. Adaptive before 2024.11 would stop at an OSError.
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            await self._wishes.decide(op, group=self._group, key=self.key, **arguments)
+            await self._wishes.state.client.decide(op, group=self._group, key=self.key, **arguments)

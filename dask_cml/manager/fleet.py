@@ -154,6 +154,11 @@ class Fleet:
         with self._lock:
             return [*self._groups]
 
+    def group_of(self, name: str) -> str:
+        """Return the group of a session, by its name."""
+        found = read_name(self.name, name)
+        return found[0] if found else DEFAULT_GROUP
+
     def options_of(self, group: str) -> Options:
         """Return the options of a group, or the default group's if it was removed."""
         known = self._groups.get(group)
@@ -183,6 +188,11 @@ class Fleet:
                 tuple(names),
             )
             return self._with_wishes(state)
+
+    def to_json(self) -> dict[str, Mapping[str, Any]]:
+        """Return the worker groups as the scheduler knew them last, for another scheduler."""
+        with self._lock:
+            return {name: each for name, (_, each) in self._groups.items()}
 
     def is_deleted(self, name: str) -> bool:
         """Return whether a worker group is to be removed after its last session."""
@@ -228,6 +238,11 @@ class Fleet:
         """The sessions that are wanted or launched, as the scheduler knows them."""
         with self._lock:
             return [*self._members.values()]
+
+    @property
+    def unlaunched(self) -> list[Member]:
+        """The wanted sessions that are not launched, as far as this manager knows."""
+        return [each for each in self.members if each.wanted and not each.launched and each.worker is None]
 
     def member(self, name: str) -> Member | None:
         """Return a session. None: it is neither wanted nor launched."""
@@ -333,8 +348,7 @@ class Fleet:
         """Record a launched session, wanted or not."""
         with self._lock:
             if name not in self._members:
-                found = read_name(self.name, name)
-                self._members[name] = self._new_member(name, found[0] if found else DEFAULT_GROUP)
+                self._members[name] = self._new_member(name, self.group_of(name))
             self._members[name].worker = worker
 
     def detach(self, name: str) -> CMLWorker | None:

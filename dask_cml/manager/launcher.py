@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dask_cml.display.start import StartDisplay
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.fleet import Fleet
 from dask_cml.naming import session_name
-from dask_cml.options import Options
+from dask_cml.options import Options, state_directory
 from dask_cml.records.record import Record
 from dask_cml.sessions import tls
 from dask_cml.sessions.answers import CallFailed
@@ -36,8 +37,6 @@ class Launcher:
         Launches and stops sessions.
     options : Options
         The cluster's options.
-    folder : Path
-        The cluster's folder on the project file system.
     fleet : Fleet
         The cluster's workers.
 
@@ -51,10 +50,10 @@ class Launcher:
         The display of the start.
     """
 
-    def __init__(self, api: WorkersAPI, options: Options, folder: Path, fleet: Fleet) -> None:
+    def __init__(self, api: WorkersAPI, options: Options, fleet: Fleet) -> None:
         self.api = api
         self.options = options
-        self.place = Place(folder)
+        self.place = Place(state_directory() / options.name)
         self.security: Security | None = None
         self.scheduler: CMLScheduler | None = None
         self.display: StartDisplay | None = None
@@ -107,6 +106,26 @@ class Launcher:
             await cancel(*tasks, following, showing)
             if self.display is not None:
                 await self.display.end(has_started)
+
+    async def relaunch(self, number: int) -> None:
+        """Launch another scheduler with this number, and all workers. Return when the scheduler answers.
+
+        Workers that the platform refuses are launched later.
+
+        Raises
+        ------
+        LaunchRefused, SessionFailed, SchedulerTimeout
+            As in :meth:`launch`.
+        """
+        self.place = replace(self.place, number=number)
+        self.scheduler = self.make_scheduler()
+        await self.scheduler.launch()
+        launching = asyncio.ensure_future(self.launch_workers(self._fleet.names, lambda name: True))
+        try:
+            await self.scheduler
+            await launching
+        finally:
+            await cancel(launching)
 
     def _make_attached(self, name: str) -> CMLWorker:
         worker = self.make_worker(name)
@@ -185,8 +204,7 @@ class Launcher:
     def make_worker(self, name: str) -> CMLWorker:
         """Return a worker with this name that is not launched yet."""
         address = None if self.scheduler is None else self.scheduler.address
-        member = self._fleet.member(name)
-        options = self.options if member is None else self._fleet.options_of(member.group)
+        options = self._fleet.options_of(self._fleet.group_of(name))
         return CMLWorker(
             address, name, api=self.api, options=options, place=self.place, security=self.security
         )
@@ -197,11 +215,7 @@ class Launcher:
             self.security, _ = tls.as_files(self.options.security, self.place.folder)
         plans = [str((self.scheduler or self.make_scheduler()).plan)]
         for group in self._fleet.states:
-            name = session_name(self._fleet.name, group.name, group.number)
-            address = None if self.scheduler is None else self.scheduler.address
-            worker = CMLWorker(
-                address, name, api=self.api, options=group.options, place=self.place, security=self.security
-            )
+            worker = self.make_worker(session_name(self._fleet.name, group.name, group.number))
             plans.append(str(worker.plan))
         return "\n".join(plans)
 
@@ -209,7 +223,7 @@ class Launcher:
 
     async def launch_workers(
         self, names: Iterable[str], wanted: Callable[[str], bool]
-    ) -> tuple[list[str], dict[str, LaunchRefused], dict[str, CMLError]]:
+    ) -> dict[str, CMLError]:
         """Launch workers, as many at once as the API allows.
 
         Parameters
@@ -221,18 +235,12 @@ class Launcher:
 
         Returns
         -------
-        launched : list of str
-            The names of the launched sessions.
-        refused : dict
-            For the name of each worker group whose launches the platform refuses, the error. No further ones
-            of the group were tried.
-        failed : dict
-            For the names of sessions whose launch failed, the error. After an error of the platform that may
-            pass, no further ones were tried.
+        dict
+            For the names of sessions whose launch failed, the error. After a refusal, no further ones of the
+            worker group were tried. After an error of the platform that may pass, no further ones at all.
         """
-        launched: list[str] = []
-        refused: dict[str, LaunchRefused] = {}
         failed: dict[str, CMLError] = {}
+        refused: set[str] = set()
         queue = iter([*names])
 
         async def launch() -> None:
@@ -245,16 +253,15 @@ class Launcher:
                 worker = self.make_worker(name)
                 try:
                     await worker
-                except LaunchRefused as error:
-                    refused[member.group] = error
                 except CMLError as error:
                     failed[name] = error
+                    if isinstance(error, LaunchRefused):
+                        refused.add(member.group)
                 except Exception as error:  # the platform's library may raise anything
                     logger.exception("Session %s not launched", name)
                     failed[name] = CMLError(f"{name} not launched: {error!r}")
                 else:
                     self._fleet.attach(name, worker)
-                    launched.append(name)
 
         # So an exhausted quota refuses only a few of a hundred launches.
         tasks: list[Awaitable[None]] = [asyncio.create_task(launch()) for _ in range(self.api.threads)]
@@ -262,7 +269,7 @@ class Launcher:
             await asyncio.gather(*tasks)
         finally:
             await cancel(*tasks)  # type: ignore[arg-type]
-        return launched, refused, failed
+        return failed
 
     # -- the end of sessions
 

@@ -13,11 +13,8 @@ import dask.config
 from dask.utils import parse_timedelta
 
 from dask_cml.manager.causes import Cause, Loss, find_cause
-from dask_cml.manager.fleet import Fleet
-from dask_cml.manager.launcher import Launcher
 from dask_cml.manager.members import Member
-from dask_cml.manager.record_keeper import RecordKeeper
-from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.manager.state import ClusterState
 from dask_cml.options import setting
 from dask_cml.sessions.answers import SessionInfo
 
@@ -61,23 +58,12 @@ class LossFinder:
 
     Parameters
     ----------
-    fleet : Fleet
-        The cluster's workers.
-    client : SchedulerClient
-        Knows whether the scheduler answers.
-    launcher : Launcher
-        Knows the scheduler's session.
-    record_keeper : RecordKeeper
-        Knows whether another process has deleted the cluster.
+    state : ClusterState
+        The parts of the manager.
     """
 
-    def __init__(
-        self, fleet: Fleet, client: SchedulerClient, launcher: Launcher, record_keeper: RecordKeeper
-    ) -> None:
-        self._fleet = fleet
-        self._client = client
-        self._launcher = launcher
-        self._record_keeper = record_keeper
+    def __init__(self, state: ClusterState) -> None:
+        self._state = state
         self._watch_interval: float = setting("api.watch-interval")
         self._watched = time.monotonic()
         self._missing: set[str] = set()
@@ -87,9 +73,9 @@ class LossFinder:
     @property
     def starting(self) -> bool:
         """Whether sessions are on their way that do not wait for room."""
-        return bool(self._missing - self._fleet.waits.keys())
+        return bool(self._missing - self._state.fleet.waits.keys())
 
-    async def look(self, wanted: list[Member], missing: list[Member], watch: bool) -> Losses:
+    async def look(self, wanted: list[Member], missing: list[Member]) -> Losses:
         """Find the sessions to replace.
 
         Parameters
@@ -98,9 +84,6 @@ class LossFinder:
             The wanted sessions with a worker.
         missing : list of Member
             Those that are not completely connected.
-        watch : bool
-            Whether to look for nodes that have failed, too. A node that fails closes no connections: the
-            scheduler notices it only after ``distributed.comm.timeouts.tcp``, the platform within a second.
 
         Raises
         ------
@@ -113,14 +96,16 @@ class LossFinder:
             return Losses(leaving)
         now = time.monotonic()
         self._missing = {each.name for each in missing}
-        gone = [each.name for each in missing if self._fleet.has_registered(each)]
+        gone = [each.name for each in missing if self._state.fleet.has_registered(each)]
         self._gone_since = {name: self._gone_since.get(name, now) for name in gone}
         unsettled = any(each.worker and not each.worker.is_known_to_run for each in wanted)
-        watches = watch and now - self._watched >= self._watch_interval
-        if not missing and not unsettled and not watches and self._client.connected:
+        # A node that fails closes no connections: the scheduler notices it only after
+        # ``distributed.comm.timeouts.tcp``, the platform within a second.
+        watches = not self._state.observes and now - self._watched >= self._watch_interval
+        if not missing and not unsettled and not watches and self._state.client.connected:
             return Losses()
-        listing = await self._launcher.api.sessions()
-        if not self._client.connected:
+        listing = await self._state.api.sessions()
+        if not self._state.client.connected:
             return await self._judge_scheduler(listing)
         if watches:
             self._watched = now
@@ -152,18 +137,18 @@ class LossFinder:
 
     async def _drop_ended(self, listing: Mapping[str, SessionInfo]) -> None:
         """Drop Dask workers from the scheduler whose sessions have ended."""
-        members = [each for each in self._fleet.members if each.worker is not None and each.connected]
+        members = [each for each in self._state.fleet.members if each.worker is not None and each.connected]
         ended = [each for each in members if each.worker is not None and each.worker.update(listing)]
         if names := {name for each in ended for name in each.connected}:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(names))
-            await self._client.drop(names)
+            await self._state.client.drop(names)
 
     async def _judge_scheduler(self, listing: Mapping[str, SessionInfo]) -> Losses:
         """Find out whether a scheduler that does not answer has ended."""
-        scheduler = self._launcher.scheduler
+        scheduler = self._state.launcher.scheduler
         assert scheduler is not None
-        silent = time.monotonic() - self._client.heard
-        if scheduler.update(listing) and not self._client.connected:
+        silent = time.monotonic() - self._state.client.heard
+        if scheduler.update(listing) and not self._state.client.connected:
             return Losses(outcome=Outcome.ENDED, why=await self._why_it_ended())
         if scheduler.session_id not in listing and silent > _SILENCE:
             why = (
@@ -174,17 +159,17 @@ class LossFinder:
         return Losses()
 
     async def _why_it_ended(self) -> str:
-        scheduler = self._launcher.scheduler
+        scheduler = self._state.launcher.scheduler
         assert scheduler is not None
         unharmed = scheduler.info.get("status") in ("succeeded", "stopped")
-        if unharmed and await self._record_keeper.is_removed(_DELETED_WITHIN):
+        if unharmed and await self._state.record_keeper.is_removed(_DELETED_WITHIN):
             return "another process shut it down"
         return await scheduler.failure("ended")
 
     def _why_late(self, member: Member) -> Loss | None:
         worker = member.worker
         assert worker is not None
-        if self._fleet.has_registered(member):
+        if self._state.fleet.has_registered(member):
             patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
             # It may have registered since the look began.
             if time.monotonic() - self._gone_since.get(member.name, math.inf) > patience:

@@ -16,21 +16,18 @@ from distributed.security import Security
 from dask_cml.cancellation import cancel
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
 from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit
-from dask_cml.manager.fleet import Fleet
-from dask_cml.manager.launcher import Launcher
+from dask_cml.manager.failover import replace_scheduler
 from dask_cml.manager.losses import Losses, Outcome
 from dask_cml.manager.reconciler import Reconciler
-from dask_cml.manager.record_keeper import RecordKeeper
-from dask_cml.manager.scheduler_client import SchedulerClient
-from dask_cml.manager.startup import Startup
+from dask_cml.manager.startup import adopt, create
 from dask_cml.manager.state import ClusterState
-from dask_cml.manager.unrunnable import UnrunnableTasks
 from dask_cml.manager.wishes import Wishes
-from dask_cml.options import Options, state_directory
+from dask_cml.options import Options
 from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.scheduler.wanted import Wanted
 from dask_cml.sessions.process import CMLScheduler
+from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -38,8 +35,6 @@ logger = logging.getLogger(__name__)
 _GOODBYE_TIMEOUT = 3.0
 #: Seconds between two tries to stop the sessions of a cluster that has ended.
 _RETRY_INTERVAL = 60.0
-#: Seconds between two looks of an observer. A process may observe many clusters.
-_OBSERVER_INTERVAL = 7.5
 
 
 class Manager:
@@ -100,10 +95,8 @@ class Manager:
         log: Callable[[str], None] | None = None,
         show: bool = False,
     ) -> None:
-        self.id = secrets.token_hex(8)
-        self.status = Status.created
         self.options = options
-        self.observes = observes
+        self._observes = observes
         self.shutdown_on_close = options.shutdown_on_close
         self._given = given or {}
         self._maker = maker
@@ -116,9 +109,11 @@ class Manager:
             self._api.check_options(each.launch_options)
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._looking: asyncio.Task[Losses] | None = None
+        self._replacing: asyncio.Task[str | None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self.event_loop: asyncio.AbstractEventLoop | None = None
-        self._assemble(record)
+        self._assemble(record, Status.created)
         end_at_exit(self)
 
     @classmethod
@@ -153,39 +148,24 @@ class Manager:
         )
         return cls(options, record=record, **arguments)
 
-    def _assemble(self, record: Record | None) -> None:
+    def _assemble(self, record: Record | None, status: Status) -> None:
         """Assemble the parts of the manager: for a new cluster, or for the cluster of a record."""
         self.adopts = record is not None
-        self._folder = state_directory() / self.options.name
-        self.fleet = Fleet(self.options, self.id)
-        self._client = SchedulerClient(self.fleet, self.observes, self._changed)
-        self._launcher = Launcher(self._api, self.options, self._folder, self.fleet)
-        self._record_keeper = RecordKeeper(
-            self.options.name, self._api, self.fleet, lambda: self.scheduler, record
-        )
-        self._startup = Startup(self._launcher, self._client, self._record_keeper, self._log)
-        self._reconciler = Reconciler(
-            self.fleet,
-            self._client,
-            self._launcher,
-            self._record_keeper,
-            log=self._log,
-            watch=not self.observes,
-            interval=_OBSERVER_INTERVAL if self.observes else None,
-        )
-        self._unrunnable = UnrunnableTasks(self.fleet, self._client, self._log)
         self.state = ClusterState(
-            lambda: self.status,
-            self.fleet,
-            self._client,
-            self._launcher,
-            self._reconciler,
-            self._record_keeper,
-            self._unrunnable,
+            self.options,
+            self._api,
+            secrets.token_hex(8),
+            record,
+            observes=self._observes,
+            log=self._log,
+            changed=self._changed,
         )
-        self.wishes = Wishes(self.state, self.fleet, self._client, self._reconciler, self._api)
+        self.state.status = status
+        self.fleet = self.state.fleet
+        self._reconciler = Reconciler(self.state)
+        self.wishes = Wishes(self.state, self._reconciler)
         if record is None:
-            first = Wanted(self.options.name, self.id, self.options.first_groups())
+            first = Wanted(self.options.name, self.fleet.manager, self.options.first_groups())
             self.fleet.update({**first.since(0), "workers": {}})
 
     # -- start
@@ -204,7 +184,7 @@ class Manager:
         if self.status not in (Status.created, Status.starting):
             raise CMLError(f"cluster {self.options.name} is closed")
         if self._starting is None:
-            self.status = Status.starting
+            self.state.status = Status.starting
             self.event_loop = asyncio.get_running_loop()
             self._starting = asyncio.create_task(self._start_once())
         try:
@@ -225,27 +205,24 @@ class Manager:
 
     def show_interrupt(self) -> None:
         """Say how many sessions an interrupted start has stopped."""
-        if self._launcher.display is not None:
+        display = self.state.launcher.display
+        if display is not None:
             n = len(self._api.names.keys() - self._api.live)
-            self._launcher.display.end_with(f"Interrupted: {n} session{'s' * (n != 1)} stopped")
+            display.end_with(f"Interrupted: {n} session{'s' * (n != 1)} stopped")
 
     async def _start_once(self) -> None:
-        record = self._record_keeper.record
-        if record is not None:
-            await self._startup.adopt(record)
+        if self.state.record is not None:
+            await adopt(self.state, self.state.record)
         else:
             await self._create_or_connect()
-        self.status = Status.running
-        keeping = asyncio.create_task(self._reconciler.run())
-        keeping.add_done_callback(self._end_with)
-        self._tasks = [keeping, asyncio.create_task(self._unrunnable.run())]
+        self.state.status = Status.running
+        self._keeping = asyncio.create_task(self._keep())
 
     async def _create_or_connect(self) -> None:
         mode = self.options.create_mode
         if mode != "connect":
             try:
-                maker = self._maker or Maker.this_process()
-                await self._startup.create(maker, self.id, self._show)
+                await create(self.state, self._maker or Maker.this_process(), self._show)
                 return
             except ClusterExists:
                 if mode == "create":
@@ -259,8 +236,8 @@ class Manager:
         self.options = self.options.of_running(record.options, bool(given.get("shutdown_on_close")))
         self.shutdown_on_close = self.options.shutdown_on_close
         # Requests to a cluster that was not created do not apply to the running one.
-        self._assemble(record)
-        await self._startup.adopt(record)
+        self._assemble(record, self.status)
+        await adopt(self.state, record)
 
     async def outlive_this_process(self) -> None:
         """Let the cluster run on when this process exits, until the session ends that launched it.
@@ -270,18 +247,23 @@ class Manager:
         CMLError
             If the scheduler does not answer. The cluster is still shut down with this process.
         """
-        await self._client.change_within(self.options.scheduler_timeout, orphan_timeout=None)
+        await self.state.client.change_within(self.options.scheduler_timeout, orphan_timeout=None)
         self.shutdown_on_close = False
+
+    @property
+    def status(self) -> Status:
+        """The status of the manager."""
+        return self.state.status
 
     @property
     def scheduler(self) -> CMLScheduler | None:
         """The scheduler's session. None before the start."""
-        return self._launcher.scheduler
+        return self.state.launcher.scheduler
 
     @property
     def security(self) -> Security:
         """The keys of the cluster."""
-        return self._launcher.security or Security()
+        return self.state.launcher.security or Security()
 
     def _changed(self) -> None:
         """React to an answer of the scheduler."""
@@ -312,72 +294,74 @@ class Manager:
 
     async def _close_once(self, shutdown: bool) -> None:
         self.wishes.close()
-        self.status = Status.closing
+        self.state.status = Status.closing
         try:
-            await cancel(self._starting, *self._tasks)
+            await cancel(self._starting, self._looking, self._replacing)
             await self._reconciler.close()
             if not shutdown:
                 await self._hand_over()
             self.fleet.close()
             if shutdown:
-                await self._record_keeper.close()
-                await self._client.terminate(_GOODBYE_TIMEOUT)
-            await self._client.close()
+                await self.state.record_keeper.close()
+                await self.state.client.terminate(_GOODBYE_TIMEOUT)
+            await self.state.client.close()
         except Exception:  # whatever fails before, the sessions are stopped
             logger.exception("Cluster %s not closed properly", self.options.name)
         try:
             if shutdown:
-                await self._record_keeper.end()
+                await self.state.record_keeper.end()
             else:
                 await self._api.close()
         except BaseException:
-            self.status = Status.failed
+            self.state.status = Status.failed
             raise
-        self._forget()
-
-    def _forget(self) -> None:
-        self.status = Status.closed
-        for process in (self.scheduler, *self.fleet.workers.values()):
-            if process is not None:
-                process.status = Status.closed
+        self.state.status = Status.closed
+        for process in self._processes:
+            process.status = Status.closed
         self.fleet.clear()
         no_longer_end_at_exit(self)
+        await cancel(self._keeping)
+
+    @property
+    def _processes(self) -> list[CMLProcess]:
+        """The scheduler and the workers, as far as they exist."""
+        processes = (self.scheduler, *self.fleet.workers.values())
+        return [each for each in processes if each is not None]
 
     async def _hand_over(self) -> None:
         """Leave the sessions to other managers. The sessions that these cannot find are stopped."""
         try:
-            if self._client.connected and (wishes := self.fleet.wishes):
-                await self._client.apply(*wishes)
+            if self.state.connected and (wishes := self.fleet.wishes):
+                await self.state.client.apply(*wishes)
             await self._reconciler.report()
         except Exception as error:
             logger.info("Last wishes for cluster %s not sent: %r", self.options.name, error)
-        await self._record_keeper.close()  # before it finds no sessions
-        processes = [each for each in (self.scheduler, *self.fleet.workers.values()) if each is not None]
-        if self._record_keeper.gone:  # no other manager can take over what was launched here
-            processes = [each for each in processes if each.adopted]
-        self._api.forget(*[each.session_id for each in processes if each.session_id])
+        record_keeper = self.state.record_keeper
+        await record_keeper.close()  # before it finds no sessions
+        # Without the record, no other manager can take over what was launched here.
+        left = [each for each in self._processes if each.adopted or not record_keeper.gone]
+        self._api.forget(*[each.session_id for each in left if each.session_id])
 
-    def _end_with(self, keeping: asyncio.Task[Losses]) -> None:
-        """Close when the reconciler stops keeping the cluster."""
-        if not keeping.cancelled() and keeping.exception() is None and self._closing is None:
-            losses = keeping.result()
-            said = "shut down" if losses.outcome == Outcome.ENDED else "disconnected"
-            self._log(f"Cluster {self.options.name} {said}: {losses.why}")
-            self._close_by_itself(shutdown=losses.outcome == Outcome.ENDED)
-
-    def _close_by_itself(self, shutdown: bool) -> None:
-        self._closing = asyncio.create_task(self._close_once(shutdown))
-        self._closing.add_done_callback(self._try_again)
-
-    def _try_again(self, closing: asyncio.Task[None]) -> None:
-        """Try again later if the sessions of a cluster that has ended were not stopped."""
-        if self.status == Status.failed and not closing.cancelled():
-            logger.error("%s", closing.exception())
-            asyncio.get_running_loop().call_later(_RETRY_INTERVAL, self._close_again)
-
-    def _close_again(self) -> None:
-        if self.status == Status.failed and (self._closing is None or self._closing.done()):
-            self._close_by_itself(shutdown=True)
+    async def _keep(self) -> None:
+        """Keep the cluster until it ends, and close. Try again if sessions were not stopped."""
+        while True:
+            self._looking = looking = asyncio.create_task(self._reconciler.run())
+            losses = await looking
+            why, ended = losses.why, losses.outcome == Outcome.ENDED
+            if not ended:
+                break
+            self._replacing = asyncio.create_task(replace_scheduler(self.state, str(why)))
+            if (why := await self._replacing) is not None:
+                break
+            await self._reconciler.begin_again()
+        said = "shut down" if ended else "disconnected"
+        self._log(f"Cluster {self.options.name} {said}: {why}")
+        while self.status != Status.closed:
+            try:
+                await self.close(shutdown=ended)
+            except Exception as error:
+                logger.error("%s", error)
+                await asyncio.sleep(_RETRY_INTERVAL)
 
     def end_now(self, timeout: float) -> None:
         """Close when the interpreter exits. Blocks.
@@ -395,18 +379,18 @@ class Manager:
                 )
                 closing.result(timeout)
             elif self.status != Status.closed and self.shutdown_on_close:
-                self._record_keeper.end_now()  # the event loop has ended, as after asyncio.run
+                self.state.record_keeper.end_now()  # the event loop has ended, as after asyncio.run
         except CMLError as error:  # all retries have failed
             logger.error("%s", error)
         except Exception as error:
             logger.info("Sessions of cluster %s stopped without its event loop: %r", self.options.name, error)
             if self.shutdown_on_close:
-                self._record_keeper.end_now()
-        self.status = Status.closed
+                self.state.record_keeper.end_now()
+        self.state.status = Status.closed
 
     def forget(self) -> None:
         """Leave the cluster to the parent process, after a fork."""
-        self.status = Status.closed
+        self.state.status = Status.closed
 
     @property
     def is_forks_copy(self) -> bool:

@@ -6,19 +6,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dask_cml.errors import CMLError
-from dask_cml.manager.backoff import Backoffs
+from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.causes import Cause
-from dask_cml.manager.fleet import Fleet
-from dask_cml.manager.launcher import Launcher
 from dask_cml.manager.losses import Losses, LossFinder
-from dask_cml.manager.record_keeper import RecordKeeper
 from dask_cml.manager.retirement import Retirements
-from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.manager.state import ClusterState
 from dask_cml.manager.strays import Strays
+from dask_cml.manager.unrunnable import UnrunnableTasks
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.protocol import SET
 from dask_cml.sessions.answers import CallFailed
@@ -29,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL, _STARTING_INTERVAL = 3.0, 0.1
+#: Seconds between two looks of an observer. A process may observe many clusters.
+_OBSERVER_INTERVAL = 7.5
 #: The share of the event loop's time that looks take at most, and the longest pause for it, in seconds.
 _SHARE, _LONGEST_PAUSE = 0.01, 1.0
 #: Characters of a cause that the scheduler logs.
@@ -45,63 +44,40 @@ class Reconciler:
 
     Parameters
     ----------
-    fleet : Fleet
-        The cluster's workers.
-    client : SchedulerClient
-        Asks the scheduler.
-    launcher : Launcher
-        Creates and stops sessions.
-    record_keeper : RecordKeeper
-        Writes the sessions into the cluster's record.
-    log : callable
-        Gets each line for the user.
-    watch : bool
-        Whether to look for nodes that have failed, too.
-    interval : float, optional
-        Time between two looks while nothing changes, in seconds. Default 3.
+    state : ClusterState
+        The parts of the manager.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        client: SchedulerClient,
-        launcher: Launcher,
-        record_keeper: RecordKeeper,
-        *,
-        log: Callable[[str], None],
-        watch: bool = True,
-        interval: float | None = None,
-    ) -> None:
-        self.backoffs = Backoffs(fleet, log)
-        self._fleet = fleet
-        self._client = client
-        self._launcher = launcher
-        self._record_keeper = record_keeper
-        self._log = log
-        self._watch = watch
-        self._interval = interval or _LOOK_INTERVAL
-        self._end: str | None = None
-        self.outage: str | None = None
+    def __init__(self, state: ClusterState) -> None:
+        self._state = state
         #: The numbers of the last look that has begun, and of the last one that has ended.
         self._begun = self._ended = 0
         self._closed = False
         self._looked = asyncio.Condition()
         self._told_waiting = self._told_full = False
-        self._told_url: str | None = None
-        self._registered: set[str] = set()
+        self._told_outage: str | None = None
         self._changed = asyncio.Event()
-        self._losses = LossFinder(fleet, client, launcher, record_keeper)
-        self._retirements = Retirements(fleet, client, launcher.api, log, self.poke)
-        self._strays = Strays(fleet, client, launcher, record_keeper)
+        self._strays = Strays(state)
+        self._unrunnable = UnrunnableTasks(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know nothing yet of the scheduler and its workers."""
+        self._told_url: str | None = None
+        self._told_states: dict[str, str] = {}
+        self._registered: set[str] = set()
+        self._losses = LossFinder(self._state)
+        self._retirements = Retirements(self._state, self.poke)
+        self._state.end = None
+
+    async def begin_again(self) -> None:
+        """Forget the workers of a scheduler that was lost: the cluster has another one."""
+        await self._retirements.close()
+        self._begin()
 
     def poke(self, *_: object) -> None:
         """Look again now. Call this in the event loop."""
         self._changed.set()
-
-    @property
-    def problem(self) -> str | None:
-        """The current problem, as a clause. None if there is none."""
-        return self._end or self.backoffs.words or self.outage or self._retirements.words
 
     async def run(self) -> Losses:
         """Keep the cluster until its scheduler ends. Return why it ended."""
@@ -109,23 +85,24 @@ class Reconciler:
         while (losses := await self._look()) is None or losses.outcome is None:
             await asyncio.sleep(min((time.thread_time() - begun) / _SHARE, _LONGEST_PAUSE))
             # While sessions start, look as often as the platform may be asked.
-            interval = _STARTING_INTERVAL if self._losses.starting else self._interval
-            pause = min(interval, self.backoffs.shortest_pause or interval)
+            interval = _OBSERVER_INTERVAL if self._state.observes else _LOOK_INTERVAL
+            interval = _STARTING_INTERVAL if self._losses.starting else interval
+            pause = min(interval, self._state.backoffs.shortest_pause or interval)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), pause)
             begun = time.thread_time()
-        self._end = losses.why
+        self._state.end = losses.why
         return losses
 
     async def settle(self) -> None:
         """Wait until sessions were launched and stopped for all wishes, as far as the platform allows it."""
-        if not self._fleet.wishes and not self._fleet.differs:
+        if not self._state.fleet.wishes and not self._state.fleet.differs:
             return
         next_look = self._begun + 1
         self.poke()
         async with self._looked:
             await self._looked.wait_for(
-                lambda: self._closed or (self._ended >= next_look and not self._fleet.wishes)
+                lambda: self._closed or (self._ended >= next_look and not self._state.fleet.wishes)
             )
 
     async def close(self) -> None:
@@ -133,32 +110,35 @@ class Reconciler:
         self._closed = True
         await self._has_ended(self._ended)
         await self._retirements.close()
-        await self._launcher.close()
+        await self._state.launcher.close()
 
     async def _look(self) -> Losses | None:
         """Act if this manager leads, and find lost sessions."""
         self._changed.clear()
         number = self._begun = self._begun + 1
         losses = None
-        self.backoffs.look(time.monotonic())
+        self._state.backoffs.look(time.monotonic())
         try:
             await self._attach()
             await self.report()
             await self._tell_url()
-            if self._client.leads:
+            await self._tell_states()
+            if self._state.client.leads:
                 await self._act()
             await self._has_ended(number)
             losses = await self._find_losses()
-            if losses.outcome is None and self._client.leads:
+            if losses.outcome is None and self._state.client.leads:
                 await self._replace(losses)
                 await self._strays.look()
+            await self._unrunnable.look()
         except CallFailed:
             pass  # _tell_outage logs it once
         except (CMLError, OSError, asyncio.TimeoutError, ValueError) as error:
-            logger.warning("Cannot manage cluster %s: %s", self._fleet.name, str(error) or repr(error))
+            logger.warning("Cannot manage cluster %s: %s", self._state.fleet.name, str(error) or repr(error))
         except Exception:
-            logger.exception("Cannot manage cluster %s", self._fleet.name)
+            logger.exception("Cannot manage cluster %s", self._state.fleet.name)
         self._tell_outage()
+        self._state.retiring = self._retirements.words
         await self._has_ended(number)
         return losses
 
@@ -168,69 +148,79 @@ class Reconciler:
             self._looked.notify_all()
 
     def _tell_outage(self) -> None:
-        before, self.outage = self.outage, self._launcher.api.problem
-        if self.outage and not before:
-            logger.warning("Cannot manage cluster %s: %s", self._fleet.name, self.outage)
-        elif before and not self.outage:
-            logger.warning("Managing cluster %s again", self._fleet.name)
+        before, self._told_outage = self._told_outage, self._state.outage
+        if self._told_outage and not before:
+            logger.warning("Cannot manage cluster %s: %s", self._state.fleet.name, self._told_outage)
+        elif before and not self._told_outage:
+            logger.warning("Managing cluster %s again", self._state.fleet.name)
 
     # -- what all managers do
 
     async def _attach(self) -> None:
         """Attach the sessions that other managers have launched, and forget those that they have stopped."""
-        members = self._fleet.members
-        self._launcher.detach([each.name for each in members if each.gone])
+        members = self._state.fleet.members
+        self._state.launcher.detach([each.name for each in members if each.gone])
         if any(each.launched and each.worker is None for each in members) and (
-            record := await asyncio.to_thread(self._record_keeper.read)
+            record := await asyncio.to_thread(self._state.record_keeper.read)
         ):
-            self._launcher.attach_launched(record)
+            self._state.launcher.attach_launched(record)
 
     async def report(self) -> None:
         """Tell the scheduler which sessions were launched here. Others attach them by the record."""
         new = [
             each
-            for each in self._fleet.members
+            for each in self._state.fleet.members
             if each.worker and each.worker.session_id and not (each.launched or each.gone)
         ]
-        if not (new and self._client.connected):
+        if not (new and self._state.client.connected):
             return
-        await self._record_keeper.write()
+        await self._state.record_keeper.write()
         written = [
             each.name
             for each in new
-            if each.worker and self._record_keeper.has_written(str(each.worker.session_id))
+            if each.worker and self._state.record_keeper.has_written(str(each.worker.session_id))
         ]
         if written:
-            await self._client.decide("launched", names=written)
+            await self._state.client.decide("launched", names=written)
 
     async def _tell_url(self) -> None:
         """Tell the scheduler the URL of its session, for processes to which the platform does not list it."""
-        scheduler = self._launcher.scheduler
+        scheduler = self._state.launcher.scheduler
         url = None if scheduler is None or scheduler.adopted else scheduler.info.get("app_url")
-        if url and url != self._told_url and self._client.connected:
-            await self._client.ask(SET, app_url=url)
+        if url and url != self._told_url and self._state.client.connected:
+            await self._state.client.ask(SET, app_url=url)
             self._told_url = url
+
+    async def _tell_states(self) -> None:
+        """Tell the scheduler which sessions wait for room and which run, for its log of events."""
+        launched = [(each.name, each.worker) for each in self._state.fleet.members if each.worker]
+        states = {name: "running" for name, worker in launched if worker.is_known_to_run}
+        states |= {name: "waiting" for name, worker in launched if worker.waits_for is not None}
+        new = {name: each for name, each in states.items() if self._told_states.get(name) != each}
+        if new and self._state.client.leads:
+            await self._state.client.decide("found", states=new)
+            self._told_states = states
 
     async def _find_losses(self) -> Losses:
         now = time.monotonic()
-        wanted = [each for each in self._fleet.members if each.wanted and each.worker is not None]
+        wanted = [each for each in self._state.fleet.members if each.wanted and each.worker is not None]
         complete = {each.name for each in wanted if self._retirements.is_complete(each)}
         for group in {each.group for each in wanted if each.name in complete - self._registered}:
-            self.backoffs.of(group).arrived(now)
+            self._state.backoffs.of(group).arrived(now)
         self._registered = complete | (self._registered & {each.name for each in wanted})
         missing = [each for each in wanted if each.name not in complete]
-        losses = await self._losses.look(wanted, missing, self._watch)
+        losses = await self._losses.look(wanted, missing)
         self._tell_waiting()
         return losses
 
     def _tell_waiting(self) -> None:
-        waits = self._fleet.waits
+        waits = self._state.fleet.waits
         if waits and not self._told_waiting:
-            n = f"{len(waits)} of {len(self._fleet.names)} worker sessions"
-            self._log(f"Cluster {self._fleet.name} waiting for room for {n}")
+            n = f"{len(waits)} of {len(self._state.fleet.names)} worker sessions"
+            self._state.log(f"Cluster {self._state.fleet.name} waiting for room for {n}")
         self._told_waiting = bool(waits)
-        if (full := self._fleet.full) and not self._told_full:
-            self._log(f"Cluster {self._fleet.name}: {full}")
+        if (full := self._state.fleet.full) and not self._told_full:
+            self._state.log(f"Cluster {self._state.fleet.name}: {full}")
         self._told_full = bool(full)
 
     # -- what the leader does
@@ -245,16 +235,18 @@ class Reconciler:
         """Replace lost sessions. Those that another manager has stopped meanwhile are not wanted any more."""
         names = [*losses.lost]
         # A retirement cannot be reversed, so sessions that are wanted again are replaced.
-        names += [name for name in self._retirements if (each := self._fleet.member(name)) and each.wanted]
+        names += [
+            name for name in self._retirements if (each := self._state.fleet.member(name)) and each.wanted
+        ]
         if not names:
             return
         causes = {name: loss.words[:_LONGEST_CAUSE] for name, loss in losses.lost.items()}
-        gone = await self._client.decide("replace", names=names, causes=causes)
+        gone = await self._state.client.decide("replace", names=names, causes=causes)
         self.poke()
-        lost = [member for name in gone if name in losses.lost and (member := self._fleet.member(name))]
+        lost = [member for name in gone if name in losses.lost and (member := self._state.fleet.member(name))]
         for group in {each.group for each in lost}:
             found = {each.name: losses.lost[each.name] for each in lost if each.group == group}
-            self.backoffs.of(group).lost(found)
+            self._state.backoffs.of(group).lost(found)
         for member in lost:
             loss = losses.lost[member.name]
             if member.worker is not None and loss.cause is not Cause.CLOSED:
@@ -263,22 +255,16 @@ class Reconciler:
 
     async def _take_over_names(self) -> None:
         """Launch what another manager was to launch and did not, under new names: it may still launch it."""
-        names = [
-            each.name
-            for each in self._fleet.members
-            if each.wanted
-            and not each.launched
-            and each.worker is None
-            and each.manager != self._fleet.manager
-        ]
+        fleet = self._state.fleet
+        names = [each.name for each in fleet.unlaunched if each.manager != fleet.manager]
         if not names:
             return
-        record = await asyncio.to_thread(self._record_keeper.read)
+        record = await asyncio.to_thread(self._state.record_keeper.read)
         recorded = {*record.sessions.values()} if record else set()
         if launched := [name for name in names if name in recorded]:
-            await self._client.decide("launched", names=launched)
+            await self._state.client.decide("launched", names=launched)
         if others := [name for name in names if name not in recorded]:
-            await self._client.decide("replace", names=others, causes={})
+            await self._state.client.decide("replace", names=others, causes={})
 
     async def choose(
         self,
@@ -302,8 +288,9 @@ class Reconciler:
         **more
             Arguments of ``Scheduler.workers_to_close``.
         """
-        wanted, waits = self._fleet.group(group).names, self._fleet.waits
-        present = self._fleet.arrived(group)
+        fleet = self._state.fleet
+        wanted, waits = fleet.group(group).names, fleet.waits
+        present = fleet.arrived(group)
         arrived = [name for name in wanted if name in present]
         absent = [name for name in reversed(wanted) if name not in present]
         chosen = sorted(absent, key=lambda name: name not in waits)[:n]
@@ -312,15 +299,17 @@ class Reconciler:
             return chosen
 
         # Include workers of other groups and retiring ones, because the scheduler may name these first.
-        members = self._fleet.members
+        members = fleet.members
         workers = {worker: each.name for each in members for worker in each.connected}
 
         def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
             return workers.get(str(worker.name), str(worker.name))
 
         shared = len(workers) > len({*workers.values()})
-        among = n * self._fleet.group(group).options.processes if worker_key else len(workers)
-        names = await self._client.cheapest(among, worker_key or (session_of if shared else None), **more)
+        among = n * fleet.group(group).options.processes if worker_key else len(workers)
+        names = await self._state.client.cheapest(
+            among, worker_key or (session_of if shared else None), **more
+        )
         order = [workers[name] for name in names if workers.get(name) in present]
         if worker_key is None:
             order += arrived[::-1]
@@ -328,14 +317,14 @@ class Reconciler:
 
     async def _shrink(self) -> None:
         """Remove excess sessions from the wanted ones."""
-        for group in self._fleet.states:
+        for group in self._state.fleet.states:
             if group.excess > 0:
                 names = await self.choose(group.excess, group=group.name)
-                await self._client.decide("trim", group=group.name, names=names)
+                await self._state.client.decide("trim", group=group.name, names=names)
 
     async def _close_unwanted(self) -> None:
         """Stop the sessions of unwanted workers that hold no data any more."""
-        fleet, api = self._fleet, self._launcher.api
+        fleet, api = self._state.fleet, self._state.api
         unwanted = {each.name for each in fleet.members if each.worker and not each.wanted}
         retired = await self._retirements.carry_on(unwanted)
         # Some may be wanted again because of their data, and another manager may have stopped others.
@@ -343,52 +332,51 @@ class Reconciler:
         ids = {each.worker.session_id for each in closing if each.worker}
         # Also sessions without a worker, such as the engine of a refused launch that could not be stopped
         # before.
-        used = self._launcher.used_sessions()
+        used = self._state.launcher.used_sessions()
         if stopping := {each for each in api.live if each in ids or each not in used}:
-            await self._launcher.stop(stopping, _STOPS_WITHIN)
+            await self._state.launcher.stop(stopping, _STOPS_WITHIN)
         over = [each.name for each in closing if each.worker and each.worker.session_id not in api.live]
         for name in over:
             if (worker := fleet.detach(name)) is not None:
                 await worker.close()
         if over:
-            self._record_keeper.poke()
-            await self._client.decide("stopped", names=over)
+            self._state.record_keeper.poke()
+            await self._state.client.decide("stopped", names=over)
 
     async def _launch_missing(self) -> None:
-        fleet = self._fleet
-        self.backoffs.look(time.monotonic())
+        fleet = self._state.fleet
+        self._state.backoffs.look(time.monotonic())
         wishes = {group.name: group.wishes for group in fleet.states}
-        names = [
-            each.name
-            for each in fleet.members
-            if each.wanted
-            and not each.launched
-            and each.worker is None
-            and each.manager == fleet.manager
-            and not self.backoffs.of(each.group).pause
-        ]
+        mine = [each for each in fleet.unlaunched if each.manager == fleet.manager]
+        names = [each.name for each in mine if not self._state.backoffs.of(each.group).pause]
         if not names:
             return
 
         def is_wanted(name: str) -> bool:
             member = fleet.member(name)
-            return self._client.leads and member is not None and member.wanted
+            return self._state.client.leads and member is not None and member.wanted
 
-        groups = {name: member.group for name in names if (member := fleet.member(name))}
-        launched, refused, failed = await self._launcher.launch_workers(names, is_wanted)
+        errors = await self._state.launcher.launch_workers(names, is_wanted)
         await self.report()
-        for group in {*groups.values()}:
-            mine = [name for name in names if groups[name] == group]
-            if group in refused:
-                left = [name for name in mine if name not in launched]
-                numbers = await self._client.decide("refuse", group=group, names=left, wishes=wishes[group])
-                if numbers:
-                    granted, asked = numbers
-                    self.backoffs.of(group).refused(granted, asked, refused[group].reason)
-            elif errors := [error for name, error in failed.items() if groups[name] == group]:
-                if not isinstance(errors[0], CallFailed):
-                    self.backoffs.of(group).failed(str(errors[0]), len(errors))
-            else:
-                there = [each for each in fleet.members if each.group == group and each.worker]
-                self.backoffs.of(group).granted(len(there))
+        for group in {fleet.group_of(name) for name in names}:
+            await self._count_launches(group, names, errors, wishes[group])
         self.poke()
+
+    async def _count_launches(
+        self, group: str, names: list[str], errors: Mapping[str, CMLError], wishes: int
+    ) -> None:
+        """Let failed or refused launches of a group delay the next ones."""
+        backoff = self._state.backoffs.of(group)
+        found = [error for name, error in errors.items() if self._state.fleet.group_of(name) == group]
+        refusal = next((error for error in found if isinstance(error, LaunchRefused)), None)
+        if refusal is not None:
+            left = [each.name for each in self._state.fleet.unlaunched if each.name in names]
+            numbers = await self._state.client.decide("refuse", group=group, names=left, wishes=wishes)
+            if numbers:
+                granted, asked = numbers
+                backoff.refused(granted, asked, refusal.reason)
+        elif found and not isinstance(found[0], CallFailed):
+            backoff.failed(str(found[0]), len(found))
+        elif not found:
+            members = self._state.fleet.members
+            backoff.granted(sum(each.group == group and each.worker is not None for each in members))

@@ -16,6 +16,7 @@ from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import SCHEDULER
 from dask_cml.manager.fleet import Fleet
+from dask_cml.manager.launcher import Launcher
 from dask_cml.records import store
 from dask_cml.records.operations import current, stop_and_remove, stop_and_remove_now, take_name, usage
 from dask_cml.records.record import Record
@@ -24,7 +25,6 @@ from dask_cml.records.usage import Usage
 from dask_cml.sessions.answers import moment
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.owner import this_owner
-from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI
 
@@ -44,31 +44,24 @@ class RecordKeeper:
 
     Parameters
     ----------
-    name : str
-        The cluster's name.
     api : WorkersAPI
         Knows all sessions that this manager has launched or taken over.
     fleet : Fleet
         The cluster's workers.
-    scheduler : callable
-        Returns the scheduler's process, or None before it exists.
+    launcher : Launcher
+        Knows the scheduler's process.
     record : Record, optional
         The record of a cluster that another process created.
     """
 
     def __init__(
-        self,
-        name: str,
-        api: WorkersAPI,
-        fleet: Fleet,
-        scheduler: Callable[[], CMLScheduler | None],
-        record: Record | None = None,
+        self, api: WorkersAPI, fleet: Fleet, launcher: Launcher, record: Record | None = None
     ) -> None:
         self.record = record
         #: Whether the record did not exist any more at the last write, because another process deleted the
         #: cluster.
         self.gone = False
-        self._name, self._api, self._fleet, self._scheduler = name, api, fleet, scheduler
+        self._name, self._api, self._fleet, self._launcher = fleet.name, api, fleet, launcher
         self._usage: Usage | None = None
         self._seen: dict[str, CMLProcess] = {}
         self._launches: dict[str, Launch] = {}
@@ -220,7 +213,7 @@ class RecordKeeper:
 
     def _processes(self) -> dict[str, CMLProcess]:
         """Return the launched processes of the cluster, by the ids of their sessions."""
-        processes = (self._scheduler(), *self._fleet.workers.values())
+        processes = (self._launcher.scheduler, *self._fleet.workers.values())
         return {p.session_id: p for p in processes if p is not None and p.session_id}
 
     def _changes(self, processes: Mapping[str, CMLProcess], sessions: Mapping[str, str]) -> Changes:
@@ -256,7 +249,7 @@ class RecordKeeper:
         return member is not None and self._fleet.has_registered(member)
 
     def _launch(self, session_id: str, name: str, process: CMLProcess | None) -> Launch:
-        scheduler = self._scheduler()
+        scheduler = self._launcher.scheduler
         is_scheduler = scheduler is not None and name == scheduler.name
         owner = this_owner()
         launched = time.time() if process is None else process.since.timestamp()

@@ -11,11 +11,9 @@ from typing import Any
 
 from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError
-from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.members import Member
-from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.manager.state import ClusterState
 from dask_cml.options import setting
-from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
@@ -33,30 +31,14 @@ class Retirements(Collection[str]):
 
     Parameters
     ----------
-    fleet : Fleet
-        The cluster's workers.
-    client : SchedulerClient
-        Retires the workers.
-    api : WorkersAPI
-        Lists the sessions.
-    log : callable
-        Gets each line for the user.
+    state : ClusterState
+        The parts of the manager.
     poke : callable
         Called after workers are retired.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        client: SchedulerClient,
-        api: WorkersAPI,
-        log: Callable[[str], None],
-        poke: Callable[[], None],
-    ) -> None:
-        self._fleet = fleet
-        self._client = client
-        self._api = api
-        self._log = log
+    def __init__(self, state: ClusterState, poke: Callable[[], None]) -> None:
+        self._state = state
         self._poke = poke
         self._limit: float = setting("retire-timeout")
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -79,7 +61,7 @@ class Retirements(Collection[str]):
 
     def is_complete(self, member: Member) -> bool:
         """Return whether all Dask workers of a session are connected. For a kept session, one is enough."""
-        return self._fleet.is_whole(member) or (member.name in self._stay and bool(member.connected))
+        return self._state.fleet.is_whole(member) or (member.name in self._stay and bool(member.connected))
 
     @property
     def words(self) -> str | None:
@@ -114,13 +96,13 @@ class Retirements(Collection[str]):
         """Return the kept sessions that lack a Dask worker, if other workers have connected since."""
         if not self._stay:
             return set()
-        observed = self._fleet.observed
+        observed = self._state.fleet.observed
         return {
             name
             for name in self._present(self._stay)
             if not (name in self or name in self._retries or observed <= self._stay[name])
-            and (member := self._fleet.member(name)) is not None
-            and not self._fleet.is_whole(member)
+            and (member := self._state.fleet.member(name)) is not None
+            and not self._state.fleet.is_whole(member)
         }
 
     async def close(self) -> None:
@@ -130,7 +112,7 @@ class Retirements(Collection[str]):
 
     def _present(self, names: Collection[str]) -> list[str]:
         """Return the names of sessions with a Dask worker that is connected to the scheduler."""
-        members = ((name, self._fleet.member(name)) for name in names)
+        members = ((name, self._state.fleet.member(name)) for name in names)
         return sorted(name for name, member in members if member is not None and member.connected)
 
     async def _carry_out(
@@ -152,17 +134,17 @@ class Retirements(Collection[str]):
                 self._since.pop(name, None)
 
     async def _retire(self, names: set[str]) -> None:
-        wishes = {group.name: group.wishes for group in self._fleet.states}
+        wishes = {group.name: group.wishes for group in self._state.fleet.states}
         left = await self._hand_over(names)
         # With scale(0), the last worker stops even if its data is lost. If others are wanted, one of
         # them may connect later and take the data.
-        left = left if self._fleet.names else set()
+        left = left if self._state.fleet.names else set()
         stays: set[str] = set()
         if left:
-            stays = {*await self._client.decide("keep", names=sorted(left), wishes=wishes)}
+            stays = {*await self._state.client.decide("keep", names=sorted(left), wishes=wishes)}
         self._note(names, stays)
         for name in sorted(stays):
-            self._log(f"Worker {name} kept: no other worker can take its data")
+            self._state.log(f"Worker {name} kept: no other worker can take its data")
         self._over |= names - stays
         self._poke()
 
@@ -175,34 +157,36 @@ class Retirements(Collection[str]):
         """Note which of these sessions hold data that no worker can take now."""
         for name in names - stays:
             self._stay.pop(name, None)
-        self._stay.update(dict.fromkeys(stays, frozenset(self._fleet.observed)))
+        self._stay.update(dict.fromkeys(stays, frozenset(self._state.fleet.observed)))
 
     async def _hand_over(self, sessions: set[str]) -> set[str]:
         """Move the data of sessions to others. Return the names of those whose data no other can take."""
-        members = [member for name in sessions if (member := self._fleet.member(name)) is not None]
+        members = [member for name in sessions if (member := self._state.fleet.member(name)) is not None]
         names = {worker: member.name for member in members for worker in member.connected}
-        asking = asyncio.ensure_future(self._client.retire(names))
+        asking = asyncio.ensure_future(self._state.client.retire(names))
         try:
-            before = await self._client.held(names)
+            before = await self._state.client.held(names)
             if not await _is_done(asking, min(_LONG, self._limit)):
                 late = ", ".join(self._present({*names.values()}))
-                self._log(f"Cluster {self._fleet.name} waiting for other workers to copy the data of {late}")
+                self._state.log(
+                    f"Cluster {self._state.fleet.name} waiting for other workers to copy the data of {late}"
+                )
             while not await _is_done(asking, self._limit):
-                held = await self._client.held(names)
+                held = await self._state.client.held(names)
                 # Wait for a slow worker as long as it answers. The data of a frozen worker is out of reach,
                 # and its session uses quota: two minutes of silence are enough, also of the scheduler. Dask
                 # itself would wait for five.
                 silent = {name for name in held if _is_silent(name, before, held)}
                 before = held
                 with contextlib.suppress(OSError, asyncio.TimeoutError):
-                    await self._client.drop(silent)
+                    await self._state.client.drop(silent)
                     for name in sorted({names[each] for each in silent}):
-                        self._log(f"Worker {name} abandoned: no answer for {self._limit:g} s")
+                        self._state.log(f"Worker {name} abandoned: no answer for {self._limit:g} s")
             retired = asking.result()
         finally:
             await cancel(asking)
         left = names.keys() - retired
-        held = await self._client.held(left) if left else {}
+        held = await self._state.client.held(left) if left else {}
         holding = {names[name] for name in left & held.keys() if held[name]["nbytes"]}
         return holding - await self._ended(holding)
 
@@ -211,10 +195,10 @@ class Retirements(Collection[str]):
         if not sessions:
             return set()
         try:
-            listing = await self._api.sessions()
+            listing = await self._state.api.sessions()
         except CMLError:
             return set()
-        workers = {name: self._fleet.workers.get(name) for name in sessions}
+        workers = {name: self._state.fleet.workers.get(name) for name in sessions}
         return {name for name, worker in workers.items() if worker is not None and worker.update(listing)}
 
 

@@ -187,11 +187,15 @@ class SchedulerClient:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def close(self) -> None:
+        """Close the connections, and stop waiting for answers."""
+        await self.leave()
+        for future in self._results.values():
+            future.cancel()
+
+    async def leave(self) -> None:
         """Close the connections, by which the scheduler notices that this manager has left."""
         await cancel(*self._tasks)
         self.connected = False
-        for future in self._results.values():
-            future.cancel()
         if self._watched is not None:
             await self._watched.close()
         self._watched = None

@@ -8,10 +8,7 @@ import time
 from collections.abc import Mapping
 
 from dask_cml.layout import SCHEDULER
-from dask_cml.manager.fleet import Fleet
-from dask_cml.manager.launcher import Launcher
-from dask_cml.manager.record_keeper import RecordKeeper
-from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.manager.state import ClusterState
 from dask_cml.naming import read_name, session_name
 from dask_cml.records.record import Record
 
@@ -29,23 +26,12 @@ class Strays:
 
     Parameters
     ----------
-    fleet : Fleet
-        The cluster's workers.
-    client : SchedulerClient
-        Retires Dask workers without a session.
-    launcher : Launcher
-        Attaches and stops sessions.
-    record_keeper : RecordKeeper
-        Reads the cluster's record.
+    state : ClusterState
+        The parts of the manager.
     """
 
-    def __init__(
-        self, fleet: Fleet, client: SchedulerClient, launcher: Launcher, record_keeper: RecordKeeper
-    ) -> None:
-        self._fleet = fleet
-        self._client = client
-        self._launcher = launcher
-        self._record_keeper = record_keeper
+    def __init__(self, state: ClusterState) -> None:
+        self._state = state
         self._next = 0.0
         self._since: dict[str, float] = {}
 
@@ -64,16 +50,16 @@ class Strays:
         if now < self._next and not unknown.keys() - self._since.keys():
             return
         self._next = now + _INTERVAL
-        record = await asyncio.to_thread(self._record_keeper.read)
+        record = await asyncio.to_thread(self._state.record_keeper.read)
         if record is None:
             return
-        lost = {f"{name} (lost)" for name in self._launcher.attach_launched(record)}
+        lost = {f"{name} (lost)" for name in self._state.launcher.attach_launched(record)}
         found = {**dict.fromkeys(unknown), **dict.fromkeys(lost), **self._unknown_sessions(record)}
         self._since = {name: self._since.get(name, now) for name in found}
         late = [name for name, since in self._since.items() if now - since >= _PATIENCE]
         if gone := [name.removesuffix(" (lost)") for name in late if name in lost]:
             logger.info("Sessions of %s forgotten: they are not in the record", gone)
-            await self._client.decide("stopped", names=gone)
+            await self._state.client.decide("stopped", names=gone)
         for name in late:
             if name not in lost:
                 await self._end(name, found[name], unknown.get(name, []))
@@ -81,19 +67,19 @@ class Strays:
     def _unknown_workers(self) -> Mapping[str, list[str]]:
         """Return the Dask workers of sessions that are not in the scheduler's list, by the session's name."""
         unknown: dict[str, list[str]] = {}
-        for worker in self._fleet.observed:
-            found = read_name(self._fleet.name, str(worker))
-            name = session_name(self._fleet.name, *found) if found else None
-            if name is not None and self._fleet.member(name) is None:
+        for worker in self._state.fleet.observed:
+            found = read_name(self._state.fleet.name, str(worker))
+            name = session_name(self._state.fleet.name, *found) if found else None
+            if name is not None and self._state.fleet.member(name) is None:
                 unknown.setdefault(name, []).append(worker)
         return unknown
 
     def _unknown_sessions(self, record: Record) -> dict[str, str]:
         """Return the sessions in the record that no part of this cluster uses: their ids by name."""
-        used = self._launcher.used_sessions()
+        used = self._state.launcher.used_sessions()
         unknown = {}
         for session, key in record.sessions.items():
-            member = self._fleet.member(key)
+            member = self._state.fleet.member(key)
             # One that another manager has launched is attached by its name.
             awaited = member is not None and member.worker is None and (member.launched or member.wanted)
             if session not in used and not awaited:
@@ -103,14 +89,14 @@ class Strays:
     async def _end(self, name: str, session: str | None, workers: list[str]) -> None:
         if session is not None and not workers:
             logger.warning("Session %s of %s stopped: no manager has launched it", session, name)
-            await self._launcher.stop_stray(session, name)
+            await self._state.launcher.stop_stray(session, name)
         elif session is not None:
             logger.warning("Session %s of %s taken over: no manager knew it", session, name)
-            self._launcher.attach(name, session)
+            self._state.launcher.attach(name, session)
         elif workers:
             logger.warning("Workers %s retired: their session is unknown", workers)
             try:
-                await asyncio.wait_for(self._client.retire(workers), _PATIENCE)
+                await asyncio.wait_for(self._state.client.retire(workers), _PATIENCE)
             except asyncio.TimeoutError:
-                await self._client.drop(workers)
+                await self._state.client.drop(workers)
         self._since.pop(name, None)

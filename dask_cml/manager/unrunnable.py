@@ -2,65 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable
-
-from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.policy import Snapshot, unrunnable
-from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.manager.state import ClusterState
 from dask_cml.naming import dask_names
 
-logger = logging.getLogger(__name__)
+#: Seconds between two questions for the scheduler's tasks.
+_INTERVAL = 3.0
 
 
 class UnrunnableTasks:
-    """Looks regularly for tasks that need more than any worker offers, and logs why they wait.
+    """Finds tasks that need more than any worker offers, and logs why they wait.
 
     Parameters
     ----------
-    fleet : Fleet
-        The worker groups with their resources.
-    client : SchedulerClient
-        Asks the scheduler for its tasks.
-    log : callable
-        Gets each line for the user.
-    interval : float
-        Seconds between two looks.
-
-    Attributes
-    ----------
-    words : str or None
-        Which tasks wait, and why.
+    state : ClusterState
+        The parts of the manager.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        client: SchedulerClient,
-        log: Callable[[str], None],
-        interval: float = 3.0,
-    ) -> None:
-        self.words: str | None = None
-        self._fleet = fleet
-        self._client = client
-        self._log = log
-        self._interval = interval
+    def __init__(self, state: ClusterState) -> None:
+        self._state = state
         self._told: set[str] = set()
 
-    async def run(self) -> None:
-        """Look until cancelled."""
-        while True:
-            await asyncio.sleep(self._interval)
-            try:
-                await self.look()
-            except (OSError, asyncio.TimeoutError) as error:
-                logger.info("Tasks of cluster %s not checked: %r", self._fleet.name, error)
-            except Exception:
-                logger.exception("Tasks of cluster %s not checked", self._fleet.name)
-
     async def look(self) -> None:
-        """Look once.
+        """Look, if this manager leads.
 
         Raises
         ------
@@ -68,20 +32,22 @@ class UnrunnableTasks:
             If the scheduler does not answer.
         """
         found: dict[str, str] = {}
-        if self._client.leads:
-            answer = await self._client.demand(max_age=self._interval / 2)
-            found = unrunnable(Snapshot.of(answer, self._fleet.states), self._expected)
-        self.words = "; ".join(found.values()) or None
+        if self._state.client.leads:
+            answer = await self._state.client.demand(max_age=_INTERVAL)
+            found = unrunnable(Snapshot.of(answer, self._state.fleet.states), self._expected)
+        self._state.unrunnable = "; ".join(found.values()) or None
         # The numbers of tasks change often: log each reason once.
         for reason in found.keys() - self._told:
-            self._log(f"Cluster {self._fleet.name} cannot run all tasks: {found[reason]}")
+            self._state.log(f"Cluster {self._state.fleet.name} cannot run all tasks: {found[reason]}")
         self._told = {*found}
 
     @property
     def _expected(self) -> set[str]:
         """The names, addresses and hosts of Dask workers that are connected or wanted."""
-        known = self._fleet.workers_info
-        names = [(name, group.options.processes) for group in self._fleet.states for name in group.names]
+        known = self._state.fleet.workers_info
+        names = [
+            (name, group.options.processes) for group in self._state.fleet.states for name in group.names
+        ]
         return {
             *(each for name, processes in names for each in (name, *dask_names(name, processes))),
             *known,

@@ -16,13 +16,10 @@ from tornado.ioloop import IOLoop
 from dask_cml.checks import group_name, message
 from dask_cml.errors import CMLError
 from dask_cml.manager.adaptive import CMLAdaptive, stop_adapting
-from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.reconciler import Reconciler
-from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.manager.state import ClusterState
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options
-from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
@@ -36,24 +33,15 @@ class Wishes:
     Parameters
     ----------
     state : ClusterState
-        What the cluster is now.
-    fleet, client, reconciler, api
-        The manager's parts.
+        The parts of the manager.
+    reconciler : Reconciler
+        Launches and stops sessions.
     """
 
-    def __init__(
-        self,
-        state: ClusterState,
-        fleet: Fleet,
-        client: SchedulerClient,
-        reconciler: Reconciler,
-        api: WorkersAPI,
-    ) -> None:
+    def __init__(self, state: ClusterState, reconciler: Reconciler) -> None:
         self.state = state
-        self.fleet = fleet
-        self._client = client
-        self._api = api
-        self._reconciler = reconciler
+        self.reconciler = reconciler
+        self._fleet = state.fleet
         #: The adaptive scaling of each worker group, including stopped ones.
         self._adaptives: dict[str, Adaptive] = {}
         self._lock = threading.Lock()
@@ -68,12 +56,12 @@ class Wishes:
         CMLError
             If the cluster is closed.
         """
-        self.fleet.group(group)
+        self._fleet.group(group)
         with self._lock:
-            self.fleet.wish("scale", group=group, n=n)
+            self._fleet.wish("scale", group=group, n=n)
             if isinstance(adaptive := self._adaptives.get(group), CMLAdaptive):
                 stop_adapting(adaptive, "scale() was called")
-        self._client.send_wishes()
+        self.state.client.send_wishes()
 
     def remove(self, names: Collection[str]) -> None:
         """Close worker sessions after moving their data to others.
@@ -83,9 +71,9 @@ class Wishes:
         names : collection of str
             Names of sessions or of Dask workers.
         """
-        sessions = {each: member.name for member in self.fleet.members for each in member.connected}
-        self.fleet.wish("remove", names=sorted({sessions.get(name, name) for name in names}))
-        self._client.send_wishes()
+        sessions = {each: member.name for member in self._fleet.members for each in member.connected}
+        self._fleet.wish("remove", names=sorted({sessions.get(name, name) for name in names}))
+        self.state.client.send_wishes()
 
     def adapt(self, adaptive: Adaptive, group: str = DEFAULT_GROUP) -> None:
         """Let the leader scale a group between the limits of this adaptive scaling.
@@ -94,13 +82,13 @@ class Wishes:
         """
         with self._lock:
             if isinstance(adaptive, CMLAdaptive):
-                self.fleet.wish("adapt", group=group, **adaptive.limits)
+                self._fleet.wish("adapt", group=group, **adaptive.limits)
             else:
-                self.fleet.wish("stop_adapting", group=group, key=None)
+                self._fleet.wish("stop_adapting", group=group, key=None)
             if (before := self._adaptives.get(group)) is not None:
                 stop_adapting(before, "adapt() was called")
             self._adaptives[group] = adaptive
-        self._client.send_wishes()
+        self.state.client.send_wishes()
 
     def adaptive(self, group: str = DEFAULT_GROUP) -> Adaptive | None:
         """Return the last adaptive scaling of a group in this process."""
@@ -109,8 +97,8 @@ class Wishes:
     def stop_adapting(self, group: str, key: str | None = None) -> None:
         """Keep a group's number of sessions. With a key, only if that request to adapt is the last one."""
         with contextlib.suppress(CMLError):  # the cluster is closed
-            self.fleet.wish("stop_adapting", group=group, key=key)
-            self._client.send_wishes()
+            self._fleet.wish("stop_adapting", group=group, key=key)
+            self.state.client.send_wishes()
 
     async def add_group(self, name: str, options: Options) -> None:
         """Add a worker group.
@@ -123,7 +111,7 @@ class Wishes:
             If the cluster is not running, or the scheduler does not answer.
         """
         group_name("name", name)
-        self._api.check_options(options.launch_options)
+        self.state.api.check_options(options.launch_options)
         arguments = options.group_arguments()
         await self._ask("added", name, op="add_group", options=arguments, n=options.n_workers)
 
@@ -138,39 +126,39 @@ class Wishes:
             If no other worker can take the data, the group is scaled meanwhile, or the scheduler or the
             platform does not answer.
         """
-        if name == DEFAULT_GROUP or name not in self.fleet.groups:
+        if name == DEFAULT_GROUP or name not in self._fleet.groups:
             raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
         await self._ask("deleted", name, op="delete_group")
-        while name in self.fleet.groups:
+        while name in self._fleet.groups:
             self._check_running(f"worker group {name!r} not deleted")
-            if not self.fleet.is_deleted(name):
+            if not self._fleet.is_deleted(name):
                 raise CMLError(
-                    f"worker group {name!r} of cluster {self.fleet.name} not deleted: no other worker can "
+                    f"worker group {name!r} of cluster {self._fleet.name} not deleted: no other worker can "
                     "take its data, or it was scaled meanwhile"
                 )
-            if outage := self._reconciler.outage:
+            if outage := self.state.outage:
                 raise CMLError(
-                    f"worker group {name!r} of cluster {self.fleet.name} not deleted yet: {outage}"
+                    f"worker group {name!r} of cluster {self._fleet.name} not deleted yet: {outage}"
                 )
-            await self._reconciler.settle()
+            await self.reconciler.settle()
             await asyncio.sleep(_DELETING_INTERVAL)  # the manager that leads may be another one
 
     async def _ask(self, done: str, group: str, op: str, **arguments: Any) -> None:
         """Send a wish for a group, and wait for the answer."""
         self._check_running(f"worker group {group!r} not {done}")
-        wish = self.fleet.wish(op, group=group, **arguments)
+        wish = self._fleet.wish(op, group=group, **arguments)
         try:
-            await asyncio.wait_for(self._client.answer_to(wish), self.fleet.options.scheduler_timeout)
+            await asyncio.wait_for(self.state.client.answer_to(wish), self._fleet.options.scheduler_timeout)
         except asyncio.TimeoutError:
-            self.fleet.answered([wish])
+            self._fleet.answered([wish])
             raise CMLError(
-                f"worker group {group!r} of cluster {self.fleet.name} not {done}: its scheduler does not "
+                f"worker group {group!r} of cluster {self._fleet.name} not {done}: its scheduler does not "
                 "answer"
             ) from None
 
     def _check_running(self, what: str) -> None:
         if self.status != Status.running:
-            raise CMLError(f"{what}: cluster {self.fleet.name} is {self.status.name}")
+            raise CMLError(f"{what}: cluster {self._fleet.name} is {self.status.name}")
 
     async def settle(self) -> None:
         """Wait until the scheduler has answered all wishes, and sessions were launched and stopped for them.
@@ -180,8 +168,8 @@ class Wishes:
         CMLError
             If the cluster closes meanwhile.
         """
-        self._client.send_wishes()
-        await self._reconciler.settle()
+        self.state.client.send_wishes()
+        await self.reconciler.settle()
         self._check_running("not settled")
 
     # -- adaptive scaling, which takes this object for its cluster if another process has asked for it
@@ -196,36 +184,18 @@ class Wishes:
         """The event loop."""
         return IOLoop.current()
 
-    async def demand(self, max_age: float) -> dict[str, Any]:
-        """Return the work that the scheduler knows; see :meth:`SchedulerClient.demand`."""
-        return await self._client.demand(max_age)
-
-    async def decide(self, op: str, **arguments: Any) -> Any:
-        """Let the scheduler carry out an operation; see :class:`dask_cml.scheduler.wanted.Wanted`."""
-        result = await self._client.decide(op, **arguments)
-        self._reconciler.poke()
-        return result
-
-    async def choose(self, n: int, *args: Any, **more: Any) -> list[str]:
-        """Choose the `n` sessions of a group that cost least to stop; see :meth:`Reconciler.choose`."""
-        return await self._reconciler.choose(n, *args, **more)
-
-    def affordable(self, n: int, group: str) -> int:
-        """Return how many of `n` sessions of a group to ask for; see :meth:`Backoffs.affordable`."""
-        return self._reconciler.backoffs.affordable(n, group)
-
     def tend_adaptives(self) -> None:
         """Stop adaptive scaling that another request has replaced. Take over that of other managers."""
         with self._lock:
-            for group in self.fleet.states:
+            for group in self._fleet.states:
                 own, adapting = self._adaptives.get(group.name), group.adapting
                 scales = isinstance(own, CMLAdaptive) and not own.released
                 if scales and (adapting is None or adapting["key"] != own.key):  # type: ignore[union-attr]
                     stop_adapting(own, "another manager scales the cluster")  # type: ignore[arg-type]
                     scales = False
-                if adapting is not None and not scales and self._client.leads:
+                if adapting is not None and not scales and self.state.client.leads:
                     logger.info(
-                        "Adaptive scaling of group %s of cluster %s taken over", group.name, self.fleet.name
+                        "Adaptive scaling of group %s of cluster %s taken over", group.name, self._fleet.name
                     )
                     self._adaptives[group.name] = CMLAdaptive.of(self, group.name, adapting)
 

@@ -262,4 +262,6 @@ def _plan(
         },
     )
     title = f"{name} {place.record[:_ID_LENGTH]}" if place.record else name
+    if key == SCHEDULER and place.number:  # the platform may still list the one before
+        title += f"-{place.number}"
     return SessionPlan(name, title, size, code, {"PYTHONUNBUFFERED": "1", **env}, log, {*options.env})

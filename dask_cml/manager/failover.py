@@ -1,0 +1,135 @@
+"""Launches another scheduler after the scheduler's session was lost, or follows the manager that does.
+
+Each scheduler of a cluster has a number. The manager that creates the file ``wanted-<number>.json`` launches
+the scheduler with this number, with all workers at the same moment. The other managers connect to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import asdict
+from typing import Any
+
+from dask_cml.errors import CMLError
+from dask_cml.manager.startup import follow, join
+from dask_cml.manager.state import ClusterState
+from dask_cml.options import setting
+from dask_cml.records import liveness, store
+from dask_cml.records.record import Maker, Record
+from dask_cml.scheduler.wanted import Wanted
+
+logger = logging.getLogger(__name__)
+
+#: Seconds before the first, the second and each later scheduler in a row.
+_PAUSES = (0.0, 10.0, 30.0)
+#: Seconds for which an observer waits for other managers, which are better suited.
+_OBSERVER_PATIENCE = 60.0
+_LOOK_INTERVAL = 1.0
+#: Seconds within which the platform usually stops sessions.
+_STOPS_WITHIN = 5.0
+
+
+async def replace_scheduler(state: ClusterState, why: str) -> str | None:
+    """Connect a cluster to another scheduler, with the groups, targets and limits of the lost one.
+
+    Parameters
+    ----------
+    state : ClusterState
+        The parts of the manager.
+    why : str
+        Why the scheduler was lost.
+
+    Returns
+    -------
+    str or None
+        Why the cluster has no other scheduler. None: it has one.
+    """
+    begun, limit = time.monotonic(), setting("scheduler-restarts")
+    while True:
+        record = await asyncio.to_thread(state.record_keeper.read)
+        if record is None or record.scheduler.closed:
+            return why
+        last = record.scheduler
+        if last.number > state.launcher.place.number and await _answers(state, last.number):
+            return None
+        if last.restarts >= limit:
+            return f"{why}; it was the last of {limit} schedulers in a row" if limit else why
+        if state.observes:
+            if last.orphan_timeout is not None:
+                return why
+            if not state.alone and time.monotonic() - begun < _OBSERVER_PATIENCE:
+                await asyncio.sleep(_LOOK_INTERVAL)
+                continue
+        await asyncio.sleep(_PAUSES[min(last.restarts, len(_PAUSES) - 1)])
+        try:
+            if await _launch(state, record, why):
+                return None
+        except (CMLError, OSError, asyncio.TimeoutError) as error:
+            why = str(error) or repr(error)
+
+
+async def _answers(state: ClusterState, number: int) -> bool:
+    """Follow the scheduler that another manager launches. Return False if it was lost, too."""
+    deadline = time.monotonic() + state.options.pending_timeout + state.options.scheduler_timeout
+    while time.monotonic() < deadline:
+        record = await asyncio.to_thread(state.record_keeper.read)
+        if record is None or record.scheduler.number != number or record.scheduler.closed:
+            return False
+        if record.scheduler.address is not None:
+            if not await liveness.is_alive(record):
+                return False
+            await follow(state, record)
+            return True
+        if record.scheduler.maker is not None and record.scheduler.maker.lives() is False:
+            return False
+        await asyncio.sleep(_LOOK_INTERVAL)
+    return False
+
+
+async def _launch(state: ClusterState, record: Record, why: str) -> bool:
+    """Launch the next scheduler and all workers. Return False if another manager does."""
+    begun, last = time.monotonic(), record.scheduler
+    # The last answer may be newer than the scheduler's file.
+    newer = last.number == state.launcher.place.number and state.fleet.revision > last.revision
+    groups = state.fleet.to_json() if newer else dict(last.groups)
+    restarts, number = last.restarts + 1, last.number + 1
+    wanted: dict[str, Any] = {
+        "cluster": record.name,
+        "record": record.id,
+        "leader": state.fleet.manager,
+        "groups": groups,
+        "restarts": restarts,
+        "orphan_timeout": last.orphan_timeout,
+        "activity": dict(last.activity),
+        "maker": asdict(Maker.this_process()),
+    }
+    if not await asyncio.to_thread(store.claim_scheduler, record, number, wanted):
+        return False
+    row = f"{restarts} of {setting('scheduler-restarts')} in a row"
+    state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
+    state.log(f"Cluster {record.name} launching another scheduler ({row})")
+    await state.client.leave()
+    await _stop(state, record)
+    first = Wanted(record.name, state.fleet.manager, groups)
+    state.fleet.update({**first.since(0), "workers": {}})
+    state.launcher.detach([each.name for each in state.fleet.members if each.gone])
+    await state.launcher.relaunch(number)
+    await join(state, record, state.options.scheduler_timeout)
+    await state.client.change_within(state.options.scheduler_timeout, orphan_timeout=last.orphan_timeout)
+    await state.record_keeper.write()
+    state.log(f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begun:.0f} s")
+    return True
+
+
+async def _stop(state: ClusterState, record: Record) -> None:
+    """Stop the sessions of the lost scheduler, and of earlier attempts."""
+    await state.record_keeper.write()
+    now = await asyncio.to_thread(state.record_keeper.read) or record
+    for session, key in now.sessions.items():
+        state.api.adopt(session, key)
+    try:
+        await state.launcher.stop({*now.sessions, *state.api.live}, _STOPS_WITHIN)
+    except CMLError as error:  # the leader tries again
+        logger.warning("Old sessions of cluster %s not stopped yet: %s", record.name, error)

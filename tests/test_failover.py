@@ -1,0 +1,194 @@
+"""The scheduler's session is lost: another scheduler takes its place, by whichever manager is there."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import CancelledError
+
+import dask
+import pytest
+from clusters import arrived, live, log_of, make, name_of, rebuild, target
+from distributed import Client
+from distributed.core import Status
+
+from dask_cml.manager import failover
+from dask_cml.manager.manager import Manager
+from dask_cml.records import store
+from dask_cml.records.operations import end_all
+from dask_cml.records.record import Maker
+
+pytestmark = pytest.mark.usefixtures("light")
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch):
+    """Less than a hundredth of the pauses between schedulers."""
+    monkeypatch.setattr(failover, "_PAUSES", (0.0, 0.1))
+    monkeypatch.setattr(failover, "_LOOK_INTERVAL", 0.1)
+    with dask.config.set({"cml.api.poll-interval": "200ms", "cml.api.watch-interval": "500ms"}):
+        yield
+
+
+def scheduler_of(platform):
+    [session] = [each["id"] for each in live(platform) if name_of(each).endswith("-scheduler")]
+    return session
+
+
+async def lose_scheduler(platform, holds):
+    """Kill the scheduler's session, and wait for the next scheduler."""
+    number = store.read("lab").scheduler.number
+    platform.evict(scheduler_of(platform))
+    await holds(lambda: store.read("lab").scheduler.number > number)
+    await holds(lambda: store.read("lab").scheduler.address is not None)
+
+
+def is_whole(platform, cluster, n):
+    """Whether the cluster has `n` workers, and nothing else runs."""
+    return (
+        cluster.manager.state.connected
+        and arrived(cluster) == n
+        and len(live(platform)) == n + 1
+        and {name_of(each) for each in live(platform)} == {"lab-scheduler", *cluster.workers}
+    )
+
+
+async def test_clients_compute_again_after_the_scheduler_was_lost(platform, holds):
+    async with make(name="lab", n_workers=2) as cluster, Client("cml://lab", asynchronous=True) as client:
+        await client.wait_for_workers(2)
+        waits = client.submit(asyncio.sleep, 3600)
+        await lose_scheduler(platform, holds)
+        await holds(lambda: is_whole(platform, cluster, 2))
+        assert await client.submit(sum, [1, 2]) == 3
+        with pytest.raises(CancelledError):
+            await waits
+        assert "another scheduler" in log_of(cluster)
+        assert cluster.status == Status.running
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"processes": 2, "cpu": 2, "worker_args": []}], ids=["one", "processes"]
+)
+async def test_targets_groups_and_limits_stay_as_they_were(platform, holds, options):
+    async with make(name="lab", **options) as cluster:
+        cluster.adapt(minimum=1, maximum=3)
+        await cluster.add_worker_group("gpu", n_workers=1, cpu=1, memory=1, nvidia_gpu=1)
+        await holds(lambda: is_whole(platform, cluster, 2))
+        await lose_scheduler(platform, holds)
+        await holds(lambda: is_whole(platform, cluster, 2))
+        assert cluster.manager.state.limits() == {"minimum": 1, "maximum": 3}
+        assert cluster.worker_groups["gpu"].n_workers == 1
+        cluster.scale(2, worker_group="gpu")
+        await holds(lambda: is_whole(platform, cluster, 3))
+
+
+async def test_both_managers_of_a_cluster_follow_its_new_scheduler(platform, holds):
+    async with make(name="lab", n_workers=1) as cluster, rebuild("lab") as other:
+        await lose_scheduler(platform, holds)
+        await holds(lambda: is_whole(platform, cluster, 1))
+        await holds(lambda: other.manager.state.connected and arrived(other) == 1)
+        other.scale(2)
+        await holds(lambda: is_whole(platform, cluster, 2))
+        assert len([name for name in store.read("lab").sessions.values() if name == "scheduler"]) == 1
+
+
+async def test_an_observer_replaces_the_scheduler_of_a_cluster_that_outlived_its_creator(platform, holds):
+    await (await make(name="lab", n_workers=1, shutdown_on_close=False)).close()
+    await holds(lambda: store.read("lab").scheduler.orphan_timeout is None)
+    observer = Manager.adopt(store.read("lab"), observes=True)
+    await observer.start()
+    try:
+        await lose_scheduler(platform, holds)
+        await holds(lambda: observer.state.connected and len(observer.fleet.arrived()) == 1)
+        async with Client("cml://lab", asynchronous=True) as client:
+            assert await client.submit(sum, [1, 2]) == 3
+    finally:
+        await observer.close(shutdown=True)
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+async def test_after_too_many_lost_schedulers_in_a_row_the_cluster_ends(platform, holds, limit):
+    with dask.config.set({"cml.scheduler-restarts": limit}):
+        async with make(name="lab", n_workers=1) as cluster:
+            platform.inject("fails", match="The scheduler of", times=10)
+            platform.evict(scheduler_of(platform))
+            await holds(lambda: cluster.status == Status.closed)
+            assert log_of(cluster).count("launching another scheduler") == limit
+            assert not live(platform)
+    platform.clear_faults()
+
+
+async def test_a_cluster_that_a_client_shuts_down_gets_no_other_scheduler(platform, holds):
+    async with make(name="lab", n_workers=1) as cluster:
+        async with Client("cml://lab", asynchronous=True) as client:
+            await client.shutdown()
+        await holds(lambda: cluster.status == Status.closed)
+        assert "launching another scheduler" not in log_of(cluster)
+
+
+async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(platform, holds, monkeypatch):
+    monkeypatch.setattr(failover, "_PAUSES", (3600.0,))
+    async with make(name="lab", n_workers=1) as cluster:
+        platform.evict(scheduler_of(platform))
+        await holds(lambda: not cluster.manager.state.connected)
+        await end_all([store.read("lab")])
+        await cluster.close()
+    assert not live(platform)
+
+
+async def test_a_cluster_that_closes_while_its_next_scheduler_starts_leaves_nothing(platform, holds):
+    async with make(name="lab", n_workers=1) as cluster:
+        platform.inject("hangs", match="The scheduler of")
+        platform.evict(scheduler_of(platform))
+        await holds(lambda: "launching another scheduler" in log_of(cluster))
+        await cluster.close()
+    assert not live(platform)
+
+
+async def test_a_manager_that_died_after_its_claim_is_not_waited_for(platform, holds):
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await process.wait()
+    dead = {**vars(Maker.this_process()), "pid": process.pid}
+    async with make(name="lab", n_workers=1) as cluster:
+        record = store.read("lab")
+        content = {
+            "cluster": "lab",
+            "record": record.id,
+            "leader": None,
+            "groups": {"default": {"options": {}, "target": 1}},
+        }
+        assert store.claim_scheduler(record, 1, {**content, "maker": dead})
+        await holds(lambda: store.read("lab").scheduler.number == 2)
+        await holds(lambda: is_whole(platform, cluster, 1))
+        assert target(cluster) == 1
+
+
+@pytest.mark.slow
+async def test_six_schedulers_in_a_row_are_replaced_if_tasks_are_computed_in_between(platform, holds):
+    async with make(name="lab", n_workers=1) as cluster, Client("cml://lab", asynchronous=True) as client:
+        for number in range(6):
+            assert await client.submit(pow, number, 2) == number**2
+            await holds(lambda: store.read("lab").scheduler.restarts == 0)
+            await lose_scheduler(platform, holds)
+        await holds(lambda: is_whole(platform, cluster, 1))
+        assert await client.submit(sum, [1, 2]) == 3
+
+
+CLIENT = """
+from distributed import Client
+with Client("cml://lab") as client:
+    print(client.submit(sum, [1, 2]).result(), flush=True)
+    input()
+    print(client.submit(sum, [3, 4]).result(timeout=300), flush=True)
+"""
+
+
+async def test_the_client_of_another_process_computes_again(platform, holds):
+    async with make(name="lab", n_workers=1) as cluster:
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, **pipes)
+        assert await process.stdout.readline() == b"3\n"
+        await lose_scheduler(platform, holds)
+        await holds(lambda: is_whole(platform, cluster, 1))
+        out, _ = await process.communicate(b"\n")
+        assert out == b"7\n"
