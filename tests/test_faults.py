@@ -1,7 +1,7 @@
 """The fault matrix: what goes wrong, and that the cluster has what it was asked for in the end.
 
-Of the scheduler's faults, those at the start are in test_start.py. A refusal is no fault of a session that
-was launched, so nothing is killed after it; the scheduler has no groups and is not scaled.
+Of the scheduler's faults, those at the start are in test_start.py, and its loss is in test_failover.py. A
+refusal is no fault of a session that was launched, so nothing is killed after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import dask
 import pytest
 from clusters import live, log_of, make, name_of, target
 from distributed import Client
-from distributed.core import Status
 
 from dask_cml import CMLError, SessionFailed
 from dask_cml.sessions import calls
@@ -132,17 +131,6 @@ async def test_a_scheduler_killed_before_it_answers_fails_the_start(platform, ho
     platform.evict(session)
     with pytest.raises(SessionFailed, match=session):
         await start
-
-
-@modes
-async def test_a_killed_scheduler_ends_the_cluster_which_says_so(platform, holds, mode):
-    async with make(n_workers=1, **MODES[mode]) as cluster:
-        await holds(lambda: complete(cluster, 1))
-        ask(cluster, mode, 1)
-        session = cluster.sessions[0].id
-        platform.evict(session)
-        await holds(lambda: cluster.status == Status.closed)
-        assert session in log_of(cluster)
 
 
 API_FAULTS = {

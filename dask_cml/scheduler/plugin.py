@@ -1,4 +1,4 @@
-"""The scheduler plugin: owns what is wanted, tells managers what changes, and carries the dashboard.
+"""The scheduler plugin: owns what is wanted, and tells managers what changes.
 
 Each scheduler preloads it, see :func:`dask_setup`. It shuts down a cluster that has neither a manager nor a
 client, or whose folder was removed.
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from distributed.comm.core import Comm
-from distributed.comm.utils import get_tcp_server_addresses
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import Scheduler, WorkerState
@@ -33,11 +32,11 @@ from dask_cml.scheduler import messages
 from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
+from dask_cml.scheduler.forwards import Forwards
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.presence import Presence
 from dask_cml.scheduler.state_file import StateFile, unless_stale
 from dask_cml.scheduler.wanted import Wanted
-from dask_cml.tunnel import Tunnel
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -78,7 +77,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._closed: str | None = None
         self._told = asyncio.Condition()
         self._telling: asyncio.Task[None] | None = None
-        self._forwards: set[Comm] = set()
         self._retiring: set[asyncio.Future[Any]] = set()
         self._states: dict[str, WorkerState] = {}
         self._paused: set[str] = set()
@@ -87,6 +85,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Add the handlers to the scheduler, and start to look for managers and clients."""
         begin = await unless_stale(self._file.begin)
         self._scheduler = scheduler
+        self._forwards = Forwards(scheduler)
         self._record = begin["record"]
         self._presence = Presence(scheduler.clients, self._orphan_timeout)
         self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
@@ -102,7 +101,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.DEMAND: self.demand,
             protocol.HELD: self.held,
             protocol.NOTICE: self.notice,
-            protocol.FORWARD: self.forward,
+            protocol.FORWARD: self._forwards.forward,
             "terminate": self.terminate,
         }
         await unless_stale(lambda: self._file.write(self._state()))
@@ -129,8 +128,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._note_activity()
         with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
             await asyncio.to_thread(self._file.write, self._state())
-        for comm in [*self._forwards]:
-            comm.abort()
+        self._forwards.close()
 
     def _state(self) -> dict[str, Any]:
         """Return the content of the scheduler's file. Dask's workers and clients read the address."""
@@ -377,40 +375,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             for worker in changed:
                 self._wanted.changes.touch(("worker", worker))
             self._changed()
-
-    # -- the dashboard
-
-    async def forward(self, comm: Comm, **more: Any) -> Any:
-        """Connect a comm to the dashboard, and carry bytes until both directions have ended.
-
-        Parameters
-        ----------
-        comm : Comm
-            The connection, which is then used for nothing else.
-        """
-        try:
-            # Only to the dashboard: the message cannot choose another port.
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._dashboard_port())
-        except OSError as error:
-            return {"status": "error", "message": f"the scheduler's dashboard does not answer: {error}"}
-        self._forwards.add(comm)
-        try:
-            await comm.write({"status": "OK"})
-            await Tunnel(comm, reader, writer).run()
-        except OSError as error:
-            logger.debug("Connection to the dashboard ended: %r", error)
-        finally:
-            self._forwards.discard(comm)
-            comm.abort()
-            writer.transport.abort()
-        return Status.dont_reply
-
-    def _dashboard_port(self) -> int:
-        with contextlib.suppress(AttributeError, RuntimeError):
-            for host, port, *_ in get_tcp_server_addresses(self._scheduler.http_server):
-                if host in ("127.0.0.1", "0.0.0.0"):
-                    return int(port)
-        raise OSError("it does not listen on 127.0.0.1")
 
 
 async def dask_setup(scheduler: Scheduler) -> None:
