@@ -648,7 +648,7 @@ async def test_close_ends_all_connections_and_frees_the_port(holds):
                 await asyncio.wait_for(pane.receive_all(), 120)
             assert await idle.read() == b""
             writer.close()
-        await holds(lambda: not running.plugins[NAME]._forwards)
+        await holds(lambda: not running.plugins[NAME]._forwards.comms)
         async with forwarder_to(running.address, port=forwarder.port) as again:
             assert (await get(again.port, "/health")).body == b"ok"
 

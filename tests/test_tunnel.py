@@ -143,7 +143,7 @@ async def test_a_side_that_sends_more_than_allowed_is_cut_off(monkeypatch):
 
         with pytest.raises(CommClosedError):
             await asyncio.wait_for(asyncio.gather(flood(), read()), 120)
-        assert not running.plugins[NAME]._forwards
+        assert not running.plugins[NAME]._forwards.comms
 
 
 @pytest.mark.parametrize(

@@ -260,5 +260,6 @@ def _allowed(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, st
 
 
 async def _copy(source: IOStream, sink: IOStream) -> None:
-    while True:
-        await sink.write(await source.read_bytes(CHUNK, partial=True))
+    with contextlib.suppress(OSError):  # one side has closed it
+        while True:
+            await sink.write(await source.read_bytes(CHUNK, partial=True))

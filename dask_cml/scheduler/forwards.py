@@ -29,7 +29,8 @@ class Forwards:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._comms: set[Comm] = set()
+        #: The open connections.
+        self.comms: set[Comm] = set()
 
     async def forward(self, comm: Comm, **more: Any) -> Any:
         """Connect a comm to the dashboard, and carry bytes until both directions have ended.
@@ -44,14 +45,14 @@ class Forwards:
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port())
         except OSError as error:
             return {"status": "error", "message": f"the scheduler's dashboard does not answer: {error}"}
-        self._comms.add(comm)
+        self.comms.add(comm)
         try:
             await comm.write({"status": "OK"})
             await Tunnel(comm, reader, writer).run()
         except OSError as error:
             logger.debug("Connection to the dashboard ended: %r", error)
         finally:
-            self._comms.discard(comm)
+            self.comms.discard(comm)
             comm.abort()
             writer.transport.abort()
         return Status.dont_reply
@@ -65,5 +66,5 @@ class Forwards:
 
     def close(self) -> None:
         """Close all connections."""
-        for comm in [*self._comms]:
+        for comm in [*self.comms]:
             comm.abort()
