@@ -18,13 +18,10 @@ from dask_cml.private_files import make_folder
 
 def has_ended(name: str) -> bool:
     """Return whether an engine has ended, so that the sessions that it launched must end."""
-    # The owner of a session may have a name that no engine can have.
-    if not name.isalnum():
-        return False
     try:
-        with state.lock_if_free(_path(name)) as free:
-            return free
-    except FileNotFoundError:
+        with state.lock_if_free(_path(name)) as is_free:
+            return is_free
+    except (FileNotFoundError, ValueError):  # the owner is no engine
         return False
 
 

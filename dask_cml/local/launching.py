@@ -37,19 +37,15 @@ def launch(request: Mapping[str, Any]) -> dict[str, Any]:
     with state.locked():
         fate = faults.take(request["name"], request["code"])
         live = quota.live_sessions()
-        words = quota.excess(request, live, current.quota or {})
-        waits = current.over_quota == "wait" and (words is not None or any(each.waits for each in live))
-        if waits:
-            words = None
-        if fate == "refused" and not words:
-            words = "requested: pods=1, used: pods=1, limited: pods=1"
-        if words:
+        excess = quota.excess(request, live, current.quota or {})
+        waits = current.over_quota == "wait" and (excess is not None or any(each.waits for each in live))
+        if excess and not waits:
             fate = "refused"
         plan = {**_plan(request, current, live), "fate": fate, "waits": waits}
         lock = session_state.create(plan)
     try:
-        if words:
-            return _refusal(plan["id"], words)
+        if fate == "refused":
+            return _refusal(plan["id"], excess or "requested: pods=1, used: pods=1, limited: pods=1")
         _start_supervisor(plan["id"], lock)
     finally:
         os.close(lock)
@@ -68,13 +64,13 @@ def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState
         "created_at": time.time(),
         "ip": "127.0.0.1",
         "gateway": "127.0.0.1",
+        "ports": _free_ports(2, live),
         "python": sys.executable,
         "directory": os.getcwd(),
         "scratch": None if current.scratch is None else checks.gibibytes("scratch", current.scratch),
     }
     for hook in extensions.hooks(current.extensions, "network"):
         plan |= hook(plan)
-    plan.setdefault("ports", _free_ports(2, live))
     plan["app_url"] = f"http://{plan['ip']}:{plan['ports'][0]}/"
     plan["env"] = environment.of_session(plan)
     return plan

@@ -145,8 +145,8 @@ def _plan(folder: Path) -> Mapping[str, Any]:
 def _end(session: SessionState, how: str, reason: str | None = None) -> SessionState | None:
     """End a session that has no supervisor. Return its current state."""
     try:
-        with state.lock_if_free(session.folder / "lock") as free_:
-            if not free_:
+        with state.lock_if_free(session.folder / "lock") as is_free:
+            if not is_free:
                 return session
             # The supervisor may have written the session's end before it released the lock.
             now = _read(session.folder)
@@ -189,11 +189,10 @@ def stop(session_id: str) -> bool:
 
 
 def _wake(session: SessionState) -> None:
-    """Send a signal to the supervisor of a live session, if it is ready for signals."""
-    now = read(session.id)
-    if now and now.live and "supervisor" in now.status:
+    """Send a signal to the supervisor of a session that was live a moment ago, if it is ready for signals."""
+    if "supervisor" in session.status:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(now.status["supervisor"], signal.SIGTERM)
+            os.kill(session.status["supervisor"], signal.SIGUSR1)
 
 
 def evict(session_id: str, notice: bool) -> None:

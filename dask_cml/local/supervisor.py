@@ -55,8 +55,9 @@ class Supervisor:
         for end in (self._woken, self._wake):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        for signum in (signal.SIGTERM, signal.SIGCHLD):
+        for signum in (signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: (self.folder / "stop").touch(mode=0o600))
         # The shell that started this process ignores these signals, and the session would inherit that.
         for signum in (signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_DFL)
@@ -156,9 +157,10 @@ class Supervisor:
         scratch = self.folder / "tmp"
         scratch.mkdir(mode=0o700)
         entry = [word for enter in self._hooks("enter") for word in enter(self.plan)]
-        program = (
-            [self.plan["script"]] if self.plan["script"] else [str(_RUNNER), str(self.folder / "plan.json")]
-        )
+        if script := self.plan["script"]:
+            program = [script]
+        else:
+            program = [str(_RUNNER), str(self.folder / "plan.json")]
         # The leader of a process group and a POSIX session.
         self.child = subprocess.Popen(
             [*entry, self.plan["python"], "-u", *program],
@@ -184,17 +186,13 @@ class Supervisor:
 
     def clean_up(self) -> None:
         """End all processes of the session by SIGKILL: after a notice to the main one, or at once."""
-        group = None
-        if self.child:
-            group = self.child.pid
-            if self.notice and self.child.returncode is None:
-                self.child.terminate()
-                deadline = time.monotonic() + self.plan["stop_grace"]
-                while self.child.poll() is None and not self.out_of_memory:
-                    if (left := deadline - time.monotonic()) <= 0:
-                        break
-                    self.pause(left)
-        session_state.free(session_state.SessionState(self.folder, self.plan, self.status), group)
+        if self.child and self.notice:
+            self.child.terminate()
+            deadline = time.monotonic() + self.plan["stop_grace"]
+            while self.child.poll() is None and not self.out_of_memory and time.monotonic() < deadline:
+                self.pause(max(0.0, deadline - time.monotonic()))
+        session = session_state.SessionState(self.folder, self.plan, self.status)
+        session_state.free(session, self.child.pid if self.child else None)
 
 
 def _import_siblings() -> None:

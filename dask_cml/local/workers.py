@@ -108,6 +108,7 @@ def launch_workers(
         "cpu": float(cpu),
         "memory": float(memory),
         "nvidia_gpu": int(nvidia_gpu),
+        "sessions": 1,
         "kernel": kernel,
         "script": script,
         "code": "" if script else code,
@@ -116,10 +117,7 @@ def launch_workers(
     }
 
     def post(_: int) -> SessionInfo:
-        session: SessionInfo = _request(
-            lambda: launching.launch(request), "launch_workers", request["name"], request["code"]
-        )
-        return session
+        return _request(lambda: launching.launch(request), "launch_workers", request["name"], request["code"])
 
     return _in_threads(post, range(n))
 
@@ -146,8 +144,7 @@ def _list(function: str) -> list[SessionInfo]:
         sessions = session_state.read_all()
         return [session_state.public(each) for each in sessions if each.plan["launcher"] == launcher]
 
-    sessions: list[SessionInfo] = _request(get, function)
-    return sessions
+    return _request(get, function)
 
 
 def await_workers(
@@ -235,13 +232,12 @@ def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
         def stop() -> Response:
             return Response(204 if session_state.stop(session_id) else 404)
 
-        response: Response = _request(stop, "stop_workers", plan["name"], plan["code"])
-        return response
+        return _request(stop, "stop_workers", plan["name"], plan["code"])
 
     return _in_threads(put, [each["id"] if isinstance(each, Mapping) else each for each in ids])
 
 
-def _request(do: Callable[[], Any], function: str, name: str = "", code: str = "") -> Any:
+def _request(do: Callable[[], T], function: str, name: str = "", code: str = "") -> T:
     """Return the answer to an HTTP request, after its duration."""
     current = configuration.settings()
     time.sleep(current.latency)

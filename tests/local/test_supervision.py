@@ -286,6 +286,13 @@ def test_session_can_be_stopped_before_it_starts(platform, launch, reaches):
     assert reaches(session, "stopped")["running_at"] is None
 
 
+def test_terminated_supervisor_stops_its_session(launch, reaches):
+    [session] = launch(code=FOREVER)
+    reaches(session, "running")
+    os.kill(supervisor_of(session), signal.SIGTERM)
+    reaches(session, "stopped")
+
+
 def test_lost_supervisor_makes_a_session_fail_and_leaves_no_process(launch, reaches, daemon):
     code, pid = daemon
     [session] = launch(code=f"{code}\n{FOREVER}")
