@@ -19,9 +19,9 @@ from weakref import WeakKeyDictionary
 import dask
 import psutil
 import pytest
+from extensions import CGROUPS, FAULTS, NETWORKS, cgroups, faults, networks
 
 from dask_cml import local
-from dask_cml.local import cgroups, network
 
 
 @pytest.hookimpl(wrapper=True)
@@ -90,14 +90,19 @@ def shared_platform() -> Iterator[ModuleType]:
 def namespaces(platform: ModuleType) -> ModuleType:
     """The local platform whose sessions have networks of their own, where this machine can give them such."""
     try:
-        network.check()
+        networks.check()
         for action in ("add", "delete"):
             probe = ["ip", "netns", action, f"cml-probe-{os.getpid()}"]  # other tests run at the same time
             subprocess.run(probe, check=True, capture_output=True)
     except (RuntimeError, subprocess.CalledProcessError) as error:
         pytest.skip(str(error))
-    platform.configure(network="namespaces")
+    separate_networks()
     return platform
+
+
+def separate_networks() -> None:
+    """Give each session that is launched from now on a network of its own."""
+    local.configure(extensions=[*local.settings().extensions, NETWORKS])
 
 
 @contextlib.contextmanager
@@ -111,10 +116,15 @@ def local_platform() -> Iterator[None]:
         patch.setenv("DASK_CML__STATE_DIRECTORY", state_directory)
         # A refused launch is tried again if this process has stopped sessions, here those of other tests.
         patch.setattr("dask_cml.sessions.live._stopped", WeakKeyDictionary())
-        local.configure(stop_grace=0.3, variables={"DASK_CML__STATE_DIRECTORY": state_directory})
+        local.configure(
+            stop_grace=0.3,
+            variables={"DASK_CML__STATE_DIRECTORY": state_directory},
+            extensions=[CGROUPS, FAULTS] if cgroups.place("0" * 16) else [FAULTS],
+        )
         yield
-        local.configure(latency=0.0, needs_api_key=False)
+        local.configure(latency=0.0)
         local.clear_faults()
+        faults.clear()
         for thread in threading.enumerate():
             if thread.name == "cml-api":  # a call that hung until now may still write
                 thread.join(PATIENCE)
@@ -147,8 +157,8 @@ def end_all(directory: Path) -> list[str]:
 
 def cgroups_left() -> list[Path]:
     """Return the cgroups of this state directory's sessions."""
-    place = cgroups.place("0" * 16)
-    return [*place.parent.glob(place.name.replace("0" * 16, "*"))] if place else []
+    paths = [cgroups.place(each["id"]) for each in local.sessions()]
+    return [path for path in paths if path and path.exists()]
 
 
 def processes_of(directory: Path) -> Iterator[psutil.Process]:

@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from conftest import separate_networks
+from extensions import networks
 from lab import JupyterServer, Page, browser, chromium, pictured, until
 
-from dask_cml.local import network
 from dask_cml.records import store
 
 pytestmark = pytest.mark.slow
@@ -32,10 +33,10 @@ def sessions(shared_platform):
     if chromium() is None:
         pytest.skip("Chromium is not installed")
     try:
-        network.check()
+        networks.check()
     except RuntimeError:
         return shared_platform
-    shared_platform.configure(network="namespaces")
+    separate_networks()
     return shared_platform
 
 

@@ -12,8 +12,8 @@ import dask
 import pytest
 from clusters import arrived, log_of, make
 from distributed import Client, KilledWorker, wait
+from extensions import cgroups
 
-from dask_cml.local import cgroups
 from dask_cml.manager.causes import Cause, find_cause
 from dask_cml.scheduler.wanted import Wanted
 
@@ -129,7 +129,7 @@ def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_counts():
 def limited(request, platform):
     """Let the platform limit the memory of sessions by the kernel, and by a look at their processes."""
     if request.param == "watch":
-        platform.configure(memory_limit="watch")
+        platform.configure(extensions=[])
     elif cgroups.place("0" * 16) is None:
         pytest.skip("this user may not create memory cgroups")
     return request.param

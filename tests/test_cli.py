@@ -20,6 +20,7 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from clusters import arrived, write_record
+from extensions import faults
 
 from dask_cml import CMLCluster, cli
 from dask_cml.cli import console, show
@@ -470,13 +471,13 @@ def test_what_cannot_be_stopped_keeps_its_record_and_the_others_are_deleted(plat
     [session] = platform.launch_workers(1, 1, 1, name="kept", code="import time; time.sleep(600)")
     add_stale("kept", sessions={session["id"]: "scheduler"})
     add_stale("other")
-    platform.inject("error", function="stop_workers", status=403, times=100)
+    faults.inject("error", function="stop_workers", status=403, times=100)
     out, err = shell("delete", "--all", code=1)
     assert out == "Cluster other deleted\n"
     again = r"To try again: `dask cml delete kept`"
     assert re.fullmatch(rf"Error: cluster kept not deleted: .*{session['id']}.*\. {again}\n", err)
     assert [record.name for record in store.records()] == ["kept"]
-    platform.clear_faults()
+    faults.clear()
     run("delete", "kept")
 
 

@@ -14,7 +14,9 @@ import urllib.request
 
 import dask
 import pytest
+from conftest import separate_networks
 from distributed import Client
+from extensions import faults, networks
 
 from dask_cml import LaunchRefused, NotOnCML, SchedulerTimeout, SessionFailed
 from dask_cml.dask_utils import (
@@ -148,7 +150,8 @@ def test_what_run_dask_cluster_returns(workers_v1):
 @pytest.mark.slow
 def test_where_each_session_has_an_address_the_schedulers_port_is_dasks(workers_v1):
     try:
-        workers_v1.configure(network="namespaces")
+        networks.check()
+        separate_networks()
         [probe] = workers_v1.launch_workers(1, cpu=1, memory=1, code="pass")
         stop(workers_v1, probe)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
@@ -210,7 +213,7 @@ def test_workers_with_several_processes_are_waited_for(workers_v1, scheduler):
 
 def test_the_address_is_waited_for_while_the_platform_does_not_tell_it(workers_v1, scheduler):
     [session] = scheduler
-    workers_v1.inject("unknown_ip", seconds=2)
+    faults.inject("unknown_ip", seconds=2)
     [late] = workers_v1.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
     try:
         assert get_scheduler_url([late]) == "tcp://127.0.0.1:8786"

@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+from extensions import faults
 
 from dask_cml import CMLCluster
 from dask_cml.manager import at_exit
@@ -310,7 +311,7 @@ def test_no_cluster_is_made_when_the_program_has_ended(platform, all_stopped):
 
 def test_an_api_that_fails_at_exit_is_told_with_the_sessions_that_are_left(platform):
     program = Program(SYNC + "while True: time.sleep(0.1)", DASK_CML__API__RETRIES="1").when_ready()
-    platform.inject("error", function="stop_workers", status=503, seconds=PATIENCE)
+    faults.inject("error", function="stop_workers", status=503, seconds=PATIENCE)
     program.process.terminate()
     returned, _, err = program.ends()
     assert returned == 128 + signal.SIGTERM
@@ -320,7 +321,7 @@ def test_an_api_that_fails_at_exit_is_told_with_the_sessions_that_are_left(platf
     for each in platform.sessions():
         assert each["id"] in line
         assert not each["stop_requested"]
-    platform.clear_faults()
+    faults.clear()
     platform.stop_workers(*[each["id"] for each in platform.sessions()])
 
 

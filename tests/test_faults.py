@@ -15,6 +15,7 @@ import dask
 import pytest
 from clusters import live, log_of, make, name_of, target
 from distributed import Client
+from extensions import faults
 
 from dask_cml import CMLError, SessionFailed
 from dask_cml.sessions import calls
@@ -146,7 +147,7 @@ API_FAULTS = {
 async def test_faults_of_the_api_are_borne(platform, holds, fault):
     def inject():
         kind, arguments = API_FAULTS[fault]
-        platform.inject(kind, **arguments)
+        faults.inject(kind, **arguments)
 
     inject()
     async with make(n_workers=1) as cluster:
@@ -175,7 +176,7 @@ def quick_limit(platform):
     with dask.config.set({"cml.api.timeout": "2s"}):
         yield
     # What hangs must not launch or stop anything when the platform's directory is gone.
-    platform.clear_faults()
+    faults.clear()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ async def test_start_life_and_close_bear_one_wrong_answer_of_each_function(
 
     def inject():
         for function in ("launch_workers", "list_workers", "stop_workers"):
-            platform.inject(kind, function=function, **arguments)
+            faults.inject(kind, function=function, **arguments)
 
     inject()
     async with make(n_workers=1) as cluster:
@@ -219,7 +220,7 @@ async def test_start_life_and_close_bear_wrong_answers_for_a_while(
         seconds *= 4  # several tries, each of which takes its limit
 
     def inject():
-        platform.inject(kind, seconds=seconds, **arguments)
+        faults.inject(kind, seconds=seconds, **arguments)
 
     inject()
     async with make(n_workers=1) as cluster:
@@ -238,7 +239,7 @@ async def test_start_life_and_close_bear_wrong_answers_for_a_while(
             with pytest.raises(CMLError) as caught:
                 await cluster.close()
             assert kind == "unanswered" or all(session_id in str(caught.value) for session_id in ids)
-            platform.clear_faults()
+            faults.clear()
             await cluster.close()
     await holds(lambda: not wanted(platform))
     assert "Traceback" not in caplog.text
@@ -271,14 +272,14 @@ async def test_an_outage_is_told_when_it_begins_and_when_it_ends(platform, holds
     async with cluster:
         await holds(lambda: complete(cluster, 1))
         cluster.adapt(minimum=2, maximum=2, interval="100 ms")
-        platform.inject("answer", status=401, seconds=600)
+        faults.inject("answer", status=401, seconds=600)
         [lost] = [each.id for each in cluster.sessions if each.role == "worker"]
         platform.evict(lost)
         await holds(lambda: "Unauthorized" in repr(cluster))
         await holds(lambda: listings.count({"message": "Unauthorized"}) > 3)
         assert len(lines()) == 1
         assert lines()[0].endswith("Unauthorized")
-        platform.clear_faults()
+        faults.clear()
         await holds(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions})
         await holds(lambda: len(lines()) == 2)
         assert lines()[1].endswith("again")
@@ -287,7 +288,7 @@ async def test_an_outage_is_told_when_it_begins_and_when_it_ends(platform, holds
 
 
 async def test_a_missing_key_is_told_at_once(platform, holds, monkeypatch, caplog):
-    platform.configure(needs_api_key=True)
+    faults.inject("key", seconds=600)
     monkeypatch.delenv("CDSW_API_KEY", raising=False)
     with pytest.raises(CMLError, match=r"^CML did not launch .*: CDSW_API_KEY is not set: restart"):
         await make(n_workers=1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import dask
 import pytest
 from clusters import arrived, live, log_of, make, rebuild, target
 from distributed import Client, wait
+from extensions import networks
 
 from dask_cml.local import processes
 from dask_cml.manager import retirement
@@ -30,8 +29,8 @@ def live_ids(platform):
 
 
 def freeze(session):
-    for pid in processes.pids(session):
-        os.kill(pid, signal.SIGSTOP)
+    for process in processes.find(session):
+        process.suspend()
 
 
 async def test_a_frozen_worker_that_is_retired_delays_no_other(platform, holds, monkeypatch):
@@ -160,15 +159,9 @@ async def test_a_worker_whose_node_fails_silently_is_dropped_and_replaced(namesp
         lost = f"{cluster.name}-0"
         future = client.submit(sum, [1, 2], workers=[lost], allow_other_workers=True)
         await future
-        await asyncio.to_thread(namespaces.evict, session_of(cluster, lost), silently=True)
+        networks.cut(session_of(cluster, lost))
+        await asyncio.to_thread(namespaces.evict, session_of(cluster, lost))
         await holds(lambda: arrived(cluster) == 2 and lost not in cluster.observed)
         assert f"Worker {lost} lost: evicted or killed by the platform" in log_of(cluster)
         assert lost not in {each["name"] for each in (await client.scheduler.identity())["workers"].values()}
         assert await client.gather(future) == 3
-
-
-def test_a_session_without_a_link_of_its_own_is_not_lost_silently(platform):
-    [session] = platform.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
-    with pytest.raises(RuntimeError, match='network="namespaces"'):
-        platform.evict(session["id"], silently=True)
-    platform.stop_workers(session["id"])

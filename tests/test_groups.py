@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from clusters import log_of, name_of, rebuild
 from distributed import Client, get_worker
+from extensions import faults
 
 from dask_cml import CMLCluster, CMLError, cli
 from dask_cml.options import Options
@@ -126,7 +127,7 @@ async def test_a_group_whose_data_no_connected_worker_can_take_stays(platform, h
 async def test_a_group_that_is_scaled_while_it_is_deleted_stays(platform, holds):
     async with make(n_workers=1, worker_groups={"big": {"n_workers": 1}}) as cluster:
         await holds(lambda: names(cluster) == {"mine-0", "mine-big-0"})
-        platform.inject("hang", function="stop_workers")
+        faults.inject("hang", function="stop_workers")
         deleting = asyncio.create_task(cluster.delete_worker_group("big"))
         await holds(lambda: cluster.worker_groups["big"].n_workers == 0)
         cluster.scale(1, worker_group="big")
@@ -134,7 +135,7 @@ async def test_a_group_that_is_scaled_while_it_is_deleted_stays(platform, holds)
             await deleting
         await holds(lambda: cluster.worker_groups["big"].n_arrived == 1)
         assert "big" in store.read("mine").groups
-        platform.clear_faults()
+        faults.clear()
 
 
 async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import urllib.request
@@ -112,14 +111,14 @@ async def test_a_cluster_that_does_not_answer_is_not_rebuilt(platform):
 @contextlib.contextmanager
 def frozen(session):
     """Stop a session's processes for a while, as a scheduler stands still that is busy."""
-    pids = processes.pids(session)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    found = processes.find(session)
+    for process in found:
+        process.suspend()
     try:
         yield
     finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+        for process in found:
+            process.resume()
 
 
 @pytest.mark.slow

@@ -98,15 +98,16 @@ async def test_wishes_of_a_manager_that_leaves_at_once_come_true(platform, holds
 
 SECOND = """
 import time
-from dask_cml import CMLCluster
+from dask_cml import CMLCluster, local
 
 if __name__ == "__main__":
-    cluster = CMLCluster.from_name("shared")
-    cluster.scale(3)
-    while cluster.n_pending:
-        time.sleep(0.05)
-    print("ready", flush=True)
-    time.sleep(3600)
+    with local.engine("second"):
+        cluster = CMLCluster.from_name("shared")
+        cluster.scale(3)
+        while cluster.n_pending:
+            time.sleep(0.05)
+        print("ready", flush=True)
+        time.sleep(3600)
 """
 
 
@@ -123,16 +124,13 @@ async def test_sessions_that_end_with_the_leaders_session_are_replaced_by_the_ne
         maker = await make(n_workers=1, name="shared", shutdown_on_close=False)
         await holds(lambda: arrived(maker) == 1)
         await maker.leave()
-        environment = {**os.environ, "CDSW_ENGINE_ID": "second"}
-        second = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", SECOND, stdout=subprocess.PIPE, env=environment
-        )
+        second = await asyncio.create_subprocess_exec(sys.executable, "-c", SECOND, stdout=subprocess.PIPE)
         assert await second.stdout.readline() == b"ready\n"
         async with rebuild("shared") as again:
             await holds(lambda: owners(again) == ["first", "first", "second", "second"])
             assert sorted(store.read("shared").owners.values()) == owners(again)
             assert not again.manager.state.leads
-            await asyncio.to_thread(platform.end_engine, "second")
+            second.kill()
             assert await second.wait() == -signal.SIGKILL
             await holds(lambda: again.manager.state.leads and arrived(again) == target(again) == 3)
             await holds(lambda: owners(again) == ["first"] * 4)

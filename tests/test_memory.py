@@ -9,8 +9,8 @@ import dask
 import pytest
 from clusters import arrived, log_of, make
 from distributed import Client, KilledWorker
+from extensions import cgroups
 
-from dask_cml.local import cgroups
 from dask_cml.options import Options
 from dask_cml.sessions.plan import Place, plan_worker
 

@@ -6,6 +6,7 @@ import traceback
 
 import pytest
 from clusters import name_of
+from extensions import faults
 
 import dask_cml
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
@@ -45,7 +46,7 @@ def test_a_refusal_is_shown_with_the_callers_frames_only(platform, start):
 
 
 async def test_a_refusal_is_shown_with_the_callers_frames_only_where_it_is_awaited(platform):
-    platform.inject("error", function="launch_workers", status=403)
+    faults.inject("error", function="launch_workers", status=403)
     with pytest.raises(CMLError) as caught:
         await CMLCluster(platform="local", quiet=True, asynchronous=True)
     lines, in_notebook = shown(caught.value)
@@ -110,20 +111,20 @@ def test_not_on_cml(platform):
 
 @pytest.mark.parametrize("fault", [{"status": 503}, {"status": None}])
 def test_what_may_pass_is_tried_again(platform, fault):
-    platform.inject("error", function="launch_workers", times=2, **fault)
-    platform.inject("error", function="list_workers", times=1, **fault)
+    faults.inject("error", function="launch_workers", times=2, **fault)
+    faults.inject("error", function="list_workers", times=1, **fault)
     with CMLCluster(n_workers=1, platform="local") as cluster:
         assert len(cluster.sessions) == 2
 
 
 def test_what_will_not_pass_is_told_at_once(platform, start):
-    platform.inject("error", function="launch_workers", status=403)
+    faults.inject("error", function="launch_workers", status=403)
     with pytest.raises(CMLError, match=r"did not launch .*: HTTPError: 403 Forbidden"):
         CMLCluster(platform="local")
 
 
 def test_sessions_listed_late_and_without_address_are_waited_for(platform):
-    platform.inject("invisible", seconds=1.5, times=2)
-    platform.inject("unknown_ip", seconds=1.5, times=2)
+    faults.inject("invisible", seconds=1.5, times=2)
+    faults.inject("unknown_ip", seconds=1.5, times=2)
     with CMLCluster(n_workers=1, platform="local") as cluster:
         assert len(cluster.sessions) == 2

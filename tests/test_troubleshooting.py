@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import re
-import signal
 from collections import Counter
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -16,6 +14,7 @@ import dask
 import pytest
 from clusters import log_of, write_record
 from distributed import Client, wait
+from extensions import faults
 
 from dask_cml import (
     ClusterExists,
@@ -111,12 +110,12 @@ def test_errors_when_a_cluster_is_made(platform, seen, shown, monkeypatch):
             lambda timeout=seconds: make(scheduler_timeout=timeout, pending_timeout=timeout),
         )
     with dask.config.set({"cml.api.retries": 0}):
-        platform.inject("error", status=503)
+        faults.inject("error", status=503)
         fails(seen, CMLError, make)
-    platform.inject("error", status=403)
+    faults.inject("error", status=403)
     fails(seen, CMLError, make)
     monkeypatch.delenv("CDSW_API_KEY", raising=False)
-    platform.configure(needs_api_key=True)
+    faults.inject("key", seconds=600)
     fails(seen, CMLError, make)
     shown("Errors when a cluster starts")
 
@@ -184,8 +183,8 @@ def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, u
         client.wait_for_workers(3)
         held = client.submit(bytes, 10**6, workers=["night-2"], allow_other_workers=True)
         wait(held)
-        for pid in processes.pids(cluster.workers["night-2"].session_id):
-            os.kill(pid, signal.SIGSTOP)
+        for process in processes.find(cluster.workers["night-2"].session_id):
+            process.suspend()
         cluster.sync(cluster.scale_down, ["night-2"])
         until(lambda: "abandoned" in log_of(cluster))
         assert len(held.result()) == 10**6
@@ -224,15 +223,15 @@ def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, 
         platform.inject("hangs")
         cluster.scale(1)
         until(lambda: worker_sessions(cluster))
-        platform.inject("error", status=503, seconds=600)
+        faults.inject("error", status=503, seconds=600)
         until(lambda: "Cannot manage cluster night" in caplog.text)
-        platform.clear_faults()
+        faults.clear()
         until(lambda: "Managing cluster night again" in caplog.text)
         seen.append(caplog.text)
-        platform.inject("error", status=503, seconds=600)
+        faults.inject("error", status=503, seconds=600)
         fails(seen, CMLError, cluster.close)
     finally:
-        platform.clear_faults()
+        faults.clear()
         platform.stop_workers(*[each["id"] for each in platform.sessions()])
     shown("When CML does not answer")
 

@@ -16,6 +16,7 @@ import nbformat
 import pytest
 from clusters import lines_of
 from distributed import Client
+from extensions import faults
 from nbclient import NotebookClient
 
 from dask_cml import CMLCluster
@@ -199,7 +200,7 @@ def test_texts_of_others_do_not_steer_a_terminal(monkeypatch, clock):
 
 async def test_a_refusal_does_not_steer_a_terminal(platform):
     reason = f"exceeded quota: {STEERING}\nask for less{STEERING}"
-    platform.inject("answer", status=403, function="launch_workers", message=reason, times=9)
+    faults.inject("answer", status=403, function="launch_workers", message=reason, times=9)
     with pytest.raises(LaunchRefused) as refused:
         await CMLCluster(platform="local", asynchronous=True)
     lines = str(refused.value).splitlines()

@@ -12,6 +12,7 @@ import dask
 import pytest
 from click.testing import CliRunner
 from clusters import arrived, log_of
+from extensions import faults
 
 from dask_cml.cli import cml
 from dask_cml.sessions import session
@@ -119,7 +120,7 @@ async def test_adapting_asks_for_no_more_than_what_waits_already(platform, room,
 
 @pytest.mark.parametrize("fault", ["unknown_status", "stopping"])
 async def test_statuses_that_are_no_ends(platform, holds, fault):
-    platform.inject(fault, seconds=2.0, match="A worker of")
+    faults.inject(fault, seconds=2.0, match="A worker of")
     async with make(n_workers=1) as cluster:
         await holds(lambda: arrived(cluster) == 1)
         assert "failed" not in log_of(cluster)

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from dask_cml.local.configuration import Settings, configure, settings, shares_host_network
 from dask_cml.local.control import evict, log, prune, sessions
-from dask_cml.local.engines import end_engine, engine
+from dask_cml.local.engines import engine
 from dask_cml.local.faults import clear_faults, inject
 from dask_cml.local.installation import install
-from dask_cml.local.responses import HTTPError, JSONDecodeError, Response
+from dask_cml.local.responses import Response
 from dask_cml.local.workers import await_workers, launch_workers, list_workers, stop_workers
 
 __all__ = [
-    "HTTPError",
-    "JSONDecodeError",
     "Response",
     "Settings",
     "await_workers",
     "clear_faults",
     "configure",
-    "end_engine",
     "engine",
     "evict",
     "inject",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import subprocess
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from dask_cml import local
-from dask_cml.local import processes, session_state
+from dask_cml.local import engines, session_state
 
 #: Seconds to wait until sessions have ended, in addition to their grace period.
 _PATIENCE = 15.0
@@ -65,27 +63,10 @@ def _live() -> list[str]:
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def engine(command: Sequence[str]) -> None:
-    """Run a command as your own session, and stop the sessions that it launched when it ends.
-
-    SIGTERM ends the command: by SIGTERM, and after the grace period by SIGKILL.
-    """
-    name = session_state.new_id()
-    # By default, the signal would end this process alone.
-    before = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
-    program = None
-    with local.engine(name):
-        try:
-            program = subprocess.Popen(command)
-            status = program.wait()
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if program and program.returncode is None:
-                program.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    program.wait(local.settings().stop_grace)
-            processes.kill(name)
-            signal.signal(signal.SIGTERM, before)
-    sys.exit(status if status >= 0 else 128 - status)
+    """Run a command as your own session, and stop the sessions that it launched when it ends."""
+    lock = engines.become(session_state.new_id())
+    os.set_inheritable(lock, True)  # the command holds the lock until it ends
+    os.execvp(command[0], [*command])
 
 
 if __name__ == "__main__":

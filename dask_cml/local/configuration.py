@@ -1,23 +1,15 @@
-"""The settings of the local platform: delays, quotas and limits, the project's variables, the network."""
+"""The settings of the local platform: delays, quotas and limits, the project's variables."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dask_cml import checks
-from dask_cml.local import network, state
-
-RESOURCES = ("cpu", "memory", "nvidia_gpu", "sessions")
-#: The settings with a fixed set of values.
-CHOICES = {
-    "network": ("shared", "namespaces"),
-    "over_quota": ("refuse", "wait"),
-    "memory_limit": ("auto", "watch", "off"),
-    "over_memory": ("session", "process"),
-}
+from dask_cml.local import extensions, state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +22,10 @@ class Settings:
     over_quota: str = "refuse"
     stop_grace: float = 2.0
     lifetime: float | None = None
-    memory_limit: str = "auto"
     over_memory: str = "session"
     scratch: float | str | None = "10 GB"
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    network: str = "shared"
-    needs_api_key: bool = False
-
-
-_NAMES = [field.name for field in dataclasses.fields(Settings)]
+    extensions: Sequence[str] = ()
 
 
 def settings() -> Settings:
@@ -47,11 +34,11 @@ def settings() -> Settings:
     Examples
     --------
     >>> from dask_cml import local
-    >>> local.settings().network
-    'shared'
+    >>> local.settings().over_quota
+    'refuse'
     """
     written = state.read_json(state.directory() / "settings.json") or {}
-    return Settings(**{name: value for name, value in written.items() if name in _NAMES})
+    return Settings(**{name: value for name, value in written.items() if name in _CHECKS})
 
 
 def configure(**changes: Any) -> Settings:
@@ -79,26 +66,18 @@ def configure(**changes: Any) -> Settings:
         so do the others.
     lifetime : float, optional
         Time after which a running session ends as ``timedout``, in seconds. None: never.
-    memory_limit : {"auto", "watch", "off"}
-        How the memory of a session limits all its processes together. "auto": a cgroup, so that the kernel
-        enforces the limit exactly. This requires Linux and, in most cases, root. Elsewhere, as with "watch",
-        the platform looks ten times a second, and kills what exceeds the limit. "off": no limit.
-    over_memory : {"session", "process"}
-        What is killed if a session exceeds its memory: all its processes at once, as on nodes of Kubernetes
-        1.28 and later, or only the largest one, as on older nodes. The session ends as ``failed`` if its main
-        process is killed.
+    over_memory : {"session", "process", "nothing"}
+        What is killed if the processes of a session together exceed its memory: all at once, as on nodes of
+        Kubernetes 1.28 and later, only the largest one, as on older nodes, or nothing. The platform looks ten
+        times a second. The session ends as ``failed`` if its main process is killed.
     scratch : float or str, optional
         Scratch space of each session: the maximum size of its ``TMPDIR``, in GiB, or as a string such as
         "10 GB". The platform looks every second, and evicts a session over the limit, with notice. None: no
         limit.
     variables : mapping of str to str
         The project's environment variables, which all sessions inherit.
-    network : {"shared", "namespaces"}
-        Whether sessions share this machine's network, or each session has a loopback and an address of its
-        own, as on CML. Namespaces require Linux and root.
-    needs_api_key : bool
-        Whether the functions raise a RuntimeError in a process without the environment variable
-        ``CDSW_API_KEY``, as on CML. All sessions have it.
+    extensions : sequence of str
+        Paths of Python files that change how sessions run, see ``dask_cml/local/extensions.py``.
 
     Returns
     -------
@@ -109,8 +88,8 @@ def configure(**changes: Any) -> Settings:
     ------
     ValueError, TypeError
         If a setting is unknown, or a value is invalid. No setting is changed then.
-    RuntimeError
-        If this machine does not support namespaces.
+    FileNotFoundError
+        If an extension does not exist.
 
     Examples
     --------
@@ -118,10 +97,11 @@ def configure(**changes: Any) -> Settings:
     >>> local.configure(start_delay=0.5, quota={"sessions": 10}).start_delay
     0.5
     """
-    if unknown := changes.keys() - _NAMES:
-        raise TypeError(f"unknown setting {min(unknown)}: expected {checks.nearest(min(unknown), _NAMES)}")
+    if unknown := changes.keys() - _CHECKS:
+        raise TypeError(f"unknown setting {min(unknown)}: expected {checks.nearest(min(unknown), _CHECKS)}")
     for name, value in changes.items():
-        _check(name, value)
+        if value is not None or name not in _OPTIONAL:
+            _CHECKS[name](name, value)
     with state.locked() as path:
         new = dataclasses.replace(settings(), **changes)
         state.write_json(path / "settings.json", dataclasses.asdict(new))
@@ -129,7 +109,7 @@ def configure(**changes: Any) -> Settings:
 
 
 def shares_host_network() -> bool:
-    """Return whether sessions share this machine's loopback and ports: all do without namespaces.
+    """Return whether sessions share this machine's loopback and ports, as without extensions.
 
     Examples
     --------
@@ -137,34 +117,38 @@ def shares_host_network() -> bool:
     >>> local.shares_host_network()
     True
     """
-    return settings().network == "shared"
+    return not extensions.hooks(settings().extensions, "network")
 
 
-def _check(name: str, value: Any) -> None:
-    if value is None and name in ("quota", "lifetime", "scratch"):
-        return
-    if name in CHOICES:
-        checks.choice(name, value, CHOICES[name])
-        if value == "namespaces":
-            network.check()
-    elif name == "needs_api_key":
-        checks.boolean(name, value)
-    elif name == "scratch":
-        checks.gibibytes(name, value)
-    elif name == "variables":
-        checks.environment(name, value)
-    elif name != "quota":
-        _check_number(name, value)
-    elif not isinstance(value, Mapping):
-        raise TypeError(checks.of_type(name, value, "a mapping of resources to numbers"))
-    else:
-        for resource, limit in value.items():
-            checks.choice(name, resource, RESOURCES)
-            _check_number(f"quota[{resource!r}]", limit)
-
-
-def _check_number(name: str, value: Any) -> None:
+def _number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(checks.message(name, value, "a number"))
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(checks.message(name, value, "a finite number of at least 0"))
+
+
+def _quota(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(checks.of_type(name, value, "a mapping of resources to numbers"))
+    for resource, limit in value.items():
+        checks.choice(name, resource, ("cpu", "memory", "nvidia_gpu", "sessions"))
+        _number(f"quota[{resource!r}]", limit)
+
+
+def _extensions(name: str, value: Any) -> None:
+    extensions.hooks(checks.names(name, value), name)
+
+
+_OPTIONAL = ("quota", "lifetime", "scratch")
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    "start_delay": _number,
+    "latency": _number,
+    "quota": _quota,
+    "over_quota": functools.partial(checks.choice, choices=("refuse", "wait")),
+    "stop_grace": _number,
+    "lifetime": _number,
+    "over_memory": functools.partial(checks.choice, choices=("session", "process", "nothing")),
+    "scratch": checks.gibibytes,
+    "variables": checks.environment,
+    "extensions": _extensions,
+}

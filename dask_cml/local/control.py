@@ -63,7 +63,7 @@ def log(session_id: str) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def evict(session_id: str, *, notice: bool = False, silently: bool = False) -> None:
+def evict(session_id: str, *, notice: bool = False) -> None:
     """Let a session fail, and return when all its processes have ended.
 
     By default, they are killed at once, as by the failure of their node. The session's status is ``failed``
@@ -76,16 +76,11 @@ def evict(session_id: str, *, notice: bool = False, silently: bool = False) -> N
     notice : bool
         Whether the session's main process gets SIGTERM first, and ``stop_grace`` seconds, as when a node is
         drained.
-    silently : bool
-        Whether to take down the session's link first, so that its peers do not notice that its connections
-        end. Requires ``configure(network="namespaces")`` and a running session.
 
     Raises
     ------
     LookupError
         If no session has this id.
-    RuntimeError
-        If `silently` is true, and the session has no link of its own.
 
     Examples
     --------
@@ -94,7 +89,7 @@ def evict(session_id: str, *, notice: bool = False, silently: bool = False) -> N
     >>> [session] = local.launch_workers(1, cpu=1, memory=2, code=code)
     >>> local.evict(session["id"], notice=True)
     """
-    session_state.evict(session_id, notice, silently)
+    session_state.evict(session_id, notice)
 
 
 def prune() -> list[str]:

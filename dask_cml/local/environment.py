@@ -32,7 +32,7 @@ _BASE = (
 
 def calling_session() -> str:
     """Return the id of the session of this process. Outside of sessions, it is a constant for each user."""
-    return os.environ.get("CDSW_ENGINE_ID") or _users_own()
+    return os.environ.get("CDSW_ENGINE_ID") or _digest("user", str(os.getuid()))
 
 
 def owner() -> str:
@@ -41,15 +41,6 @@ def owner() -> str:
     CML assigns the sessions that a worker session launches to the owner of the worker session.
     """
     return os.environ.get("CDSW_MASTER_ID") or calling_session()
-
-
-def ends(owner: str) -> bool:
-    """Return whether an owner may end. The owner of sessions launched outside of sessions never ends."""
-    return owner != _users_own()
-
-
-def _users_own() -> str:
-    return _digest("user", str(os.getuid()))
 
 
 def base() -> dict[str, str]:
@@ -61,7 +52,7 @@ def base() -> dict[str, str]:
     return kept
 
 
-def of_session(plan: Mapping[str, Any], gateway: str) -> dict[str, str]:
+def of_session(plan: Mapping[str, Any]) -> dict[str, str]:
     """Return the complete environment of a session.
 
     The project's variables override the platform's, and those of the launch override both. Neither can change
@@ -71,15 +62,13 @@ def of_session(plan: Mapping[str, Any], gateway: str) -> dict[str, str]:
     ----------
     plan : mapping
         The session's plan.
-    gateway : str
-        The address of this machine, for sessions.
     """
     project = os.getcwd()
     platform = {
         "TMPDIR": str(state.directory() / "sessions" / plan["id"] / "tmp"),
         "CDSW_API_KEY": _digest("key", plan["id"]),
         "CDSW_MASTER_ID": plan["owner"],
-        "CDSW_MASTER_IP": os.environ.get("CDSW_IP_ADDRESS", gateway),
+        "CDSW_MASTER_IP": os.environ.get("CDSW_IP_ADDRESS", plan["gateway"]),
         "CDSW_IP_ADDRESS": plan["ip"],
         "CDSW_APP_PORT": str(plan["ports"][0]),
         "CDSW_READONLY_PORT": str(plan["ports"][0]),

@@ -31,7 +31,7 @@ def install(force: bool = False) -> None:
     platform = sys.modules["dask_cml.local"]
     if sys.modules.get("cml.workers_v1") is platform:
         return
-    real = [name for name in ("cml.workers_v1", "cdsw") if _is_installed(name)]
+    real = [name for name in ("cml", "cdsw") if importlib.util.find_spec(name)]
     if real and not force:
         raise RuntimeError(
             f"{real[0]} is installed, so this may be CML itself; to hide it, call install(force=True)"
@@ -41,10 +41,3 @@ def install(force: bool = False) -> None:
     package.workers_v1 = platform  # type: ignore[attr-defined]
     sys.modules["cml"] = package
     sys.modules["cml.workers_v1"] = sys.modules["cdsw"] = platform
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its package is missing, too
-        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import random
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dask_cml import checks
-from dask_cml.local import cgroups, configuration, environment, faults, network, quota, session_state, state
+from dask_cml.local import configuration, environment, extensions, faults, quota, session_state, state
 from dask_cml.local.configuration import Settings
 from dask_cml.local.session_state import SessionState
+from dask_cml.private_files import owner_only
 
 # Below the ports that Linux and macOS give to outgoing connections.
 _PORTS = range(20000, 32000)
@@ -34,26 +34,19 @@ def launch(request: Mapping[str, Any]) -> dict[str, Any]:
         ``nvidia_gpu``, ``kernel``, ``script``, ``code``, ``env`` and ``name``.
     """
     current = configuration.settings()
-    injected = faults.take(faults.LAUNCHES, request["name"], request["code"])
-    fate = next((kind for kind in injected if kind in faults.FATES), None)
     with state.locked():
+        fate = faults.take(request["name"], request["code"])
         live = quota.live_sessions()
-        words = quota.excess(request, live, current.quota or {})
-        waits = current.over_quota == "wait" and (words is not None or any(each.waits for each in live))
-        if waits:
-            words = None
-        if fate == "refused" and not words:
-            words = "requested: pods=1, used: pods=1, limited: pods=1"
-        if words:
+        excess = quota.excess(request, live, current.quota or {})
+        waits = current.over_quota == "wait" and (excess is not None or any(each.waits for each in live))
+        if excess and not waits:
             fate = "refused"
-        plan = _plan(request, current, live)
-        plan |= {"fate": fate, "waits": waits}
-        plan["faults"] = {kind: fault["seconds"] or 0.0 for kind, fault in injected.items()}
+        plan = {**_plan(request, current, live), "fate": fate, "waits": waits}
         lock = session_state.create(plan)
     try:
-        if words:
-            return _refusal(plan["id"], words)
-        _start_supervisor(plan, lock)
+        if fate == "refused":
+            return _refusal(plan["id"], excess or "requested: pods=1, used: pods=1, limited: pods=1")
+        _start_supervisor(plan["id"], lock)
     finally:
         os.close(lock)
     session = session_state.read(plan["id"])
@@ -62,33 +55,25 @@ def launch(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState]) -> dict[str, Any]:
-    session_id = session_state.new_id()
-    own: dict[str, str] | None = None
-    if current.network == "namespaces":
-        own = network.allocate()
-        ip, gateway = own["ip"], own["gateway"]
-        ports = [network.APP_PORT, network.PUBLIC_PORT]
-    else:
-        ip = gateway = "127.0.0.1"
-        ports = _free_ports(2, live)
-    cgroup = cgroups.place(session_id) if current.memory_limit == "auto" else None
     plan = {
         **dataclasses.asdict(current),
         **request,
-        "id": session_id,
+        "id": session_state.new_id(),
         "launcher": environment.calling_session(),
         "owner": environment.owner(),
         "created_at": time.time(),
-        "ip": ip,
-        "network": own,
-        "ports": ports,
-        "app_url": f"http://{ip}:{ports[0]}/",
+        "ip": "127.0.0.1",
+        "gateway": "127.0.0.1",
+        "ports": _free_ports(2, live),
         "python": sys.executable,
         "directory": os.getcwd(),
-        "cgroup": str(cgroup) if cgroup else None,
         "scratch": None if current.scratch is None else checks.gibibytes("scratch", current.scratch),
     }
-    return {**plan, "env": environment.of_session(plan, gateway)}
+    for hook in extensions.hooks(current.extensions, "network"):
+        plan |= hook(plan)
+    plan["app_url"] = f"http://{plan['ip']}:{plan['ports'][0]}/"
+    plan["env"] = environment.of_session(plan)
+    return plan
 
 
 def _refusal(session_id: str, words: str) -> dict[str, Any]:
@@ -118,18 +103,16 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _start_supervisor(plan: Mapping[str, Any], lock: int) -> None:
-    folder = state.directory() / "sessions" / plan["id"]
-    where = network.host() if plan["network"] else []
+def _start_supervisor(session_id: str, lock: int) -> None:
+    folder = state.directory() / "sessions" / session_id
     env = environment.base()
     if "PYTHONPATH" in os.environ:  # psutil may be found by it
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
-    with open(os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as log:
+    with open(folder / "log", "ab", opener=owner_only) as log:
         # The shell exits at once, so the supervisor has no parent: it outlives this process, and this process
-        # need not wait for it. Nor does it end with the session of this process.
-        shell = ["sh", "-c", 'echo $$ > "$0"; "$@" &', _members_outside()]
+        # need not wait for it.
         subprocess.run(
-            [*shell, *where, sys.executable, str(_SUPERVISOR), str(folder)],
+            ["sh", "-c", '"$0" "$@" &', sys.executable, str(_SUPERVISOR), str(folder)],
             check=True,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -139,12 +122,3 @@ def _start_supervisor(plan: Mapping[str, Any], lock: int) -> None:
             pass_fds=[lock],
             start_new_session=True,
         )
-
-
-def _members_outside() -> str:
-    """Return the file by which a process leaves the cgroup of the session that it is part of."""
-    session = session_state.read(environment.calling_session())
-    with contextlib.suppress(OSError):
-        if session and session.plan["cgroup"]:
-            return str(cgroups.members(session.status["supervisor"]))
-    return os.devnull

@@ -1,4 +1,4 @@
-"""Compares the memory of a session's processes with the session's size, where no cgroup does."""
+"""Compares the memory of a session's processes with the session's size."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ class MemoryWatch:
     session_id : str
         The session's id.
     group : int
-        See :func:`processes.pids`.
+        See :func:`processes.find`.
     memory : float
         The session's size, in GiB.
     whole : bool
         Whether all processes must end when they exceed the limit. Otherwise, only the largest one is killed.
     """
 
+    #: Seconds between two looks.
+    interval = 0.1
+
     def __init__(self, session_id: str, group: int, memory: float, whole: bool) -> None:
         self.session_id, self.group, self.limit, self.whole = session_id, group, memory * 2**30, whole
-        self._processes: list[psutil.Process] = []
+        #: How often the processes exceeded the limit.
+        self.oom_kills = 0
+        self._processes: set[psutil.Process] = set()
         self._killed: psutil.Process | None = None
-        self._kills = 0
 
     def search(self) -> None:
         """Search for the processes. This takes far longer than :meth:`look`."""
-        found = []
-        for pid in processes.pids(self.session_id, self.group):
-            with contextlib.suppress(psutil.Error):
-                found.append(psutil.Process(pid))
-        self._processes = found
+        self._processes = processes.find(self.session_id, self.group)
 
     def look(self) -> bool:
         """Return whether all processes must end."""
@@ -50,16 +50,12 @@ class MemoryWatch:
         sizes = self._sizes(_share)
         if sum(sizes.values()) <= self.limit:
             return False
-        self._kills += 1
+        self.oom_kills += 1
         if not self.whole:
             self._killed = max(sizes, key=lambda process: sizes[process] + self._adjustment(process))
             with contextlib.suppress(psutil.Error):
                 self._killed.kill()
         return self.whole
-
-    def oom_kills(self) -> int:
-        """Return how often the processes exceeded the limit."""
-        return self._kills
 
     def _sizes(self, size: Callable[[psutil.Process], int]) -> dict[psutil.Process, int]:
         sizes = {}

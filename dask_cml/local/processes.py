@@ -4,47 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
+from typing import TYPE_CHECKING
 
-from dask_cml.local import state
+if TYPE_CHECKING:
+    import psutil
 
 #: Seconds until killed processes must have ended.
 _PATIENCE = 10.0
 
 
-def pids(session_id: str, group: int | None = None) -> set[int]:
-    """Return the ids of a session's processes.
+def find(session_id: str, group: int | None = None) -> set[psutil.Process]:
+    """Return the processes of a session.
 
     Parameters
     ----------
     session_id : str
-        The session's id. Its processes are those with this ``CDSW_ENGINE_ID``, and their descendants. An
-        engine's processes must also use this state directory, because elsewhere its id may be in use, too.
+        The session's id. Its processes are those with this ``CDSW_ENGINE_ID``, and their descendants.
     group : int, optional
         A process group or POSIX session whose processes count, too. Pass it only while no other processes can
         have reused the number.
     """
     import psutil
 
-    found: set[int] = set()
-    parents: dict[int, int] = {}
-    for pid in psutil.pids():
-        if pid == os.getpid():
-            continue
-        with contextlib.suppress(psutil.Error, OSError):
-            process = psutil.Process(pid)
-            with process.oneshot():
-                if process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                parents[pid] = process.ppid()
-            if group is not None and group in (os.getpgid(pid), os.getsid(pid)):
-                found.add(pid)
+    found: set[psutil.Process] = set()
+    parents: dict[psutil.Process, int] = {}
+    for process in psutil.process_iter():
+        pid = process.pid
+        with contextlib.suppress(psutil.Error, OSError), process.oneshot():
+            if pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            environment = process.environ()
-            if environment.get("CDSW_ENGINE_ID") == session_id and state.is_of_a_process_with(environment):
-                found.add(pid)
-    while descendants := {pid for pid, parent in parents.items() if parent in found} - found:
+            parents[process] = process.ppid()
+            in_group = group is not None and group in (os.getpgid(pid), os.getsid(pid))
+            if in_group or process.environ().get("CDSW_ENGINE_ID") == session_id:
+                found.add(process)
+    while descendants := {each for each in parents if parents[each] in {of.pid for of in found}} - found:
         found |= descendants
     return found
 
@@ -55,20 +49,23 @@ def kill(session_id: str, group: int | None = None) -> None:
     Parameters
     ----------
     session_id : str
-        The session's id, see :func:`pids`.
+        The session's id, see :func:`find`.
     group : int, optional
-        A process group of the session, see :func:`pids`.
+        A process group of the session, see :func:`find`.
 
     Raises
     ------
     TimeoutError
         If some processes remain.
     """
+    import psutil
+
     deadline = time.monotonic() + _PATIENCE
-    while left := pids(session_id, group):
+    while left := find(session_id, group):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {sorted(left)} of session {session_id} still run after SIGKILL")
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            pids = sorted(process.pid for process in left)
+            raise TimeoutError(f"processes {pids} of session {session_id} still run after SIGKILL")
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         time.sleep(0.01)

@@ -15,7 +15,7 @@ def excess(plan: Mapping[str, Any], live: Iterable[SessionState], quota: Mapping
     Parameters
     ----------
     plan : mapping
-        The needs of the session: ``cpu``, ``memory`` and ``nvidia_gpu``.
+        The needs of the session: ``cpu``, ``memory``, ``nvidia_gpu`` and ``sessions``.
     live : iterable of SessionState
         The running and waiting sessions. Waiting sessions use nothing.
     quota : mapping of str to float
@@ -23,11 +23,7 @@ def excess(plan: Mapping[str, Any], live: Iterable[SessionState], quota: Mapping
     """
     present = [session for session in live if not session.waits]
     for resource, limit in quota.items():
-        if resource == "sessions":
-            wanted, used = 1.0, float(len(present))
-        else:
-            wanted = float(plan[resource])
-            used = sum(float(session.plan[resource]) for session in present)
+        wanted, used = plan[resource], sum(session.plan[resource] for session in present)
         if wanted and used + wanted > limit:
             unit = "Gi" if resource == "memory" else ""
             return ", ".join(

@@ -25,12 +25,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dask_cml.local import network, processes, state
-from dask_cml.local.cgroups import Cgroup
+from dask_cml.local import extensions, processes, state
 
 ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
-#: HTTP statuses that the platform answers with.
-_OK, _NOT_FOUND = 204, 404
 #: Logs once what several calls find.
 _warn = functools.lru_cache(maxsize=1000)(logging.getLogger(__name__).warning)
 _ALPHABET = string.ascii_lowercase + string.digits
@@ -39,7 +36,7 @@ _TOLD = ("name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
 #: Why a session failed, in the words of :func:`dask_cml.local.sessions`.
 OUT_OF_MEMORY, SCRATCH_FULL, EVICTED = "out of memory", "scratch full", "evicted"
 #: The version of the plans.
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +71,6 @@ class SessionState:
     def stop_requested(self) -> bool:
         """Whether the session was asked to stop."""
         return (self.folder / "stop").exists()
-
-    def hidden_for(self, fault: str) -> float:
-        """Return the seconds for which an injected fault hides something of the session."""
-        seconds: float = self.plan["faults"].get(fault, 0.0)
-        return seconds
 
 
 def new_id() -> str:
@@ -125,7 +117,7 @@ def _read_and_check(folder: Path) -> SessionState | None:
     if not folder.name.isalnum():
         return None
     session = _read(folder)
-    if session and session.live and not session.half_made and not supervised(session):
+    if session and session.live and not session.half_made:
         return _end(session, "failed", "supervisor lost")
     return session
 
@@ -150,95 +142,72 @@ def _plan(folder: Path) -> Mapping[str, Any]:
     return plan
 
 
-def supervised(session: SessionState) -> bool:
-    """Return whether the session's supervisor runs, or another process cleans up after it."""
-    return bool(state.is_locked(session.folder / "lock"))
-
-
 def _end(session: SessionState, how: str, reason: str | None = None) -> SessionState | None:
-    """Write the end of a session that has no supervisor to write it."""
+    """End a session that has no supervisor. Return its current state."""
     try:
-        lock = os.open(session.folder / "lock", os.O_RDWR)
-    except FileNotFoundError:
+        with state.lock_if_free(session.folder / "lock") as is_free:
+            if not is_free:
+                return session
+            # The supervisor may have written the session's end before it released the lock.
+            now = _read(session.folder)
+            if now and now.live:
+                free(now)
+                ended = {**now.status, "status": how, "finished_at": time.time(), "reason": reason}
+                state.write_json(now.folder / "status.json", ended)
+    except FileNotFoundError:  # the session was removed
         return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return session
-    else:
-        now = _read(session.folder)
-        if now and now.live:
-            free(now)
-            why = EVICTED if (now.folder / "eviction.json").exists() else reason
-            ended = {**now.status, "status": how, "finished_at": time.time(), "reason": why}
-            state.write_json(now.folder / "status.json", ended)
-        return _read(session.folder)
-    finally:
-        os.close(lock)
+    return _read(session.folder)
 
 
 def free(session: SessionState, group: int | None = None) -> None:
-    """Kill every process of a session, and remove its cgroup, its scratch space and its network.
+    """Kill every process of a session, and remove its scratch space.
 
     Parameters
     ----------
     session : SessionState
         The session.
     group : int, optional
-        See :func:`processes.pids`.
+        See :func:`processes.find`.
     """
-    if session.plan["cgroup"]:
-        Cgroup(Path(session.plan["cgroup"])).remove()
     processes.kill(session.id, group)
     shutil.rmtree(session.folder / "tmp", ignore_errors=True)
-    if session.plan["network"]:
-        network.remove(session.plan["network"])
+    for remove in extensions.hooks(session.plan["extensions"], "remove"):
+        remove(session.plan)
 
 
-def stop(session_id: str) -> int:
-    """Ask a session to stop, without waiting for it.
-
-    Returns
-    -------
-    int
-        The HTTP status: 204, or 404 if no session has this id.
-    """
+def stop(session_id: str) -> bool:
+    """Ask a session to stop, without waiting for it. Return whether a session has this id."""
     session = read(session_id)
-    if session is None:
-        return _NOT_FOUND
-    if session.live:
+    if session and session.live:
         with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
             (session.folder / "stop").touch(mode=0o600)
         if session.half_made:
             _end(session, "stopped")
         else:
-            wake(session, signal.SIGTERM)
-    return _OK
+            _wake(session)
+    return session is not None
 
 
-def wake(session: SessionState, signum: signal.Signals) -> None:
-    """Send a signal to the session's supervisor, if it is ready for signals."""
-    now = _read(session.folder)
-    if now and now.live and "supervisor" in now.status and supervised(now):
+def _wake(session: SessionState) -> None:
+    """Send a signal to the supervisor of a session that was live a moment ago, if it is ready for signals."""
+    if "supervisor" in session.status:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(now.status["supervisor"], signum)
+            os.kill(session.status["supervisor"], signal.SIGUSR1)
 
 
-def evict(session_id: str, notice: bool, silently: bool) -> None:
+def evict(session_id: str, notice: bool) -> None:
     """Let a session fail, and wait until it has."""
     session = read(session_id)
     if session and session.live:
-        if silently and not session.plan["network"]:
-            raise RuntimeError('invalid silently=True: expected a session with network="namespaces"')
-        if silently:
-            network.cut(session.plan["network"])
         with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
             state.write_json(session.folder / "eviction.json", {"notice": notice})
-    while (session := read(session_id)) and session.live:
+    while session and session.live:
         if session.half_made:
-            _end(session, "failed")
-        wake(session, signal.SIGTERM if notice else signal.SIGKILL)
+            _end(session, "failed", EVICTED)
+        else:
+            _wake(session)
         time.sleep(0.01)
+        session = read(session_id)
     if session is None:
         raise LookupError(f"no session {session_id!r}")
 
@@ -249,7 +218,7 @@ def public(session: SessionState) -> dict[str, Any]:
     description = {
         **{name: plan[name] for name in _TOLD},
         "id": session.id,
-        "status": _told_status(session),
+        "status": status["status"],
         "created_at": _timestamp(plan["created_at"]),
         "running_at": _timestamp(status.get("running_at")),
         "finished_at": _timestamp(status.get("finished_at")),
@@ -259,21 +228,8 @@ def public(session: SessionState) -> dict[str, Any]:
         begin = status.get("running_at", plan["created_at"])
         description["duration"] = round(max(0.0, status["finished_at"] - begin), 3)
     if status["status"] != "scheduling":
-        known_at = status.get("running_at", float("inf")) + session.hidden_for("unknown_ip")
-        description["ip_address"] = plan["ip"] if time.time() >= known_at else "unknown"
+        description["ip_address"] = plan["ip"] if "running_at" in status else "unknown"
     return description
-
-
-def _told_status(session: SessionState) -> str:
-    status = session.status
-    if session.hidden_for("stopping") and session.live and session.stop_requested:
-        return "STOPPING"
-    if status["status"] == "running" and time.time() < status["running_at"] + session.hidden_for(
-        "unknown_status"
-    ):
-        return "UNKNOWN"
-    told: str = status["status"]
-    return told
 
 
 def _timestamp(moment: float | None) -> str | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,40 +31,29 @@ def directory() -> Path:
     PermissionError
         If the directory belongs to another user, or others can write to it.
     """
-    path = _path(os.environ)
+    default = Path(tempfile.gettempdir(), f"dask-cml-local-{os.getuid()}")
+    path = Path(os.environ.get(DIRECTORY_VARIABLE) or default).absolute()
     make_folder(path)
     make_folder(path / "sessions")
     return path
 
 
-def short_name() -> str:
-    """Return a name for what the sessions of the state directory have on this machine."""
-    return "cml" + hashlib.sha256(os.fsencode(directory())).hexdigest()[:7]
+@contextlib.contextmanager
+def lock_if_free(path: Path) -> Iterator[bool]:
+    """Lock a file for the block. Yield False if another process holds the lock.
 
-
-def is_of_a_process_with(environment: Mapping[str, str]) -> bool:
-    """Return whether a process with these environment variables uses the same state directory."""
-    return _path(environment) == _path(os.environ)
-
-
-def _path(environment: Mapping[str, str]) -> Path:
-    default = Path(tempfile.gettempdir(), f"dask-cml-local-{os.getuid()}")
-    return Path(environment.get(DIRECTORY_VARIABLE) or default).absolute()
-
-
-def is_locked(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file. Return None if the file does not exist."""
-    try:
-        lock = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
+    Raises
+    ------
+    FileNotFoundError
+        If the file does not exist.
+    """
+    with open(path, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except BlockingIOError:
+            free = False
+        yield free
 
 
 def read_json(path: Path) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from dask_cml import checks
-from dask_cml.local import configuration, environment, faults, launching, session_state
+from dask_cml.local import configuration, environment, extensions, launching, session_state
 from dask_cml.local.responses import Response
 
 #: What the platform tells of a session.
@@ -74,7 +74,7 @@ def launch_workers(
     -------
     list of dict
         One for each session, in arbitrary order. A refused session has no ``id``, but ``message``,
-        ``k8sMessage`` and ``engineId``. The answer to a failed request has only a ``message``.
+        ``k8sMessage`` and ``engineId``.
 
     Raises
     ------
@@ -82,10 +82,6 @@ def launch_workers(
         If an argument is invalid.
     ImportError
         If the code requires IPython, and IPython is not installed.
-    RuntimeError
-        If ``CDSW_API_KEY`` is not set, and :func:`configure` made it required.
-    OSError
-        If such a fault was injected. Other sessions of the same call may have been launched.
 
     Examples
     --------
@@ -112,6 +108,7 @@ def launch_workers(
         "cpu": float(cpu),
         "memory": float(memory),
         "nvidia_gpu": int(nvidia_gpu),
+        "sessions": 1,
         "kernel": kernel,
         "script": script,
         "code": "" if script else code,
@@ -119,12 +116,8 @@ def launch_workers(
         "name": name or "",
     }
 
-    _check_key()
-
     def post(_: int) -> SessionInfo:
-        return _request(
-            lambda: launching.launch(request), "launch_workers", name=request["name"], code=request["code"]
-        )
+        return _request(lambda: launching.launch(request), "launch_workers", request["name"], request["code"])
 
     return _in_threads(post, range(n))
 
@@ -135,14 +128,7 @@ def list_workers() -> list[SessionInfo]:
     Returns
     -------
     list of dict
-        The oldest first. If the request failed, a dict with a ``message``.
-
-    Raises
-    ------
-    RuntimeError
-        As in :func:`launch_workers`.
-    OSError
-        If such a fault was injected.
+        The oldest first.
 
     Examples
     --------
@@ -152,19 +138,13 @@ def list_workers() -> list[SessionInfo]:
     return _list("list_workers")
 
 
-def _list(*functions: str) -> list[SessionInfo]:
+def _list(function: str) -> list[SessionInfo]:
     def get() -> list[SessionInfo]:
-        launcher, now = environment.calling_session(), time.time()
-        return [
-            session_state.public(session)
-            for session in session_state.read_all()
-            if session.plan["launcher"] == launcher
-            and now >= session.plan["created_at"] + session.hidden_for("invisible")
-        ]
+        launcher = environment.calling_session()
+        sessions = session_state.read_all()
+        return [session_state.public(each) for each in sessions if each.plan["launcher"] == launcher]
 
-    _check_key()
-    sessions: list[SessionInfo] = _request(get, *functions)
-    return sessions
+    return _request(get, function)
 
 
 def await_workers(
@@ -190,11 +170,6 @@ def await_workers(
     dict
         ``"workers"`` are the sessions that have succeeded, or run. ``"failures"`` are the others.
 
-    Raises
-    ------
-    OSError
-        If such a fault was injected.
-
     Examples
     --------
     >>> from dask_cml import local
@@ -205,7 +180,7 @@ def await_workers(
     goal = "succeeded" if wait_for_completion else "running"
     waited = 0.0
     while True:
-        found = [each for each in _list("await_workers", "list_workers") if each["id"] in wanted]
+        found = [each for each in _list("await_workers") if each["id"] in wanted]
         good = [
             each
             for each in found
@@ -238,13 +213,6 @@ def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
         One for each id, in arbitrary order: 204, or 404 for an unknown id. None if there was nothing to stop.
         The status becomes ``stopped`` after the processes have ended.
 
-    Raises
-    ------
-    RuntimeError
-        As in :func:`launch_workers`.
-    OSError
-        If such a fault was injected. The other sessions of the same call are stopped.
-
     Examples
     --------
     >>> from dask_cml import local
@@ -256,42 +224,26 @@ def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
     if not ids:
         mine = [each["id"] for each in list_workers()]
         return stop_workers(*mine) if mine else None
-    _check_key()
 
     def put(session_id: str) -> Response:
-        session = session_state.read(session_id) if isinstance(session_id, str) else None
+        session = session_state.read(session_id)
         plan = session.plan if session else {"name": "", "code": ""}
-        return _request(
-            lambda: Response(session_state.stop(session.id) if session else 404),
-            "stop_workers",
-            name=plan["name"],
-            code=plan["code"],
-        )
+
+        def stop() -> Response:
+            return Response(204 if session_state.stop(session_id) else 404)
+
+        return _request(stop, "stop_workers", plan["name"], plan["code"])
 
     return _in_threads(put, [each["id"] if isinstance(each, Mapping) else each for each in ids])
 
 
-def _check_key() -> None:
-    if configuration.settings().needs_api_key and "CDSW_API_KEY" not in os.environ:
-        raise RuntimeError("Environment variable CDSW_API_KEY is not set.")
-
-
-def _request(do: Callable[[], Any], *functions: str, name: str = "", code: str = "") -> Any:
-    """Return the answer to an HTTP request, after its duration, with the faults that apply to it."""
-    injected = faults.take(faults.CALLS, name, code, functions)
-    time.sleep(configuration.settings().latency)
-    if "slow" in injected:
-        time.sleep(injected["slow"]["seconds"])
-    for kind in faults.ENDS:
-        if kind in injected:
-            answers_json = "stop_workers" not in functions
-            response = faults.end(injected[kind], answers_json)
-            # The platform's functions ignore the status: the answer counts as the result.
-            return response.json() if answers_json else response
-    result = do()
-    if "unanswered" in injected:
-        faults.wait(injected["unanswered"])
-    return result
+def _request(do: Callable[[], T], function: str, name: str = "", code: str = "") -> T:
+    """Return the answer to an HTTP request, after its duration."""
+    current = configuration.settings()
+    time.sleep(current.latency)
+    for hook in extensions.hooks(current.extensions, "request"):
+        do = functools.partial(hook, do, function, name, code)
+    return do()
 
 
 def _in_threads(function: Callable[[Any], T], arguments: Iterable[Any]) -> list[T]:

@@ -4,17 +4,13 @@ import importlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from simulated.platform import SimulatedPlatform
-
-from dask_cml.local import faults, session_state, workers
 
 # "cml" runs the contract against the platform itself, from inside one of its sessions.
 PLATFORM = os.environ.get("DASK_CML_TEST_PLATFORM", "local")
@@ -54,18 +50,6 @@ def workers_v1(request: pytest.FixtureRequest) -> Any:
     if kind == "simulated":
         return SimulatedPlatform(ends=ENDS.get)
     return request.getfixturevalue("platform")
-
-
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let an hour pass on the clock by which this process takes a fault to be over."""
-
-    def later() -> None:
-        clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + 3600})
-        for module in (faults, session_state, workers):
-            monkeypatch.setattr(module, "time", clock)
-
-    return later
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 
@@ -8,7 +7,7 @@ import pytest
 
 from dask_cml.local import __main__
 
-from .conftest import FOREVER, PATIENCE, alive
+from .conftest import FOREVER, PATIENCE
 
 
 def main(arguments):
@@ -49,49 +48,28 @@ def test_ambiguous_commands_are_refused(platform, arguments, capsys):
     assert main(arguments) == 2
 
 
+ENGINE = [sys.executable, "-m", "dask_cml.local", "engine"]
+
+
 def test_a_command_is_the_engine_of_what_it_launches(platform, until):
     code = f"from dask_cml import local; local.launch_workers(1, 1, 1, code={FOREVER!r}); raise SystemExit(3)"
-    assert main(["engine", sys.executable, "-c", code]) == 3
+    assert subprocess.call([*ENGINE, sys.executable, "-c", code]) == 3
     until(lambda: [each["status"] for each in platform.sessions()] == ["stopped"])
 
 
-@pytest.fixture
-def engine(platform, tmp_path, until):
-    """Start a command as an engine. Return its process, and wait until it handles SIGTERM by code."""
-    started = []
-
-    def engine(then):
-        code = (
-            "import os, signal, sys, time\n"
-            f"def leave(*_): {then}\n"
-            "signal.signal(signal.SIGTERM, leave)\n"
-            "from dask_cml import local\n"
-            f"local.launch_workers(1, 1, 1, code={FOREVER!r})\n"
-            "print(os.getpid(), flush=True); time.sleep(600)"
-        )
-        command = [sys.executable, "-m", "dask_cml.local", "engine", sys.executable, "-c", code]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return started[-1], int(started[-1].stdout.readline())
-
-    yield engine
-    for process in started:
-        process.communicate()
-
-
-@pytest.mark.parametrize("then", ["sys.exit()", "pass"])
-def test_end_of_an_engine_is_the_end_of_its_command(platform, engine, until, then):
-    platform.configure(stop_grace=600 if then == "sys.exit()" else 0.3)
-    process, command = engine(then)
-    process.terminate()
-    assert process.wait(PATIENCE) == 128 + signal.SIGTERM
-    assert not alive(command)
-    until(lambda: [each["status"] for each in platform.sessions()] == ["stopped"])
-
-
-def test_engine_returns_the_shells_status_of_a_killed_command(platform):
-    assert (
-        main(["engine", sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == 128 + signal.SIGKILL
+def test_signals_reach_the_command_of_an_engine(platform, until):
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "from dask_cml import local\n"
+        f"local.launch_workers(1, 1, 1, code={FOREVER!r})\n"
+        "print(flush=True); time.sleep(600)"
     )
+    with subprocess.Popen([*ENGINE, sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.terminate()
+        assert process.wait(PATIENCE) == 5
+    until(lambda: [each["status"] for each in platform.sessions()] == ["stopped"])
 
 
 def test_list_says_why_the_platform_let_a_session_fail(platform, launch, capsys):

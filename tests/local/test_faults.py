@@ -6,8 +6,7 @@ import threading
 import time
 
 import pytest
-
-from dask_cml.local import state
+from extensions import faults
 
 from .conftest import FOREVER
 
@@ -37,17 +36,6 @@ def test_session_can_hang_without_running_its_code(platform, launch, reaches, di
     platform.stop_workers(session["id"])
     reaches(session, "stopped")
     assert not (directory / "ran").exists()
-
-
-def test_session_can_run_out_of_memory(platform, launch, reaches, directory):
-    platform.inject("oom", seconds=0.2)
-    platform.inject("oom")
-    path = directory / "asked"
-    trap = f"import signal; signal.signal(signal.SIGTERM, lambda *_: open({str(path)!r}, 'w').close())"
-    for session in launch(2, code=f"{trap}; {FOREVER}"):
-        reaches(session, "failed")
-    assert [each["reason"] for each in platform.sessions()] == ["out of memory"] * 2
-    assert not path.exists()
 
 
 def test_session_can_be_stuck_in_scheduling(platform, launch, reaches, find):
@@ -82,53 +70,54 @@ def test_fault_is_used_up_once_by_all_threads_and_processes(platform, launch):
     assert sum("id" not in each for each in here) + there.count("engineId") == 3
 
 
-def test_statuses_of_newer_releases(platform, launch, reaches, later):
-    platform.inject("unknown_status", seconds=600)
-    platform.inject("stopping", seconds=3)
+def test_statuses_of_newer_releases(platform, launch, reaches):
+    faults.inject("unknown_status", seconds=600)
     [session] = launch(code=FOREVER)
     assert reaches(session, "UNKNOWN")["running_at"]
-    later()
+    faults.expire()
     reaches(session, "running")
+    faults.inject("stopping", seconds=600)
+    [session] = launch(code=FOREVER)
     platform.stop_workers(session["id"])
     assert reaches(session, "STOPPING")["finished_at"] is None
+    faults.expire()
     reaches(session, "stopped")
 
 
-def test_invisible_session_is_not_listed_for_a_time(platform, launch, later):
-    platform.inject("invisible", seconds=600)
+def test_invisible_session_is_not_listed_for_a_time(platform, launch):
+    faults.inject("invisible", seconds=600)
     [session] = launch(code=FOREVER)
     assert platform.list_workers() == []
     assert [each["id"] for each in platform.sessions()] == [session["id"]]
-    later()
+    faults.expire()
     assert [each["id"] for each in platform.list_workers()] == [session["id"]]
 
 
-def test_address_can_stay_unknown_for_a_time(platform, launch, reaches, find, later):
-    platform.inject("unknown_ip", seconds=600)
+def test_address_can_stay_unknown_for_a_time(platform, launch, reaches, find):
+    faults.inject("unknown_ip", seconds=600)
     [session] = launch(code=FOREVER)
     assert reaches(session, "running")["ip_address"] == "unknown"
-    later()
+    faults.expire()
     assert find(session["id"])["ip_address"] == "127.0.0.1"
 
 
 def test_one_session_can_have_several_faults(platform, launch, reaches):
     platform.inject("hangs")
-    platform.inject("unknown_ip", seconds=600)
+    faults.inject("unknown_ip", seconds=600)
     [session] = launch(code="pass")
     assert reaches(session, "running")["ip_address"] == "unknown"
 
 
 def test_error_with_a_status_is_raised_as_an_http_error(platform, launch):
-    platform.inject("error", status=503, function="launch_workers")
-    with pytest.raises(platform.HTTPError) as info:
+    faults.inject("error", status=503, function="launch_workers")
+    with pytest.raises(OSError, match="503 Service Unavailable") as info:
         launch(code=FOREVER)
-    assert isinstance(info.value, OSError)
     assert info.value.response.status_code == 503
     assert platform.sessions() == []
 
 
 def test_error_without_a_status_is_a_lost_connection(platform):
-    platform.inject("error", times=2)
+    faults.inject("error", times=2)
     for call in (platform.list_workers, lambda: platform.stop_workers("0123456789abcdef")):
         with pytest.raises(ConnectionError):
             call()
@@ -136,47 +125,45 @@ def test_error_without_a_status_is_a_lost_connection(platform):
 
 
 def test_one_failed_request_of_a_launch_leaves_the_other_sessions(platform, launch):
-    platform.inject("error", status=500, function="launch_workers")
-    with pytest.raises(platform.HTTPError):
+    faults.inject("error", status=500, function="launch_workers")
+    with pytest.raises(OSError, match="500"):
         launch(3, code=FOREVER)
     sessions = platform.sessions()
     platform.stop_workers(*[each["id"] for each in sessions])
     assert len(sessions) == 2
 
 
-def test_errors_can_last_for_a_time(platform, later):
-    platform.inject("error", function="list_workers", seconds=600)
+def test_errors_can_last_for_a_time(platform):
+    faults.inject("error", function="list_workers", seconds=600)
     for _ in range(3):
         with pytest.raises(ConnectionError):
             platform.list_workers()
-    later()
+    faults.expire()
     assert platform.list_workers() == []
 
 
 def test_error_of_await_hits_its_listing(platform):
-    platform.inject("error", function="await_workers", status=502)
+    faults.inject("error", function="await_workers", status=502)
     assert platform.list_workers() == []
-    with pytest.raises(platform.HTTPError):
+    with pytest.raises(OSError, match="502"):
         platform.await_workers(["0123456789abcdef"])
 
 
 def test_stop_can_be_answered_with_an_error(platform, launch, find, reaches):
     [session] = launch(code=FOREVER, name="worker-7")
-    platform.inject("answer", function="stop_workers", status=500, match="worker-7")
+    faults.inject("answer", function="stop_workers", status=500, match="worker-7")
     [response] = platform.stop_workers(session["id"])
     assert response.status_code == 500
     assert not response.ok
-    with pytest.raises(platform.HTTPError):
-        response.raise_for_status()
     assert find(session["id"])["status"] != "stopped"
     platform.stop_workers(session["id"])
     reaches(session, "stopped")
 
 
 def test_an_error_of_the_server_comes_back_as_if_it_were_the_result(platform, launch):
-    platform.inject("answer", status=401, function="list_workers")
-    platform.inject("answer", status=500, function="launch_workers")
-    platform.inject("answer", status=503, function="launch_workers", message="no healthy upstream")
+    faults.inject("answer", status=401, function="list_workers")
+    faults.inject("answer", status=500, function="launch_workers")
+    faults.inject("answer", status=503, function="launch_workers", message="no healthy upstream")
     assert platform.list_workers() == {"message": "Unauthorized"}
     assert platform.launch_workers(1, 1, 1, code=FOREVER) == [{"message": "Internal Server Error"}]
     assert platform.launch_workers(1, 1, 1, code=FOREVER) == [{"message": "no healthy upstream"}]
@@ -184,12 +171,11 @@ def test_an_error_of_the_server_comes_back_as_if_it_were_the_result(platform, la
 
 
 def test_a_gateways_page_is_no_json_unless_nobody_decodes_it(platform, launch, reaches):
-    platform.inject("page", times=3)
-    with pytest.raises(platform.JSONDecodeError) as info:
+    faults.inject("page", times=3)
+    with pytest.raises(ValueError, match="Expecting value") as info:
         platform.list_workers()
     assert isinstance(info.value, OSError)
-    assert isinstance(info.value, ValueError)
-    with pytest.raises(platform.JSONDecodeError):
+    with pytest.raises(ValueError, match="Expecting value"):
         platform.launch_workers(1, 1, 1, code=FOREVER)
     [response] = platform.stop_workers("0123456789abcdef")
     assert response.status_code == 502
@@ -215,28 +201,24 @@ def in_thread(platform):
         return results
 
     yield in_thread
-    platform.clear_faults()
+    faults.clear()
     for thread in threads:
         thread.join()
 
 
-def faults_left():
-    return state.read_json(state.directory() / "faults.json")
-
-
 def test_request_can_hang_until_the_faults_are_cleared(platform, in_thread, until):
-    platform.inject("hang", function="list_workers")
+    faults.inject("hang", function="list_workers")
     results = in_thread(platform.list_workers)
-    until(lambda: not faults_left())
+    until(lambda: not faults.left())
     assert results == []
-    platform.clear_faults()
+    faults.clear()
     until(lambda: results)
     assert isinstance(results[0], ConnectionError)
 
 
 def test_all_requests_of_a_time_can_hang(platform, in_thread, until):
     end = time.time() + 1
-    platform.inject("hang", seconds=1)
+    faults.inject("hang", seconds=1)
     results = [in_thread(platform.list_workers) for _ in range(3)]
     until(lambda: all(results))
     assert time.time() >= end
@@ -244,11 +226,11 @@ def test_all_requests_of_a_time_can_hang(platform, in_thread, until):
 
 
 def test_request_can_be_done_and_not_answered(platform, launch, in_thread, until):
-    platform.inject("unanswered", function="launch_workers")
+    faults.inject("unanswered", function="launch_workers")
     results = in_thread(lambda: launch(code=FOREVER))
     until(platform.list_workers)
     assert results == []
-    platform.clear_faults()
+    faults.clear()
     until(lambda: results)
     assert results[0][0]["id"] == platform.list_workers()[0]["id"]
 
@@ -262,7 +244,7 @@ def test_without_its_key_no_function_works_where_it_is_needed(platform, monkeypa
         platform.stop_workers,
     ]
     monkeypatch.delenv("CDSW_API_KEY", raising=False)
-    platform.configure(needs_api_key=True)
+    faults.inject("key", seconds=600)
     for call in calls:
         with pytest.raises(RuntimeError, match="CDSW_API_KEY is not set"):
             call()
@@ -271,17 +253,17 @@ def test_without_its_key_no_function_works_where_it_is_needed(platform, monkeypa
 
 
 def test_request_can_be_slow(platform):
-    platform.inject("slow", seconds=0.3)
+    faults.inject("slow", seconds=0.3)
     begin = time.monotonic()
     platform.list_workers()
     assert time.monotonic() - begin >= 0.3
 
 
-def test_cleared_faults_hit_nothing(platform):
-    platform.inject("error", times=100)
+def test_cleared_faults_hit_nothing(platform, launch):
+    platform.inject("refused", times=100)
     platform.clear_faults()
     platform.clear_faults()
-    assert platform.list_workers() == []
+    assert "id" in launch(code=FOREVER)[0]
 
 
 @pytest.mark.parametrize(
@@ -290,15 +272,6 @@ def test_cleared_faults_hit_nothing(platform):
         ("nonsense", {}, "'refused', 'fails'"),
         ("fails", {"times": 0}, "times"),
         ("fails", {"skip": -1}, "skip"),
-        ("fails", {"seconds": 1}, "invalid seconds=1: expected None"),
-        ("fails", {"status": 503}, "invalid status=503: expected None"),
-        ("fails", {"function": "list_workers"}, "function"),
-        ("slow", {}, "seconds"),
-        ("slow", {"seconds": -1}, "seconds"),
-        ("invisible", {}, "seconds"),
-        ("error", {"function": "nonsense"}, "launch_workers"),
-        ("answer", {"function": "stop_workers"}, "status"),
-        ("error", {"message": "no"}, "invalid message='no': expected None"),
     ],
 )
 def test_faults_that_make_no_sense_are_refused(platform, kind, options, words):

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from extensions import cgroups
 
-from dask_cml.local import cgroups, watchers
+from dask_cml.local import watchers
 from dask_cml.local.memory_watch import MemoryWatch
 
 from .conftest import FOREVER, alive, supervisor_of
@@ -49,7 +50,7 @@ def limited(request, platform):
     if request.param == "cgroups":
         request.getfixturevalue("in_cgroups")
     else:
-        platform.configure(memory_limit="watch")
+        platform.configure(extensions=[])
 
 
 @pytest.fixture
@@ -60,19 +61,6 @@ def reason(platform):
         return next(each["reason"] for each in platform.sessions() if each["id"] == session["id"])
 
     return reason
-
-
-@pytest.fixture
-def without_memory_files():
-    """A folder in which cgroups can be created, but have no limits of memory."""
-    place = cgroups.place("0" * 16)
-    others = Path("/sys/fs/cgroup/pids")
-    if place is None or not (others.exists() or (place.parent / "cgroup.controllers").exists()):
-        pytest.skip("this user may not create cgroups")
-    folder = (others if others.exists() else place.parent) / f"without-memory-{os.getpid()}"
-    folder.mkdir()
-    yield folder
-    folder.rmdir()
 
 
 def cgroup_of(pid):
@@ -150,7 +138,7 @@ def test_grace_ends_when_a_session_exceeds_its_memory(platform, launch, reaches,
 
 
 def test_memory_need_not_be_limited(platform, output_of):
-    platform.configure(memory_limit="off")
+    platform.configure(over_memory="nothing")
     assert output_of(f"{AT_ONCE}; open('{{output}}', 'w').write('survived')", memory=SIZE) == "survived"
 
 
@@ -173,19 +161,6 @@ def exceeds(process, memory):
     watch = MemoryWatch("0" * 16, process.pid, memory, whole=True)
     watch.search()
     return watch.look()
-
-
-@pytest.mark.usefixtures("in_cgroups")
-def test_session_without_a_cgroup_is_watched_and_says_so(
-    platform, launch, reaches, reason, without_memory_files, monkeypatch
-):
-    monkeypatch.setattr(cgroups, "place", lambda session_id: without_memory_files / session_id)
-    [session] = launch(code=f"{AT_ONCE}\n{FOREVER}", memory=SIZE)
-    reaches(session, "failed")
-    assert reason(session) == "out of memory"
-    [line] = platform.log(session["id"]).splitlines()
-    assert f"without cgroup {without_memory_files / session['id']}" in line
-    assert [each for each in without_memory_files.iterdir() if each.is_dir()] == []
 
 
 @pytest.mark.usefixtures("in_cgroups")

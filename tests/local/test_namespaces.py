@@ -5,8 +5,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-
-from dask_cml.local import state
+from conftest import separate_networks
+from extensions import networks
 
 from .conftest import FOREVER
 
@@ -38,7 +38,7 @@ def fetched(url: str) -> str | None:
 
 def left() -> list[str]:
     """Names that the sessions of this state directory have on the machine."""
-    bridge = state.short_name()
+    bridge = networks.short_name()
     links = os.listdir("/sys/class/net")
     names = os.listdir("/run/netns") if Path("/run/netns").exists() else []
     return [name for name in links + names if name.startswith(bridge)]
@@ -106,7 +106,7 @@ def test_state_directories_do_not_share_networks(platform, launch, reaches, tmp_
     address = reaches(here, "running")["ip_address"]
     with monkeypatch.context() as other:
         other.setenv("DASK_CML_LOCAL_DIRECTORY", str(tmp_path))
-        platform.configure(network="namespaces")
+        separate_networks()
         [there] = platform.launch_workers(1, 1, 1, code=FOREVER)
         try:
             assert reaches(there, "running")["ip_address"].split(".")[:2] != address.split(".")[:2]

@@ -30,13 +30,13 @@ def test_configure_changes_only_what_is_given(platform):
         ({"quota": {"gpus": 1}}, ValueError, "gpus"),
         ({"quota": {"cpu": None}}, TypeError, "cpu"),
         ({"over_quota": "queue"}, ValueError, "'refuse', 'wait'"),
-        ({"memory_limit": "on"}, ValueError, "'auto', 'watch', 'off'"),
-        ({"over_memory": "worker"}, ValueError, "'session', 'process'"),
+        ({"over_memory": "worker"}, ValueError, "'session', 'process', 'nothing'"),
         ({"scratch": "much"}, ValueError, "scratch='much'"),
         ({"scratch": 0}, ValueError, "scratch=0"),
         ({"variables": {"A": 1}}, TypeError, r"variables\['A'\]=1"),
         ({"variables": {"A=B": "1"}}, ValueError, "A=…"),
-        ({"network": "none"}, ValueError, "'shared', 'namespaces'"),
+        ({"extensions": ["/absent.py"]}, FileNotFoundError, "absent"),
+        ({"extensions": "/absent.py"}, TypeError, "extensions"),
     ],
 )
 def test_configure_refuses_nonsense_and_changes_nothing(platform, changes, error, words):

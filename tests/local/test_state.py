@@ -31,7 +31,7 @@ def test_sessions_of_another_release_are_not_listed(platform, caplog):
 
 @pytest.mark.parametrize("status", ["", "{", "[]", '{"supervisor": 1}'])
 def test_unreadable_session_is_skipped_with_one_line(platform, launch, caplog, status):
-    write_session(status, {"version": 2})
+    write_session(status, {"version": 3})
     [session] = launch(code="pass")
     assert [each["id"] for each in platform.sessions()] == [session["id"]]
     platform.sessions()

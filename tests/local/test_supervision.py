@@ -117,32 +117,19 @@ def started(code, **variables):
 def test_sessions_end_with_the_engine_at_their_root(platform, launch, until):
     [own] = launch(code=FOREVER)
     inner = f"from dask_cml import local; local.launch_workers(1, 1, 1, name='inner', code={FOREVER!r})"
-    outer = f"from dask_cml import local; local.launch_workers(1, 1, 1, name='outer', code={inner!r})"
-    other = started(f"{outer}; print(flush=True); {FOREVER}", CDSW_ENGINE_ID="other")
-    with other:
+    with platform.engine("other"):
+        platform.launch_workers(1, 1, 1, name="outer", code=inner)
         # A worker session's end is not the end of what it launched.
         expected = {("other", "outer"): "succeeded", ("other", "inner"): "running"}
         until(lambda: statuses(platform).items() >= expected.items())
-        platform.end_engine("other")
-        assert other.wait(120) == -signal.SIGKILL
     until(lambda: statuses(platform)["other", "inner"] == "stopped")
     [kept] = [each for each in platform.sessions() if each["id"] == own["id"]]
     assert kept["status"] == "running"
 
 
-def test_an_engine_of_the_same_name_on_another_platform_lives_on(platform, monkeypatch, tmp_path):
-    with started(f"print(flush=True); {FOREVER}", CDSW_ENGINE_ID="other") as other:
-        with monkeypatch.context() as patch:
-            (tmp_path / "local").mkdir(mode=0o700)
-            patch.setenv("DASK_CML_LOCAL_DIRECTORY", str(tmp_path / "local"))
-            platform.end_engine("other")
-        assert other.poll() is None
-        platform.end_engine("other")
-        assert other.wait(120) == -signal.SIGKILL
-
-
 def test_what_is_launched_by_an_engine_that_has_ended_is_stopped(platform, monkeypatch, until):
-    platform.end_engine("other")
+    with platform.engine("other"):
+        pass
     monkeypatch.setenv("CDSW_ENGINE_ID", "other")
     platform.launch_workers(1, 1, 1, code=FOREVER)
     until(lambda: [each["status"] for each in platform.sessions()] == ["stopped"])
@@ -152,8 +139,6 @@ def test_sessions_end_with_the_process_that_is_their_engine(platform, until):
     code = f"from dask_cml import local\nwith local.engine('mine'): {LAUNCH}; {FOREVER}"
     with started(code) as mine:
         until(lambda: statuses(platform) == {("mine", ""): "running"})
-        with pytest.raises(ValueError, match="other than an engine"):
-            platform.end_engine("mine")
         mine.kill()
     until(lambda: statuses(platform) == {("mine", ""): "stopped"})
     with pytest.raises(ValueError, match="'mine'"), platform.engine("mine"):
@@ -172,8 +157,8 @@ def test_block_is_an_engine_of_its_own(platform, until, monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "a/b", "."])
 def test_engine_needs_an_id(platform, name):
-    with pytest.raises(ValueError, match="letters and digits"):
-        platform.end_engine(name)
+    with pytest.raises(ValueError, match="letters and digits"), platform.engine(name):
+        pass
 
 
 def test_stop_leaves_no_process(platform, launch, reaches, daemon):
@@ -184,7 +169,7 @@ def test_stop_leaves_no_process(platform, launch, reaches, daemon):
     platform.stop_workers(session["id"])
     reaches(session, "stopped")
     assert not alive(daemon_pid)
-    assert processes.pids(session["id"]) == set()
+    assert processes.find(session["id"]) == set()
 
 
 def test_end_of_the_code_ends_what_it_started(launch, reaches, daemon):
@@ -251,7 +236,7 @@ def test_end_of_the_main_process_ends_the_grace(platform, asked, reaches):
     session = asked()
     platform.stop_workers(session["id"])
     reaches(session, "stopped")
-    assert processes.pids(session["id"]) == set()
+    assert processes.find(session["id"]) == set()
 
 
 def test_eviction_can_give_notice(platform, asked, find, directory):
@@ -274,10 +259,10 @@ def test_eviction_without_notice_kills_at_once(platform, asked, directory):
 
 def test_command_is_stopped_with_its_session(platform, launch, reaches, until):
     [session] = launch(code="!sleep 600")
-    until(lambda: len(processes.pids(session["id"])) >= 2)
+    until(lambda: len(processes.find(session["id"])) >= 2)
     platform.stop_workers(session["id"])
     reaches(session, "stopped")
-    assert processes.pids(session["id"]) == set()
+    assert processes.find(session["id"]) == set()
 
 
 def test_stubborn_session_is_killed_after_the_grace(platform, launch, reaches, until, directory):
@@ -301,6 +286,13 @@ def test_session_can_be_stopped_before_it_starts(platform, launch, reaches):
     assert reaches(session, "stopped")["running_at"] is None
 
 
+def test_terminated_supervisor_stops_its_session(launch, reaches):
+    [session] = launch(code=FOREVER)
+    reaches(session, "running")
+    os.kill(supervisor_of(session), signal.SIGTERM)
+    reaches(session, "stopped")
+
+
 def test_lost_supervisor_makes_a_session_fail_and_leaves_no_process(launch, reaches, daemon):
     code, pid = daemon
     [session] = launch(code=f"{code}\n{FOREVER}")
@@ -309,7 +301,7 @@ def test_lost_supervisor_makes_a_session_fail_and_leaves_no_process(launch, reac
     os.kill(supervisor_of(session), signal.SIGKILL)
     reaches(session, "failed")
     assert not alive(daemon_pid)
-    assert processes.pids(session["id"]) == set()
+    assert processes.find(session["id"]) == set()
 
 
 def test_evicted_session_fails_and_leaves_no_process(platform, launch, find, daemon):

@@ -16,11 +16,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dask_cml.local import state
 
-#: Ports that are the same in all sessions of CML.
-APP_PORT, PUBLIC_PORT = 8100, 8080
+#: For applications and public pages, in all sessions.
+_PORTS = [8100, 8080]
 
 _NAMESPACES = Path("/run/netns")
 #: The candidate networks: 10.128.0.0/16 to 10.255.0.0/16.
@@ -37,21 +38,38 @@ def check() -> None:
         lacks.append("root")
     lacks += [program for program in ("ip", "nsenter") if shutil.which(program) is None]
     if lacks:
-        raise RuntimeError(f'invalid network="namespaces": expected {", ".join(lacks)} on this machine')
+        raise RuntimeError(f"network namespaces need {', '.join(lacks)}")
 
 
-def allocate() -> dict[str, str]:
-    """Return the network of a new session, and create its bridge.
+def short_name() -> str:
+    """Return a name for what the sessions of the state directory have on this machine."""
+    return "cml" + hashlib.sha256(os.fsencode(state.directory())).hexdigest()[:7]
 
-    Returns
-    -------
-    dict
-        ``bridge``, ``subnet``, ``gateway``, ``ip``, ``namespace``, ``interface`` and ``nsenter``.
-    """
+
+def network(_: dict[str, Any]) -> dict[str, Any]:
+    """Return the network of a new session, and create its bridge."""
+    own = _allocate()
+    return {"ip": own["ip"], "gateway": own["gateway"], "ports": _PORTS, "network": own}
+
+
+def enter(plan: dict[str, Any]) -> list[str]:
+    """Create the namespace of a session, and return the words before a command that run it there."""
+    own = plan["network"]
+    _set_up(own)
+    return [own["nsenter"], f"--net={_NAMESPACES / own['namespace']}"]
+
+
+def cut(session_id: str) -> None:
+    """Take down a session's link, so that all packets from and to it are lost."""
+    own = state.read_json(state.directory() / "sessions" / session_id / "plan.json")["network"]
+    _batch(own["bridge"], f"link set {own['interface']} down")
+
+
+def _allocate() -> dict[str, str]:
     path = state.directory() / "network.json"
     with _locked():
         known = state.read_json(path) or {"last": 1}
-        bridge = state.short_name()
+        bridge = short_name()
         if not _exists(bridge, bridge):
             known["subnet"] = _free_subnet(bridge)
         last = known["last"] = known["last"] % (_LAST_HOST - 1) + 1
@@ -72,18 +90,13 @@ def allocate() -> dict[str, str]:
     return plan
 
 
-def host(bridge: str | None = None) -> list[str]:
+def _host(bridge: str) -> list[str]:
     """Return the words before a command that run it in this machine's own network."""
-    alias = _host_alias(bridge or state.short_name())
+    alias = _host_alias(bridge)
     return ["nsenter", f"--net={alias}"] if alias.exists() else []
 
 
-def inside(plan: dict[str, str]) -> list[str]:
-    """Return the words before a command that run it in a session's network."""
-    return [plan["nsenter"], f"--net={_NAMESPACES / plan['namespace']}"]
-
-
-def set_up(plan: dict[str, str]) -> None:
+def _set_up(plan: dict[str, str]) -> None:
     """Create the namespace of a session."""
     bridge, namespace, interface = plan["bridge"], plan["namespace"], plan["interface"]
     with _locked():
@@ -105,21 +118,17 @@ def set_up(plan: dict[str, str]) -> None:
     )
 
 
-def cut(plan: dict[str, str]) -> None:
-    """Take down a session's link, so that all packets from and to it are lost."""
-    _batch(plan["bridge"], f"link set {plan['interface']} down")
-
-
-def remove(plan: dict[str, str]) -> None:
+def remove(plan: dict[str, Any]) -> None:
     """Remove the namespace of a session whose processes have ended. Remove the bridge with the last one."""
-    bridge = plan["bridge"]
+    own = plan["network"]
+    bridge = own["bridge"]
     alias = _host_alias(bridge)
     with _locked():
         # The kernel removes the links of a namespace some time after the namespace.
-        if _exists(plan["interface"], bridge):
-            _batch(bridge, f"link delete {plan['interface']}")
-        if (_NAMESPACES / plan["namespace"]).exists():
-            _batch(bridge, f"netns delete {plan['namespace']}")
+        if _exists(own["interface"], bridge):
+            _batch(bridge, f"link delete {own['interface']}")
+        if (_NAMESPACES / own["namespace"]).exists():
+            _batch(bridge, f"netns delete {own['namespace']}")
         # A session that is still starting creates the bridge again.
         if [*_NAMESPACES.glob(f"{bridge}-*")] == [alias]:
             if _exists(bridge, bridge):
@@ -147,7 +156,7 @@ def _make_bridge(plan: dict[str, str]) -> None:
 
 
 def _free_subnet(bridge: str) -> str:
-    routes = json.loads(_run([*host(bridge), "ip", "-json", "-4", "route", "show", "table", "all"]))
+    routes = json.loads(_run([*_host(bridge), "ip", "-json", "-4", "route", "show", "table", "all"]))
     destinations = [route["dst"] for route in routes if route["dst"] != "default"]
     taken = [ipaddress.IPv4Network(each, strict=False) for each in destinations]
     start = int(hashlib.sha256(bridge.encode()).hexdigest(), 16)
@@ -161,13 +170,13 @@ def _free_subnet(bridge: str) -> str:
 
 def _exists(link: str, bridge: str) -> bool:
     """Return whether this machine's own network has a link of this name."""
-    links = json.loads(_run([*host(bridge), "ip", "-json", "link", "show"]) or "[]")
+    links = json.loads(_run([*_host(bridge), "ip", "-json", "link", "show"]) or "[]")
     return any(each.get("ifname") == link for each in links)
 
 
 def _batch(bridge: str, *commands: str, namespace: str | None = None) -> None:
     where = ["-netns", namespace] if namespace else []
-    _run([*host(bridge), "ip", *where, "-batch", "-"], "\n".join(commands) + "\n")
+    _run([*_host(bridge), "ip", *where, "-batch", "-"], "\n".join(commands) + "\n")
 
 
 def _run(command: list[str], stdin: str = "") -> str:

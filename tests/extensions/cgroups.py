@@ -1,0 +1,161 @@
+"""Memory cgroups: the kernel limits the memory of a session exactly, as a node limits that of a pod.
+
+The cgroup of a session is beside that of its launcher. Limits of the cgroups above apply, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+#: The names of sessions' cgroups, see :func:`place`.
+_NAME = re.compile("cml-[a-z0-9]{16}")
+#: Files that exist only if the kernel counts swap.
+_SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")
+_REMOVAL_TIMEOUT = 10.0
+
+
+class Cgroup:
+    """The cgroup of a session. It is the memory of the session for the supervisor.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+        Its path.
+    whole : bool
+        Whether all processes die when they exceed the limit.
+    """
+
+    interval = 0.02
+
+    def __init__(self, path: Path, whole: bool = True) -> None:
+        self.path, self.whole = path, whole
+
+    @property
+    def _is_unified(self) -> bool:
+        """Whether it is of version 2."""
+        return (self.path / "cgroup.controllers").exists()
+
+    def create(self, memory: float) -> None:
+        """Create it, with the memory of all processes together, in GiB. They have no swap."""
+        self.path.mkdir()
+        limit = int(memory * 2**30)
+        if self._is_unified:
+            limits = {"memory.max": limit, "memory.swap.max": 0, "memory.oom.group": int(self.whole)}
+        else:
+            names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+            limits = {**dict.fromkeys(names, limit), "memory.swappiness": 0}
+        for name, value in limits.items():
+            if name not in _SWAP or (self.path / name).exists():
+                self._write(name, value)
+
+    @property
+    def oom_kills(self) -> int:
+        """How many of its processes the kernel killed because memory was exhausted."""
+        name = "memory.events" if self._is_unified else "memory.oom_control"
+        return int(dict(line.split() for line in self._read(name)).get("oom_kill", 0))
+
+    def look(self) -> bool:
+        """Return whether all processes must end. With version 1, the kernel kills only one."""
+        if exhausted := self.oom_kills > 0 and self.whole:
+            self._kill()  # the others must not have time to notice
+        return exhausted
+
+    def remove(self) -> None:
+        """Remove it, when the session's processes have ended.
+
+        Supervisors of sessions that the session launched may be left. They leave it.
+        """
+        deadline = time.monotonic() + _REMOVAL_TIMEOUT
+        while self.path.exists():
+            with contextlib.suppress(OSError):
+                for pid in self._read("cgroup.procs"):
+                    (self.path.parent / "cgroup.procs").write_text(pid)
+                self.path.rmdir()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"cgroup {self.path} still has processes")
+            time.sleep(0.005)
+
+    def _kill(self) -> None:
+        mine = f"CDSW_ENGINE_ID={self.path.name.removeprefix('cml-')}".encode()
+        for pid in self._read("cgroup.procs"):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                if mine in Path(f"/proc/{pid}/environ").read_bytes():
+                    os.kill(int(pid), signal.SIGKILL)
+
+    def _read(self, name: str) -> list[str]:
+        return (self.path / name).read_text().splitlines()
+
+    def _write(self, name: str, value: object) -> None:
+        (self.path / name).write_text(str(value))
+
+
+def enter(plan: dict[str, Any]) -> list[str]:
+    """Create the cgroup of a session, and return the words before a command that run it there."""
+    if plan["over_memory"] == "nothing":
+        return []
+    path = _path(plan)
+    # The session that launched this one may end before it, with all processes in its cgroup.
+    if _NAME.fullmatch(_find()[1].name):
+        (path.parent / "cgroup.procs").write_text(str(os.getpid()))
+    Cgroup(path, plan["over_memory"] == "session").create(plan["memory"])
+    return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(path / "cgroup.procs")]
+
+
+def memory(plan: dict[str, Any]) -> Cgroup | None:
+    """Return what tells the supervisor that a session's memory is exhausted."""
+    return None if plan["over_memory"] == "nothing" else Cgroup(_path(plan), plan["over_memory"] == "session")
+
+
+def remove(plan: dict[str, Any]) -> None:
+    """Remove the cgroup of a session."""
+    Cgroup(_path(plan)).remove()
+
+
+def _path(plan: dict[str, Any]) -> Path:
+    path = place(plan["id"])
+    assert path is not None
+    return path
+
+
+def place(session_id: str) -> Path | None:
+    """Return the path for a session's cgroup. Return None if this process may not create it."""
+    try:
+        mount, parent = _find()
+        if _NAME.fullmatch(parent.name):
+            parent = parent.parent
+        # With version 2, a cgroup has limits only if its parent passes the controller on.
+        passed_on = "cgroup.subtree_control"
+        while (parent / passed_on).exists() and "memory" not in (parent / passed_on).read_text().split():
+            if parent == mount:
+                return None
+            parent = parent.parent
+    except OSError:
+        return None
+    if not all(os.access(each, os.W_OK) for each in (parent, parent / "cgroup.procs")):
+        return None
+    return parent / f"cml-{session_id}"
+
+
+def _find() -> tuple[Path, Path]:
+    """Return where memory cgroups are mounted, and that of this process.
+
+    Raises
+    ------
+    OSError
+        If this machine has none.
+    """
+    paths = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    mount = Path("/sys/fs/cgroup", "memory" if "memory" in paths else "")
+    if "memory" not in paths and "memory" not in (mount / "cgroup.controllers").read_text().split():
+        raise FileNotFoundError("no memory cgroups are mounted")
+    found = Path(f"{mount}{paths.get('memory') or paths['']}")
+    return mount, found if found.exists() else mount  # in a container, its own group is the root
