@@ -120,7 +120,7 @@ class Sidebar(Observers):
             await asyncio.sleep(0 if at_end else _GRACE)
             self._drop(_id(observed.record))
 
-    def looked(self) -> None:
+    async def looked(self) -> None:
         """Remove clusters from the list that have ended otherwise."""
         self._drop_ended()
         self._drop_stopped()

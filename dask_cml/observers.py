@@ -101,7 +101,7 @@ class Observers:
     async def left(self, observed: Observed, at_end: bool) -> None:
         """Stop showing a cluster, whose manager is closed. `at_end`: all clusters are closed."""
 
-    def looked(self) -> None:
+    async def looked(self) -> None:
         """React to a look at the records."""
 
     # -- the looks
@@ -142,7 +142,7 @@ class Observers:
             if key in records and each.record != records[key]:
                 each.record, each.not_before = records[key], 0.0
             each.task = asyncio.create_task(self._tend(each, there=key in records))
-        self.looked()
+        await self.looked()
 
     async def _tend(self, observed: Observed, there: bool) -> None:
         """Create a manager for a cluster that runs. Close the manager of a cluster that has ended."""

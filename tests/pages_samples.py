@@ -16,7 +16,7 @@ REFUSED = (
 )
 
 
-def group(name: str = "default", wanted: int | None = 2, arrived: int = 2, **more: Any) -> dict[str, Any]:
+def group(name: str = "default", wanted: int = 2, arrived: int = 2, **more: Any) -> dict[str, Any]:
     described = {
         "name": name,
         "n_workers": wanted,
@@ -41,7 +41,7 @@ def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more:
         "words": status,
         "problem": None,
         "groups": [*groups],
-        "n_workers": sum(each["n_workers"] or 0 for each in groups),
+        "n_workers": sum(each["n_workers"] for each in groups),
         "n_arrived": arrived,
         "threads": 4 * arrived,
         "memory": 16 * arrived * GIB,
@@ -103,7 +103,6 @@ def several() -> list[dict[str, Any]]:
         ),
         cluster(
             "old",
-            group(wanted=None, arrived=0, processes=None),
             status="not answering",
             words="not answering",
             problem="its scheduler did not answer within 5 s",
@@ -147,7 +146,7 @@ def sessions_of(described: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     found = [session(f"{name}-scheduler", role="scheduler", cpu=1.0, memory=2.0)]
     for each in described["groups"]:
-        for i in range(each["n_workers"] or 0):
+        for i in range(each["n_workers"]):
             key = f"{name}-{i}" if each["name"] == "default" else f"{name}-{each['name']}-{i}"
             size = {"cpu": each["cpu"], "memory": each["memory"], "nvidia_gpu": each["nvidia_gpu"]}
             here = i < each["n_arrived"]
@@ -174,9 +173,6 @@ class StandInClusters:
         self.platform = "local"
         self.created: list[tuple[dict[str, Any], str | None]] = []
 
-    def record_id(self, name: str) -> str | None:
-        return name
-
     def describe(self) -> list[dict[str, Any]]:
         return copy.deepcopy(self.found)
 
@@ -192,7 +188,7 @@ class StandInClusters:
                     "usage": usage() if sessions else {"groups": {}, "total": {}},
                     "client": f'Client("cml://{name}")',
                     "security": each["kept"],
-                    "has_dashboard": each["status"] == "running",
+                    "dashboard_id": name if each["status"] == "running" else None,
                 }
         raise NoSuchCluster(name, tuple(each["name"] for each in self.found))
 

@@ -18,7 +18,7 @@ from tornado.httputil import HTTPServerRequest
 
 from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
-from dask_cml.errors import CMLError
+from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.serve.access import Access
 from dask_cml.sessions.owner import this_session
 
@@ -133,13 +133,17 @@ class _Dashboard(DashboardProxy):
 
     async def get(self, secret: str, name: str, path: str) -> None:
         clusters, dashboards = self.settings["clusters"], self.settings["dashboards"]
-        id = clusters.record_id(name)
-        if id is None or not hmac.compare_digest(secret.encode(), dashboards.secret(id).encode()):
+        try:
+            record = clusters.record_of(name)
+            expected = dashboards.secret(record.id) if record is not None else ""
+            if not hmac.compare_digest(secret.encode(), expected.encode()):
+                raise NoSuchCluster(name)
+            if path:
+                state = clusters.manager_of(name).manager.state
+                await self.forward(state.open_dashboard, self.request.path.split("/", 3)[3])
+            else:
+                self.redirect("status")
+        except NoSuchCluster:
             self.refuse(404, "No dashboard at this address: open the dashboard from the cluster's page")
-        elif not path:
-            self.redirect("status")
-        else:
-            try:
-                await self.forward(clusters.dashboard_of(name), self.request.path.split("/", 3)[3])
-            except CMLError as error:
-                self.refuse(502, str(error))
+        except CMLError as error:
+            self.refuse(502, str(error))
