@@ -788,7 +788,6 @@ class CMLCluster(SpecCluster):
         await self.manager.start()
         if self.options.forward_dashboard and self._forwarder is None:
             self._forwarder = DashboardForwarder(self.manager.state.open_dashboard)
-            await self._forwarder.start()
 
     async def _correct_state(self) -> None:
         await self.manager.wishes.settle()

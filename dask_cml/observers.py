@@ -98,9 +98,6 @@ class Observers:
     def joined(self, observed: Observed) -> None:
         """Show a cluster, which now has a manager."""
 
-    async def left(self, observed: Observed, at_end: bool) -> None:
-        """Stop showing a cluster, whose manager is closed. `at_end`: all clusters are closed."""
-
     async def looked(self) -> None:
         """React to a look at the records."""
 
@@ -115,7 +112,7 @@ class Observers:
         await cancel(self._looking)
         observed = self.observed.values()
         await cancel(*[each.task for each in observed])
-        await asyncio.gather(*[self._leave(each, at_end=True) for each in observed], return_exceptions=True)
+        await asyncio.gather(*map(self._leave, observed), return_exceptions=True)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -166,13 +163,12 @@ class Observers:
             await observed.cluster
             self.joined(observed)
 
-    async def _leave(self, observed: Observed, at_end: bool = False) -> None:
+    async def _leave(self, observed: Observed) -> None:
         if observed.cluster is None:
             return
         leaving = observed.cluster.leave()
         if leaving is not None:
             await leaving
-        await self.left(observed, at_end)
         observed.cluster, observed.not_before = None, time.monotonic() + _RETRY
 
     async def _is_lost(self, observed: Observed) -> bool:
