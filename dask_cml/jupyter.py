@@ -111,7 +111,7 @@ class Sidebar(Observers):
         self._manager._cluster_names[listed] = observed.record.name
 
     async def close(self) -> None:
-        """Stop observing. The clusters that users of the sidebar created stay listed for the Jupyter server."""
+        """Stop observing. Clusters that users of the sidebar created stay listed, so that the server ends them."""
         for each in self.observed.values():
             self._drop(_id(each.record))
         await super().close()

@@ -31,7 +31,6 @@ async def served(clusters: StandInClusters, **user: Any) -> AsyncIterator[Ask]:
     if user:
         access.user = lambda request: User(**user)
     dashboards = Dashboards(clusters, access)
-    dashboards.start()
     server = LocalServer(make_application(clusters, access, dashboards), listener)
 
     async def ask(path: str = "", token: bool = True, **request: Any) -> HTTPResponse:

@@ -115,7 +115,6 @@ async def server(local_clusters):
     listener = local_socket(0)
     access, clusters = Access(listener.getsockname()[1]), ProjectClusters(interval=0.1)
     dashboards = Dashboards(clusters, access)
-    dashboards.start()
     http = LocalServer(make_application(clusters, access, dashboards), listener)
     clusters.start()
     yield Server(clusters, access, dashboards)
@@ -423,7 +422,6 @@ def session(monkeypatch):
 
 async def test_in_a_cml_session_dashboards_are_at_the_second_port(session):
     dashboards = Dashboards(ProjectClusters(), Access(8100))
-    dashboards.start()
     assert dashboards.port == session
     assert dashboards.host(None) == "read-only-eng1ne0000000000.ml.example.com"
     await dashboards.close()
@@ -431,11 +429,9 @@ async def test_in_a_cml_session_dashboards_are_at_the_second_port(session):
 
 async def test_a_page_at_the_second_port_or_beside_a_taken_one_has_no_dashboards(session, caplog):
     beside = Dashboards(ProjectClusters(), Access(session))
-    beside.start()
     assert (beside.port, beside.host(None), beside.link(None, "night", "id")) == (None, None, None)
     with local_socket(session):
         taken = Dashboards(ProjectClusters(), Access(8100))
-        taken.start()
     assert taken.port is None
     assert caplog.text.count("Dashboards not served") == 2
 

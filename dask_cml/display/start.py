@@ -67,11 +67,9 @@ class StartDisplay:
         has_started : bool
             Whether the cluster has started.
         """
-        ending = asyncio.ensure_future(
-            asyncio.to_thread(self.end_with, self._summary() if has_started else "")
-        )
+        line = self._summary() if has_started else ""
+        ending = asyncio.ensure_future(asyncio.to_thread(self.end_with, line))
         await asyncio.wait([ending], timeout=_PATIENCE)
-        ending.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def end_with(self, line: str) -> None:
         """Replace the table by a line, in a blocking call. A second call with the same line does nothing."""
