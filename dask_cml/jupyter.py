@@ -111,7 +111,7 @@ class Sidebar(Observers):
         self._manager._cluster_names[listed] = observed.record.name
 
     async def close(self) -> None:
-        """Stop observing. Clusters that users of the sidebar created stay listed, so that the server ends them."""
+        """Stop observing. Clusters that the sidebar created stay listed, so that the server ends them."""
         for each in self.observed.values():
             self._drop(_id(each.record))
         await super().close()

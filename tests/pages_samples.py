@@ -50,7 +50,7 @@ def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more:
         "owner": "alice",
         "kept": True,
         "session_hours": 8.25,
-        "tasks_per_second": 0.0,
+        "tasks_done": 0,
     }
     return {**described, **more}
 
@@ -65,19 +65,17 @@ def several() -> list[dict[str, Any]]:
             adapting,
             gpus,
             words="running, 1 waiting for room, 3 min",
-            tasks_per_second=128.4,
+            tasks_done=12840,
             age=90061.0,
             session_hours=61.75,
         ),
-        cluster(
-            "etl", group(wanted=24, arrived=24), owner="bob", tasks_per_second=2311.0, session_hours=102.5
-        ),
+        cluster("etl", group(wanted=24, arrived=24), owner="bob", tasks_done=231100, session_hours=102.5),
         cluster(
             "forecast",
             group(wanted=4, arrived=2),
             words="running, 1 pending, 1 waiting for room, 3 min",
             problem=QUOTA,
-            tasks_per_second=7.25,
+            tasks_done=725,
             kept=False,
         ),
         cluster(
@@ -89,7 +87,7 @@ def several() -> list[dict[str, Any]]:
             memory=0,
             age=190.0,
             session_hours=0.0,
-            tasks_per_second=None,
+            tasks_done=None,
         ),
         cluster(
             "night",
@@ -99,7 +97,7 @@ def several() -> list[dict[str, Any]]:
             memory=None,
             age=40.0,
             session_hours=None,
-            tasks_per_second=None,
+            tasks_done=None,
         ),
         cluster(
             "old",
@@ -111,7 +109,7 @@ def several() -> list[dict[str, Any]]:
             age=500000.0,
             owner=None,
             kept=False,
-            tasks_per_second=None,
+            tasks_done=None,
         ),
     ]
 

@@ -37,7 +37,6 @@ from dask_cml.serve.access import Access
 from dask_cml.serve.application import make_application
 from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.serve.dashboards import Dashboards
-from dask_cml.serve.views import TaskRate
 
 SECRET = "correct-horse-battery"
 
@@ -164,7 +163,7 @@ async def test_cluster_of_the_page_is_used_from_another_process(server):
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
     out, _ = await asyncio.wait_for(process.communicate(), 120)
     assert out.decode().strip() == "3"
-    await server.until("night", lambda cluster: cluster["tasks_per_second"])
+    await server.until("night", lambda cluster: cluster["tasks_done"])
 
 
 @pytest.mark.parametrize(
@@ -726,14 +725,3 @@ async def test_the_page_refuses_an_invalid_platform_in_words(monkeypatch, tmp_pa
     with dask.config.set({"cml.platform": "kubernetes"}):
         clusters = ProjectClusters()
     assert clusters.problem.startswith("invalid cml.platform='kubernetes': expected one of ")
-
-
-def test_the_task_rate_covers_the_last_seconds():
-    rate = TaskRate()
-    assert rate.per_second is None
-    for now in range(0, 101, 5):
-        rate.count(10 * now if now < 50 else 500, now=float(now))
-    assert rate.per_second == 0
-    rate.count(3, now=105.0)  # the scheduler has been restarted
-    rate.count(13, now=110.0)
-    assert rate.per_second == 2

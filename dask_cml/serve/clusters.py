@@ -25,7 +25,6 @@ from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Maker, Record
 from dask_cml.records.usage import Usage
 from dask_cml.serve import views
-from dask_cml.serve.views import TaskRate
 from dask_cml.sessions.workers_api import load_platform
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,6 @@ class ProjectClusters(Observers):
     def __init__(self, interval: float = 2.0) -> None:
         super().__init__(interval)
         self._created: dict[str, CreatedCluster] = {}
-        self._rates: dict[str, TaskRate] = {}
         self._usages: dict[str, Usage] = {}
         self._usages_read_at = self._asked_at = -math.inf
         #: Why the page can create no clusters, or None.
@@ -133,7 +131,7 @@ class ProjectClusters(Observers):
         return super().manage(record, shutdown_on_close=owns, observes=not owns, **arguments)
 
     async def looked(self) -> None:
-        """Count finished tasks, read usages, and forget clusters that another process deleted."""
+        """Read usages, and forget clusters that another process deleted."""
         for name, each in [*self._created.items()]:
             cluster, starting = each.cluster, each.task
             if cluster is not None and cluster.status == Status.closed and starting and starting.done():
@@ -141,13 +139,10 @@ class ProjectClusters(Observers):
                     del self._created[name]
                 else:
                     each.cluster, each.failure = None, CMLError(problem)
-        now, managers = time.monotonic(), self._managers()
-        self._rates = {name: self._rates.get(name, TaskRate()) for name in managers}
-        for name, cluster in managers.items():
-            self._rates[name].count(cluster.manager.state.tasks_done, now)
+        now = time.monotonic()
         if now - self._asked_at < _ASKED_LATELY and now - self._usages_read_at > _USAGE_AGE:
             self._usages_read_at = now
-            self._usages = await asyncio.to_thread(_usages, [*managers])
+            self._usages = await asyncio.to_thread(_usages, [*self._managers()])
 
     # -- lookups
 
@@ -214,7 +209,7 @@ class ProjectClusters(Observers):
         if each.cluster is not None and (
             isinstance(each, CreatedCluster) or each.cluster.status == Status.running
         ):
-            return views.managed(each.record, each.cluster, self._rates.get(name, TaskRate()), usage)
+            return views.managed(each.record, each.cluster, usage)
         finding = each.finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")
         status = operations.status_of(each.record, finding)
         problem = None if status in ("running", "starting") else finding.why

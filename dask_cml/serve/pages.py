@@ -131,23 +131,15 @@ def _templates() -> jinja2.Environment:
     environment.filters.update(
         amounts=lambda values: " ".join(f"{name}={amount:g}" for name, amount in values.items()) or None,
         bytes=_bytes,
-        hours=lambda value: _rounded(value, 2),
-        known=_known,
+        hours=lambda value: _UNKNOWN if value is None else f"{value:,.2f}",
+        known=lambda value: _UNKNOWN if value is None else value,
         marked=_marked,
+        count=lambda value: _UNKNOWN if value is None else f"{value:,}",
         number=lambda value: _UNKNOWN if value is None else f"{value:g}",
         quoted=lambda name: quote(name, safe=""),
-        rate=lambda value: _rounded(value, 1 if value and value < 9.95 else 0),
         span=lambda value: _UNKNOWN if value is None else span(max(value, 0)),
     )
     return environment
-
-
-def _known(value: Any) -> Any:
-    return _UNKNOWN if value is None else value
-
-
-def _rounded(value: float | None, digits: int) -> str:
-    return _UNKNOWN if value is None else f"{value:,.{digits}f}"
 
 
 def _bytes(value: float | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -20,44 +19,10 @@ from dask_cml.layout import SCHEDULER
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage
 
-#: The rate counts the tasks that finished within this many seconds.
-_RATE_SECONDS = 15.0
 _NO_SIZE = {"cpu": None, "memory": None, "nvidia_gpu": None}
 
 
-class TaskRate:
-    """The number of tasks that a scheduler finishes per second.
-
-    Examples
-    --------
-    >>> rate = TaskRate()
-    >>> rate.count(100, now=0.0)
-    >>> rate.count(120, now=10.0)
-    >>> rate.per_second
-    2.0
-    """
-
-    def __init__(self) -> None:
-        self._counts: deque[tuple[float, int]] = deque()
-
-    def count(self, done: int, now: float) -> None:
-        """Record the number of finished tasks."""
-        if self._counts and done < self._counts[-1][1]:  # the scheduler restarted
-            self._counts.clear()
-        self._counts.append((now, done))
-        while now - self._counts[0][0] > _RATE_SECONDS:
-            self._counts.popleft()
-
-    @property
-    def per_second(self) -> float | None:
-        """Tasks per second. None if unknown."""
-        if len(self._counts) < 2:
-            return None
-        (began, before), (now, done) = self._counts[0], self._counts[-1]
-        return (done - before) / (now - began)
-
-
-def managed(record: Record, cluster: CMLCluster, rate: TaskRate, usage: Usage | None) -> dict[str, Any]:
+def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[str, Any]:
     """Describe a cluster from its manager's state.
 
     Parameters
@@ -66,8 +31,6 @@ def managed(record: Record, cluster: CMLCluster, rate: TaskRate, usage: Usage | 
         Its record.
     cluster : CMLCluster
         The manager.
-    rate : TaskRate
-        The rate of its tasks.
     usage : Usage or None
         Its usage, if known.
     """
@@ -91,7 +54,7 @@ def managed(record: Record, cluster: CMLCluster, rate: TaskRate, usage: Usage | 
         "threads": sum(each.nthreads for each in workers),
         "memory": sum(each.memory_limit for each in workers),
         "kept": cluster.shutdown_on_close,
-        "tasks_per_second": rate.per_second,
+        "tasks_done": state.tasks_done,
     }
 
 
@@ -113,7 +76,7 @@ def unmanaged(record: Record, status: str, problem: str | None, usage: Usage | N
         "threads": None,
         "memory": None,
         "kept": False,
-        "tasks_per_second": None,
+        "tasks_done": None,
     }
 
 
