@@ -314,11 +314,11 @@ class ProjectClusters(Observers):
 
 
 def _usages(names: Iterable[str]) -> dict[str, Usage]:
-    """Read the usage of clusters. Blocks."""
+    """Read the usage of clusters. An error in one does not affect the others. Blocks."""
     found = {}
     for name in names:
         try:
             found[name] = operations.usage(name)
-        except EXPECTED as error:
+        except Exception as error:
             logger.info("Usage of cluster %s not read: %s", name, error)
     return found
