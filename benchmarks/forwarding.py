@@ -48,9 +48,10 @@ async def manage(address, folder):
     arguments = Security(**keys).get_connection_args("client")
     presence = Presence(address, arguments)
     await presence.start()
-    async with DashboardForwarder(functools.partial(open_comm, address, arguments, timeout=60)) as forwarder:
-        print(forwarder.port, flush=True)
-        await asyncio.to_thread(sys.stdin.read)
+    forwarder = DashboardForwarder(functools.partial(open_comm, address, arguments, timeout=60))
+    print(forwarder.port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await forwarder.close()
     await presence.close()
 
 asyncio.run(manage(*sys.argv[1:]))

@@ -24,7 +24,7 @@ from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 from dask_cml.checks import message
 from dask_cml.dashboard.forwarder import DashboardForwarder
 from dask_cml.display.group import WorkerGroup
-from dask_cml.display.html import escaped, first_line, sessions_html
+from dask_cml.display.html import escaped, first_line, render, status_of
 from dask_cml.errors import CMLError
 from dask_cml.manager.adaptive import CMLAdaptive
 from dask_cml.manager.manager import Manager
@@ -729,15 +729,8 @@ class CMLCluster(SpecCluster):
         return ", ".join([text[:-1], *filter(None, words)]) + ")"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        state = self.manager.state
-        rows = sessions_html(
-            self.status.name,
-            self.scheduler_address,
-            state.sessions,
-            state.groups.values(),
-            state.pending,
-            state.problem,
-        )
+        state, address = self.manager.state, self.scheduler_address
+        rows = render("cml_sessions.html.j2", state=state, address=address, status_of=status_of)
         # Dask's template escapes neither the cluster's name nor those of workers.
         shown = {
             "name": escaped(self.name),
@@ -788,7 +781,6 @@ class CMLCluster(SpecCluster):
         await self.manager.start()
         if self.options.forward_dashboard and self._forwarder is None:
             self._forwarder = DashboardForwarder(self.manager.state.open_dashboard)
-            await self._forwarder.start()
 
     async def _correct_state(self) -> None:
         await self.manager.wishes.settle()

@@ -96,7 +96,7 @@ def _worker(answer: Any) -> WorkerIdentity:
     )
     about = _mapping("cml", content.get("cml") or {})
     return WorkerIdentity(
-        _name(content.get("name")),
+        _text("name", content.get("name")),
         amount("nthreads", content.get("nthreads"), _MOST_THREADS),
         amount("memory_limit", content.get("memory_limit") or 0, _MOST_MEMORY),
         amount("disk", spilled.get("disk") or 0, _MOST_MEMORY),
@@ -130,16 +130,9 @@ def _mapping(key: str, value: Any) -> Mapping[Any, Any]:
     return value
 
 
-def _name(value: Any) -> str:
-    text = str(value) if isinstance(value, (str, int, float, tuple)) else None
-    if text is None or len(text) > _MOST_CHARACTERS:
-        _refuse("name", value)
-    return text
-
-
 def _text(key: str, value: Any) -> str:
-    text = str(value) if isinstance(value, (str, int)) else ""
-    if not 0 < len(text) <= _MOST_CHARACTERS:
+    text = str(value)
+    if not isinstance(value, (str, int, float, tuple)) or len(text) > _MOST_CHARACTERS:
         _refuse(key, value)
     return text
 

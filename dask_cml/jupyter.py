@@ -6,7 +6,6 @@ notebooks, ``dask cml`` and other Jupyter servers. Each has a manager of its own
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 import uuid
@@ -23,10 +22,7 @@ from dask_cml.observers import Observed, Observers
 from dask_cml.records.record import Record
 
 #: Seconds for which a closed cluster stays listed, because the sidebar removes it itself after SHUTDOWN.
-_GRACE = 1.0
-#: Seconds for which a cluster from the sidebar stays listed after it ended otherwise, for SHUTDOWN to find
-#: it.
-_ENDED = 30.0
+_GRACE = 2.0
 #: The sidebar identifies a cluster by an id, which should be the same after the server restarts.
 _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")
 
@@ -102,7 +98,7 @@ class Sidebar(Observers):
     def __init__(self, manager: Any, interval: float = 2.0) -> None:
         super().__init__(interval)
         self._manager = manager
-        self._ended_since: dict[str, float] = {}
+        self._closed_since: dict[str, float] = {}
 
     def manage(self, record: Record, **arguments: Any) -> CMLCluster:
         """Return a cluster that forwards the dashboard to a port of this machine, for the sidebar."""
@@ -114,37 +110,24 @@ class Sidebar(Observers):
         self._manager._clusters[listed] = observed.cluster
         self._manager._cluster_names[listed] = observed.record.name
 
-    async def left(self, observed: Observed, at_end: bool) -> None:
-        """Remove a cluster from the list."""
-        if self._manager._clusters.get(_id(observed.record)) is observed.cluster:
-            await asyncio.sleep(0 if at_end else _GRACE)
-            self._drop(_id(observed.record))
+    async def close(self) -> None:
+        """Stop observing. Clusters that the sidebar created stay listed, so that the server ends them."""
+        for each in self.observed.values():
+            self._drop(_id(each.record))
+        await super().close()
 
-    def looked(self) -> None:
-        """Remove clusters from the list that have ended otherwise."""
-        self._drop_ended()
-        self._drop_stopped()
-
-    def _drop_ended(self) -> None:
-        """Remove clusters from the list that the sidebar created and that have ended otherwise."""
-        listed = self._manager._clusters
-        added = {_id(each.record) for each in self.observed.values()}
-        now = time.monotonic()
-        for cluster_id, cluster in [*listed.items()]:
-            ended = isinstance(cluster, CMLCluster) and cluster.status == Status.closed
-            if not ended or cluster_id in added:
-                self._ended_since.pop(cluster_id, None)
-            elif now - self._ended_since.setdefault(cluster_id, now) > _ENDED:
-                self._drop(cluster_id)
-        self._ended_since = {key: since for key, since in self._ended_since.items() if key in listed}
-
-    def _drop_stopped(self) -> None:
-        """Forget adaptive scaling that stopped because another manager scales."""
-        adaptives = self._manager._adaptives
-        for cluster_id, adaptive in [*adaptives.items()]:
-            cluster = self._manager._clusters.get(cluster_id)
-            if isinstance(cluster, CMLCluster) and getattr(adaptive, "state", None) == "stopped":
-                del adaptives[cluster_id]
+    async def looked(self) -> None:
+        """Remove closed clusters, and adaptive scaling that stopped because another manager scales."""
+        listed, adaptives, now = self._manager._clusters, self._manager._adaptives, time.monotonic()
+        clusters = {key: each for key, each in listed.items() if isinstance(each, CMLCluster)}
+        closed = [key for key, each in clusters.items() if each.status == Status.closed]
+        self._closed_since = {key: self._closed_since.get(key, now) for key in closed}
+        for key, since in self._closed_since.items():
+            if now - since >= _GRACE:
+                self._drop(key)
+        for key, adaptive in [*adaptives.items()]:
+            if key in clusters and getattr(adaptive, "state", None) == "stopped":
+                del adaptives[key]
 
     def _drop(self, cluster_id: str) -> None:
         manager = self._manager

@@ -98,10 +98,7 @@ class Observers:
     def joined(self, observed: Observed) -> None:
         """Show a cluster, which now has a manager."""
 
-    async def left(self, observed: Observed, at_end: bool) -> None:
-        """Stop showing a cluster, whose manager is closed. `at_end`: all clusters are closed."""
-
-    def looked(self) -> None:
+    async def looked(self) -> None:
         """React to a look at the records."""
 
     # -- the looks
@@ -115,7 +112,7 @@ class Observers:
         await cancel(self._looking)
         observed = self.observed.values()
         await cancel(*[each.task for each in observed])
-        await asyncio.gather(*[self._leave(each, at_end=True) for each in observed], return_exceptions=True)
+        await asyncio.gather(*map(self._leave, observed), return_exceptions=True)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -142,7 +139,7 @@ class Observers:
             if key in records and each.record != records[key]:
                 each.record, each.not_before = records[key], 0.0
             each.task = asyncio.create_task(self._tend(each, there=key in records))
-        self.looked()
+        await self.looked()
 
     async def _tend(self, observed: Observed, there: bool) -> None:
         """Create a manager for a cluster that runs. Close the manager of a cluster that has ended."""
@@ -166,13 +163,12 @@ class Observers:
             await observed.cluster
             self.joined(observed)
 
-    async def _leave(self, observed: Observed, at_end: bool = False) -> None:
+    async def _leave(self, observed: Observed) -> None:
         if observed.cluster is None:
             return
         leaving = observed.cluster.leave()
         if leaving is not None:
             await leaving
-        await self.left(observed, at_end)
         observed.cluster, observed.not_before = None, time.monotonic() + _RETRY
 
     async def _is_lost(self, observed: Observed) -> bool:

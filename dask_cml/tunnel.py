@@ -18,8 +18,8 @@ class Tunnel:
     """Carries the bytes of a TCP connection through a comm, in both directions, until both have ended.
 
     The other side of the comm is a tunnel, too. A message of bytes is data, and empty bytes are the end of
-    the data. A number confirms how many bytes were passed on; the end counts as one. None ends the
-    connection. It is written by hand, because no library carries bytes through Dask's comms.
+    the data. A number confirms how many bytes were passed on; the end counts as one. It is written by hand,
+    because no library carries bytes through Dask's comms.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class Tunnel:
         self._waiting = 0
         self._outstanding = 0
         self._passed_on = asyncio.Event()
-        self._directions = 2
+        self._has_sent_end = False
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
@@ -63,19 +63,19 @@ class Tunnel:
             self._comm.abort()
 
     async def _send(self) -> None:
-        chunk = b"-"
-        while chunk:
+        while not self._has_sent_end:
             chunk = await self._reader.read(CHUNK)
+            self._has_sent_end = not chunk
             self._outstanding += len(chunk) or 1
             await self._write(chunk)
             while self._outstanding > (_WINDOW if chunk else 0):
                 self._passed_on.clear()
                 await self._passed_on.wait()
-        await self._end_direction()
 
     async def _receive(self) -> None:
         ended = False
-        while (message := await self._comm.read()) is not None:
+        while not ended or not self._has_sent_end or self._outstanding:
+            message = await self._comm.read()
             if isinstance(message, int) and 0 < message <= self._outstanding:
                 self._outstanding -= message
                 self._passed_on.set()
@@ -102,14 +102,7 @@ class Tunnel:
                 unsaid = 0
         self._writer.write_eof()
         await self._write(unsaid + 1)
-        await self._end_direction()
 
-    async def _end_direction(self) -> None:
-        # Closing a connection with unread bytes makes the system drop those that the other side has not read.
-        self._directions -= 1
-        if not self._directions:
-            await self._write(None)
-
-    async def _write(self, message: bytes | int | None) -> None:
+    async def _write(self, message: bytes | int) -> None:
         async with self._writing:
             await self._comm.write(message)

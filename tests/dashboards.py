@@ -41,10 +41,17 @@ async def scheduler(port=0, security=None, dashboard="127.0.0.1:0", plugin=True)
             yield running
 
 
+@contextlib.asynccontextmanager
+async def forwarder(open_comm, **options):
+    made = DashboardForwarder(open_comm, **options)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
 def forwarder_to(address, security=None, timeout=30.0, **options):
-    return DashboardForwarder(
-        functools.partial(open_comm, address, arguments(security), timeout=timeout), **options
-    )
+    return forwarder(functools.partial(open_comm, address, arguments(security), timeout=timeout), **options)
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,7 @@ REFUSED = (
 )
 
 
-def group(name: str = "default", wanted: int | None = 2, arrived: int = 2, **more: Any) -> dict[str, Any]:
+def group(name: str = "default", wanted: int = 2, arrived: int = 2, **more: Any) -> dict[str, Any]:
     described = {
         "name": name,
         "n_workers": wanted,
@@ -41,7 +41,7 @@ def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more:
         "words": status,
         "problem": None,
         "groups": [*groups],
-        "n_workers": sum(each["n_workers"] or 0 for each in groups),
+        "n_workers": sum(each["n_workers"] for each in groups),
         "n_arrived": arrived,
         "threads": 4 * arrived,
         "memory": 16 * arrived * GIB,
@@ -50,7 +50,7 @@ def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more:
         "owner": "alice",
         "kept": True,
         "session_hours": 8.25,
-        "tasks_per_second": 0.0,
+        "tasks_done": 0,
     }
     return {**described, **more}
 
@@ -65,19 +65,17 @@ def several() -> list[dict[str, Any]]:
             adapting,
             gpus,
             words="running, 1 waiting for room, 3 min",
-            tasks_per_second=128.4,
+            tasks_done=12840,
             age=90061.0,
             session_hours=61.75,
         ),
-        cluster(
-            "etl", group(wanted=24, arrived=24), owner="bob", tasks_per_second=2311.0, session_hours=102.5
-        ),
+        cluster("etl", group(wanted=24, arrived=24), owner="bob", tasks_done=231100, session_hours=102.5),
         cluster(
             "forecast",
             group(wanted=4, arrived=2),
             words="running, 1 pending, 1 waiting for room, 3 min",
             problem=QUOTA,
-            tasks_per_second=7.25,
+            tasks_done=725,
             kept=False,
         ),
         cluster(
@@ -89,7 +87,7 @@ def several() -> list[dict[str, Any]]:
             memory=0,
             age=190.0,
             session_hours=0.0,
-            tasks_per_second=None,
+            tasks_done=None,
         ),
         cluster(
             "night",
@@ -99,11 +97,10 @@ def several() -> list[dict[str, Any]]:
             memory=None,
             age=40.0,
             session_hours=None,
-            tasks_per_second=None,
+            tasks_done=None,
         ),
         cluster(
             "old",
-            group(wanted=None, arrived=0, processes=None),
             status="not answering",
             words="not answering",
             problem="its scheduler did not answer within 5 s",
@@ -112,7 +109,7 @@ def several() -> list[dict[str, Any]]:
             age=500000.0,
             owner=None,
             kept=False,
-            tasks_per_second=None,
+            tasks_done=None,
         ),
     ]
 
@@ -147,7 +144,7 @@ def sessions_of(described: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     found = [session(f"{name}-scheduler", role="scheduler", cpu=1.0, memory=2.0)]
     for each in described["groups"]:
-        for i in range(each["n_workers"] or 0):
+        for i in range(each["n_workers"]):
             key = f"{name}-{i}" if each["name"] == "default" else f"{name}-{each['name']}-{i}"
             size = {"cpu": each["cpu"], "memory": each["memory"], "nvidia_gpu": each["nvidia_gpu"]}
             here = i < each["n_arrived"]
@@ -174,9 +171,6 @@ class StandInClusters:
         self.platform = "local"
         self.created: list[tuple[dict[str, Any], str | None]] = []
 
-    def record_id(self, name: str) -> str | None:
-        return name
-
     def describe(self) -> list[dict[str, Any]]:
         return copy.deepcopy(self.found)
 
@@ -192,7 +186,7 @@ class StandInClusters:
                     "usage": usage() if sessions else {"groups": {}, "total": {}},
                     "client": f'Client("cml://{name}")',
                     "security": each["kept"],
-                    "has_dashboard": each["status"] == "running",
+                    "dashboard_id": name if each["status"] == "running" else None,
                 }
         raise NoSuchCluster(name, tuple(each["name"] for each in self.found))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import resource
 import socket
 import sys
 
+import dashboards
 import dask
 import pytest
 from dashboards import (
@@ -28,6 +30,7 @@ from distributed.security import Security
 from schedulers import prepare
 
 from dask_cml.dashboard import http_server, proxy
+from dask_cml.dashboard.connection import open_comm
 from dask_cml.dashboard.forwarder import DashboardForwarder
 from dask_cml.layout import FOLDER, NUMBER, scheduler_file
 from dask_cml.protocol import FORWARD
@@ -81,12 +84,9 @@ async def test_dashboard_of_a_scheduler_s_process_is_forwarded_with_its_keys(tmp
     try:
         await holds(file.exists)
         address = json.loads(file.read_text())["address"]
-        forwarder = forwarder_to(address, security)
-        await forwarder.start()
-        async with forwarder, Pane(forwarder.port) as pane:
+        async with forwarder_to(address, security) as forwarder, Pane(forwarder.port) as pane:
             assert (await pane.ask("PULL-DOC-REQ"))[2]["doc"]["roots"]
-        stranger = forwarder_to(address, Security.temporary(), timeout=1)
-        async with stranger:
+        async with forwarder_to(address, Security.temporary(), timeout=1) as stranger:
             assert (await get(stranger.port)).code == 502
     finally:
         process.terminate()
@@ -265,7 +265,7 @@ async def forwarded_to(serve, security=None):
     async with (
         stand_in(serve) as server,
         Lead(server.port, security) as lead,
-        DashboardForwarder(lead.open) as forwarder,
+        dashboards.forwarder(lead.open) as forwarder,
     ):
         yield forwarder, lead
 
@@ -637,9 +637,7 @@ async def test_a_browser_that_goes_leaves_nothing_behind(holds):
 
 async def test_close_ends_all_connections_and_frees_the_port(holds):
     async with scheduler() as running:
-        forwarder = forwarder_to(running.address)
-        await forwarder.start()
-        await forwarder.start()
+        forwarder = DashboardForwarder(functools.partial(open_comm, running.address))
         async with Pane(forwarder.port) as pane:
             idle, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
             await forwarder.close()
@@ -665,4 +663,4 @@ async def test_end_of_the_scheduler_ends_all_connections_and_not_the_forwarder()
 async def test_port_that_is_taken_is_an_error():
     async with stand_in() as other:
         with pytest.raises(OSError, match="ddress already in use"):
-            await forwarder_to("tcp://127.0.0.1:9", port=other.port).start()
+            DashboardForwarder(functools.partial(open_comm, "tcp://127.0.0.1:9"), port=other.port)

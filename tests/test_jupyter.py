@@ -380,8 +380,7 @@ async def test_id_is_the_same_for_another_server(sidebar, holds):
         await other.close()
 
 
-async def test_what_the_sidebar_made_and_what_ended_goes_after_a_while(sidebar, platform, holds, monkeypatch):
-    monkeypatch.setattr(jupyter, "_ENDED", 0.2)
+async def test_what_the_sidebar_made_and_what_ended_goes_after_a_while(sidebar, platform, holds):
     manager = sidebar._manager
     cluster = await CMLCluster(platform="local", quiet=True, asynchronous=True)
     manager._clusters["a"], manager._cluster_names["a"], manager._adaptives["a"] = cluster, "A", None

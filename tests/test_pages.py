@@ -31,7 +31,6 @@ async def served(clusters: StandInClusters, **user: Any) -> AsyncIterator[Ask]:
     if user:
         access.user = lambda request: User(**user)
     dashboards = Dashboards(clusters, access)
-    dashboards.start()
     server = LocalServer(make_application(clusters, access, dashboards), listener)
 
     async def ask(path: str = "", token: bool = True, **request: Any) -> HTTPResponse:
@@ -63,7 +62,7 @@ async def test_the_list_shows_the_status_of_each_cluster(ask):
     assert "6 clusters · 30 of 35 workers · 120 threads · 480 GiB" in text
     assert "churn-model running, 1 waiting for room, 3 min 3 default adapts, 0 to 10" in text
     assert "1 of 2 gpu" in text
-    assert "16 64 GiB 128 25 h 61.75 alice" in text
+    assert "16 64 GiB 12,840 25 h 61.75 alice" in text
     assert "2 of 4 workers launched: exceeded quota: cpu=4, used: 14, limited: 16" in text
     assert "night failed" in text
 
@@ -165,7 +164,7 @@ async def test_an_unknown_cluster_or_address_has_an_error_page(ask):
     assert "no cluster named &#39;none&#39;" in unknown.body.decode()
     other = await ask("nowhere/at/all")
     assert other.code == 404
-    assert "No such page" in other.body.decode()
+    assert "No page is at this address" in other.body.decode()
 
 
 async def test_static_files_are_served(ask):
@@ -262,7 +261,7 @@ def test_an_invalid_text_is_refused_and_not_repeated(texts, words):
 async def test_the_form_creates_a_cluster_for_its_user():
     clusters = StandInClusters([])
     async with served(clusters, name="alice", may_change=True) as ask:
-        answer = await ask("new", method="POST", body=json.dumps({"name": "day", "n_workers": "3"}))
+        answer = await ask("api/form", method="POST", body=json.dumps({"name": "day", "n_workers": "3"}))
     assert json.loads(answer.body)["name"] == "day"
     assert clusters.created == [({"name": "day", "n_workers": 3, "security": False}, "alice")]
 
@@ -277,7 +276,7 @@ async def test_the_form_creates_a_cluster_for_its_user():
     ],
 )
 async def test_the_answer_to_a_refused_form_is_the_reason(ask, texts, status, words):
-    answer = await ask("new", method="POST", body=json.dumps(texts))
+    answer = await ask("api/form", method="POST", body=json.dumps(texts))
     assert answer.code == status, answer.body
     assert words in json.loads(answer.body)["error"]
 
@@ -285,6 +284,6 @@ async def test_the_answer_to_a_refused_form_is_the_reason(ask, texts, status, wo
 async def test_a_form_without_the_page_s_proof_is_refused():
     clusters = StandInClusters([])
     async with served(clusters, name="alice", may_change=True) as ask:
-        answer = await ask("new", token=False, method="POST", body="{}")
+        answer = await ask("api/form", token=False, method="POST", body="{}")
     assert answer.code == 403
     assert clusters.created == []

@@ -117,10 +117,13 @@ def test_many_sessions_are_counted_in_one_row(clock):
 @pytest.mark.parametrize(
     ("has_started", "line"), [(True, "Cluster c started in 0 s; 1 of 2 worker sessions running"), (False, "")]
 )
-async def test_the_end_of_a_start_takes_the_place_of_the_sessions(holds, clock, has_started, line):
+async def test_the_end_of_a_start_takes_the_place_of_the_sessions(
+    holds, clock, monkeypatch, has_started, line
+):
     screen = Screen()
+    monkeypatch.setattr("dask_cml.display.start.open_screen", lambda: screen)
     processes = [process(0, role="scheduler"), process(1), process(2, "running")]
-    display = StartDisplay("c", processes, lambda: screen)
+    display = StartDisplay("c", processes)
     showing = asyncio.create_task(display.run())
     await holds(lambda: len(screen.tables) > 1)
     assert screen.tables[0][0] == TITLE
@@ -140,8 +143,9 @@ async def test_a_terminal_that_takes_nothing_holds_up_neither_the_loop_nor_the_s
             continued.wait()
 
     screen = Stopped()
+    monkeypatch.setattr("dask_cml.display.start.open_screen", lambda: screen)
     monkeypatch.setattr("dask_cml.display.start._PATIENCE", 0.01)
-    display = StartDisplay("c", [process()], lambda: screen)
+    display = StartDisplay("c", [process()])
     showing = asyncio.create_task(display.run())
     await holds(stopped.is_set)
     await cancel(showing)

@@ -44,22 +44,20 @@ async def open_comm(
     OSError
         If the scheduler does not accept the connection, or has no dashboard.
     """
-    comm = None
-    try:
-        comm = await MsgpackComm.connect(address, connection_args, timeout)
-        answer = await comm.ask(FORWARD, timeout)
-        if not isinstance(answer, dict):
-            raise OSError("the scheduler has no plugin that forwards its dashboard")
-        if answer.get("status") != "OK":
-            raise OSError(f"{answer.get('message')}"[:_MOST_CHARACTERS])
-        return comm
-    except BaseException as error:
-        if comm is not None:
-            comm.abort()
-        if not isinstance(error, (OSError, ValueError, RuntimeError, asyncio.TimeoutError)):
-            raise
-        why = str(error) or f"no answer within {timeout:g} s"
-        raise OSError(f"cannot reach the dashboard of the scheduler at {address}: {why}") from error
+    with contextlib.ExitStack() as stack:
+        try:
+            comm = await MsgpackComm.connect(address, connection_args, timeout)
+            stack.callback(comm.abort)
+            answer = await comm.ask(FORWARD, timeout)
+            if not isinstance(answer, dict):
+                raise OSError("the scheduler has no plugin that forwards its dashboard")
+            if answer.get("status") != "OK":
+                raise OSError(f"{answer.get('message')}"[:_MOST_CHARACTERS])
+        except (OSError, ValueError, RuntimeError, asyncio.TimeoutError) as error:
+            why = str(error) or f"no answer within {timeout:g} s"
+            raise OSError(f"cannot reach the dashboard of the scheduler at {address}: {why}") from error
+        stack.pop_all()
+    return comm
 
 
 @contextlib.asynccontextmanager

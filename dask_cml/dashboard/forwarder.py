@@ -9,7 +9,7 @@ from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
 from dask_cml.options import setting
 
 
-class DashboardForwarder:
+class DashboardForwarder(LocalServer):
     """Listens on a port of 127.0.0.1, and answers requests by the dashboard of a scheduler.
 
     The scheduler must have the plugin :class:`~dask_cml.scheduler.plugin.CMLSchedulerPlugin`. If the
@@ -24,55 +24,34 @@ class DashboardForwarder:
     port : int
         The port to listen on. Default: any free port.
 
+    Raises
+    ------
+    OSError
+        If the port is in use.
+
     Examples
     --------
     >>> import asyncio
     >>> import functools
     >>> from dask_cml.dashboard.connection import open_comm
     >>> async def link(open_comm):
-    ...     async with DashboardForwarder(open_comm) as forwarder:
-    ...         return forwarder.link
+    ...     forwarder = DashboardForwarder(open_comm)
+    ...     await forwarder.close()
+    ...     return forwarder.link
     >>> asyncio.run(link(functools.partial(open_comm, cluster.scheduler_address)))
     'http://127.0.0.1:.../status'
     """
 
-    def __init__(self, open_comm: OpenComm, *, port: int = 0) -> None:
-        self.port = port
-        self._open_comm = open_comm
-        self._server: LocalServer | None = None
-
-    async def __aenter__(self) -> DashboardForwarder:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *args: object) -> None:
-        await self.close()
+    def initialize(self, open_comm: OpenComm, port: int = 0) -> None:  # type: ignore[override]
+        """Start to listen. Tornado calls this instead of ``__init__``."""
+        guard = HostGuard(setting("forward-hosts"))
+        application = dashboard_application([(r"/.*", _Forwarded)], guard, open_comm=open_comm)
+        super().initialize(application, local_socket(port))
 
     @property
     def link(self) -> str:
         """The dashboard's URL for a browser on this machine."""
         return f"http://127.0.0.1:{self.port}/status"
-
-    async def start(self) -> None:
-        """Start to listen.
-
-        Raises
-        ------
-        OSError
-            If the port is in use.
-        """
-        if self._server is None:
-            listener = local_socket(self.port)
-            self.port = listener.getsockname()[1]
-            guard = HostGuard(setting("forward-hosts"))
-            application = dashboard_application([(r"/.*", _Forwarded)], guard, open_comm=self._open_comm)
-            self._server = LocalServer(application, listener)
-
-    async def close(self) -> None:
-        """Stop listening, and close all connections."""
-        server, self._server = self._server, None
-        if server is not None:
-            await server.close()
 
 
 class _Forwarded(DashboardProxy):

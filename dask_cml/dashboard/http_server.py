@@ -64,13 +64,16 @@ class LocalServer(HTTPServer):
         # A connection that is carried to a dashboard needs four descriptors, and a page has two servers.
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = 500 if descriptors == resource.RLIM_INFINITY else min(500, max(descriptors // 8, 8))
+        #: The port at 127.0.0.1.
+        self.port: int = listener.getsockname()[1]
         self._listener = listener
         self._listen()
 
     async def close(self) -> None:
         """Stop listening, and close all connections, also those that are not HTTP any more."""
-        asyncio.get_running_loop().remove_reader(self._listener)
-        self._listener.close()
+        if self._listener.fileno() >= 0:  # it is not closed
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
         for stream in self._streams:
             stream.close()
         await self.close_all_connections()

@@ -3,55 +3,16 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from dask.widgets.widgets import TEMPLATE_PATHS, get_template
 
-from dask_cml.display.group import WorkerGroup
 from dask_cml.display.words import waiting
 from dask_cml.sessions.session import Session
 
 # Dask looks for the templates of HTML representations here.
 TEMPLATE_PATHS.append(str(Path(__file__).parents[1] / "templates"))
-
-
-def sessions_html(
-    status: str,
-    address: str,
-    sessions: Collection[Session],
-    groups: Collection[WorkerGroup],
-    pending: str,
-    problem: str | None,
-) -> str:
-    """Return rows for the table of a cluster's HTML representation.
-
-    Parameters
-    ----------
-    status : str
-        The cluster's status.
-    address : str
-        The cluster's address for clients.
-    sessions : collection of Session
-        The cluster's sessions.
-    groups : collection of WorkerGroup
-        The cluster's worker groups.
-    pending : str
-        The text for worker sessions that are not connected yet; may be empty.
-    problem : str or None
-        The cluster's current problem.
-    """
-    return render(
-        "cml_sessions.html.j2",
-        address=address,
-        sessions=sessions,
-        groups=groups,
-        status=status,
-        status_of=status_of,
-        pending=pending,
-        problem=problem,
-    )
 
 
 def render(template: str, **values: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
 from dask_cml.display.html import render
-from dask_cml.printable import printable
+from dask_cml.printable import printable, table
 
 #: The cells of a session's row: its name, its id, its status, and its time so far or until it ran.
 Row = tuple[str, str, str, str]
@@ -42,10 +43,8 @@ def open_screen() -> Screen:
 
 def as_lines(title: str, rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table. No text in it steers a terminal."""
-    cells = [[*map(printable, row)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [map(str.ljust, row, widths) for row in cells]
-    return [printable(title), *("  ".join(["", *line]).rstrip() for line in lines)]
+    lines = table([[*map(printable, row)] for row in rows])
+    return [printable(title), *(f"  {line}" for line in lines)]
 
 
 class Line:
@@ -84,7 +83,8 @@ class Terminal(Line):
     def __init__(self, out: TextIO) -> None:
         super().__init__(out)
         self._shown: list[str] = []
-        self._is_free = False
+        self._taken = contextlib.ExitStack()
+        self._taken.callback(_terminal.release)
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
         """Replace the table."""
@@ -99,9 +99,7 @@ class Terminal(Line):
         """Replace the table by a line."""
         self._draw([])
         super().end(line)
-        if not self._is_free:
-            self._is_free = True
-            _terminal.release()
+        self._taken.close()
 
     def _draw(self, lines: list[str]) -> None:
         if lines != self._shown:

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from dask_cml.display.html import status_of
 from dask_cml.display.screens import Row, Screen, open_screen
@@ -32,21 +32,13 @@ class StartDisplay:
         The cluster's name.
     processes : collection of CMLProcess
         The scheduler, and the workers launched with it.
-    open_screen : callable, optional
-        Returns the screen. Default: that of this process, see :func:`~dask_cml.display.screens.open_screen`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        processes: Collection[CMLProcess],
-        open_screen: Callable[[], Screen] = open_screen,
-    ) -> None:
+    def __init__(self, name: str, processes: Collection[CMLProcess]) -> None:
         self._name = name
         self._processes = processes
         self._started = time.monotonic()
         self._ran_after: dict[str, float] = {}
-        self._open_screen = open_screen
         # Threads use the following attributes, and hold the lock.
         self._lock = threading.Lock()
         self._screen: Screen | None = None
@@ -67,11 +59,9 @@ class StartDisplay:
         has_started : bool
             Whether the cluster has started.
         """
-        ending = asyncio.ensure_future(
-            asyncio.to_thread(self.end_with, self._summary() if has_started else "")
-        )
+        line = self._summary() if has_started else ""
+        ending = asyncio.ensure_future(asyncio.to_thread(self.end_with, line))
         await asyncio.wait([ending], timeout=_PATIENCE)
-        ending.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def end_with(self, line: str) -> None:
         """Replace the table by a line, in a blocking call. A second call with the same line does nothing."""
@@ -79,13 +69,13 @@ class StartDisplay:
         with self._lock, contextlib.suppress(OSError, ValueError):
             if line != self._last:
                 self._last = line
-                self._screen = self._screen or self._open_screen()
+                self._screen = self._screen or open_screen()
                 self._screen.end(line)
 
     def _show(self, title: str, rows: list[Row]) -> None:
         with self._lock:
             if self._last is None:
-                self._screen = self._screen or self._open_screen()
+                self._screen = self._screen or open_screen()
                 self._screen.show(title, rows)
 
     def rows(self) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import secrets
 from dataclasses import dataclass, field
@@ -12,8 +13,11 @@ from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
 from dask_cml.dashboard.host_guard import HostGuard, Refused
+from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import setting
 from dask_cml.sessions.owner import this_session, this_user
+
+logger = logging.getLogger(__name__)
 
 #: Browsers never add this header without a script, so these requests need no XSRF token.
 _BEARER = "Bearer "
@@ -22,6 +26,14 @@ TOKEN_VARIABLE = "DASK_CML_SERVE_TOKEN"
 _MAY_CHANGE = "RW"
 #: The page loads nothing from other sites.
 POLICY = "default-src 'self'; img-src 'self' data:"
+#: The status of the answer to an error.
+_STATUS: dict[type[BaseException], int] = {
+    NoSuchCluster: 404,
+    ClusterExists: 409,
+    CMLError: 503,
+    TypeError: 400,
+    ValueError: 400,
+}
 
 
 @dataclass(frozen=True)
@@ -85,13 +97,6 @@ def bearer(request: HTTPServerRequest) -> str | None:
     return header[len(_BEARER) :] if header.startswith(_BEARER) else None
 
 
-def error_text(error: BaseException | None) -> str | None:
-    """Return the message of an HTTPError for the user. Tornado stores it as a format for logs."""
-    if isinstance(error, HTTPError) and error.log_message:
-        return error.log_message % error.args
-    return None
-
-
 class Handler(RequestHandler):
     """Answers requests of users, and refuses requests from other origins."""
 
@@ -113,9 +118,30 @@ class Handler(RequestHandler):
 
     async def details(self, name: str) -> dict[str, Any]:
         """Describe one cluster, with the address of its dashboard for this user."""
-        details, id = await self.clusters.details(name), self.clusters.record_id(name)
-        shown = details.pop("has_dashboard") and id is not None
-        return {**details, "dashboard": self.dashboards.link(self.request, name, id) if shown else None}
+        details = await self.clusters.details(name)
+        id = details.pop("dashboard_id")
+        return {**details, "dashboard": id and self.dashboards.link(self.request, name, id)}
+
+    def answer_error(self, words: str) -> None:
+        """Answer with the reason of an error, which is for the user. A subclass has this method."""
+        raise NotImplementedError
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Answer with the message of an expected error, or the name of the status."""
+        error = kwargs.get("exc_info", (None, None, None))[1]
+        words = self._reason
+        if isinstance(error, HTTPError):
+            # Tornado keeps the message as a format for logs.
+            words = (error.log_message or words) % error.args
+        elif (status := _status_of(error)) is not None:
+            self.set_status(status)
+            words = str(error)
+        self.answer_error(words)
+
+    def log_exception(self, *exc_info: Any) -> None:
+        """Log unexpected errors."""
+        if not isinstance(exc_info[1], HTTPError) and _status_of(exc_info[1]) is None:
+            logger.error("Request %s %s failed", self.request.method, self.request.path, exc_info=exc_info)
 
     def get_current_user(self) -> User | None:
         """Return the user who sends the request, or None."""
@@ -144,3 +170,8 @@ class Handler(RequestHandler):
 
     def check_xsrf_cookie(self) -> None:
         """Do nothing: `prepare` checks the token after it has identified the user."""
+
+
+def _status_of(error: BaseException | None) -> int | None:
+    """Return the status of an answer for an expected error."""
+    return next((status for kind, status in _STATUS.items() if isinstance(error, kind)), None)

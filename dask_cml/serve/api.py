@@ -4,68 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 from typing import Any
 from urllib.parse import quote
 
-from tornado.web import HTTPError
-
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records import operations, store
-from dask_cml.serve.access import Handler, error_text
-
-logger = logging.getLogger(__name__)
+from dask_cml.serve import form
+from dask_cml.serve.access import Handler
 
 _OFFSET = re.compile(r"\d{1,18}", re.ASCII)
-_STATUS: dict[type[BaseException], int] = {
-    NoSuchCluster: 404,
-    ClusterExists: 409,
-    CMLError: 503,
-    TypeError: 400,
-    ValueError: 400,
-}
 
 
 class ApiHandler(Handler):
     """Answers with JSON. Errors are ``{"error": text}``."""
-
-    def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Answer with the message of an expected error."""
-        _, error, _ = kwargs.get("exc_info", (None, None, None))
-        words = self._reason
-        if isinstance(error, HTTPError):
-            words = error_text(error) or words
-        else:
-            for kind, status in _STATUS.items():
-                if isinstance(error, kind):
-                    self.set_status(status)
-                    words = str(error)
-                    break
-        self.answer({"error": words})
-
-    def log_exception(self, *exc_info: Any) -> None:
-        """Log unexpected errors."""
-        if not isinstance(exc_info[1], (*_STATUS, HTTPError)):
-            logger.error("Request %s %s failed", self.request.method, self.request.path, exc_info=exc_info)
 
     def answer(self, content: Any) -> None:
         """Answer with JSON."""
         self.set_header("Content-Type", "application/json")
         self.finish(json.dumps(content, allow_nan=False))
 
+    def answer_error(self, words: str) -> None:
+        """Answer with the reason of an error."""
+        self.answer({"error": words})
+
     async def answer_details(self, name: str) -> None:
         """Answer with the description of one cluster."""
         self.answer(await self.details(name))
 
-    def body(self, **types: type | tuple[type, ...]) -> dict[str, Any]:
+    async def create(self, options: dict[str, Any]) -> None:
+        """Create a cluster of the request's user, and describe it."""
+        description = await self.clusters.create(options, self.current_user.name)
+        self.set_status(201 if description["status"] == "running" else 202)
+        self.set_header("Location", f"/api/clusters/{quote(description['name'], safe='')}")
+        self.answer(description)
+
+    def body(self, *names: str) -> dict[str, Any]:
         """Return the request's body, a JSON object.
 
         Parameters
         ----------
-        **types
-            The type of each allowed member. Default: all members are allowed.
+        *names : str
+            The allowed members. Default: all.
 
         Raises
         ------
@@ -78,17 +58,9 @@ class ApiHandler(Handler):
             content = None
         if not isinstance(content, dict):
             raise ValueError("invalid body: expected a JSON object")
-        for name, value in content.items() if types else ():
-            if name not in types:
-                raise ValueError(f"invalid {name!r} in the body: expected {', '.join(types)}")
-            if not isinstance(value, types[name]) or isinstance(value, bool):
-                raise ValueError(f"invalid {name}={value!r}: expected {_words(types[name])}")
+        if unknown := [name for name in content if names and name not in names]:
+            raise ValueError(f"invalid {unknown[0]!r} in the body: expected {', '.join(names)}")
         return content
-
-
-def _words(types: type | tuple[type, ...]) -> str:
-    names = {int: "a whole number", str: "text", type(None): "null"}
-    return " or ".join(names[each] for each in (types if isinstance(types, tuple) else (types,)))
 
 
 class Clusters(ApiHandler):
@@ -102,10 +74,15 @@ class Clusters(ApiHandler):
 
     async def post(self) -> None:
         """Create a cluster."""
-        description = await self.clusters.create(self.body(), self.current_user.name)
-        self.set_status(201 if description["status"] == "running" else 202)
-        self.set_header("Location", f"/api/clusters/{quote(description['name'], safe='')}")
-        self.answer(description)
+        await self.create(self.body())
+
+
+class Form(ApiHandler):
+    """``/api/form``, for the page alone."""
+
+    async def post(self) -> None:
+        """Create the cluster of a completed form."""
+        await self.create(form.arguments({name: str(text) for name, text in self.body().items()}))
 
 
 class Cluster(ApiHandler):
@@ -126,10 +103,10 @@ class Scale(ApiHandler):
 
     async def post(self, name: str) -> None:
         """Scale a worker group."""
-        body = self.body(n=int, worker_group=str)
+        body = self.body("n", "worker_group")
         if "n" not in body:
             raise ValueError("invalid body: expected n, a whole number")
-        self.clusters.scale(name, **body)
+        self.clusters.manager_of(name).scale(**body)
         await self.answer_details(name)
 
 
@@ -138,12 +115,13 @@ class Adapt(ApiHandler):
 
     async def post(self, name: str) -> None:
         """Adapt a worker group."""
-        self.clusters.adapt(name, **self.body(minimum=int, maximum=(int, type(None)), worker_group=str))
+        self.clusters.manager_of(name).adapt(**self.body("minimum", "maximum", "worker_group"))
         await self.answer_details(name)
 
     async def delete(self, name: str) -> None:
         """Stop adapting a worker group."""
-        self.clusters.stop_adapting(name, self.get_query_argument("worker_group", DEFAULT_GROUP))
+        group = self.get_query_argument("worker_group", DEFAULT_GROUP)
+        self.clusters.manager_of(name).manager.wishes.stop_adapting(group)
         await self.answer_details(name)
 
 
@@ -168,6 +146,7 @@ class Logs(ApiHandler):
 
 ROUTES = [
     (r"/api/clusters", Clusters),
+    (r"/api/form", Form),
     (r"/api/clusters/([^/]+)", Cluster),
     (r"/api/clusters/([^/]+)/scale", Scale),
     (r"/api/clusters/([^/]+)/adapt", Adapt),

@@ -97,7 +97,6 @@ async def serve(
     listener = local_socket(port_of_session() if port is None else port)
     access, clusters = Access(listener.getsockname()[1]), ProjectClusters()
     dashboards = Dashboards(clusters, access, dashboard_port)
-    dashboards.start()
     server = LocalServer(make_application(clusters, access, dashboards), listener)
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)

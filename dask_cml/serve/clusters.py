@@ -7,28 +7,24 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from distributed.core import Status
 
 from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
-from dask_cml.dashboard.connection import OpenComm
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
 from dask_cml.manager.manager import Manager
-from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.observers import EXPECTED, Observed, Observers
 from dask_cml.options import OPTION_NAMES, Options, setting
 from dask_cml.options.unattended import unattended
 from dask_cml.records import liveness, operations
-from dask_cml.records.liveness import Finding
+from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Maker, Record
 from dask_cml.records.usage import Usage
 from dask_cml.serve import views
-from dask_cml.serve.views import TaskRate
 from dask_cml.sessions.workers_api import load_platform
 
 logger = logging.getLogger(__name__)
@@ -37,8 +33,8 @@ logger = logging.getLogger(__name__)
 _PATIENCE = 3.0
 #: Seconds to shut down the clusters that the page created. Kubernetes grants 30.
 _GRACE = 25.0
-#: Seconds between two reads of a cluster's usage, and from the last request until reads stop.
-_USAGE_AGE, _LOOKED_AT = 10.0, 30.0
+#: Seconds between two reads of the clusters' usage, and from the last request until reads stop.
+_USAGE_AGE, _ASKED_LATELY = 10.0, 30.0
 #: The options that users of the page cannot set.
 _SETTLED: dict[str, Any] = {
     "create_mode": "create",
@@ -50,28 +46,16 @@ _ALLOWED = tuple(name for name in OPTION_NAMES if name not in _SETTLED)
 
 
 @dataclass
-class CreatedCluster:
-    """A cluster that a user of the page created.
+class CreatedCluster(Observed):
+    """A cluster that a user of the page created. Its task starts it. After a failure, it has no manager.
 
     Parameters
     ----------
-    cluster : CMLCluster
-        Its manager.
-    user : str or None
-        The user.
-    created : str
-        The time of its creation, in ISO 8601.
     failure : Exception or None
         Why it failed.
-    starting : asyncio.Task or None
-        The task that starts it.
     """
 
-    cluster: CMLCluster
-    user: str | None
-    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     failure: Exception | None = None
-    starting: asyncio.Task[None] | None = None
 
 
 class ProjectClusters(Observers):
@@ -101,21 +85,14 @@ class ProjectClusters(Observers):
     def __init__(self, interval: float = 2.0) -> None:
         super().__init__(interval)
         self._created: dict[str, CreatedCluster] = {}
-        self._rates: dict[str, TaskRate] = {}
-        self._usages: dict[str, tuple[float, Usage]] = {}
-        self._looked_at = -math.inf
-        self._reading: asyncio.Task[None] | None = None
+        self._usages: dict[str, Usage] = {}
+        self._usages_read_at = self._asked_at = -math.inf
         #: Why the page can create no clusters, or None.
         self.problem: str | None = None
         try:
             load_platform(setting("platform"))
         except (NotOnCML, ValueError) as error:
             self.problem = str(error)
-
-    def start(self) -> None:
-        """Start observing. Call this in the event loop."""
-        super().start()
-        self._reading = asyncio.create_task(self._read_usages())
 
     async def close(self) -> None:
         """Shut down the clusters that the page created. The others keep running.
@@ -125,8 +102,9 @@ class ProjectClusters(Observers):
         CMLError
             If CML did not stop some sessions in time. The message names their clusters.
         """
-        await cancel(self._looking, self._reading, *(each.starting for each in self._created.values()))
-        ending = {name: asyncio.create_task(self._close(each)) for name, each in self._owned().items()}
+        await cancel(self._looking, *(each.task for each in self._created.values()))
+        owned = {name: each for name, each in self._managers().items() if each.shutdown_on_close}
+        ending = {name: asyncio.create_task(self._close(each)) for name, each in owned.items()}
         if ending:
             await asyncio.wait(ending.values(), timeout=_GRACE)
         left = [name for name, task in ending.items() if not task.done() or task.exception() is not None]
@@ -141,15 +119,6 @@ class ProjectClusters(Observers):
         if closing is not None:
             await closing
 
-    def _owned(self) -> dict[str, CMLCluster]:
-        """Return the clusters that shut down with this page."""
-        adopted = {
-            each.record.name: each.cluster
-            for each in self.observed.values()
-            if each.cluster is not None and each.cluster.shutdown_on_close
-        }
-        return {**adopted, **self._running()}
-
     # -- observers
 
     async def examine(self, record: Record) -> Finding:
@@ -161,117 +130,33 @@ class ProjectClusters(Observers):
         owns = bool(record.maker.serves) and record.maker.lives() is False
         return super().manage(record, shutdown_on_close=owns, observes=not owns, **arguments)
 
-    def looked(self) -> None:
-        """Count finished tasks, and forget clusters that another process deleted."""
-        now, managers = time.monotonic(), self._managers()
+    async def looked(self) -> None:
+        """Read usages, and forget clusters that another process deleted."""
         for name, each in [*self._created.items()]:
-            if each.cluster.status == Status.closed and each.failure is None and each.starting is None:
-                if (problem := each.cluster.manager.state.problem) is None:
+            cluster, starting = each.cluster, each.task
+            if cluster is not None and cluster.status == Status.closed and starting and starting.done():
+                if (problem := cluster.manager.state.problem) is None:
                     del self._created[name]
                 else:
-                    each.failure = CMLError(problem)
-        self._rates = {name: self._rates.get(name, TaskRate()) for name in managers}
-        for name, cluster in managers.items():
-            self._rates[name].count(cluster.manager.state.tasks_done, now)
+                    each.cluster, each.failure = None, CMLError(problem)
+        now = time.monotonic()
+        if now - self._asked_at < _ASKED_LATELY and now - self._usages_read_at > _USAGE_AGE:
+            self._usages_read_at = now
+            self._usages = await asyncio.to_thread(_usages, [*self._managers()])
+
+    # -- lookups
+
+    def _all(self) -> dict[str, Observed]:
+        return {**{each.record.name: each for each in self.observed.values()}, **self._created}
+
+    def _one(self, name: str) -> Observed:
+        found = self._all()
+        if name not in found:
+            raise NoSuchCluster(name, (*found,))
+        return found[name]
 
     def _managers(self) -> dict[str, CMLCluster]:
-        observed = {each.record.name: each.cluster for each in self.observed.values() if each.cluster}
-        return {**observed, **self._running()}
-
-    def _running(self) -> dict[str, CMLCluster]:
-        return {name: each.cluster for name, each in self._created.items() if each.failure is None}
-
-    async def _read_usages(self) -> None:
-        """Read the usage of all clusters, while the page is in use."""
-        while True:
-            if time.monotonic() - self._looked_at < _LOOKED_AT:
-                for name in self._managers():
-                    try:
-                        await self._usage(name)
-                    except Exception as error:
-                        logger.info("Usage of cluster %s not read: %s", name, error)
-            await asyncio.sleep(self._interval)
-
-    async def _usage(self, name: str) -> Usage:
-        read, usage = self._usages.get(name, (-math.inf, Usage()))
-        if time.monotonic() - read > _USAGE_AGE:
-            usage = await asyncio.to_thread(operations.usage, name)
-            self._usages[name] = time.monotonic(), usage
-        return usage
-
-    # -- descriptions
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Describe all clusters, by name."""
-        self._looked_at = time.monotonic()
-        names = self._names()
-        self._usages = {name: each for name, each in self._usages.items() if name in names}
-        return [self._describe_alone(name) for name in sorted(names)]
-
-    def _describe_alone(self, name: str) -> dict[str, Any]:
-        """Describe a cluster. An error in one description does not affect the others."""
-        try:
-            return self._describe(name)
-        except Exception as error:
-            logger.debug("Cluster %s not described", name, exc_info=True)
-            problem = f"it cannot be described: {type(error).__name__}: {error}"
-            return views.unmanaged(name, None, None, "unknown", problem)
-
-    async def details(self, name: str) -> dict[str, Any]:
-        """Describe one cluster with its sessions.
-
-        Raises
-        ------
-        NoSuchCluster
-            If no cluster has this name.
-        """
-        self._looked_at = time.monotonic()
-        usage, logs = Usage(), list[str]()
-        with contextlib.suppress(*EXPECTED):
-            usage = await self._usage(name)
-        cluster, record = self._managers().get(name), self._record(name)
-        if record is not None:
-            logs = [*await asyncio.to_thread(operations.session_logs(record).paths)]
-        sessions = (
-            views.sessions_of(cluster) if cluster else views.recorded_sessions(record) if record else []
-        )
-        description = self._describe(name)
-        return {
-            **description,
-            "sessions": sessions,
-            "logs": logs,
-            "usage": views.usage_as_json(usage),
-            "client": f'Client("{description["address"]}")',
-            "security": bool(record and record.security),
-            "has_dashboard": bool(cluster and "dashboard" in cluster.scheduler_info.get("services", {})),
-        }
-
-    def _describe(self, name: str) -> dict[str, Any]:
-        _, usage = self._usages.get(name, (0.0, None))
-        rate = self._rates.get(name, TaskRate())
-        if (own := self._created.get(name)) is not None:
-            if own.failure is not None:
-                return views.unmanaged(name, own.created, own.user, "failed", str(own.failure))
-            return views.managed(own.cluster, own.created, own.user, True, rate, usage)
-        if (observed := self._observed_as(name)) is not None:
-            record, cluster = observed.record, observed.cluster
-            if cluster is None or cluster.status != Status.running:
-                return views.recorded(record, observed.finding, usage)
-            owned = cluster.shutdown_on_close
-            return views.managed(cluster, record.created, record.maker.user, owned, rate, usage)
-        raise NoSuchCluster(name, (*self._names(),))
-
-    def _record(self, name: str) -> Record | None:
-        if (own := self._created.get(name)) is not None:
-            return own.cluster.manager.state.record if own.failure is None else None
-        observed = self._observed_as(name)
-        return None if observed is None else observed.record
-
-    def _observed_as(self, name: str) -> Observed | None:
-        return next((each for each in self.observed.values() if each.record.name == name), None)
-
-    def _names(self) -> set[str]:
-        return {*self._created, *(each.record.name for each in self.observed.values())}
+        return {name: each.cluster for name, each in self._all().items() if each.cluster is not None}
 
     def manager_of(self, name: str) -> CMLCluster:
         """Return the manager of a running cluster.
@@ -283,20 +168,81 @@ class ProjectClusters(Observers):
         CMLError
             If it does not run.
         """
-        cluster = self._managers().get(name)
-        if cluster is None or cluster.status != Status.running:
-            status = self._describe(name)["status"]
+        each = self._one(name)
+        if each.cluster is None or each.cluster.status != Status.running:
+            status = self._describe(name, each)["status"]
             raise CMLError(f"cluster {name!r} is not running: its status is {status}")
-        return cluster
+        return each.cluster
 
-    def dashboard_of(self, name: str) -> OpenComm:
-        """Return a function that opens comms to a cluster's dashboard. Raises as `manager_of` does."""
-        return self.manager_of(name).manager.state.open_dashboard
+    def record_of(self, name: str) -> Record | None:
+        """Return a cluster's record. Return None if a cluster of the page has none yet, or has failed.
 
-    def record_id(self, name: str) -> str | None:
-        """Return the id of a cluster's record, if the cluster has one."""
-        record = self._record(name)
-        return None if record is None else record.id
+        Raises
+        ------
+        NoSuchCluster
+            If no cluster has this name.
+        """
+        each = self._one(name)
+        if isinstance(each, CreatedCluster):
+            return None if each.cluster is None else each.cluster.manager.state.record
+        return each.record
+
+    # -- descriptions
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Describe all clusters, by name. An error in one description does not affect the others."""
+        self._asked_at = time.monotonic()
+        described = []
+        for name, each in sorted(self._all().items()):
+            try:
+                described.append(self._describe(name, each))
+            except Exception as error:
+                logger.debug("Cluster %s not described", name, exc_info=True)
+                problem = f"it cannot be described: {type(error).__name__}: {error}"
+                described.append(views.unmanaged(each.record, "unknown", problem))
+        return described
+
+    def _describe(self, name: str, each: Observed) -> dict[str, Any]:
+        usage = self._usages.get(name)
+        if isinstance(each, CreatedCluster) and each.failure is not None:
+            return views.unmanaged(each.record, "failed", str(each.failure))
+        if each.cluster is not None and (
+            isinstance(each, CreatedCluster) or each.cluster.status == Status.running
+        ):
+            return views.managed(each.record, each.cluster, usage)
+        finding = each.finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")
+        status = operations.status_of(each.record, finding)
+        problem = None if status in ("running", "starting") else finding.why
+        return views.unmanaged(each.record, status, problem, usage)
+
+    async def details(self, name: str) -> dict[str, Any]:
+        """Describe one cluster with its sessions.
+
+        Raises
+        ------
+        NoSuchCluster
+            If no cluster has this name.
+        """
+        each, record = self._one(name), self.record_of(name)
+        usage, logs, sessions = Usage(), list[str](), list[dict[str, Any]]()
+        if record is not None:
+            with contextlib.suppress(*EXPECTED):
+                usage = self._usages[name] = await asyncio.to_thread(operations.usage, name)
+            logs = [*await asyncio.to_thread(operations.session_logs(record).paths)]
+            sessions = views.recorded_sessions(record)
+        if (cluster := each.cluster) is not None:
+            sessions = views.sessions_of(cluster)
+        has_dashboard = cluster is not None and "dashboard" in cluster.scheduler_info.get("services", {})
+        description = self._describe(name, each)
+        return {
+            **description,
+            "sessions": sessions,
+            "logs": logs,
+            "usage": views.usage_as_json(usage),
+            "client": f'Client("{description["address"]}")',
+            "security": record is not None and record.security is not None,
+            "dashboard_id": record.id if record is not None and has_dashboard else None,
+        }
 
     # -- changes
 
@@ -322,48 +268,29 @@ class ProjectClusters(Observers):
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
         maker = Maker.this_process(user, serves=True)
         given = Options.read(**unattended(options), **_SETTLED).inheriting()
+        name = given.name
+        if name in self._created and self._created[name].cluster is not None:
+            raise ClusterExists(name)
         cluster = CMLCluster.of_manager(
             lambda **more: Manager(given, maker=maker, **more), asynchronous=True, quiet=True
         )
-        name = cluster.options.name
-        if name in self._created and self._created[name].failure is None:
-            await self._close(cluster)
-            raise ClusterExists(name)
-        own = self._created[name] = CreatedCluster(cluster, user)
-        own.starting = asyncio.create_task(self._start(own))
-        await asyncio.wait({own.starting}, timeout=_PATIENCE)
+        own = self._created[name] = CreatedCluster(Record(name, maker=maker), cluster)
+        own.task = asyncio.create_task(self._start(own, cluster))
+        await asyncio.wait({own.task}, timeout=_PATIENCE)
         if own.failure is not None:
-            del self._created[name]
+            self._created.pop(name, None)
             raise own.failure
-        return self._describe(name)
+        return self._describe(name, own)
 
-    async def _start(self, own: CreatedCluster) -> None:
+    async def _start(self, own: CreatedCluster, cluster: CMLCluster) -> None:
         try:
-            await own.cluster
+            await cluster
         except Exception as error:
             if not isinstance(error, CMLError):
-                logger.exception("Cluster %s not started", own.cluster.options.name)
-            own.failure = error
+                logger.exception("Cluster %s not started", own.record.name)
+            own.cluster, own.failure = None, error
             with contextlib.suppress(CMLError):
-                await self._close(own.cluster)
-        finally:
-            own.starting = None
-
-    def scale(self, name: str, n: int, worker_group: str = DEFAULT_GROUP) -> None:
-        """Scale a worker group. Raises as `manager_of` and ``CMLCluster.scale`` do."""
-        self.manager_of(name).scale(n, worker_group=worker_group)
-
-    def adapt(
-        self, name: str, minimum: int = 0, maximum: int | None = None, worker_group: str = DEFAULT_GROUP
-    ) -> None:
-        """Adapt a worker group. Raises as `manager_of` and ``CMLCluster.adapt`` do."""
-        most = math.inf if maximum is None else maximum
-        self.manager_of(name).adapt(minimum, most, worker_group=worker_group)
-
-    def stop_adapting(self, name: str, worker_group: str = DEFAULT_GROUP) -> None:
-        """Stop adaptive scaling of a worker group, and keep its target."""
-        cluster = self.manager_of(name)
-        cluster.manager.wishes.stop_adapting(worker_group)
+                await self._close(cluster)
 
     async def delete(self, name: str) -> None:
         """Stop all sessions of a cluster, or forget a failed cluster.
@@ -375,15 +302,23 @@ class ProjectClusters(Observers):
         CMLError
             If CML did not stop some sessions.
         """
-        if name not in self._names():
-            raise NoSuchCluster(name, (*self._names(),))
-        if (own := self._created.get(name)) is not None:
-            if own.failure is None:
-                await self._close(own.cluster)
+        each = self._one(name)
+        if isinstance(each, CreatedCluster):
+            if each.cluster is not None:
+                await self._close(each.cluster)
             self._created.pop(name, None)
-        elif (cluster := self._managers().get(name)) is not None and cluster.status == Status.running:
-            await self._close(cluster)
-        elif (record := self._record(name)) is not None:
-            error = (await operations.end_all([record]))[name]
-            if error is not None:
-                raise error
+        elif each.cluster is not None and each.cluster.status == Status.running:
+            await self._close(each.cluster)
+        elif (error := (await operations.end_all([each.record]))[name]) is not None:
+            raise error
+
+
+def _usages(names: Iterable[str]) -> dict[str, Usage]:
+    """Read the usage of clusters. An error in one does not affect the others. Blocks."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = operations.usage(name)
+        except Exception as error:
+            logger.info("Usage of cluster %s not read: %s", name, error)
+    return found

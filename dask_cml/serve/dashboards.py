@@ -18,7 +18,7 @@ from tornado.httputil import HTTPServerRequest
 
 from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
-from dask_cml.errors import CMLError
+from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.serve.access import Access
 from dask_cml.sessions.owner import this_session
 
@@ -39,47 +39,39 @@ class Dashboards:
         The page's access. In a CML session, the page and its dashboards use the two ports that CML serves.
     port : int
         The port outside of CML. Default: any free port.
+
+    Raises
+    ------
+    OSError
+        If the port is in use. In a CML session, this logs a warning instead.
     """
 
     def __init__(self, clusters: ProjectClusters, access: Access, port: int = 0) -> None:
-        self._clusters = clusters
-        self._access = access
         self._key = secrets.token_bytes(32)
         self._server: LocalServer | None = None
-        #: The port. None if the dashboards are not served.
-        self.port: int | None = port
         #: The host in the links. None for the host of the page.
         self._host: str | None = None
         if access.behind_entry:
-            session, domain = this_session(), os.environ.get("CDSW_DOMAIN")
-            own = os.environ.get("CDSW_READONLY_PORT", "")
-            free = own not in ("", str(access.port)) and domain
-            self.port, self._host = (int(own), f"read-only-{session}.{domain}") if free else (None, None)
-
-    def start(self) -> None:
-        """Start listening.
-
-        Raises
-        ------
-        OSError
-            If the port is in use. In a CML session, this logs a warning instead.
-        """
+            domain, second = os.environ.get("CDSW_DOMAIN"), os.environ.get("CDSW_READONLY_PORT")
+            if not domain or second in (None, "", str(access.port)):
+                logger.warning("Dashboards not served: CML serves no second port here")
+                return
+            self._host, port = f"read-only-{this_session()}.{domain}", int(second)
         try:
-            if self.port is None:
-                raise OSError("CML serves no second port here")
-            listener = local_socket(self.port)
+            listener = local_socket(port)
         except OSError as error:
-            if not self._access.behind_entry:
+            if not access.behind_entry:
                 raise
             logger.warning("Dashboards not served: %s", error)
-            self.port = None
             return
-        self.port = listener.getsockname()[1]
         routes = [(r"/([^/]+)/([^/]+)/(.*)", _Dashboard)]
-        application = dashboard_application(
-            routes, self._access.guard, clusters=self._clusters, dashboards=self
-        )
+        application = dashboard_application(routes, access.guard, clusters=clusters, dashboards=self)
         self._server = LocalServer(application, listener)
+
+    @property
+    def port(self) -> int | None:
+        """The port. None if the dashboards are not served."""
+        return None if self._server is None else self._server.port
 
     async def close(self) -> None:
         """Stop listening, and close all connections."""
@@ -133,13 +125,17 @@ class _Dashboard(DashboardProxy):
 
     async def get(self, secret: str, name: str, path: str) -> None:
         clusters, dashboards = self.settings["clusters"], self.settings["dashboards"]
-        id = clusters.record_id(name)
-        if id is None or not hmac.compare_digest(secret.encode(), dashboards.secret(id).encode()):
+        try:
+            record = clusters.record_of(name)
+            expected = dashboards.secret(record.id) if record is not None else ""
+            if not hmac.compare_digest(secret.encode(), expected.encode()):
+                raise NoSuchCluster(name)
+            if path:
+                state = clusters.manager_of(name).manager.state
+                await self.forward(state.open_dashboard, self.request.path.split("/", 3)[3])
+            else:
+                self.redirect("status")
+        except NoSuchCluster:
             self.refuse(404, "No dashboard at this address: open the dashboard from the cluster's page")
-        elif not path:
-            self.redirect("status")
-        else:
-            try:
-                await self.forward(clusters.dashboard_of(name), self.request.path.split("/", 3)[3])
-            except CMLError as error:
-                self.refuse(502, str(error))
+        except CMLError as error:
+            self.refuse(502, str(error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,10 +12,8 @@ from markupsafe import Markup, escape
 from tornado.web import HTTPError
 
 from dask_cml.display.words import span
-from dask_cml.errors import NoSuchCluster
 from dask_cml.serve import form
-from dask_cml.serve.access import POLICY, Handler, error_text
-from dask_cml.serve.api import ApiHandler
+from dask_cml.serve.access import POLICY, Handler
 
 _FOLDER = Path(__file__).parent
 _GIB = 2**30
@@ -33,11 +30,6 @@ _PANES = {
     "individual-workers": "Table of workers",
     "individual-graph": "Task graph",
     "individual-profile": "Profile",
-}
-_TITLES = {
-    401: "You are not logged in",
-    403: "Request refused",
-    404: "No such page",
 }
 
 
@@ -67,12 +59,9 @@ class Page(Handler):
         }
         self.finish(_templates().get_template(f"{template}.html.j2").render({**common, **values}))
 
-    def write_error(self, status_code: int, **kwargs: Any) -> None:
+    def answer_error(self, words: str) -> None:
         """Answer with a page that explains the error."""
-        error = kwargs.get("exc_info", (None, None, None))[1]
-        words = error_text(error)
-        title = _TITLES.get(status_code, HTTPStatus(status_code).phrase)
-        self.show("error", title=title, words=words, problem=None)  # the user may be unknown
+        self.show("error", title=self._reason, words=words, problem=None)  # the user may be unknown
 
 
 class ClustersPage(Page):
@@ -80,25 +69,18 @@ class ClustersPage(Page):
 
     def get(self) -> None:
         """Show the list."""
-        self.show("clusters", clusters=self.clusters.describe())
+        clusters = self.clusters.describe()
+        keys = ("n_arrived", "n_workers", "threads", "memory")
+        sums = {key: sum(each[key] or 0 for each in clusters) for key in keys}
+        self.show("clusters", clusters=clusters, sums=sums)
 
 
-class NewClusterPage(Page, ApiHandler):
+class NewClusterPage(Page):
     """The form of a new cluster."""
 
     def get(self) -> None:
         """Show the form."""
         self.show("new", sections=form.sections())
-
-    async def post(self) -> None:
-        """Create the cluster of a completed form, and answer like the API."""
-        options = form.arguments({name: str(text) for name, text in self.body().items()})
-        self.answer(await self.clusters.create(options, self.current_user.name))
-
-    def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Answer a browser with a page, and the form with JSON."""
-        kind = ApiHandler if self.request.method == "POST" else Page
-        kind.write_error(self, status_code, **kwargs)
 
 
 class ClusterPage(Page):
@@ -108,15 +90,11 @@ class ClusterPage(Page):
 
     async def get(self, name: str) -> None:
         """Show the cluster."""
-        try:
-            cluster = await self.details(name)
-        except NoSuchCluster as error:
-            self.set_status(404)
-            self.show("error", title="No such cluster", words=str(error))
-            return
+        cluster = await self.details(name)
         sessions = cluster["sessions"]
-        if len(sessions) > _MOST_SESSIONS:
-            sessions = sorted(sessions, key=_order)[:_MOST_SESSIONS]
+        if len(sessions) > _MOST_SESSIONS:  # the scheduler first, and starting ones before running ones
+            order = sorted(sessions, key=lambda each: (each["role"], each["status"] == "running"))
+            sessions = order[:_MOST_SESSIONS]
         live = {"Scheduler" if each["role"] == "scheduler" else each["name"] for each in cluster["sessions"]}
         self.show("cluster", cluster=cluster, shown_sessions=sessions, live=live, panes=_PANES)
 
@@ -128,7 +106,7 @@ class NotFound(Page):
         """Answer with 404."""
         super().prepare()
         if not self._finished:
-            raise HTTPError(404)
+            raise HTTPError(404, "No page is at this address")
 
 
 ROUTES: list[Any] = [
@@ -136,11 +114,6 @@ ROUTES: list[Any] = [
     (r"/new", NewClusterPage),
     (r"/clusters/([^/]+)", ClusterPage),
 ]
-
-
-def _order(session: dict[str, Any]) -> tuple[bool, bool]:
-    """Sort the scheduler first, and starting sessions before running ones."""
-    return session["role"] != "scheduler", session["status"] == "running"
 
 
 # -- the filters of the templates
@@ -158,24 +131,15 @@ def _templates() -> jinja2.Environment:
     environment.filters.update(
         amounts=lambda values: " ".join(f"{name}={amount:g}" for name, amount in values.items()) or None,
         bytes=_bytes,
-        hours=lambda value: _rounded(value, 2),
-        known=_known,
+        hours=lambda value: _UNKNOWN if value is None else f"{value:,.2f}",
+        known=lambda value: _UNKNOWN if value is None else value,
         marked=_marked,
+        count=lambda value: _UNKNOWN if value is None else f"{value:,}",
         number=lambda value: _UNKNOWN if value is None else f"{value:g}",
         quoted=lambda name: quote(name, safe=""),
-        rate=lambda value: _rounded(value, 1 if value and value < 9.95 else 0),
         span=lambda value: _UNKNOWN if value is None else span(max(value, 0)),
-        total=_total,
     )
     return environment
-
-
-def _known(value: Any) -> Any:
-    return _UNKNOWN if value is None else value
-
-
-def _rounded(value: float | None, digits: int) -> str:
-    return _UNKNOWN if value is None else f"{value:,.{digits}f}"
 
 
 def _bytes(value: float | None) -> str:
@@ -184,11 +148,6 @@ def _bytes(value: float | None) -> str:
         return _UNKNOWN if value is None else "0 GiB"
     gib = value / _GIB
     return f"{gib:,.0f} GiB" if gib >= 100 else f"{float(f'{gib:.3g}'):g} GiB"
-
-
-def _total(clusters: list[dict[str, Any]], key: str) -> float:
-    """Return the sum of the known values."""
-    return sum(each[key] or 0 for each in clusters)
 
 
 def _marked(text: str) -> Markup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -14,82 +13,24 @@ from distributed.core import Status
 
 from dask_cml.cluster import CMLCluster
 from dask_cml.display.group import WorkerGroup
-from dask_cml.display.words import waiting
+from dask_cml.display.html import status_of
 from dask_cml.identity import read_workers
 from dask_cml.layout import SCHEDULER
-from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.records.liveness import Finding, State
-from dask_cml.records.operations import status_of
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage
 
-#: The rate counts the tasks that finished within this many seconds.
-_RATE_SECONDS = 15.0
-_SIZES = ("cpu", "memory", "nvidia_gpu", "nthreads", "processes")
-#: The workers of a cluster without a manager.
-_NO_MANAGER: Mapping[str, Any] = {
-    "n_arrived": 0,
-    "threads": None,
-    "memory": None,
-    "kept": False,
-    "tasks_per_second": None,
-}
+_NO_SIZE = {"cpu": None, "memory": None, "nvidia_gpu": None}
 
 
-class TaskRate:
-    """The number of tasks that a scheduler finishes per second.
-
-    Examples
-    --------
-    >>> rate = TaskRate()
-    >>> rate.count(100, now=0.0)
-    >>> rate.count(120, now=10.0)
-    >>> rate.per_second
-    2.0
-    """
-
-    def __init__(self) -> None:
-        self._counts: deque[tuple[float, int]] = deque()
-
-    def count(self, done: int, now: float) -> None:
-        """Record the number of finished tasks."""
-        if self._counts and done < self._counts[-1][1]:  # the scheduler restarted
-            self._counts.clear()
-        self._counts.append((now, done))
-        while now - self._counts[0][0] > _RATE_SECONDS:
-            self._counts.popleft()
-
-    @property
-    def per_second(self) -> float | None:
-        """Tasks per second. None if unknown."""
-        if len(self._counts) < 2:
-            return None
-        (began, before), (now, done) = self._counts[0], self._counts[-1]
-        return (done - before) / (now - began)
-
-
-def age_of(created: str) -> float:
-    """Return the age of a cluster in seconds. `created` is in ISO 8601."""
-    return (datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds()
-
-
-def managed(
-    cluster: CMLCluster, created: str, user: str | None, kept: bool, rate: TaskRate, usage: Usage | None
-) -> dict[str, Any]:
+def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[str, Any]:
     """Describe a cluster from its manager's state.
 
     Parameters
     ----------
+    record : Record
+        Its record.
     cluster : CMLCluster
         The manager.
-    created : str
-        The time of its creation, in ISO 8601.
-    user : str or None
-        The user who created it.
-    kept : bool
-        Whether the cluster shuts down with this process.
-    rate : TaskRate
-        The rate of its tasks.
     usage : Usage or None
         Its usage, if known.
     """
@@ -105,94 +46,46 @@ def managed(
         status = "starting"
     groups = [*cluster.worker_groups.values()]
     return {
-        **_common(cluster.options.name, created, user, usage),
-        "status": status,
+        **unmanaged(record, status, problem, usage),
         "words": ", ".join(filter(None, [status, state.scheduler_wait, state.pending])),
-        "problem": problem,
         "groups": [_group(each, state.limits(each.name)) for each in groups],
         "n_workers": sum(each.n_workers for each in groups),
         "n_arrived": sum(each.n_arrived for each in groups),
         "threads": sum(each.nthreads for each in workers),
         "memory": sum(each.memory_limit for each in workers),
-        "kept": kept,
-        "tasks_per_second": rate.per_second,
+        "kept": cluster.shutdown_on_close,
+        "tasks_done": state.tasks_done,
     }
 
 
-def recorded(record: Record, finding: Finding | None, usage: Usage | None) -> dict[str, Any]:
-    """Describe a cluster from its record, because its scheduler does not respond."""
-    finding = finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")
-    status = status_of(record, finding)
-    options = {DEFAULT_GROUP: {}, **record.groups}
-    groups = {group: {**record.options, **own} for group, own in options.items()}
+def unmanaged(record: Record, status: str, problem: str | None, usage: Usage | None = None) -> dict[str, Any]:
+    """Describe a cluster from its record, because it failed or its scheduler does not respond."""
     return {
-        **_common(record.name, record.created, record.maker.user, usage),
-        "status": status,
-        "words": status,
-        "problem": None if status in ("running", "starting") else finding.why,
-        "groups": [_recorded_group(name, each) for name, each in groups.items()],
-        "n_workers": sum(each != SCHEDULER for each in record.sessions.values()),
-        **_NO_MANAGER,
-    }
-
-
-def unmanaged(name: str, created: str | None, user: str | None, status: str, problem: str) -> dict[str, Any]:
-    """Describe a cluster that has failed or cannot be described otherwise."""
-    return {
-        **_common(name, created, user, None),
+        "name": record.name,
+        "address": cluster_address(record.name),
+        "created": record.created,
+        "age": (datetime.now(timezone.utc) - datetime.fromisoformat(record.created)).total_seconds(),
+        "owner": record.maker.user,
+        "session_hours": None if usage is None else usage.total.hours,
         "status": status,
         "words": status,
         "problem": problem,
         "groups": [],
-        "n_workers": 0,
-        **_NO_MANAGER,
-    }
-
-
-def _common(name: str, created: str | None, user: str | None, usage: Usage | None) -> dict[str, Any]:
-    return {
-        "name": name,
-        "address": cluster_address(name),
-        "created": created,
-        "age": None if created is None else age_of(created),
-        "owner": user,
-        "session_hours": None if usage is None else usage.total.hours,
+        "n_workers": sum(key != SCHEDULER for key in record.sessions.values()),
+        "n_arrived": 0,
+        "threads": None,
+        "memory": None,
+        "kept": False,
+        "tasks_done": None,
     }
 
 
 def _group(group: WorkerGroup, limits: Mapping[str, float] | None) -> dict[str, Any]:
-    return {
-        "name": group.name,
-        "n_workers": group.n_workers,
-        "n_arrived": group.n_arrived,
-        **asdict(group.size),
-        "nthreads": group.nthreads,
-        "processes": group.processes,
-        "resources": group.resources,
-        "adapts": limits and {each: _finite(limits[each]) for each in ("minimum", "maximum")},
-    }
-
-
-def _number(value: Any) -> float | None:
-    """Return a number from a record, or None. Another process wrote the record."""
-    return value if isinstance(value, (int, float)) and abs(value) < math.inf else None
-
-
-def _finite(n: float) -> int | None:
-    return None if math.isinf(n) else int(n)
-
-
-def _recorded_group(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    resources = options.get("resources")
-    resources = resources if isinstance(resources, Mapping) else {}
-    return {
-        "name": name,
-        "n_workers": None,
-        "n_arrived": 0,
-        **{each: _number(options.get(each)) for each in _SIZES},
-        "resources": {name: amount for name, amount in resources.items() if _number(amount) is not None},
-        "adapts": None,
-    }
+    adapts = None
+    if limits is not None:
+        adapts = {each: None if math.isinf(n) else int(n) for each, n in limits.items()}
+    described = asdict(group)
+    return {**described, **described.pop("size"), "adapts": adapts}
 
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
@@ -203,7 +96,7 @@ def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
             "role": each.role,
             "name": each.name,
             "id": each.id,
-            "status": each.status if each.waits_for is None else waiting(each.waits_for),
+            "status": status_of(each),
             "age": (now - each.since).total_seconds(),
             **asdict(each.size),
             "link": _link(each.app_url),
@@ -213,24 +106,24 @@ def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
 
 
 def recorded_sessions(record: Record) -> list[dict[str, Any]]:
-    """Describe a cluster's sessions from its record."""
-    sessions = sorted(record.sessions.items(), key=lambda each: (each[1] != SCHEDULER, each[1]))
-    now, described = time.time(), []
-    for session, key in sessions:
-        size, is_scheduler = record.sizes.get(session), key == SCHEDULER
-        described.append(
-            {
-                "role": "scheduler" if is_scheduler else "worker",
-                "name": f"{record.name}-scheduler" if is_scheduler else key,
-                "id": session,
-                "status": "unknown",
-                "age": now - record.launched.get(session, now),
-                "cpu": size and size.cpu,
-                "memory": size and size.memory,
-                "nvidia_gpu": size and size.nvidia_gpu,
-                "link": _link(record.scheduler.app_url) if is_scheduler else None,
-            }
-        )
+    """Describe a cluster's sessions from its record, the scheduler's first."""
+    now = time.time()
+    described = [
+        {
+            "role": "worker",
+            "name": key,
+            "id": id,
+            "status": "unknown",
+            "age": now - record.launched.get(id, now),
+            **(asdict(record.sizes[id]) if id in record.sizes else _NO_SIZE),
+            "link": None,
+        }
+        for id, key in sorted(record.sessions.items(), key=lambda each: (each[1] != SCHEDULER, each[1]))
+    ]
+    for each in described:
+        if each["name"] == SCHEDULER:
+            link = _link(record.scheduler.app_url)
+            each.update(role="scheduler", name=f"{record.name}-scheduler", link=link)
     return described
 
 
