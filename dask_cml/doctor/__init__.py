@@ -32,19 +32,16 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
 
     Examples
     --------
-    >>> [finding.state for finding in examine() if finding.name == "dask"]
+    >>> [finding.state for finding in examine() if finding.name == "versions"]
     ['ok']
     """
     # Each check runs in a separate thread, because a call to the platform may hang.
     checks: dict[str, Check] = {
         "platform": session.platform,
-        "key": session.key,
-        "sessions": session.sessions,
         "configuration": session.configuration,
         "state directory": session.state_directory,
         "scratch": session.scratch,
         "versions": packages.versions,
-        "dask": packages.one_dask,
         "image": packages.image,
         "dashboard": packages.dashboard,
         "imports": functools.partial(packages.imports, timeout / 2),

@@ -60,17 +60,14 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
         return Finding(title, "warning", words, f"{dask_command()} cml prune")
     try:
         scheduler, workers = await asyncio.wait_for(_ask(record, timeout), timeout)
-    except asyncio.TimeoutError:
-        words = f"Some processes of the cluster did not report their versions within {timeout:.0f} s."
-        return Finding(
-            title, "warning", words, f"{dask_command()} cml doctor --timeout {9 * timeout:g} {name}"
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        return Finding(title, "warning", f"The scheduler does not report its versions: {error}")
+    except (OSError, ValueError, RuntimeError, asyncio.TimeoutError) as error:
+        words = f"The cluster did not report all versions within {timeout:.0f} s: {error!r}."
+        command = f"{dask_command()} cml doctor --timeout {9 * timeout:g} {name}"
+        return Finding(title, "warning", words, command)
     differences = compare(_own(), scheduler, workers)
     if differences:
         words = f"{' '.join(differences)} Delete the cluster, and create it again."
-        return Finding(title, "warning", words, f"{dask_command()} cml delete {shlex.quote(name)}")
+        return Finding(title, "warning", words, f"{dask_command()} cml delete {name}")
     if silent := row["workers"] - len(workers):
         return Finding(title, "warning", f"{silent} of {row['workers']} workers do not respond.")
     words = f"The scheduler and all workers ({len(workers)}) run the same versions as this process."

@@ -7,20 +7,21 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from dask_cml.doctor.finding import Finding
-from dask_cml.doctor.packages import optional, version
+from dask_cml.doctor.finding import Finding, pip_command
+from dask_cml.doctor.packages import unmet, version
 from dask_cml.doctor.session import launches_sessions
 
 _SERVER_EXTENSIONS = ("dask_labextension", "dask_cml.jupyter")
+_TIME_OUTS = ("JUPYTER_KERNEL_TIMEOUT_SECONDS", 3600), ("JUPYTER_SERVER_TIMEOUT_SECONDS", 300)
 
 
 def sidebar() -> Finding:
     """Check that JupyterLab's Dask sidebar is installed and enabled."""
     if version("jupyterlab") is None:
         return Finding("sidebar", "ok", "JupyterLab is not installed, so no sidebar is needed.")
-    finding = optional("sidebar", "jupyter", "JupyterLab shows no Dask sidebar without these packages.")
-    if finding.state != "ok":
-        return finding
+    if missing := unmet("dask-cml", "jupyter"):
+        words = f"{'; '.join(missing.values())}. JupyterLab shows no Dask sidebar without these packages."
+        return Finding("sidebar", "warning", words, pip_command("install", *missing))
     from jupyter_core.paths import jupyter_config_path
     from jupyter_server.extension.config import ExtensionConfigManager
 
@@ -28,7 +29,7 @@ def sidebar() -> Finding:
     enabled = ExtensionConfigManager(read_config_path=path).get_jpserver_extensions()
     off = [name for name in _SERVER_EXTENSIONS if not enabled.get(name)]
     if not off:
-        return Finding("sidebar", "ok", f"{finding.words} The Jupyter server's extensions are enabled.")
+        return Finding("sidebar", "ok", "The Dask sidebar is installed, and the Jupyter server enables it.")
     words = (
         f"The Jupyter server's configuration does not enable {' and '.join(off)}. "
         "Run this command, and start a new session."
@@ -48,15 +49,11 @@ def _enable(extensions: Sequence[str], directory: str) -> str:
 
 def time_outs() -> Finding:
     """Report the idle time-outs of JupyterLab. When it shuts down, the session and its workers stop."""
-    if version("jupyterlab") is None:
-        return Finding("time-outs", "ok", "JupyterLab is not installed.")
-    if not launches_sessions():
-        return Finding("time-outs", "ok", "Only CML shuts down an idle JupyterLab.")
-    kernel = os.environ.get("JUPYTER_KERNEL_TIMEOUT_SECONDS") or "by default 3600"
-    server = os.environ.get("JUPYTER_SERVER_TIMEOUT_SECONDS") or "by default 300"
+    if version("jupyterlab") is None or not launches_sessions():
+        return Finding("time-outs", "ok", "Only JupyterLab on CML shuts down when it is idle.")
+    values = [f"{name} ({os.environ.get(name) or f'by default {value}'})" for name, value in _TIME_OUTS]
     words = (
-        f"JupyterLab shuts down a kernel that is idle for JUPYTER_KERNEL_TIMEOUT_SECONDS ({kernel}). "
-        f"JUPYTER_SERVER_TIMEOUT_SECONDS ({server}) after the last kernel, terminal and tab close, the "
-        "session stops, and its workers stop with it. Set both as environment variables of the project."
+        f"JupyterLab shuts down kernels, and then the session with its workers, after {' and '.join(values)} "
+        "seconds. Set both as environment variables of the project."
     )
     return Finding("time-outs", "warning", words)

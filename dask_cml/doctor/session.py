@@ -6,12 +6,10 @@ import os
 import secrets
 import shlex
 import shutil
-import stat
 import sys
 import tempfile
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from dask_cml.doctor.finding import Finding, State, dask_command
 
@@ -21,33 +19,29 @@ _LEAST_FREE = 0.1
 
 
 def platform() -> Finding:
-    """Check that this process can import the platform's module."""
-    from dask_cml.errors import NotOnCML
-
-    try:
-        module = _module()
-    except NotOnCML:
-        if not in_session():
-            words = "Cannot import cml.workers_v1 or cdsw: not in a CML session."
-            return Finding("platform", "wrong", words, "export DASK_CML__PLATFORM=local")
-        words = f"{sys.executable} cannot import cml.workers_v1, because it is not the runtime's Python."
-        runtime = getattr(sys, "_base_executable", None) or "python3"
-        return Finding("platform", "wrong", words, shlex.join([runtime, "-m", "dask", "cml", "doctor"]))
-    if _is_local():
-        return Finding("platform", "ok", "The local platform runs sessions as processes of this machine.")
-    return Finding("platform", "ok", f"{module.__name__} is available.")
-
-
-def _module() -> Any:
+    """Check that this process can import the platform's module, and that it lists this session's sessions."""
     import dask.config
 
+    from dask_cml.errors import NotOnCML
+    from dask_cml.sessions import answers
     from dask_cml.sessions.loading import load_platform
 
-    return load_platform(dask.config.get("cml.platform", None))  # `configuration` finds an invalid one
-
-
-def _is_local() -> bool:
-    return _module().__name__ == "dask_cml.local"
+    try:  # `configuration` finds an invalid platform
+        module = load_platform(dask.config.get("cml.platform", None))
+        listed = answers.listed(module.list_workers())
+    except NotOnCML:
+        words = f"{sys.executable} cannot import cml.workers_v1 or cdsw"
+        if not in_session():
+            return Finding("platform", "wrong", f"{words}.", "export DASK_CML__PLATFORM=local")
+        runtime = getattr(sys, "_base_executable", None) or "python3"
+        command = shlex.join([runtime, "-m", "dask", "cml", "doctor"])
+        return Finding("platform", "wrong", f"{words}, because it is not the runtime's Python.", command)
+    except Exception as error:
+        words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _LONGEST_ANSWER)
+        return Finding("platform", "wrong", f"{words.rstrip('.')}. If this lasts, start a new session.")
+    live = sum(not answers.has_ended(each) for each in listed)
+    words = f"{module.__name__} lists {len(listed)} worker sessions; {live} of them are live."
+    return Finding("platform", "ok", words)
 
 
 def in_session() -> bool:
@@ -57,42 +51,9 @@ def in_session() -> bool:
 
 def launches_sessions() -> bool:
     """Return whether this process creates clusters of CML sessions."""
-    from dask_cml.errors import NotOnCML
+    import dask.config
 
-    try:
-        return in_session() and not _is_local()
-    except NotOnCML:
-        return False
-
-
-def key() -> Finding:
-    """Check that the environment contains the API key that the Workers API requires."""
-    if os.environ.get("CDSW_API_KEY"):
-        return Finding("key", "ok", "CDSW_API_KEY is set.")
-    if not launches_sessions():
-        return Finding("key", "ok", "CDSW_API_KEY is needed only on CML.")
-    words = (
-        "CDSW_API_KEY is not set, and the Workers API requires it. CML sets it in every session: "
-        "start a new session, or find the code that removes it from the environment."
-    )
-    return Finding("key", "wrong", words)
-
-
-def sessions() -> Finding | list[Finding]:
-    """Check that the platform lists this session's worker sessions."""
-    from dask_cml.errors import NotOnCML
-    from dask_cml.sessions import answers
-
-    try:
-        listed = answers.listed(_module().list_workers())
-    except NotOnCML:
-        return []
-    except Exception as error:
-        words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _LONGEST_ANSWER)
-        return Finding("sessions", "wrong", f"{words.rstrip('.')}. If this lasts, start a new session.")
-    live = sum(not answers.has_ended(each) for each in listed)
-    words = f"The platform lists {len(listed)} worker sessions; {live} of them are live."
-    return Finding("sessions", "ok", words)
+    return in_session() and dask.config.get("cml.platform", None) != "local"
 
 
 def configuration() -> Finding:
@@ -120,13 +81,10 @@ def state_directory() -> Finding:
             check_folder(directory)
         except NotPrivate as error:
             return _state("wrong", f"{directory} {error.why}.", error.command)
-        mode = stat.S_IMODE(directory.stat().st_mode)
-        if mode & 0o777 != 0o700:
-            usable = mode & 0o700 == 0o700
-            effect = "other users can open it" if usable else "you cannot use it"
-            words = f"{directory} has mode {mode:04o}, so {effect}."
+        if (mode := directory.stat().st_mode & 0o777) != 0o700:
+            words = f"{directory} has mode {mode:04o}, expected 0700."
             command = f"chmod 700 {shlex.quote(str(directory))}"
-            return _state("warning" if usable else "wrong", words, command)
+            return _state("warning" if mode & 0o700 == 0o700 else "wrong", words, command)
     probe = there / f".doctor-{secrets.token_hex(8)}"
     try:
         probe.write_text("written")
