@@ -14,11 +14,12 @@ import click
 
 from dask_cml.cli.console import (
     INTERVAL,
+    cml,
     complete_names,
     first_line_of,
     in_group,
-    in_one_line,
     n_workers,
+    of_cluster,
     progress,
     time_limit,
 )
@@ -29,12 +30,11 @@ if TYPE_CHECKING:
 _DELETED = "another process has deleted it"
 
 
-@click.command()
-@click.argument("name", shell_complete=complete_names)
+@cml.command()
+@of_cluster
 @click.argument("n", type=click.IntRange(min=0))
 @in_group
 @time_limit
-@in_one_line
 async def scale(name: str, n: int, group: str, timeout: float) -> None:
     """Scale a cluster to N worker sessions, and wait until they are connected."""
     async with managing(name) as manager:
@@ -43,44 +43,34 @@ async def scale(name: str, n: int, group: str, timeout: float) -> None:
     click.echo(f"Cluster {name} scaled to {n_workers(n, group)}")
 
 
-@click.command()
-@click.argument("name", shell_complete=complete_names)
+@cml.command()
+@of_cluster
 @click.argument("minimum", type=click.IntRange(min=0))
 @click.argument("maximum", type=click.IntRange(min=0))
 @in_group
-@in_one_line
-def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
+async def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
     """Scale a cluster with its workload, between MINIMUM and MAXIMUM worker sessions, until Ctrl-C.
 
     After Ctrl-C, the cluster keeps its workers. If `dask cml serve` runs in the project, it continues to
     adapt the cluster.
     """
-    try:
-        if asyncio.run(_adapt(name, minimum, maximum, group)):
-            click.echo(f"Cluster {name} adapts between {minimum} and {n_workers(maximum, group)}")
-    except KeyboardInterrupt:
-        return
-
-
-async def _adapt(name: str, minimum: int, maximum: int, group: str) -> bool:
-    """Adapt a cluster until Ctrl-C. Return True at once if another manager does it."""
     from distributed.core import Status
 
     from dask_cml.errors import CMLError
     from dask_cml.manager.adaptive import CMLAdaptive
+    from dask_cml.sizing import bounds
 
     async with managing(name) as manager:
         state = manager.state
-        manager.fleet.group(group)  # raises the error of an unknown group
-        if minimum > maximum:
-            raise ValueError(f"invalid maximum={maximum}: expected at least the minimum, {minimum}")
+        bounds(manager.fleet.group(group).options, minimum, maximum)
         adaptive = CMLAdaptive(manager.wishes, worker_group=group, minimum=minimum, maximum=maximum)
         manager.wishes.adapt(adaptive, group)
         await manager.wishes.settle()
+        adapts = f"Cluster {name} adapts between {minimum} and {n_workers(maximum, group)}"
         if not state.leads:
-            return True
-        limits = f"{minimum} and {n_workers(maximum, group)}"
-        click.echo(f"Cluster {name} adapts between {limits} until Ctrl-C")
+            click.echo(adapts)
+            return
+        click.echo(f"{adapts} until Ctrl-C")
         try:
             with progress(lambda: here(manager, state.groups[group].n_workers, group)):
                 while state.status == Status.running and not adaptive.released:  # noqa: ASYNC110
@@ -170,10 +160,9 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
             await asyncio.sleep(INTERVAL)
 
 
-@click.command()
+@cml.command()
 @click.argument("names", nargs=-1, shell_complete=complete_names)
 @click.option("--all", "everything", is_flag=True, help="Delete all clusters of the project.")
-@in_one_line
 async def delete(names: Sequence[str], everything: bool) -> None:
     """Delete clusters: stop all their sessions and remove their records."""
     from dask_cml.records import operations, store
@@ -190,8 +179,7 @@ async def delete(names: Sequence[str], everything: bool) -> None:
     _report(results, "No clusters.")
 
 
-@click.command()
-@in_one_line
+@cml.command()
 async def prune() -> None:
     """Delete dead clusters, and skip those that may be alive.
 

@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from typing import Any
 
 import click
 
 from dask_cml.cli.change import managing, wait_for_scale
 from dask_cml.cli.console import (
-    complete_names,
-    in_one_line,
+    as_json,
+    cml,
     n_workers,
+    of_cluster,
+    print_json,
     print_table,
     progress,
     time_limit,
 )
-from dask_cml.cli.create import OptionsCommand
+from dask_cml.cli.create import OptionsCommand, given
 
 
-@click.group()
+@cml.group()
 def group() -> None:
     """Add, delete and list the worker groups of a cluster."""
 
 
 @group.command(cls=OptionsCommand, grouped=True)
-@click.argument("name", shell_complete=complete_names)
+@of_cluster
 @click.argument("group")
 @time_limit
-@in_one_line
 async def add(name: str, group: str, timeout: float, **options: Any) -> None:
     """Add a worker group to a cluster, and wait until its workers are connected.
 
     Without an option, the group takes the cluster's value.
     """
-    n = options["n_workers"] = options["n_workers"] or 0
     async with managing(name) as manager:
-        given = manager.options.of_group(options)
-        await manager.wishes.add_group(group, given)
-        await wait_for_scale(manager, given.n_workers, group, timeout)
-    click.echo(f"Worker group {group} added to cluster {name}: {n_workers(n)}")
+        checked = manager.options.of_group(given(options))
+        await manager.wishes.add_group(group, checked)
+        await wait_for_scale(manager, checked.n_workers, group, timeout)
+    click.echo(f"Worker group {group} added to cluster {name}: {n_workers(checked.n_workers)}")
 
 
 @group.command()
-@click.argument("name", shell_complete=complete_names)
+@of_cluster
 @click.argument("group")
-@in_one_line
 async def delete(name: str, group: str) -> None:
     """Delete a worker group: stop all its sessions. Its workers move their results to others first."""
     with progress(lambda: f"Deleting worker group {group}"):
@@ -55,17 +54,14 @@ async def delete(name: str, group: str) -> None:
 
 
 @group.command(name="list")
-@click.argument("name", shell_complete=complete_names)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-@in_one_line
+@of_cluster
+@as_json
 async def list_groups(name: str, as_json: bool) -> None:
     """List the worker groups of a cluster."""
-    from dataclasses import asdict
-
     async with managing(name) as manager:
         groups = [*manager.state.groups.values()]
     if as_json:
-        click.echo(json.dumps([asdict(each) for each in groups], indent=2))
+        print_json([asdict(each) for each in groups])
         return
     rows = []
     for each in groups:
