@@ -35,10 +35,10 @@ async def list_clusters(as_json: bool) -> None:
     if not rows:
         click.echo("No clusters. Create one: dask cml create --n-workers 2", err=True)
         return
-    print_table(_COLUMNS, [_cells(row) for row in rows])
+    print_table(_COLUMNS, [[*_cells(row).values()] for row in rows])
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a cluster's row, with the sessions that wait for room."""
     from dask_cml.display.words import waiting
 
@@ -49,7 +49,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
             cells["status"] += f", {words}"
         else:
             cells["workers"] += f" ({row['waiting']} {words})"
-    return [*cells.values()]
+    return cells
 
 
 def _shown(column: str, value: Any) -> str:
@@ -69,7 +69,6 @@ def _shown(column: str, value: Any) -> str:
 @as_json
 async def info(name: str, as_json: bool) -> None:
     """Show one cluster: its sessions, worker groups and usage."""
-    from dask_cml.display.words import waiting
     from dask_cml.options import state_directory
     from dask_cml.records import operations, store
 
@@ -84,14 +83,17 @@ async def info(name: str, as_json: bool) -> None:
         row |= {"security": record.security is not None, "creator": asdict(record.maker)}
         print_json(row | {"sessions": sessions, "owners": record.owners})
         return
-    for key in (*_COLUMNS, "scheduler", "created", "folder"):
-        _print(key, _shown(key, row[key]))
-    if row["problem"]:
-        _print("problem", row["problem"])
-    if row["waiting"]:
-        _print("waiting", f"{row['waiting']} {waiting(row['waiting_for'])}")
-    _print("security", "none" if record.security is None else "keys of its own")
-    _print("creator", f"process {record.maker.pid} on {record.maker.host}")
+    about = _cells(row) | {
+        "problem": row["problem"],
+        "scheduler": row["scheduler"],
+        "created": row["created"],
+        "folder": row["folder"],
+        "security": "none" if record.security is None else "keys of its own",
+        "creator": f"process {record.maker.pid} on {record.maker.host}",
+    }
+    for key, text in about.items():
+        if text:
+            _print(key, text)
     for group, options in {DEFAULT_GROUP: record.options, **record.groups}.items():
         sizes = {each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu")}
         words = [f"{each}={size:g}" for each, size in sizes.items() if isinstance(size, (int, float))]
