@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -12,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import dask
@@ -22,9 +22,10 @@ from click.testing import CliRunner
 from clusters import arrived, write_record
 
 from dask_cml import CMLCluster, cli
-from dask_cml.cli import console, show
+from dask_cml.cli import change, console, show
 from dask_cml.display.words import span
 from dask_cml.layout import RECORD_FILE, REMOVED_FILE
+from dask_cml.manager.wishes import Wishes
 from dask_cml.options import Options, state_directory
 from dask_cml.printable import printable
 from dask_cml.records import operations, store
@@ -203,6 +204,22 @@ def test_adapt_returns_if_another_manager_does_it_and_ends_by_its_scaling_or_by_
     assert len(live(platform)) == 3
     run("delete", "mine")
     until(lambda: live(platform) == [])
+
+
+def test_ctrl_c_before_adapt_is_settled_leaves_nothing_adapting(platform, monkeypatch):
+    CMLCluster(name="mine", quiet=True, shutdown_on_close=False).leave()
+    settle = Wishes.settle
+
+    async def interrupted(self):
+        await settle(self)
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Wishes, "settle", interrupted)
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(change.adapt.callback("mine", 1, 2, "default"))
+    with CMLCluster.from_name("mine", quiet=True, shutdown_on_close=True) as cluster:
+        assert cluster.manager.fleet.group().adapting is None
 
 
 def test_ctrl_c_in_create_says_what_was_stopped_and_leaves_nothing(platform, until):
@@ -516,17 +533,14 @@ def test_a_narrow_terminal_cuts_no_name():
 
 
 def test_progress_is_for_terminals_only(capsys, monkeypatch):
-    with console.progress(lambda: "waiting"):
-        time.sleep(2 * console.INTERVAL)
+    console.show("waiting")
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    with console.progress(lambda: "waiting"):
-        time.sleep(3 * console.INTERVAL)
+    console.show(f"waiting{STEERING}")
+    console.show()
     out, err = capsys.readouterr()
     assert not out
-    assert "waiting, 0 s" in err
-    assert err.endswith("\r\x1b[J")
+    assert err == f"\r\x1b[2Kwaiting{printable(STEERING)}\r\x1b[2K"
 
 
 def test_names_are_completed():

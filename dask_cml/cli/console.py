@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
+from shutil import get_terminal_size
 from typing import Any
 
 import click
@@ -38,6 +37,8 @@ class _Commands(click.Group):
             raise
         except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
             raise click.ClickException(first_line_of(error)) from error
+        finally:
+            show()
 
 
 @click.group(cls=_Commands)
@@ -84,31 +85,11 @@ def n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
     return f"{n} worker{'s' * (n != 1)}" + f" in worker group {group}" * (group != DEFAULT_GROUP)
 
 
-@contextmanager
-def progress(state: Callable[[], str]) -> Iterator[None]:
-    """Show in one line, updated in place, what a command waits for; nothing if no terminal shows it.
-
-    Parameters
-    ----------
-    state : callable
-        Returns the words.
-    """
-    from dask_cml.display.screens import open_screen
-
-    screen, started, over = open_screen(), time.monotonic(), threading.Event()
-
-    def show() -> None:
-        while not over.wait(INTERVAL):
-            screen.show(f"{state()}, {time.monotonic() - started:.0f} s", [])
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        screen.end("")
+def show(words: str = "") -> None:
+    """Show what a command waits for in one line of a terminal, instead of the words before."""
+    if sys.stderr.isatty():
+        line = printable(words)[: get_terminal_size().columns - 1]
+        click.echo(f"\r\x1b[2K{line}", err=True, nl=False)
 
 
 def print_json(value: Any) -> None:

@@ -17,7 +17,7 @@ from simulated.process import SimulatedProcess
 from simulated.world import World
 
 from dask_cml import CMLCluster, CMLError
-from dask_cml.cli import change, group
+from dask_cml.cli import change
 from dask_cml.observers import EXPECTED, Observers
 from dask_cml.records import operations, store
 
@@ -234,10 +234,10 @@ class Command(Actor):
             await adapting
 
     async def _add(self, name: str, n: int) -> None:
-        await _program_of(group.add)(NAME, name, 120.0, n_workers=str(n))
+        await _program_of(change.add_group)(NAME, name, 120.0, n_workers=str(n))
 
     async def _delete_group(self, name: str) -> None:
-        await _program_of(group.delete)(NAME, name)
+        await _program_of(change.delete_group)(NAME, name)
 
     async def _delete(self) -> None:
         removed = {record.name: record for record in store.records(removed=True)}
