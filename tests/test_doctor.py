@@ -185,13 +185,13 @@ def test_a_check_that_raises_an_error_becomes_one_wrong_finding(home, laptop, mo
 
 def test_warnings_exit_with_0_and_wrong_findings_with_1(monkeypatch):
     for state, code in (("ok", 0), ("warning", 0), ("wrong", 1)):
-        found = [Finding("first", state, "Words."), Finding("last", "ok", "Words.")]
+        found = [Finding(state, "Words."), Finding("ok", "Words.")]
         monkeypatch.setattr("dask_cml.doctor.examine", lambda names, timeout, found=found: iter(found))
         assert CliRunner().invoke(cli.cml, ["doctor"]).exit_code == code
 
 
 def test_rendering_wraps_words_to_the_width_but_never_a_command():
-    finding = Finding("dask", "wrong", "many words " * 20, "pip uninstall --yes " + "package " * 20)
+    finding = Finding("wrong", "many words " * 20, "pip uninstall --yes " + "package " * 20)
     *lines, last = finding.render(60).splitlines()
     assert len(lines) > 3
     assert all(len(line.removeprefix("\x1b[31m")) <= 60 + len("\x1b[0m") for line in lines)
@@ -217,7 +217,7 @@ def test_a_python_other_than_the_runtimes_is_wrong(laptop, monkeypatch):
 def test_doctor_counts_the_sessions_that_the_platform_lists(cml):
     cml.answer = lambda: [{"id": "aaaa", "status": "running"}, {"id": "bbbb", "status": "stopped"}]
     words = "cml.workers_v1 lists 2 worker sessions; 1 of them are live."
-    assert session.platform() == Finding("platform", "ok", words)
+    assert session.platform() == Finding("ok", words)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from dask_cml.doctor import clusters, jupyterlab, packages, session
 from dask_cml.doctor.finding import Finding, dask_command
@@ -68,8 +69,8 @@ def _run(name: str, check: Check, timeout: float) -> list[Finding]:
     concurrent.futures.wait([future], timeout)
     if not future.done():
         again = f"{dask_command()} cml doctor --timeout {3 * timeout:g}"
-        return [Finding(name, "wrong", f"The check did not finish within {timeout:g} s.", again)]
+        return [Finding("wrong", f"The check did not finish within {timeout:g} s.", again, name)]
     if error := future.exception():
-        return [Finding(name, "wrong", f"The check failed: {type(error).__name__}: {error}")]
+        return [Finding("wrong", f"The check failed: {type(error).__name__}: {error}", name=name)]
     result = future.result()
-    return result if isinstance(result, list) else [result]
+    return result if isinstance(result, list) else [replace(result, name=name)]

@@ -6,6 +6,7 @@ import asyncio
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dask_cml.doctor.finding import Finding, dask_command
@@ -38,9 +39,9 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
         try:
             records.append(store.read(name))
         except NoSuchCluster as error:
-            findings.append(Finding(f"cluster {name}", "wrong", f"{error}.", f"{dask_command()} cml list"))
+            findings.append(Finding("wrong", f"{error}.", f"{dask_command()} cml list", f"cluster {name}"))
     findings += asyncio.run(_compare_all(records, timeout))
-    return findings or [Finding("clusters", "ok", "The project has no clusters.")]
+    return findings or [Finding("ok", "The project has no clusters.", name="clusters")]
 
 
 async def _compare_all(records: Sequence[Record], timeout: float) -> list[Finding]:
@@ -48,30 +49,31 @@ async def _compare_all(records: Sequence[Record], timeout: float) -> list[Findin
 
     rows = await operations.describe(records, timeout, patience=timeout)
     comparisons = [_compare(record, row, timeout) for record, row in zip(records, rows, strict=True)]
-    return await asyncio.gather(*comparisons)
+    findings = await asyncio.gather(*comparisons)
+    return [replace(each, name=f"cluster {row['name']}") for each, row in zip(findings, rows, strict=True)]
 
 
 async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Finding:
-    title, name = f"cluster {record.name}", shlex.quote(record.name)
+    name = shlex.quote(record.name)
     if row["status"] == "starting":
-        return Finding(title, "ok", "The cluster is starting.")
+        return Finding("ok", "The cluster is starting.")
     if row["workers"] is None:
         words = f"The cluster is {row['status']}: its scheduler does not respond."
-        return Finding(title, "warning", words, f"{dask_command()} cml prune")
+        return Finding("warning", words, f"{dask_command()} cml prune")
     try:
         scheduler, workers = await asyncio.wait_for(_ask(record, timeout), timeout)
     except (OSError, ValueError, RuntimeError, asyncio.TimeoutError) as error:
         words = f"The cluster did not report all versions within {timeout:.0f} s: {error!r}."
         command = f"{dask_command()} cml doctor --timeout {9 * timeout:g} {name}"
-        return Finding(title, "warning", words, command)
+        return Finding("warning", words, command)
     differences = compare(_own(), scheduler, workers)
     if differences:
         words = f"{' '.join(differences)} Delete the cluster, and create it again."
-        return Finding(title, "warning", words, f"{dask_command()} cml delete {name}")
+        return Finding("warning", words, f"{dask_command()} cml delete {name}")
     if silent := row["workers"] - len(workers):
-        return Finding(title, "warning", f"{silent} of {row['workers']} workers do not respond.")
+        return Finding("warning", f"{silent} of {row['workers']} workers do not respond.")
     words = f"The scheduler and all workers ({len(workers)}) run the same versions as this process."
-    return Finding(title, "ok", words)
+    return Finding("ok", words)
 
 
 async def _ask(record: Record, timeout: float) -> tuple[Versions, list[Versions]]:

@@ -26,20 +26,20 @@ class Finding:
 
     Parameters
     ----------
-    name : str
-        The name of the check.
     state : {"ok", "warning", "wrong"}
         With ``"wrong"``, clusters cannot run. With ``"warning"``, clusters run, but a feature does not work.
     words : str
         The result, in sentences.
     command : str, optional
         A shell command that fixes the problem.
+    name : str
+        The name of the check, or what it found something about.
     """
 
-    name: str
     state: State
     words: str
     command: str | None = None
+    name: str = ""
 
     def render(self, width: int | None = None) -> str:
         """Format the finding for a terminal, with the command on a separate line.

@@ -18,10 +18,10 @@ _TIME_OUTS = ("JUPYTER_KERNEL_TIMEOUT_SECONDS", 3600), ("JUPYTER_SERVER_TIMEOUT_
 def sidebar() -> Finding:
     """Check that JupyterLab's Dask sidebar is installed and enabled."""
     if version("jupyterlab") is None:
-        return Finding("sidebar", "ok", "JupyterLab is not installed, so no sidebar is needed.")
+        return Finding("ok", "JupyterLab is not installed, so no sidebar is needed.")
     if missing := unmet("dask-cml", "jupyter"):
         words = f"{'; '.join(missing.values())}. JupyterLab shows no Dask sidebar without these packages."
-        return Finding("sidebar", "warning", words, pip_command("install", *missing))
+        return Finding("warning", words, pip_command("install", *missing))
     from jupyter_core.paths import jupyter_config_path
     from jupyter_server.extension.config import ExtensionConfigManager
 
@@ -29,12 +29,12 @@ def sidebar() -> Finding:
     enabled = ExtensionConfigManager(read_config_path=path).get_jpserver_extensions()
     off = [name for name in _SERVER_EXTENSIONS if not enabled.get(name)]
     if not off:
-        return Finding("sidebar", "ok", "The Dask sidebar is installed, and the Jupyter server enables it.")
+        return Finding("ok", "The Dask sidebar is installed, and the Jupyter server enables it.")
     words = (
         f"The Jupyter server's configuration does not enable {' and '.join(off)}. "
         "Run this command, and start a new session."
     )
-    return Finding("sidebar", "warning", words, _enable(off, path[0]))
+    return Finding("warning", words, _enable(off, path[0]))
 
 
 def _enable(extensions: Sequence[str], directory: str) -> str:
@@ -50,10 +50,10 @@ def _enable(extensions: Sequence[str], directory: str) -> str:
 def time_outs() -> Finding:
     """Report the idle time-outs of JupyterLab. When it shuts down, the session and its workers stop."""
     if version("jupyterlab") is None or not launches_sessions():
-        return Finding("time-outs", "ok", "Only JupyterLab on CML shuts down when it is idle.")
+        return Finding("ok", "Only JupyterLab on CML shuts down when it is idle.")
     values = [f"{name} ({os.environ.get(name) or f'by default {value}'})" for name, value in _TIME_OUTS]
     words = (
         f"JupyterLab shuts down kernels, and then the session with its workers, after {' and '.join(values)} "
         "seconds. Set both as environment variables of the project."
     )
-    return Finding("time-outs", "warning", words)
+    return Finding("warning", words)

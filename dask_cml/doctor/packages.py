@@ -65,11 +65,9 @@ def versions() -> Finding:
         for requirement, found in unmet(owner).items()
     }
     if missing:
-        return Finding(
-            "versions", "wrong", f"{'; '.join(missing.values())}.", pip_command("install", *missing)
-        )
+        return Finding("wrong", f"{'; '.join(missing.values())}.", pip_command("install", *missing))
     there = (f"{name} {version(name)}" for name in ("dask-cml", "dask", "distributed", "cloudpickle"))
-    return Finding("versions", "ok", f"Python {sys.version.split()[0]}, {', '.join(there)}.")
+    return Finding("ok", f"Python {sys.version.split()[0]}, {', '.join(there)}.")
 
 
 def image() -> Finding:
@@ -84,12 +82,12 @@ def image() -> Finding:
             words.append(f"{name} {first} in {used} takes precedence over {others}.")
             removable += [name] * (used == home)
     if not words:
-        return Finding("image", "ok", "No package takes precedence over the image's own.")
+        return Finding("ok", "No package takes precedence over the image's own.")
     if not removable:
-        return Finding("image", "warning", " ".join(words))
+        return Finding("warning", " ".join(words))
     # pip removes the first copy on the path: a second run would remove the image's.
     words.append("Sessions may fail. Run this command once: it removes the copies in your home folder.")
-    return Finding("image", "warning", " ".join(words), pip_command("uninstall", "--yes", *removable))
+    return Finding("warning", " ".join(words), pip_command("uninstall", "--yes", *removable))
 
 
 def _copies(package: str) -> dict[Path, str]:
@@ -109,14 +107,14 @@ def dashboard() -> Finding:
     breaks = {since: part for since, until, part in BREAKS if Version(distributed) < Version(until)}
     supported = SpecifierSet(",".join([f">={OLDEST_BOKEH}", *(f"<{since}" for since in [*breaks][:1])]))
     if bokeh and supported.contains(bokeh, prereleases=True):
-        return Finding("dashboard", "ok", f"bokeh {bokeh} works with distributed {distributed}.")
+        return Finding("ok", f"bokeh {bokeh} works with distributed {distributed}.")
     if not bokeh:
         words = "bokeh is not installed. Without it, schedulers have no dashboard."
     elif broken := [part for since, part in breaks.items() if Version(bokeh) >= Version(since)]:
         words = f"bokeh {bokeh} is too new for distributed {distributed}: {' and '.join(broken)} fail."
     else:
         words = f"bokeh {bokeh} is too old. Schedulers have no dashboard before bokeh {OLDEST_BOKEH}."
-    return Finding("dashboard", "warning", words, pip_command("install", f"bokeh{supported}"))
+    return Finding("warning", words, pip_command("install", f"bokeh{supported}"))
 
 
 def imports(timeout: float) -> Finding:
@@ -132,10 +130,10 @@ def imports(timeout: float) -> Finding:
         reasons = threads.map(lambda name: _why_it_fails(name, timeout), names)
     failed = {name: why for name, why in zip(names, reasons, strict=True) if why}
     if not failed:
-        return Finding("imports", "ok", f"Python can import {', '.join(names)}.")
+        return Finding("ok", f"Python can import {', '.join(names)}.")
     words = " ".join(f"{name} {version(name)} fails to import: {why}." for name, why in failed.items())
     mending = [each for each in unmet("dask-cml", "notebooks") if each.startswith((*failed,))]
-    return Finding("imports", "warning", words, pip_command("install", *mending) if mending else None)
+    return Finding("warning", words, pip_command("install", *mending) if mending else None)
 
 
 def _why_it_fails(name: str, timeout: float) -> str | None:
