@@ -87,7 +87,7 @@ def _default(key: str, value: Any) -> str:
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a cluster that options of the command line set."""
-    from dask_cml.options.texts import typed
+    from dask_cml.options.unattended import typed
 
     return typed({name: text for name, text in options.items() if text not in (None, ())})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -159,16 +158,13 @@ def doctor(names: Sequence[str], timeout: float, as_json: bool) -> None:
 
     NAMES are the clusters to check. Default: all of the project. The exit code is 1 if a check fails.
     """
-    from shutil import get_terminal_size
-
     from dask_cml.doctor import examine
 
-    width = get_terminal_size().columns if sys.stdout.isatty() else None
     findings = []
     for finding in examine(names, timeout):
         findings.append(finding)
         if not as_json:
-            click.echo(finding.render(width))
+            click.echo(finding.render())
     if as_json:
         print_json([asdict(finding) for finding in findings])
     if any(finding.state == "wrong" for finding in findings):

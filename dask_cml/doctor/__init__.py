@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from dask_cml.doctor import clusters, jupyterlab, packages, session
+from dask_cml.doctor import clusters, packages, session
 from dask_cml.doctor.finding import Finding, dask_command
 
 __all__ = ["Finding", "examine"]
@@ -46,8 +46,8 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
         "image": packages.image,
         "dashboard": packages.dashboard,
         "imports": functools.partial(packages.imports, timeout / 2),
-        "sidebar": jupyterlab.sidebar,
-        "time-outs": jupyterlab.time_outs,
+        "sidebar": packages.sidebar,
+        "time-outs": packages.time_outs,
         # Schedulers get a third of the time to respond, and workers get another third.
         "clusters": functools.partial(clusters.versions, names, timeout / 3),
     }

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dask_cml.options.table import Option
-from dask_cml.options.texts import typed
-from dask_cml.options.unattended import offered_options
+from dask_cml.options.unattended import offered_options, typed
 
 #: The keys of the options that most clusters need.
 _USUAL = ("name", "n-workers", "cpu", "memory", "nvidia-gpu", "idle-timeout")
