@@ -330,6 +330,21 @@ def test_a_distributed_below_the_requirement_is_wrong(install):
     assert any(word.startswith("distributed>=") for word in shlex.split(finding.command))
 
 
+def test_a_missing_distributed_is_wrong(monkeypatch):
+    installed, requires = packages.version, packages.metadata.requires
+
+    def requires_of_installed(name):
+        if name == "distributed":
+            raise packages.metadata.PackageNotFoundError(name)
+        return requires(name)
+
+    monkeypatch.setattr(packages, "version", lambda name: None if name == "distributed" else installed(name))
+    monkeypatch.setattr(packages.metadata, "requires", requires_of_installed)
+    finding = packages.versions()
+    assert finding.state == "wrong"
+    assert "distributed is not installed" in finding.words
+
+
 def test_the_command_removes_a_second_dask_from_the_home_folder(install_at_home):
     folder = install_at_home("dask", "2020.1.0")
     finding = packages.image()

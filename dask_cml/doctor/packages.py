@@ -68,6 +68,7 @@ def versions() -> Finding:
     missing = {
         requirement: f"{owner} needs {requirement}, {found}"
         for owner in ("dask-cml", "distributed", "dask")
+        if version(owner)
         for requirement, found in unmet(owner).items()
     }
     if missing:
