@@ -85,11 +85,19 @@ def n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
     return f"{n} worker{'s' * (n != 1)}" + f" in worker group {group}" * (group != DEFAULT_GROUP)
 
 
-def show(words: str = "") -> None:
-    """Show what a command waits for in one line of a terminal, instead of the words before."""
-    if sys.stderr.isatty():
-        line = printable(words)[: get_terminal_size().columns - 1]
-        click.echo(f"\r\x1b[2K{line}", err=True, nl=False)
+class _Progress:
+    """Shows what a command waits for in one line of a terminal, instead of the words before."""
+
+    shown = ""
+
+    def __call__(self, words: str = "") -> None:
+        if words != self.shown and sys.stderr.isatty():
+            line = printable(words)[: get_terminal_size().columns - 1]
+            click.echo(f"\r\x1b[2K{line}", err=True, nl=False)
+            self.shown = words
+
+
+show = _Progress()
 
 
 def print_json(value: Any) -> None:
