@@ -80,5 +80,5 @@ def typed(texts: Mapping[str, Any]) -> dict[str, Any]:
 def _json_or_text(value: str) -> Any:
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
