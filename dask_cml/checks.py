@@ -123,17 +123,21 @@ def gibibytes(argument: str, value: Any) -> float:
 
 
 def _gib(value: Any) -> float:
+    try:
+        return float(value) if isinstance(value, str) else _real(value)
+    except ValueError:
+        return _bytes(value) / 2**30
+
+
+def _bytes(value: Any) -> float:
     from dask.utils import parse_bytes
 
     if not isinstance(value, str):
         return _real(value)
-    try:
-        return float(value)
-    except ValueError:
-        # Dask reads a unit without a number as 1 of that unit.
-        if not any(map(str.isdigit, value)):
-            raise
-        return parse_bytes(value) / 2**30
+    # Dask reads a unit without a number as 1 of that unit.
+    if not any(map(str.isdigit, value)):
+        raise ValueError
+    return parse_bytes(value)
 
 
 def memory_reserve(argument: str, value: Any, memory: float) -> float:
@@ -147,14 +151,9 @@ def memory_reserve(argument: str, value: Any, memory: float) -> float:
 
 def scratch(argument: str, value: Any) -> int:
     """Check a size of local disk, and return it in bytes. Return 0 if it is unlimited."""
-    from dask.utils import parse_bytes
-
     if value in (None, "none", 0) and value is not False:
         return 0
-    expected = 'a size such as "10 GB", or "none"'
-    text = _typed(argument, value, (str, int), expected)
-    _valid(argument, value, not isinstance(value, str) or any(map(str.isdigit, value)), expected)
-    return int(_above_0(argument, text, expected, parse_bytes))
+    return int(_above_0(argument, value, 'a size such as "10 GB", or "none"', _bytes))
 
 
 def seconds(argument: str, value: Any) -> float:

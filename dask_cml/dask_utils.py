@@ -20,24 +20,20 @@ import contextlib
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
-
-from distributed.comm.addressing import get_address_host_port
-from distributed.scheduler import Scheduler
 
 from dask_cml.cancellation import cancel
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
 from dask_cml.identity import Identity
-from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess
-from dask_cml.sessions.workers_api import SessionInfo, WorkersAPI, has_ended, ip_address, load_platform
+from dask_cml.sessions.tls import connected
+from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 __all__ = [
     "get_dashboard_url",
@@ -50,7 +46,7 @@ __all__ = [
 _LOOK_INTERVAL = 0.2
 _ANSWER_TIMEOUT = 5
 #: The entry of a scheduler's dict that this module adds to the platform's.
-_PORT = "scheduler_port"
+_ADDRESS = "scheduler_address"
 T = TypeVar("T")
 
 
@@ -111,8 +107,8 @@ def run_dask_cluster(
 
     async def start(api: WorkersAPI, place: Place) -> dict[str, Any]:
         scheduler = CMLScheduler(api, options, place, dashboard_port=port)
-        launched = [await _start_scheduler(scheduler)]
-        url = await _scheduler_url(api, launched[0], options.scheduler_timeout)
+        launched = await _start_scheduler(scheduler)
+        url = get_scheduler_url(launched)
         return {
             "scheduler": launched,
             "workers": await _start_workers(api, options, place, url, num_workers, scheduler),
@@ -152,7 +148,6 @@ def run_scheduler(
     TypeError, ValueError
         If an argument is invalid. Nothing is launched then.
 
-
     See Also
     --------
     run_dask_workers : With an example.
@@ -163,7 +158,7 @@ def run_scheduler(
     options = _options(scheduler_cpu=positive("cpu", cpu), scheduler_memory=gibibytes("memory", memory))
 
     async def start(api: WorkersAPI, place: Place) -> list[dict[str, Any]]:
-        return [await _start_scheduler(CMLScheduler(api, options, place, dashboard_port=port))]
+        return await _start_scheduler(CMLScheduler(api, options, place, dashboard_port=port))
 
     return _run(_launching(options, start))
 
@@ -176,25 +171,11 @@ def get_scheduler_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
     dask_scheduler : list of dict
         The result of :func:`run_scheduler`.
 
-    Raises
-    ------
-    RuntimeError
-        If the platform lists no address of the session. It lists it only to the session that launched it.
-
     See Also
     --------
     run_dask_workers : With an example.
     """
-    options = _options()
-
-    async def find() -> str:
-        api = WorkersAPI(load_platform(options.platform))
-        try:
-            return await _scheduler_url(api, dask_scheduler[0], options.scheduler_timeout)
-        finally:
-            await api.close()
-
-    return _run(find())
+    return dask_scheduler[0][_ADDRESS]
 
 
 def get_dashboard_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
@@ -290,17 +271,15 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         return await task
 
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dask-cml") as thread:
-        done: concurrent.futures.Future[T] | None = None
+        done = thread.submit(lambda: asyncio.run(run()))
         try:
-            done = thread.submit(lambda: asyncio.run(run()))
             while not done.done():
                 # With a timeout, because Ctrl-C may interrupt another thread, which would not wake this one.
                 concurrent.futures.wait([done], timeout=_LOOK_INTERVAL)
-            return done.result()
-        except BaseException:
-            if done is None or not done.done():  # leaving the pool waits until the sessions are stopped
-                interrupted.set_result(None)
+        except BaseException:  # leaving the pool waits until the sessions are stopped
+            interrupted.set_result(None)
             raise
+        return done.result()
 
 
 async def _launching(options: Options, start: Callable[[WorkersAPI, Place], Awaitable[T]]) -> T:
@@ -319,11 +298,9 @@ async def _launching(options: Options, start: Callable[[WorkersAPI, Place], Awai
     return result
 
 
-async def _start_scheduler(scheduler: CMLScheduler) -> dict[str, Any]:
+async def _start_scheduler(scheduler: CMLScheduler) -> list[dict[str, Any]]:
     await scheduler.start()
-    # The port on which it listens, which it may have chosen itself.
-    _, port = get_address_host_port(str(scheduler.address))
-    return {**scheduler.info, _PORT: port}
+    return [{**scheduler.info, _ADDRESS: scheduler.address}]
 
 
 async def _start_workers(
@@ -346,21 +323,8 @@ async def _start_workers(
             if what := worker.late("connect", options.worker_timeout):
                 raise CMLError(await worker.failure(what))
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            comm = await MsgpackComm.connect(url, timeout=_ANSWER_TIMEOUT)
-            try:
+            async with connected(url, None, _ANSWER_TIMEOUT) as comm:
                 identity = Identity.read(await comm.ask("identity", _ANSWER_TIMEOUT))
-            finally:
-                comm.abort()
             for each in identity.workers:
                 missing.pop(each.name, None)
     return [dict(worker.info) for worker in workers]
-
-
-async def _scheduler_url(api: WorkersAPI, session: SessionInfo, timeout: float) -> str:
-    deadline = time.monotonic() + timeout
-    while not (ip := ip_address(session)):
-        if has_ended(session) or time.monotonic() > deadline:
-            status = session.get("status", "unknown")
-            raise CMLError(f"session {session['id']} has no address, its status is {status}")
-        session = {**session, **(await api.sessions()).get(session["id"], {})}
-    return f"tcp://{ip}:{session.get(_PORT, Scheduler.default_port)}"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.options import Options
@@ -32,20 +31,15 @@ def sessions_for(
     TypeError, ValueError
         If an argument is invalid.
     """
-    n = integer("n", n, 0, MOST_SESSIONS)
-    if memory is not None:
-        n = max(n, math.ceil(_sessions("memory", memory, gibibytes, options.worker_memory)))
-    if cores is not None:
-        n = max(n, math.ceil(_sessions("cores", cores, positive, options.nthreads)))
-    return n
+    return math.ceil(max(_amounts(options, n, cores, memory)))
 
 
 def bounds(
     options: Options,
     minimum: float | None,
     maximum: float | None,
-    cores: tuple[float | None, float | None],
-    memory: tuple[float | str | None, float | str | None],
+    cores: tuple[float | None, float | None] = (None, None),
+    memory: tuple[float | str | None, float | str | None] = (None, None),
 ) -> tuple[int, float]:
     """Return the minimum and maximum number of sessions for adaptive scaling.
 
@@ -67,28 +61,29 @@ def bounds(
     TypeError, ValueError
         If an argument is invalid.
     """
-    least = integer("minimum", minimum or 0, 0, MOST_SESSIONS)
-    most: float = math.inf
-    if maximum is not None and maximum != math.inf:
-        most = integer("maximum", maximum, 0, MOST_SESSIONS)
-    for unit, check, (low, high), per_session in (
-        ("cores", positive, cores, options.nthreads),
-        ("memory", gibibytes, memory, options.worker_memory),
-    ):
-        if low is not None:
-            least = max(least, math.ceil(_sessions(f"minimum_{unit}", low, check, per_session)))
-        if high is not None:
-            most = min(most, math.floor(_sessions(f"maximum_{unit}", high, check, per_session)))
+    maximum = None if maximum == math.inf else maximum
+    least = math.ceil(max(_amounts(options, minimum or 0, cores[0], memory[0], "minimum")))
+    upper = min(_amounts(options, maximum, cores[1], memory[1], "maximum"), default=math.inf)
+    most = upper if math.isinf(upper) else math.floor(upper)
     if most < least:
         raise ValueError(message("maximum", most, f"at least the minimum, {least} worker sessions"))
     return least, most
 
 
-def _sessions(
-    argument: str, total: float | str, check: Callable[[str, Any], float], per_session: float
-) -> float:
-    """Return the number of sessions, with a fraction, that together have a total of something."""
-    n = check(argument, total) / per_session
-    if n > MOST_SESSIONS:
-        raise ValueError(message(argument, total, f"an amount for at most {MOST_SESSIONS} worker sessions"))
-    return n
+def _amounts(
+    options: Options, n: float | None, cores: float | None, memory: float | str | None, limit: str = ""
+) -> Iterator[float]:
+    """Yield the number of sessions, with a fraction, for each amount that is given."""
+    if n is not None:
+        yield integer(limit or "n", n, 0, MOST_SESSIONS)
+    for unit, total, check, of_session in (
+        ("cores", cores, positive, options.nthreads),
+        ("memory", memory, gibibytes, options.worker_memory),
+    ):
+        if total is not None:
+            argument = f"{limit}_{unit}" if limit else unit
+            sessions = check(argument, total) / of_session
+            if sessions > MOST_SESSIONS:
+                expected = f"an amount for at most {MOST_SESSIONS} worker sessions"
+                raise ValueError(message(argument, total, expected))
+            yield sessions

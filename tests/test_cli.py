@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -12,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import dask
@@ -23,9 +23,10 @@ from clusters import arrived, write_record
 from extensions import faults
 
 from dask_cml import CMLCluster, cli
-from dask_cml.cli import console, show
+from dask_cml.cli import change, console, show
 from dask_cml.display.words import span
 from dask_cml.layout import RECORD_FILE, REMOVED_FILE
+from dask_cml.manager.wishes import Wishes
 from dask_cml.options import Options, state_directory
 from dask_cml.printable import printable
 from dask_cml.records import operations, store
@@ -196,7 +197,7 @@ def test_adapt_returns_if_another_manager_does_it_and_ends_by_its_scaling_or_by_
     with started("adapt", "mine", 2, 2) as process:
         assert process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 0
+        assert process.wait(120) == 130
         assert process.stdout.read() == "Cluster mine keeps 2 workers and no longer adapts\n"
         # Dask's Adaptive before 2024.11 also logs its end when it is collected.
         errors = process.stderr.read().splitlines()
@@ -204,6 +205,22 @@ def test_adapt_returns_if_another_manager_does_it_and_ends_by_its_scaling_or_by_
     assert len(live(platform)) == 3
     run("delete", "mine")
     until(lambda: live(platform) == [])
+
+
+def test_ctrl_c_before_adapt_is_settled_leaves_nothing_adapting(platform, monkeypatch):
+    CMLCluster(name="mine", quiet=True, shutdown_on_close=False).leave()
+    settle = Wishes.settle
+
+    async def interrupted(self):
+        await settle(self)
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Wishes, "settle", interrupted)
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(change.adapt.callback("mine", 1, 2, "default"))
+    with CMLCluster.from_name("mine", quiet=True, shutdown_on_close=True) as cluster:
+        assert cluster.manager.fleet.group().adapting is None
 
 
 def test_ctrl_c_in_create_says_what_was_stopped_and_leaves_nothing(platform, until):
@@ -342,7 +359,6 @@ def given(monkeypatch):
         calls.append(kwargs)
         raise ValueError("it is not made")
 
-    cli.create._cluster_options("__init__")  # while the real one is there
     monkeypatch.setattr("dask_cml.cluster.CMLCluster", call)
 
     def given(*arguments):
@@ -390,7 +406,13 @@ def test_an_idle_cluster_ends_after_an_hour_unless_told(given):
 
 @pytest.mark.parametrize(
     ("option", "code"),
-    [(("--cpu", "-1"), 1), (("--cpu", "many"), 2), (("--env", "A"), 2), (("--worker-args", "'"), 2)],
+    [
+        (("--cpu", "-1"), 1),
+        (("--cpu", "many"), 1),
+        (("--env", "A"), 1),
+        (("--worker-args", "'"), 1),
+        (("--platform", "mine"), 2),
+    ],
 )
 def test_a_wrong_option_is_told_before_anything_is_launched(platform, option, code):
     assert "Error: " in run("create", *option, code=code)
@@ -512,16 +534,14 @@ def test_a_narrow_terminal_cuts_no_name():
 
 
 def test_progress_is_for_terminals_only(capsys, monkeypatch):
-    with console.progress(lambda: "waiting"):
-        time.sleep(2 * console.INTERVAL)
+    console.show("waiting")
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with console.progress(lambda: "waiting"):
-        time.sleep(3 * console.INTERVAL)
+    console.show(f"waiting{STEERING}")
+    console.show()
     out, err = capsys.readouterr()
     assert not out
-    assert "waiting, 0 s" in err
-    assert err.endswith("\r\x1b[2K")
+    assert err == f"\r\x1b[2Kwaiting{printable(STEERING)}\r\x1b[2K"
 
 
 def test_names_are_completed():

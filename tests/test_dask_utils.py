@@ -160,7 +160,6 @@ def test_where_each_session_has_an_address_the_schedulers_port_is_dasks(workers_
     try:
         [scheduler] = [s for s in workers_v1.list_workers() if s["id"] == cluster["scheduler"][0]["id"]]
         assert cluster["scheduler_address"] == f"tcp://{scheduler['ip_address']}:8786"
-        assert get_scheduler_url([{"id": scheduler["id"]}]) == cluster["scheduler_address"]
         with Client(cluster["scheduler_address"]) as client:
             assert client.submit(sum, [1, 2]).result() == 3
     finally:
@@ -209,30 +208,6 @@ def test_workers_with_several_processes_are_waited_for(workers_v1, scheduler):
             assert [*client.nthreads().values()] == [1, 1]
     finally:
         stop(workers_v1, *workers)
-
-
-def test_the_address_is_waited_for_while_the_platform_does_not_tell_it(workers_v1, scheduler):
-    [session] = scheduler
-    faults.inject("unknown_ip", seconds=2)
-    [late] = workers_v1.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
-    try:
-        assert get_scheduler_url([late]) == "tcp://127.0.0.1:8786"
-        assert get_scheduler_url([{**session, "ip_address": "unknown"}]).endswith(
-            f":{session['scheduler_port']}"
-        )
-    finally:
-        stop(workers_v1, late)
-
-
-def test_a_session_without_address_is_told(workers_v1):
-    workers_v1.inject("stuck")
-    [stuck] = workers_v1.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
-    with (
-        dask.config.set({"cml.scheduler-timeout": 1}),
-        pytest.raises(RuntimeError, match=f"{stuck['id']} has no address, its status is scheduling"),
-    ):
-        get_scheduler_url([stuck])
-    stop(workers_v1, stuck)
 
 
 @pytest.mark.parametrize("slash", ["", "/"])

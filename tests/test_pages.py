@@ -242,6 +242,8 @@ def test_a_filled_form_is_read_as_arguments():
         "worker_groups": {"gpu": {"n-workers": 2}},
     }
     assert form.arguments({}) == {"security": False}
+    deep = "[" * 100_000
+    assert form.arguments({"n_workers": deep})["n_workers"] == deep  # CMLCluster refuses it
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The commands that change clusters: ``dask cml scale``, ``adapt``, ``delete`` and ``prune``."""
+"""The commands that change clusters: ``dask cml scale``, ``adapt``, ``group``, ``delete`` and ``prune``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dask_cml.cli.console import (
     INTERVAL,
+    as_json,
+    cml,
     complete_names,
     first_line_of,
     in_group,
-    in_one_line,
     n_workers,
-    progress,
+    of_cluster,
+    print_json,
+    print_table,
+    show,
     time_limit,
 )
+from dask_cml.cli.create import OptionsCommand, given
 
 if TYPE_CHECKING:
     from dask_cml.manager.manager import Manager
@@ -29,12 +35,11 @@ if TYPE_CHECKING:
 _DELETED = "another process has deleted it"
 
 
-@click.command()
-@click.argument("name", shell_complete=complete_names)
+@cml.command()
+@of_cluster
 @click.argument("n", type=click.IntRange(min=0))
 @in_group
 @time_limit
-@in_one_line
 async def scale(name: str, n: int, group: str, timeout: float) -> None:
     """Scale a cluster to N worker sessions, and wait until they are connected."""
     async with managing(name) as manager:
@@ -43,49 +48,39 @@ async def scale(name: str, n: int, group: str, timeout: float) -> None:
     click.echo(f"Cluster {name} scaled to {n_workers(n, group)}")
 
 
-@click.command()
-@click.argument("name", shell_complete=complete_names)
+@cml.command()
+@of_cluster
 @click.argument("minimum", type=click.IntRange(min=0))
 @click.argument("maximum", type=click.IntRange(min=0))
 @in_group
-@in_one_line
-def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
+async def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
     """Scale a cluster with its workload, between MINIMUM and MAXIMUM worker sessions, until Ctrl-C.
 
     After Ctrl-C, the cluster keeps its workers. If `dask cml serve` runs in the project, it continues to
     adapt the cluster.
     """
-    try:
-        if asyncio.run(_adapt(name, minimum, maximum, group)):
-            click.echo(f"Cluster {name} adapts between {minimum} and {n_workers(maximum, group)}")
-    except KeyboardInterrupt:
-        return
-
-
-async def _adapt(name: str, minimum: int, maximum: int, group: str) -> bool:
-    """Adapt a cluster until Ctrl-C. Return True at once if another manager does it."""
     from distributed.core import Status
 
     from dask_cml.errors import CMLError
     from dask_cml.manager.adaptive import CMLAdaptive
+    from dask_cml.sizing import bounds
 
     async with managing(name) as manager:
         state = manager.state
-        manager.fleet.group(group)  # raises the error of an unknown group
-        if minimum > maximum:
-            raise ValueError(f"invalid maximum={maximum}: expected at least the minimum, {minimum}")
+        bounds(manager.fleet.group(group).options, minimum, maximum)
         adaptive = CMLAdaptive(manager.wishes, worker_group=group, minimum=minimum, maximum=maximum)
         manager.wishes.adapt(adaptive, group)
-        await manager.wishes.settle()
-        if not state.leads:
-            return True
-        limits = f"{minimum} and {n_workers(maximum, group)}"
-        click.echo(f"Cluster {name} adapts between {limits} until Ctrl-C")
+        adapts = f"Cluster {name} adapts between {minimum} and {n_workers(maximum, group)}"
         try:
-            with progress(lambda: here(manager, state.groups[group].n_workers, group)):
-                while state.status == Status.running and not adaptive.released:  # noqa: ASYNC110
-                    await asyncio.sleep(INTERVAL)
+            await manager.wishes.settle()
+            click.echo(f"{adapts} until Ctrl-C" if state.leads else adapts)
+            if not state.leads:
+                return
+            while state.status == Status.running and not adaptive.released:
+                show(here(manager, state.groups[group].n_workers, group))
+                await asyncio.sleep(INTERVAL)
         except asyncio.CancelledError:
+            show()
             if state.alone:
                 manager.wishes.stop_adapting(group, adaptive.key)
                 kept = n_workers(state.groups[group].n_workers, group)
@@ -151,29 +146,81 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
     name, state, fleet = manager.options.name, manager.state, manager.fleet
     deadline = time.monotonic() + timeout
     await manager.wishes.settle()
-    with progress(lambda: here(manager, n, group)):
-        while True:
-            there = [each for each in fleet.members if each.group == group]
-            if len(fleet.arrived(group)) == len(there) == n:
-                return
-            problem = state.problem
-            if state.status != Status.running:
-                raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
-            if (target := state.groups[group].n_workers) != n:
-                why = problem or f"another manager scales it: {n_workers(target, group)} wanted"
-                raise CMLError(f"the cluster {name} has {why}")
-            if state.gave_up(group):
-                raise CMLError(f"the cluster {name} launches {problem}")
-            if time.monotonic() > deadline:
-                words = f"{here(manager, n, group)}" + f": {problem}" * bool(problem)
-                raise CMLError(f"the cluster {name} did not scale within {timeout:g} s: {words}")
-            await asyncio.sleep(INTERVAL)
+    while True:
+        words = here(manager, n, group)
+        show(words)
+        there = [each for each in fleet.members if each.group == group]
+        if len(fleet.arrived(group)) == len(there) == n:
+            show()
+            return
+        problem = state.problem
+        if state.status != Status.running:
+            raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
+        if (target := state.groups[group].n_workers) != n:
+            why = problem or f"another manager scales it: {n_workers(target, group)} wanted"
+            raise CMLError(f"the cluster {name} has {why}")
+        if state.gave_up(group):
+            raise CMLError(f"the cluster {name} launches {problem}")
+        if time.monotonic() > deadline:
+            words += f": {problem}" * bool(problem)
+            raise CMLError(f"the cluster {name} did not scale within {timeout:g} s: {words}")
+        await asyncio.sleep(INTERVAL)
 
 
-@click.command()
+@cml.group()
+def group() -> None:
+    """Add, delete and list the worker groups of a cluster."""
+
+
+@group.command("add", cls=OptionsCommand, grouped=True)
+@of_cluster
+@click.argument("group")
+@time_limit
+async def add_group(name: str, group: str, timeout: float, **options: Any) -> None:
+    """Add a worker group to a cluster, and wait until its workers are connected.
+
+    Without an option, the group takes the cluster's value.
+    """
+    async with managing(name) as manager:
+        checked = manager.options.of_group(given(options))
+        await manager.wishes.add_group(group, checked)
+        await wait_for_scale(manager, checked.n_workers, group, timeout)
+    click.echo(f"Worker group {group} added to cluster {name}: {n_workers(checked.n_workers)}")
+
+
+@group.command("delete")
+@of_cluster
+@click.argument("group")
+async def delete_group(name: str, group: str) -> None:
+    """Delete a worker group: stop all its sessions. Its workers move their results to others first."""
+    show(f"Deleting worker group {group}")
+    async with managing(name) as manager:
+        await manager.wishes.delete_group(group)
+    show()
+    click.echo(f"Worker group {group} deleted from cluster {name}")
+
+
+@group.command("list")
+@of_cluster
+@as_json
+async def list_groups(name: str, as_json: bool) -> None:
+    """List the worker groups of a cluster."""
+    async with managing(name) as manager:
+        groups = [*manager.state.groups.values()]
+    if as_json:
+        print_json([asdict(each) for each in groups])
+        return
+    rows = []
+    for each in groups:
+        resources = " ".join(f"{key}={amount:g}" for key, amount in each.resources.items())
+        size = [f"{each.size.cpu:g}", f"{each.size.memory:g} GiB", str(each.size.nvidia_gpu)]
+        rows.append([each.name, f"{each.n_arrived} of {each.n_workers}", *size, resources or "-"])
+    print_table(["group", "workers", "cpu", "memory", "gpus", "resources"], rows)
+
+
+@cml.command()
 @click.argument("names", nargs=-1, shell_complete=complete_names)
 @click.option("--all", "everything", is_flag=True, help="Delete all clusters of the project.")
-@in_one_line
 async def delete(names: Sequence[str], everything: bool) -> None:
     """Delete clusters: stop all their sessions and remove their records."""
     from dask_cml.records import operations, store
@@ -185,13 +232,12 @@ async def delete(names: Sequence[str], everything: bool) -> None:
         records = [*store.records(), *removed.values()]
     else:
         records = [removed.get(name) or store.read(name) for name in dict.fromkeys(names)]
-    with progress(lambda: f"Deleting {len(records)} cluster{'s' * (len(records) != 1)}"):
-        results = await operations.end_all(records)
+    show(f"Deleting {len(records)} cluster{'s' * (len(records) != 1)}")
+    results = await operations.end_all(records)
     _report(results, "No clusters.")
 
 
-@click.command()
-@in_one_line
+@cml.command()
 async def prune() -> None:
     """Delete dead clusters, and skip those that may be alive.
 
@@ -200,8 +246,9 @@ async def prune() -> None:
     """
     from dask_cml.records import operations
 
-    with progress(lambda: "Looking for dead clusters"):
-        results, passed_over = await operations.prune()
+    show("Looking for dead clusters")
+    results, passed_over = await operations.prune()
+    show()
     for name, why in passed_over.items():
         click.echo(f"Cluster {name} skipped: {why}. To delete it all the same: `{_delete(name)}`", err=True)
     _report(results, "No dead clusters.")
@@ -213,6 +260,7 @@ def _delete(name: str) -> str:
 
 def _report(results: dict[str, Any], none: str) -> None:
     """Print which clusters were deleted and which not; the command fails if one was not."""
+    show()
     for name, error in results.items():
         if error is None:
             click.echo(f"Cluster {name} deleted")

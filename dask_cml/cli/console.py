@@ -1,13 +1,13 @@
-"""What all commands use: errors in one line, progress, tables, and the completion of names."""
+"""The command group, and what its commands share: errors in one line, progress, tables, completion."""
 
 from __future__ import annotations
 
-import functools
+import asyncio
+import json
+import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from shutil import get_terminal_size
 from typing import Any
 
 import click
@@ -15,9 +15,40 @@ import click
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.printable import printable, table
 
+# Dask imports this with each of its commands, so functions import slow modules themselves.
+
 #: Seconds between two looks at what a command waits for.
 INTERVAL = 0.2
 _INTERRUPTED = 130  # as shells say it
+
+
+class _Commands(click.Group):
+    """Runs commands, also coroutines. Errors of the user and of the platform are one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from dask_cml.errors import CMLError
+
+        try:
+            result = super().invoke(ctx)
+            return asyncio.run(result) if asyncio.iscoroutine(result) else result
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(_INTERRUPTED) from None
+        except BrokenPipeError:  # click knows what to do
+            raise
+        except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
+            raise click.ClickException(first_line_of(error)) from error
+        finally:
+            show()
+
+
+@click.group(cls=_Commands)
+def cml() -> None:
+    """Dask clusters on Cloudera Machine Learning sessions."""
+    # Dask imports dask-ctl, if installed, with each command. It hands signals to an event loop that does not
+    # run, so Ctrl-C would do nothing.
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if getattr(signal.getsignal(number), "__module__", None) == "distributed.cli.utils":
+            signal.signal(number, default)
 
 
 def complete_names(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -28,42 +59,18 @@ def complete_names(context: click.Context, parameter: click.Parameter, incomplet
     return [r.name for r in store.records() if r.name.startswith(incomplete) and r.name not in given]
 
 
+#: The argument of a command on one cluster.
+of_cluster = click.argument("name", shell_complete=complete_names)
 #: The option that names the worker group of a command.
 in_group = click.option(
-    "--group",
-    default=DEFAULT_GROUP,
-    show_default=True,
-    metavar="GROUP",
-    help="Worker group.",
+    "--group", default=DEFAULT_GROUP, show_default=True, metavar="GROUP", help="Worker group."
 )
-
-
 #: The option that limits the time of a command.
 time_limit = click.option(
     "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
 )
-
-
-def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a command. Let it print errors of the user and of the platform in one line, without a traceback."""
-
-    @functools.wraps(function)
-    def reporting(*args: Any, **kwargs: Any) -> Any:
-        import asyncio
-
-        from dask_cml.errors import CMLError
-
-        try:
-            result = function(*args, **kwargs)
-            return asyncio.run(result) if asyncio.iscoroutine(result) else result
-        except KeyboardInterrupt:
-            raise click.exceptions.Exit(_INTERRUPTED) from None
-        except BrokenPipeError:  # click knows what to do
-            raise
-        except (CMLError, ValueError, TypeError, ImportError, OSError, asyncio.TimeoutError) as error:
-            raise click.ClickException(first_line_of(error)) from error
-
-    return reporting
+#: The option of commands that programs read.
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
 def first_line_of(error: object) -> str:
@@ -78,35 +85,24 @@ def n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
     return f"{n} worker{'s' * (n != 1)}" + f" in worker group {group}" * (group != DEFAULT_GROUP)
 
 
-@contextmanager
-def progress(state: Callable[[], str]) -> Iterator[None]:
-    """Show in one line, updated in place, what a command waits for; nothing if no terminal shows it.
+class _Progress:
+    """Shows what a command waits for in one line of a terminal, instead of the words before."""
 
-    Parameters
-    ----------
-    state : callable
-        Returns the words.
-    """
-    if not sys.stderr.isatty():
-        yield
-        return
-    from shutil import get_terminal_size
+    shown = ""
 
-    started, over = time.monotonic(), threading.Event()
+    def __call__(self, words: str = "") -> None:
+        if words != self.shown and sys.stderr.isatty():
+            line = printable(words)[: get_terminal_size().columns - 1]
+            click.echo(f"\r\x1b[2K{line}", err=True, nl=False)
+            self.shown = words
 
-    def show() -> None:
-        while not over.wait(INTERVAL):
-            line = f"{printable(state())}, {time.monotonic() - started:.0f} s"
-            click.echo(f"\r\x1b[2K{line[: get_terminal_size().columns - 1]}", err=True, nl=False)
 
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        click.echo("\r\x1b[2K", err=True, nl=False)
+show = _Progress()
+
+
+def print_json(value: Any) -> None:
+    """Print a value for programs."""
+    click.echo(json.dumps(value, indent=2))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -6,16 +6,19 @@ import contextlib
 import functools
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dask_cml.cli.console import in_one_line
+from dask_cml.cli.console import cml
+
+if TYPE_CHECKING:
+    from dask_cml.options.table import Option
 
 
 class OptionsCommand(click.Command):
-    """A command with one option for each option of a cluster.
+    """A command with an option for each option of a cluster.
 
     Parameters
     ----------
@@ -28,53 +31,49 @@ class OptionsCommand(click.Command):
         self._grouped = grouped
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the command's own parameters and the options of a cluster."""
-        return [*super().get_params(ctx), *(option for _, option in _cluster_options(self._grouped))]
+        """Return the options of a cluster and the command's own parameters."""
+        return [*_cluster_options(self._grouped), *super().get_params(ctx)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options below their headings; the command's own come last."""
+        headings = _cluster_options(self._grouped)
         sections: dict[str, list[tuple[str, str]]] = {}
-        own = [("This command", param) for param in super().get_params(ctx)]
-        for heading, param in [*_cluster_options(self._grouped), *own]:
+        for param in self.get_params(ctx):
             # Newer releases of click have records of arguments, too.
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
-                sections.setdefault(heading, []).append(record)
+                sections.setdefault(headings.get(param, "This command"), []).append(record)
         for heading, records in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
 
 
 @functools.cache
-def _cluster_options(grouped: bool) -> list[tuple[str, click.Parameter]]:
-    """Return the options of a cluster, each with its heading."""
+def _cluster_options(grouped: bool) -> dict[click.Parameter, str]:
+    """Return an option of the command line for each option of a cluster, with its heading."""
     from dask_cml.options.unattended import offered_options
 
-    options: list[tuple[str, click.Parameter]] = []
-    for each in offered_options():
-        if grouped and not each.grouped:
-            continue
-        key, text = each.key, each.description.replace("`", "")
-        declaration = f"--{key}"
-        more: dict[str, Any] = {}
-        if each.kind == "boolean":
-            declaration, more = f"--{key}/--no-{key}", {"default": None}
-        elif each.kind == "array":
-            more = {"callback": _parsed, "metavar": "ARGUMENTS"}
-            text = f'{text} Quote them as one argument: --{key} "--option 1".'
-        elif each.kind == "object":
-            more = {"multiple": True, "callback": _parsed, "metavar": "NAME=VALUE"}
-            text = f"{text} May be given more than once."
-            if key == "worker-groups":
-                text = f"{text} For example: --{key} 'gpu={{\"nvidia-gpu\": 1}}'."
-        elif each.enum:
-            more = {"type": click.Choice(each.enum)}
-        elif each.kind != "string":
-            more = {"type": int if each.kind == "integer" else float}
-        # A worker group takes the cluster's values, and a default in the words needs no second one.
-        if not grouped and "By default" not in text:
-            text += _default(key, each.default)
-        options.append((each.heading, click.Option([declaration], help=text, **more)))
-    return options
+    return {_option(each, grouped): each.heading for each in offered_options() if each.grouped or not grouped}
+
+
+def _option(option: Option, grouped: bool) -> click.Option:
+    key, kind, text = option.key, option.kind, option.description.replace("`", "")
+    if kind == "array":
+        text = f'{text} Quote them as one argument: --{key} "--option 1".'
+    elif kind == "object":
+        text = f"{text} May be given more than once."
+    if key == "worker-groups":
+        text = f"{text} For example: --{key} 'gpu={{\"nvidia-gpu\": 1}}'."
+    # A worker group takes the cluster's values, and a default in the words needs no second one.
+    if not grouped and "By default" not in text:
+        text += _default(key, option.default)
+    return click.Option(
+        [f"--{key}/--no-{key}" if kind == "boolean" else f"--{key}"],
+        default=None,
+        help=text,
+        metavar={"array": "ARGUMENTS", "object": "NAME=VALUE"}.get(kind),
+        multiple=kind == "object",
+        type=click.Choice(option.enum) if option.enum else None,
+    )
 
 
 def _default(key: str, value: Any) -> str:
@@ -86,22 +85,14 @@ def _default(key: str, value: Any) -> str:
     return f"  [default: {shlex.join(map(str, value)) if isinstance(value, list) else value}]"
 
 
-def _parsed(
-    context: click.Context, parameter: click.Parameter, value: str | Sequence[str] | None
-) -> list[str] | dict[str, Any] | None:
-    """Parse a command line, or the texts of an option that may be given more than once."""
-    from dask_cml.options.texts import pairs, words
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a cluster that options of the command line set."""
+    from dask_cml.options.unattended import typed
 
-    try:
-        if isinstance(value, str):
-            return words(value)
-        return pairs(str(parameter.name), value or ()) or None
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, parameter) from None
+    return typed({name: text for name, text in options.items() if text not in (None, ())})
 
 
-@click.command(cls=OptionsCommand)
-@in_one_line
+@cml.command(cls=OptionsCommand)
 def create(**options: Any) -> None:
     """Create a cluster that keeps running when this command ends, and print its name.
 
@@ -113,7 +104,7 @@ def create(**options: Any) -> None:
     from dask_cml.sessions.owner import lifetime
 
     # Whatever ends this command before its end, ends the cluster, too.
-    arguments = {**unattended(options), "create_mode": "create", "shutdown_on_close": True}
+    arguments = {**unattended(given(options)), "create_mode": "create", "shutdown_on_close": True}
     # The name alone goes to standard output, for scripts.
     with contextlib.redirect_stdout(sys.stderr):
         cluster = CMLCluster(**arguments, quiet=False, silence_logs="WARNING")

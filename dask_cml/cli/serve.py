@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from dask_cml.cli.console import in_one_line
+from dask_cml.cli.console import cml
 
 
-@click.command()
+@cml.command()
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -20,7 +20,6 @@ from dask_cml.cli.console import in_one_line
     help="Port of the dashboards on 127.0.0.1, outside of CML. Default: a free one.",
 )
 @click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
-@in_one_line
 async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> None:
     """Serve a page of all clusters of the project, and keep the clusters created there.
 

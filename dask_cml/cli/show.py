@@ -2,54 +2,53 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
 
-from dask_cml.cli.console import complete_names, in_one_line, print_table
+from dask_cml.cli.console import as_json, cml, complete_names, of_cluster, print_json, print_table
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.printable import printable
 
 #: Every log is opened at each look, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
 _PATIENCE = 5.0
+_COLUMNS = ("name", "address", "status", "workers", "threads", "memory", "age", "dashboard")
 
 
-@click.command(name="list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-@in_one_line
+@cml.command(name="list")
+@as_json
 async def list_clusters(as_json: bool) -> None:
     """List the clusters of the project."""
     from dask_cml.records import operations, store
 
     rows = await operations.describe(store.records())
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     if removed := ", ".join(sorted({printable(each.name) for each in store.records(removed=True)})):
         click.echo(f"Deleted in part: {removed}. Stop their sessions: dask cml prune", err=True)
     if not rows:
         click.echo("No clusters. Create one: dask cml create --n-workers 2", err=True)
         return
-    columns = ["name", "address", "status", "workers", "threads", "memory", "age", "dashboard"]
-    print_table(columns, [_cells(columns, row) for row in rows])
+    print_table(_COLUMNS, [[*_cells(row).values()] for row in rows])
 
 
-def _cells(columns: Sequence[str], row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a cluster's row, with the sessions that wait for room."""
     from dask_cml.display.words import waiting
 
-    cells = {column: _shown(column, row[column]) for column in columns}
+    cells = {column: _shown(column, row[column]) for column in _COLUMNS}
     if row["waiting"]:
         words = waiting(row["waiting_for"])
         if row["workers"] is None:
             cells["status"] += f", {words}"
         else:
             cells["workers"] += f" ({row['waiting']} {words})"
-    return [*cells.values()]
+    return cells
 
 
 def _shown(column: str, value: Any) -> str:
@@ -64,51 +63,43 @@ def _shown(column: str, value: Any) -> str:
     return span(value) if column == "age" else str(value)
 
 
-@click.command()
-@click.argument("name", shell_complete=complete_names)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-@in_one_line
+@cml.command()
+@of_cluster
+@as_json
 async def info(name: str, as_json: bool) -> None:
     """Show one cluster: its sessions, worker groups and usage."""
-    from dataclasses import asdict
-
-    from dask_cml.display.words import waiting
-    from dask_cml.naming import DEFAULT_GROUP
     from dask_cml.options import state_directory
     from dask_cml.records import operations, store
 
     record = store.read(name)
-    [row] = await operations.describe([record], timeout=_PATIENCE)
-    row.update(
-        created=record.created,
-        folder=str(state_directory() / name),
-        security=record.security is not None,
-        creator=asdict(record.maker),
-        sessions=dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1]))),
-        owners=record.owners,
-    )
     usage = operations.usage(name, record.id)
+    [row] = await operations.describe([record], timeout=_PATIENCE)
+    row["created"], row["folder"] = record.created, str(state_directory() / name)
+    sessions = dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1])))
     if as_json:
-        groups = {group: asdict(hours) for group, hours in usage.items()}
-        row["usage"] = {"groups": groups, "total": asdict(usage.total)}
-        click.echo(json.dumps(row, indent=2))
+        hours = {group: asdict(each) for group, each in usage.items()}
+        row["usage"] = {"groups": hours, "total": asdict(usage.total)}
+        row |= {"security": record.security is not None, "creator": asdict(record.maker)}
+        print_json(row | {"sessions": sessions, "owners": record.owners})
         return
-    row["creator"] = f"process {record.maker.pid} on {record.maker.host}"
-    row["security"] = "keys of its own" if row["security"] else "none"
-    sessions, owners, present = row.pop("sessions"), row.pop("owners"), row.pop("groups") or {}
-    n, seconds = row.pop("waiting"), row.pop("waiting_for")
-    if n:
-        row["waiting"] = f"{n} {waiting(seconds)}"
-    for key, value in row.items():
-        if key != "problem" or value:
-            _print(key, _shown(key, value))
+    about = _cells(row) | {
+        "problem": row["problem"],
+        "scheduler": row["scheduler"],
+        "created": row["created"],
+        "folder": row["folder"],
+        "security": "none" if record.security is None else "keys of its own",
+        "creator": f"process {record.maker.pid} on {record.maker.host}",
+    }
+    for key, text in about.items():
+        if text:
+            _print(key, text)
     for group, options in {DEFAULT_GROUP: record.options, **record.groups}.items():
-        words = [f"{present[group]} Dask workers"] if group in present else []
         sizes = {each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu")}
-        words += [f"{each}={size:g}" for each, size in sizes.items() if isinstance(size, (int, float))]
-        _print("group", f"{group}  {' '.join(words)}")
+        words = [f"{each}={size:g}" for each, size in sizes.items() if isinstance(size, (int, float))]
+        present = (row["groups"] or {}).get(group)
+        _print("group", f"{group}  {_shown('workers', present)} Dask workers {' '.join(words)}")
     for session, role in sessions.items():
-        owner = f"  ends with the session {owners[session]}" if session in owners else ""
+        owner = f"  ends with the session {record.owners[session]}" if session in record.owners else ""
         _print("session", f"{session}  {role}{owner}")
     for line in repr(usage).splitlines():
         _print("usage", line)
@@ -118,13 +109,12 @@ def _print(key: str, text: str) -> None:
     click.echo(printable(f"{key:<10} {text}"))
 
 
-@click.command()
-@click.argument("name", shell_complete=complete_names)
+@cml.command()
+@of_cluster
 @click.argument("workers", nargs=-1, metavar="[WORKER]...")
 @click.option(
     "-f", "--follow", is_flag=True, help="Print new lines until Ctrl-C, or until the cluster shuts down."
 )
-@in_one_line
 def logs(name: str, workers: Sequence[str], follow: bool) -> None:
     """Print the logs of the scheduler and of all workers, also of workers that have stopped.
 
@@ -153,7 +143,7 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
         click.echo(f"Cluster {name} shut down", err=True)
 
 
-@click.command()
+@cml.command()
 @click.argument("names", nargs=-1, shell_complete=complete_names)
 @click.option(
     "--timeout",
@@ -162,24 +152,20 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
     show_default=True,
     help="Time limit of each check in seconds.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+@as_json
 def doctor(names: Sequence[str], timeout: float, as_json: bool) -> None:
     """Check this environment and running clusters, and print the commands that fix problems.
 
     NAMES are the clusters to check. Default: all of the project. The exit code is 1 if a check fails.
     """
-    from dataclasses import asdict
-    from shutil import get_terminal_size
-
     from dask_cml.doctor import examine
 
-    width = get_terminal_size().columns if sys.stdout.isatty() else None
     findings = []
     for finding in examine(names, timeout):
         findings.append(finding)
         if not as_json:
-            click.echo(finding.render(width))
+            click.echo(finding.render())
     if as_json:
-        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print_json([asdict(finding) for finding in findings])
     if any(finding.state == "wrong" for finding in findings):
         raise click.exceptions.Exit(1)

@@ -9,8 +9,9 @@ import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from dask_cml.doctor import clusters, jupyterlab, packages, session
+from dask_cml.doctor import clusters, packages, session
 from dask_cml.doctor.finding import Finding, dask_command
 
 __all__ = ["Finding", "examine"]
@@ -32,24 +33,21 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
 
     Examples
     --------
-    >>> [finding.state for finding in examine() if finding.name == "dask"]
+    >>> [finding.state for finding in examine() if finding.name == "versions"]
     ['ok']
     """
     # Each check runs in a separate thread, because a call to the platform may hang.
     checks: dict[str, Check] = {
         "platform": session.platform,
-        "key": session.key,
-        "sessions": session.sessions,
         "configuration": session.configuration,
         "state directory": session.state_directory,
         "scratch": session.scratch,
         "versions": packages.versions,
-        "dask": packages.one_dask,
         "image": packages.image,
         "dashboard": packages.dashboard,
         "imports": functools.partial(packages.imports, timeout / 2),
-        "sidebar": jupyterlab.sidebar,
-        "time-outs": jupyterlab.time_outs,
+        "sidebar": packages.sidebar,
+        "time-outs": packages.time_outs,
         # Schedulers get a third of the time to respond, and workers get another third.
         "clusters": functools.partial(clusters.versions, names, timeout / 3),
     }
@@ -71,8 +69,8 @@ def _run(name: str, check: Check, timeout: float) -> list[Finding]:
     concurrent.futures.wait([future], timeout)
     if not future.done():
         again = f"{dask_command()} cml doctor --timeout {3 * timeout:g}"
-        return [Finding(name, "wrong", f"The check did not finish within {timeout:g} s.", again)]
+        return [Finding("wrong", f"The check did not finish within {timeout:g} s.", again, name)]
     if error := future.exception():
-        return [Finding(name, "wrong", f"The check failed: {type(error).__name__}: {error}")]
+        return [Finding("wrong", f"The check failed: {type(error).__name__}: {error}", name=name)]
     result = future.result()
-    return result if isinstance(result, list) else [result]
+    return result if isinstance(result, list) else [replace(result, name=name)]

@@ -6,6 +6,7 @@ import asyncio
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dask_cml.doctor.finding import Finding, dask_command
@@ -38,9 +39,9 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
         try:
             records.append(store.read(name))
         except NoSuchCluster as error:
-            findings.append(Finding(f"cluster {name}", "wrong", f"{error}.", f"{dask_command()} cml list"))
+            findings.append(Finding("wrong", f"{error}.", f"{dask_command()} cml list", f"cluster {name}"))
     findings += asyncio.run(_compare_all(records, timeout))
-    return findings or [Finding("clusters", "ok", "The project has no clusters.")]
+    return findings or [Finding("ok", "The project has no clusters.", name="clusters")]
 
 
 async def _compare_all(records: Sequence[Record], timeout: float) -> list[Finding]:
@@ -48,36 +49,35 @@ async def _compare_all(records: Sequence[Record], timeout: float) -> list[Findin
 
     rows = await operations.describe(records, timeout, patience=timeout)
     comparisons = [_compare(record, row, timeout) for record, row in zip(records, rows, strict=True)]
-    return await asyncio.gather(*comparisons)
+    findings = await asyncio.gather(*comparisons)
+    return [replace(each, name=f"cluster {row['name']}") for each, row in zip(findings, rows, strict=True)]
 
 
 async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Finding:
-    title, name = f"cluster {record.name}", shlex.quote(record.name)
+    from distributed.versions import get_versions
+
+    name = shlex.quote(record.name)
     if row["status"] == "starting":
-        return Finding(title, "ok", "The cluster is starting.")
+        return Finding("ok", "The cluster is starting.")
     if row["workers"] is None:
         words = f"The cluster is {row['status']}: its scheduler does not respond."
-        return Finding(title, "warning", words, f"{dask_command()} cml prune")
+        return Finding("warning", words, f"{dask_command()} cml prune")
     try:
-        scheduler, workers = await asyncio.wait_for(_ask(record, timeout), timeout)
-    except asyncio.TimeoutError:
-        words = f"Some processes of the cluster did not report their versions within {timeout:.0f} s."
-        return Finding(
-            title, "warning", words, f"{dask_command()} cml doctor --timeout {9 * timeout:g} {name}"
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        return Finding(title, "warning", f"The scheduler does not report its versions: {error}")
-    differences = compare(_own(), scheduler, workers)
-    if differences:
+        found = await asyncio.wait_for(_ask(record, timeout), timeout)
+    except (OSError, ValueError, RuntimeError, asyncio.TimeoutError) as error:
+        words = f"The cluster did not report all versions within {timeout:.0f} s: {error!r}."
+        command = f"{dask_command()} cml doctor --timeout {9 * timeout:g} {name}"
+        return Finding("warning", words, command)
+    if differences := compare(get_versions()["packages"], found):
         words = f"{' '.join(differences)} Delete the cluster, and create it again."
-        return Finding(title, "warning", words, f"{dask_command()} cml delete {shlex.quote(name)}")
-    if silent := row["workers"] - len(workers):
-        return Finding(title, "warning", f"{silent} of {row['workers']} workers do not respond.")
-    words = f"The scheduler and all workers ({len(workers)}) run the same versions as this process."
-    return Finding(title, "ok", words)
+        return Finding("warning", words, f"{dask_command()} cml delete {name}")
+    if silent := row["workers"] + 1 - len(found):
+        return Finding("warning", f"{silent} of {row['workers']} workers do not respond.")
+    return Finding("ok", f"The scheduler and all workers ({len(found) - 1}) run this process's versions.")
 
 
-async def _ask(record: Record, timeout: float) -> tuple[Versions, list[Versions]]:
+async def _ask(record: Record, timeout: float) -> list[Versions]:
+    """Return the versions in the scheduler, and in each worker that responds."""
     from dask_cml.sessions.tls import connected
 
     assert record.scheduler.address is not None
@@ -85,45 +85,31 @@ async def _ask(record: Record, timeout: float) -> tuple[Versions, list[Versions]
         own = await comm.ask("versions", timeout)
         workers = await comm.ask("broadcast", timeout, msg={"op": "versions"}, on_error="ignore")
     try:
-        return _shared(own), [_shared(each) for each in workers.values()]
+        found = [each["packages"] for each in (own, *workers.values())]
+        return [{name: str(packages.get(name))[:50] for name in _SHARED} for packages in found]
     except (TypeError, KeyError, AttributeError):
         raise ValueError("its answer is invalid") from None
 
 
-def _shared(answer: Any) -> Versions:
-    packages = answer["packages"]
-    return {each: packages.get(each) and str(packages[each])[:50] for each in _SHARED}
-
-
-def _own() -> Versions:
-    from distributed.versions import get_versions
-
-    return get_versions()["packages"]
-
-
-def compare(here: Versions, scheduler: Versions, workers: Sequence[Versions]) -> list[str]:
+def compare(here: Versions, there: Sequence[Versions]) -> list[str]:
     """Return a sentence for each package that has different versions in a cluster and in this process.
 
     Parameters
     ----------
     here : mapping of str to str
         Versions in this process by the package's name, from `distributed.versions.get_versions`.
-    scheduler : mapping of str to str
-        Versions in the scheduler.
-    workers : sequence of mapping
-        Versions in each worker.
+    there : sequence of mapping
+        Versions in the scheduler and in each worker.
 
     Examples
     --------
-    >>> compare({"dask": "2026.8.0"}, {"dask": "2024.5.0"}, [{"dask": "2024.5.0"}])
-    ['dask is 2026.8.0 here, 2024.5.0 in the scheduler, 2024.5.0 in 1 worker.']
+    >>> compare({"dask": "2026.8.0"}, [{"dask": "2024.5.0"}, {"dask": "2024.5.0"}])
+    ['dask is 2026.8.0 here, and 2024.5.0 in 2 processes of the cluster.']
     """
     sentences = []
     for package in _SHARED:
-        there = Counter(worker.get(package) for worker in workers)
-        if {scheduler.get(package), *there} == {here.get(package)}:
-            continue
-        counted = [f"{version} in {n} worker{'s' * (n != 1)}" for version, n in there.items()]
-        told = [f"{here.get(package)} here", f"{scheduler.get(package)} in the scheduler", *counted]
-        sentences.append(f"{package} is {', '.join(told)}.")
+        found = Counter(each.get(package) for each in there)
+        if {*found} != {here.get(package)}:
+            counted = ", ".join(f"{version} in {n} process{'es' * (n != 1)}" for version, n in found.items())
+            sentences.append(f"{package} is {here.get(package)} here, and {counted} of the cluster.")
     return sentences

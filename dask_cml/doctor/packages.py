@@ -1,23 +1,22 @@
-"""Check the installed packages."""
+"""Check the installed packages, and JupyterLab: its Dask sidebar and its idle time-outs."""
 
 from __future__ import annotations
 
-import signal
+import concurrent.futures
+import os
+import shlex
 import site
 import subprocess
 import sys
 import textwrap
-import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dask_cml.doctor.finding import Finding, pip_command
-from dask_cml.doctor.session import in_session
+from dask_cml.doctor.session import in_session, launches_sessions
 
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
-
+_DASK = ("dask", "distributed")
 #: Sessions of the project may fail to start if the home folder contains other versions of these packages.
 _OF_THE_IMAGE = (
     "ipykernel",
@@ -37,6 +36,9 @@ BREAKS = ("3.7", "2025.3.0", "the profile panes"), ("3.9", "2026.3.0", "performa
 _IMPORTED = ("bokeh", "numba", "pandas", "pyarrow")
 _LONGEST_REASON = 300
 
+_SERVER_EXTENSIONS = ("dask_labextension", "dask_cml.jupyter")
+_TIME_OUTS = ("JUPYTER_KERNEL_TIMEOUT_SECONDS", 3600), ("JUPYTER_SERVER_TIMEOUT_SECONDS", 300)
+
 
 def version(package: str) -> str | None:
     """Return the version of an installed package, or None."""
@@ -46,64 +48,53 @@ def version(package: str) -> str | None:
         return None
 
 
-def versions() -> Finding:
-    """Check that the requirements of dask-cml, dask and distributed are installed."""
-    unmet = {
-        f"{each.name}{each.specifier}": f"{owner} needs {each.name}{each.specifier}, {_found(each)}"
-        for owner in ("dask-cml", "distributed", "dask")
-        for each in _requirements(owner)
-        if not _fits(each)
-    }
-    if unmet:
-        return Finding("versions", "wrong", f"{'; '.join(unmet.values())}.", pip_command("install", *unmet))
-    there = (f"{name} {version(name)}" for name in ("dask-cml", "dask", "distributed", "cloudpickle"))
-    python = ".".join(map(str, sys.version_info[:3]))
-    supported = next(each.specifier for each in _requirements("dask-cml") if each.name == "distributed")
-    words = f"Python {python}, {', '.join(there)}. dask-cml supports distributed{supported}."
-    return Finding("versions", "ok", words)
-
-
-def _requirements(package: str, extra: str = "") -> list[Requirement]:
-    """Return the requirements of a package, or the additional requirements of one of its extras."""
+def unmet(package: str, extra: str = "") -> dict[str, str]:
+    """Return the unmet requirements of a package or one of its extras, each with what is installed."""
     from packaging.requirements import Requirement
 
-    try:
-        every = map(Requirement, metadata.requires(package) or ())
-    except metadata.PackageNotFoundError:
-        return []
-
-    def applies(requirement: Requirement, extra: str) -> bool:
-        return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-
-    return [each for each in every if applies(each, extra) and not (extra and applies(each, ""))]
-
-
-def _fits(requirement: Requirement) -> bool:
-    there = version(requirement.name)
-    return there is not None and requirement.specifier.contains(there, prereleases=True)
+    found = {}
+    for each in map(Requirement, metadata.requires(package) or ()):
+        there = version(each.name)
+        fits = there is not None and each.specifier.contains(there, prereleases=True)
+        if not fits and (each.marker is None or each.marker.evaluate({"extra": extra})):
+            found[f"{each.name}{each.specifier}"] = (
+                f"{each.name} {f'{there} is' if there else 'is not'} installed"
+            )
+    return found
 
 
-def _found(requirement: Requirement) -> str:
-    there = version(requirement.name)
-    return f"{requirement.name} {there} is installed" if there else f"{requirement.name} is not installed"
+def versions() -> Finding:
+    """Check that the requirements of dask-cml, dask and distributed are installed."""
+    missing = {
+        requirement: f"{owner} needs {requirement}, {found}"
+        for owner in ("dask-cml", "distributed", "dask")
+        if version(owner)
+        for requirement, found in unmet(owner).items()
+    }
+    if missing:
+        return Finding("wrong", f"{'; '.join(missing.values())}.", pip_command("install", *missing))
+    there = (f"{name} {version(name)}" for name in ("dask-cml", "dask", "distributed", "cloudpickle"))
+    return Finding("ok", f"Python {sys.version.split()[0]}, {', '.join(there)}.")
 
 
-def one_dask() -> Finding:
-    """Check that no second dask or distributed takes precedence over the image's."""
-    several = {name: found for name in ("dask", "distributed") if len(found := _copies(name)) > 1}
-    if not several:
-        return Finding("dask", "ok", "One dask and one distributed are installed.")
-    words = []
-    for name, copies in several.items():
-        (used, used_version), *hidden = copies.items()
-        others = ", ".join(f"{other} in {folder}" for folder, other in hidden)
-        words.append(f"{name} {used_version} in {used} takes precedence over {others}.")
-    in_home = [name for name, copies in several.items() if next(iter(copies)) == _user_site()]
-    if not in_home:
-        return Finding("dask", "warning", " ".join(words))
+def image() -> Finding:
+    """Check that no second copies of Dask, nor in sessions of what the image holds, take precedence."""
+    words, removable = [], []
+    home = Path(site.getusersitepackages()).resolve()
+    for name in (*_DASK, *(_OF_THE_IMAGE if in_session() else ())):
+        copies = _copies(name)
+        if len(copies) > 1:
+            (used, first), *hidden = copies.items()
+            others = ", ".join(f"{other} in {folder}" for folder, other in hidden)
+            words.append(f"{name} {first} in {used} takes precedence over {others}.")
+            removable += [name] * (used == home)
+    if not words:
+        return Finding("ok", "No package takes precedence over the image's own.")
+    if not removable:
+        return Finding("warning", " ".join(words))
     # pip removes the first copy on the path: a second run would remove the image's.
-    words.append("Run this command once: it removes the copy in your home folder.")
-    return Finding("dask", "warning", " ".join(words), pip_command("uninstall", "--yes", *in_home))
+    words.append("Sessions may fail. Run this command once: it removes the copies in your home folder.")
+    return Finding("warning", " ".join(words), pip_command("uninstall", "--yes", *removable))
 
 
 def _copies(package: str) -> dict[Path, str]:
@@ -112,27 +103,6 @@ def _copies(package: str) -> dict[Path, str]:
     for found in metadata.distributions(name=package):
         copies.setdefault(Path(str(found.locate_file(""))).resolve(), found.version)
     return copies
-
-
-def _user_site() -> Path:
-    return Path(site.getusersitepackages()).resolve()
-
-
-def image() -> Finding:
-    """Check that the home folder contains no copies of packages that kernels and JupyterLab use."""
-    if not in_session():
-        return Finding("image", "ok", "Only CML sessions have a runtime image.")
-    there = {
-        name: copies[_user_site()] for name in _OF_THE_IMAGE if _user_site() in (copies := _copies(name))
-    }
-    if not there:
-        return Finding("image", "ok", "Kernels and JupyterLab use the image's own packages.")
-    listed = ", ".join(f"{name} {found}" for name, found in there.items())
-    words = (
-        f"{_user_site()} contains {listed}. Sessions of the project may fail to start with these. "
-        "Run this command once: it removes the copies in your home folder."
-    )
-    return Finding("image", "warning", words, pip_command("uninstall", "--yes", *there))
 
 
 def dashboard() -> Finding:
@@ -144,14 +114,14 @@ def dashboard() -> Finding:
     breaks = {since: part for since, until, part in BREAKS if Version(distributed) < Version(until)}
     supported = SpecifierSet(",".join([f">={OLDEST_BOKEH}", *(f"<{since}" for since in [*breaks][:1])]))
     if bokeh and supported.contains(bokeh, prereleases=True):
-        return Finding("dashboard", "ok", f"bokeh {bokeh} works with distributed {distributed}.")
+        return Finding("ok", f"bokeh {bokeh} works with distributed {distributed}.")
     if not bokeh:
         words = "bokeh is not installed. Without it, schedulers have no dashboard."
     elif broken := [part for since, part in breaks.items() if Version(bokeh) >= Version(since)]:
         words = f"bokeh {bokeh} is too new for distributed {distributed}: {' and '.join(broken)} fail."
     else:
         words = f"bokeh {bokeh} is too old. Schedulers have no dashboard before bokeh {OLDEST_BOKEH}."
-    return Finding("dashboard", "warning", words, pip_command("install", f"bokeh{supported}"))
+    return Finding("warning", words, pip_command("install", f"bokeh{supported}"))
 
 
 def imports(timeout: float) -> Finding:
@@ -160,46 +130,70 @@ def imports(timeout: float) -> Finding:
     Parameters
     ----------
     timeout : float
-        Time limit of all imports together, in seconds.
+        Time limit of each import, in seconds.
     """
-    deadline = time.monotonic() + timeout
-    processes = {name: _begin_import(name) for name in _IMPORTED if version(name)}
-    reasons = {name: _why_it_failed(process, deadline) for name, process in processes.items()}
-    failed = {name: reason for name, reason in reasons.items() if reason}
+    names = [name for name in _IMPORTED if version(name)]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        reasons = threads.map(lambda name: _why_it_fails(name, timeout), names)
+    failed = {name: why for name, why in zip(names, reasons, strict=True) if why}
     if not failed:
-        return Finding("imports", "ok", f"Python can import {', '.join(processes) or 'all packages'}.")
+        return Finding("ok", f"Python can import {', '.join(names)}.")
     words = " ".join(f"{name} {version(name)} fails to import: {why}." for name, why in failed.items())
-    bounds = [each for each in _requirements("dask-cml", "notebooks") if each.name in failed]
-    mending = [f"{each.name}{each.specifier}" for each in bounds if not _fits(each)]
-    return Finding("imports", "warning", words, pip_command("install", *mending) if mending else None)
+    mending = [each for each in unmet("dask-cml", "notebooks") if each.startswith((*failed,))]
+    return Finding("warning", words, pip_command("install", *mending) if mending else None)
 
 
-def _begin_import(name: str) -> subprocess.Popen[str]:
+def _why_it_fails(name: str, timeout: float) -> str | None:
     command, output = [sys.executable, "-c", f"import {name}"], subprocess.PIPE
-    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, errors="replace")
-
-
-def _why_it_failed(process: subprocess.Popen[str], deadline: float) -> str | None:
     try:
-        output, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+        subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=timeout, check=True)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         return "the import timed out"
-    if process.returncode < 0:
-        return f"it crashed ({signal.strsignal(-process.returncode)})"
-    if process.returncode == 0:
-        return None
-    last = output.strip().rpartition("\n")[2] or f"exit code {process.returncode}"
-    return textwrap.shorten(last, _LONGEST_REASON).rstrip(".")
+    except subprocess.CalledProcessError as error:
+        last = error.stdout.decode(errors="replace").strip().rpartition("\n")[2]
+        return textwrap.shorten(last or str(error), _LONGEST_REASON).rstrip(".")
+    return None
 
 
-def optional(name: str, extra: str, without: str) -> Finding:
-    """Check that the packages of an extra are installed."""
-    needed = [each for each in _requirements("dask-cml", extra) if each.name != "dask-cml"]
-    missing = {f"{each.name}{each.specifier}": _found(each) for each in needed if not _fits(each)}
-    if not missing:
-        there = ", ".join(f"{each.name} {version(each.name)}" for each in needed)
-        return Finding(name, "ok", f"{there}.")
-    words = f"{'; '.join(missing.values())}. {without}"
-    return Finding(name, "warning", words, pip_command("install", *missing))
+def sidebar() -> Finding:
+    """Check that JupyterLab's Dask sidebar is installed and enabled."""
+    if version("jupyterlab") is None:
+        return Finding("ok", "JupyterLab is not installed, so no sidebar is needed.")
+    if missing := unmet("dask-cml", "jupyter"):
+        words = f"{'; '.join(missing.values())}. JupyterLab shows no Dask sidebar without these packages."
+        return Finding("warning", words, pip_command("install", *missing))
+    from jupyter_core.paths import jupyter_config_path
+    from jupyter_server.extension.config import ExtensionConfigManager
+
+    path = jupyter_config_path()
+    enabled = ExtensionConfigManager(read_config_path=path).get_jpserver_extensions()
+    off = [name for name in _SERVER_EXTENSIONS if not enabled.get(name)]
+    if not off:
+        return Finding("ok", "The Dask sidebar is installed, and the Jupyter server enables it.")
+    words = (
+        f"The Jupyter server's configuration does not enable {' and '.join(off)}. "
+        "Run this command, and start a new session."
+    )
+    return Finding("warning", words, _enable(off, path[0]))
+
+
+def _enable(extensions: Sequence[str], directory: str) -> str:
+    # `jupyter server extension enable` does not find the extensions that pip installed into ~/.local.
+    settings = {"ServerApp": {"jpserver_extensions": dict.fromkeys(extensions, True)}}
+    code = (
+        "from jupyter_server.config_manager import BaseJSONConfigManager as Manager; "
+        f'Manager(config_dir="{directory}").update("jupyter_server_config", {settings})'
+    ).replace("'", '"')
+    return shlex.join([sys.executable, "-c", code])
+
+
+def time_outs() -> Finding:
+    """Report the idle time-outs of JupyterLab. When it shuts down, the session and its workers stop."""
+    if version("jupyterlab") is None or not launches_sessions():
+        return Finding("ok", "Only JupyterLab on CML shuts down when it is idle.")
+    values = [f"{name} ({os.environ.get(name) or f'by default {value}'})" for name, value in _TIME_OUTS]
+    words = (
+        f"JupyterLab shuts down kernels, and then the session with its workers, after {' and '.join(values)} "
+        "seconds. Set both as environment variables of the project."
+    )
+    return Finding("warning", words)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dask_cml.options.table import Option
-from dask_cml.options.texts import pairs, words
-from dask_cml.options.unattended import offered_options
+from dask_cml.options.unattended import offered_options, typed
 
 #: The keys of the options that most clusters need.
 _USUAL = ("name", "n-workers", "cpu", "memory", "nvidia-gpu", "idle-timeout")
@@ -39,22 +38,12 @@ def arguments(texts: Mapping[str, str]) -> dict[str, Any]:
     known = {option.argument: option for option in offered_options()}
     if unknown := sorted(texts.keys() - known.keys()):
         raise ValueError(f"invalid option {unknown[0]!r}: expected one of {', '.join(known)}")
-    found = {name: texts.get(name) == _YES for name, option in known.items() if option.kind == "boolean"}
-    for name, text in texts.items():
-        if text.strip() and known[name].kind != "boolean":
-            try:
-                found[name] = _value(known[name], text.strip())
-            except ValueError as error:
-                raise ValueError(f"invalid {name}: {error}") from None
-    return found
-
-
-def _value(option: Option, text: str) -> Any:
-    if option.kind == "array":
-        return words(text)
-    if option.kind == "object":
-        return pairs(option.argument, [line.strip() for line in text.splitlines() if line.strip()])
-    try:
-        return {"integer": int, "number": float}.get(option.kind, str)(text)
-    except ValueError:
-        return text  # CMLCluster raises the error
+    given: dict[str, Any] = {}
+    for name, option in known.items():
+        text = texts.get(name, "").strip()
+        if option.kind == "boolean":
+            given[name] = text == _YES
+        elif text:
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            given[name] = lines if option.kind == "object" else text
+    return typed(given)

@@ -17,7 +17,7 @@ from simulated.process import SimulatedProcess
 from simulated.world import World
 
 from dask_cml import CMLCluster, CMLError
-from dask_cml.cli import change, group
+from dask_cml.cli import change
 from dask_cml.observers import EXPECTED, Observers
 from dask_cml.records import operations, store
 
@@ -227,17 +227,17 @@ class Command(Actor):
         await _program_of(change.scale)(NAME, n, group, 120.0)
 
     async def _adapt(self, minimum: int, maximum: int, group: str) -> None:
-        adapting = asyncio.ensure_future(change._adapt(NAME, minimum, maximum, group))
+        adapting = asyncio.ensure_future(_program_of(change.adapt)(NAME, minimum, maximum, group))
         await asyncio.wait([adapting], timeout=5.0)
         adapting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await adapting
 
     async def _add(self, name: str, n: int) -> None:
-        await _program_of(group.add)(NAME, name, 120.0, n_workers=n)
+        await _program_of(change.add_group)(NAME, name, 120.0, n_workers=str(n))
 
     async def _delete_group(self, name: str) -> None:
-        await _program_of(group.delete)(NAME, name)
+        await _program_of(change.delete_group)(NAME, name)
 
     async def _delete(self) -> None:
         removed = {record.name: record for record in store.records(removed=True)}
@@ -256,6 +256,6 @@ class Command(Actor):
 
 
 def _program_of(command: click.Command) -> Callable[..., Coroutine[Any, Any, None]]:
-    """Return the coroutine function of a command, without its loop."""
-    program: Callable[..., Coroutine[Any, Any, None]] = command.callback.__wrapped__  # type: ignore[union-attr]
+    """Return the coroutine function of a command."""
+    program: Callable[..., Coroutine[Any, Any, None]] = command.callback  # type: ignore[assignment]
     return program
