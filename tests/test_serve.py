@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 import dask
 import psutil
 import pytest
+from clusters import sessions
 from conftest import PATIENCE, configured
 from distributed import Client
 from served import PageServer
@@ -352,7 +353,7 @@ def test_options_of_another_shape_in_a_record_are_left_out():
     described = views.recorded(Record("a", options={"resources": 3}), None, None)
     assert described["groups"][0]["resources"] == {}
     scheduler = SchedulerState(app_url="javascript:alert(1)")
-    [session] = views.recorded_sessions(Record("a", scheduler=scheduler, sessions={"s": "scheduler"}))
+    [session] = views.recorded_sessions(Record("a", scheduler=scheduler, launches=sessions(s="scheduler")))
     assert session["link"] is None
 
 

@@ -188,8 +188,8 @@ def status_of(record: Record, finding: Finding) -> str:
 def _waiting(record: Record, arrived: Collection[str]) -> dict[str, float | None]:
     """Describe the sessions that wait for room, as far as their managers have recorded it."""
     present = {read_name(record.name, worker) for worker in arrived} - {None}
-    keys = {each: record.sessions[each] for each in record.waiting.keys() & record.sessions.keys()}
-    since = [record.waiting[each] for each, key in keys.items() if read_name(record.name, key) not in present]
+    waiting = [each for each in record.launches.values() if each.waits]
+    since = [each.launched for each in waiting if read_name(record.name, each.key) not in present]
     return {"waiting": len(since), "waiting_for": max(0.0, time.time() - min(since)) if since else None}
 
 
@@ -208,10 +208,10 @@ def usage(name: str, id: str | None = None) -> Usage:
     NoSuchCluster
         If the cluster does not exist any more, or another one has its name.
     """
-    record = store.read(name)
+    record = store.read(name, ended=True)
     if id not in (None, record.id):
         raise NoSuchCluster(name, tuple(each.name for each in store.records()))
-    return usage_of(record, store.read_ended(record), time.time())
+    return usage_of(record, time.time())
 
 
 def session_logs(record: Record) -> SessionLogs:

@@ -16,7 +16,7 @@ from distributed.security import Security
 
 from dask_cml.checks import is_session_id
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.records.session_files import RecordedSessions
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.owner import this_session, this_user
 
 VERSION = 2
@@ -145,7 +145,7 @@ class SchedulerState:
 
 
 @dataclass(frozen=True)
-class Record(RecordedSessions):
+class Record:
     """All that other processes need to find a cluster, and to manage it.
 
     It contains no secrets of the cluster, only the paths of its keys. The cluster's creator writes the fields
@@ -170,18 +170,10 @@ class Record(RecordedSessions):
         The version of the format.
     scheduler : SchedulerState
         What the scheduler has written.
-    sessions : mapping of str to str
-        For the id of each session, its key: the name of its worker, or ``"scheduler"``.
-    owners : mapping of str to str
-        For the id of each session, the id of the session with which it ends, if that is known.
-    launched : mapping of str to int
-        For the id of each session, the time of its launch, in seconds since 1970.
-    waiting : mapping of str to int
-        The same, for the sessions that wait for room.
-    began : mapping of str to int
-        For the id of each session that has waited for room, the end of its wait, in seconds since 1970.
-    sizes : mapping of str to SessionSize
-        For the id of each session, its size, if that is known.
+    launches : mapping of str to Launch
+        The sessions that run or wait for room, by id, the oldest first.
+    ended : mapping of str to Launch
+        The sessions that have ended, if they were read, too.
     """
 
     name: str
@@ -192,6 +184,18 @@ class Record(RecordedSessions):
     security: Mapping[str, str] | None = None
     version: int = VERSION
     scheduler: SchedulerState = field(default_factory=SchedulerState)
+    launches: Mapping[str, Launch] = field(default_factory=dict)
+    ended: Mapping[str, Launch] = field(default_factory=dict)
+
+    @property
+    def sessions(self) -> dict[str, str]:
+        """For the id of each session, its key: the name of its worker, or ``"scheduler"``."""
+        return {session: launch.key for session, launch in self.launches.items()}
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """For the id of each session, the id of the session with which it ends, if that is known."""
+        return {session: each.owner for session, each in self.launches.items() if each.owner is not None}
 
     @property
     def groups(self) -> dict[str, Mapping[str, Any]]:

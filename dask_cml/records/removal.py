@@ -55,7 +55,7 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
         with contextlib.suppress(OSError, NotPrivate):
             names = session_files.names_in(folder, descriptor)
             found, _ = session_files.parse_all(names, folder.name)
-            sessions = dict(found.sessions)
+            sessions = {session: launch.key for session, launch in found.items()}
         make_folder(aside)
         for _ in range(_TRIES):  # a session may write its log meanwhile
             for entry in {*_entries(descriptor)} - {REMOVED_FILE}:

@@ -214,17 +214,17 @@ def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
 
 def recorded_sessions(record: Record) -> list[dict[str, Any]]:
     """Describe a cluster's sessions from its record."""
-    sessions = sorted(record.sessions.items(), key=lambda each: (each[1] != SCHEDULER, each[1]))
+    sessions = sorted(record.launches.values(), key=lambda each: (each.key != SCHEDULER, each.key))
     now, described = time.time(), []
-    for session, key in sessions:
-        size, is_scheduler = record.sizes.get(session), key == SCHEDULER
+    for session in sessions:
+        size, is_scheduler = session.size, session.key == SCHEDULER
         described.append(
             {
                 "role": "scheduler" if is_scheduler else "worker",
-                "name": f"{record.name}-scheduler" if is_scheduler else key,
-                "id": session,
+                "name": f"{record.name}-scheduler" if is_scheduler else session.key,
+                "id": session.id,
                 "status": "unknown",
-                "age": now - record.launched.get(session, now),
+                "age": now - session.launched,
                 "cpu": size and size.cpu,
                 "memory": size and size.memory,
                 "nvidia_gpu": size and size.nvidia_gpu,
