@@ -212,7 +212,7 @@ class Record:
         TypeError
             If JSON cannot represent the options.
         """
-        own = {name: getattr(self, name) for name in _own_fields()}
+        own = {name: getattr(self, name) for name in _CHECKS}
         return json.dumps({**own, "maker": asdict(self.maker)})
 
     @classmethod
@@ -229,9 +229,9 @@ class Record:
             raise ValueError("it is not the record of a cluster")
         if content["version"] > VERSION:
             raise ValueError(f"a newer dask-cml wrote it, in format {content['version']}: upgrade dask-cml")
-        own = {key: content[key] for key in _own_fields() if key in content}
-        if missing := {*_own_fields()} - own.keys():
+        if missing := _CHECKS.keys() - content.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        own = {key: content[key] for key in _CHECKS}
         for key, value in own.items():
             if not _CHECKS[key](value):
                 raise ValueError(f"its {key} is invalid: {repr(value)[:100]}")
@@ -264,11 +264,6 @@ def _of_version_1(content: Mapping[str, Any]) -> SchedulerState:
     found = {name: content.get(there) for name, there in {**names, "app_url": "app_url"}.items()}
     texts: dict[str, Any] = {name: each for name, each in found.items() if isinstance(each, str)}
     return SchedulerState(**texts)
-
-
-def _own_fields() -> list[str]:
-    """Return the names of the fields that the creator writes."""
-    return [*_CHECKS]
 
 
 def _is_text_or_none(value: object) -> bool:

@@ -98,7 +98,7 @@ def claim(record: Record, wanted: Mapping[str, Any]) -> Path:
         try:
             os.rename(made, folder)  # replaces only an empty folder
         except OSError:
-            if removal.clear(folder, removal.is_half_done) is None:
+            if removal.clear(folder, _is_half_removed) is None:
                 raise
             os.rename(made, folder)
     except OSError as error:
@@ -246,6 +246,12 @@ def _id_in(folder: Path, descriptor: int) -> str | None:
         with contextlib.suppress(OSError, ValueError, RecursionError, NotPrivate):
             return Record.from_json(read_file(folder / file, descriptor)).id
     return None
+
+
+def _is_half_removed(descriptor: int) -> bool:
+    """Return whether a process has started to remove the folder. It may have died meanwhile."""
+    names = removal.entries(descriptor)
+    return REMOVED_FILE in names and RECORD_FILE not in names
 
 
 def _folder(name: str) -> Path:
