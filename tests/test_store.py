@@ -205,12 +205,6 @@ def test_a_name_that_leads_elsewhere_is_refused(state, name):
         remove(name)
 
 
-def test_a_name_that_is_too_long_for_the_file_system_is_refused(state):
-    with pytest.raises(ValueError, match="expected a folder's name"):
-        claim(Record("雲" * 100))
-    assert os.listdir(state) == []
-
-
 # -- claims
 
 

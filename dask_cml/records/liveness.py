@@ -96,12 +96,16 @@ async def judge(
     """
     records = [*records]
     findings = await look(records, timeout=timeout, patience=patience)
-    gone = [r for r in records if r.scheduler.address is not None and not findings[r.name].reachable]
-    ended = await _ended(gone, timeout, api)
-    for record in gone:
-        findings[record.name] = await _judge_unreachable(record, ended)
+    gone = {
+        record.name: record
+        for record in records
+        if record.scheduler.address is not None and not findings[record.name].reachable
+    }
+    ended = await _ended(gone.values(), timeout, api)
     for record in records:
         finding, maker = findings[record.name], record.maker
+        if record.name in gone:
+            findings[record.name] = finding = await _judge_unreachable(record, ended)
         lives = await asyncio.to_thread(maker.lives)
         if record.scheduler.address is None and lives is False:
             findings[record.name] = Finding(State.DEAD, "its creator ended before its scheduler answered")

@@ -53,7 +53,7 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
         await _claim(record, wanted)
         return
     except ClusterExists:
-        old = await asyncio.to_thread(_read, record.name)
+        old = await asyncio.to_thread(store.find, record.name)
         if old is None:
             raise
         finding = (await liveness.judge([old], api=api))[old.name]
@@ -107,16 +107,9 @@ async def wait_until_running(name: str, timeout: float) -> Record:
         await asyncio.sleep(_LOOK_INTERVAL)
 
 
-def _read(name: str) -> Record | None:
-    try:
-        return store.read(name)
-    except NoSuchCluster:
-        return None
-
-
 def current(record: Record) -> Record | None:
     """Return a cluster's record as it is now. Return None if the cluster was deleted."""
-    now = _read(record.name)
+    now = store.find(record.name)
     return now if now is not None and now.id == record.id else None
 
 

@@ -104,8 +104,6 @@ def claim(record: Record, wanted: Mapping[str, Any]) -> Path:
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise ClusterExists(record.name) from None
-        if error.errno in (errno.ENAMETOOLONG, errno.EINVAL):
-            raise ValueError(f"invalid name={record.name!r}: expected a folder's name: {error}") from None
         raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -160,7 +158,7 @@ def write_sessions(changes: Changes, name: str, *, id: str) -> None:
             return there and os.path.samestat(os.stat(folder), os.fstat(descriptor))
 
     if not _until_settled(attempt, folder):
-        raise NoSuchCluster(name, _names())
+        raise NoSuchCluster(name, tuple(each.name for each in records()))
 
 
 def read(name: str, *, ended: bool = False) -> Record:
@@ -178,11 +176,17 @@ def read(name: str, *, ended: bool = False) -> Record:
     NoSuchCluster
         If it does not exist. The message lists the names of the existing clusters.
     """
+    record = find(name, ended=ended)
+    if record is None:
+        raise NoSuchCluster(name, tuple(each.name for each in records()))
+    return record
+
+
+def find(name: str, *, ended: bool = False) -> Record | None:
+    """Do the same as :func:`read`, but return None if the cluster does not exist."""
     with contextlib.suppress(ValueError):
-        record = _load(_folder(name), ended=ended)
-        if record is not None:
-            return record
-    raise NoSuchCluster(name, _names())
+        return _load(_folder(name), ended=ended)
+    return None
 
 
 def records(*, removed: bool = False) -> list[Record]:
@@ -258,10 +262,6 @@ def _folder(name: str) -> Path:
     if not name or name.startswith(".") or "/" in name or "\0" in name:
         raise ValueError(f"invalid name={name!r}: expected the name of a cluster")
     return state_directory() / name
-
-
-def _names() -> tuple[str, ...]:
-    return tuple(record.name for record in records())
 
 
 def _folders() -> list[str]:
