@@ -113,7 +113,7 @@ def names_in(folder: Path, descriptor: int, of: str = SESSIONS_FOLDER) -> list[s
 
 
 def write(changes: Changes, cluster: str, folder: Path, descriptor: int) -> None:
-    """Create and rename files of a cluster's sessions. Ignore files that exist, or are gone, already.
+    """Create, move and remove files of a cluster's sessions. Ignore files that exist, or are gone, already.
 
     Parameters
     ----------

@@ -80,7 +80,7 @@ def claim(record: Record, wanted: Mapping[str, Any]) -> Path:
     CMLError
         If the record exceeds a megabyte, so that no process would read it.
     ValueError
-        If a folder cannot have this name.
+        If no cluster can have this name.
     NotPrivate
         If the state directory belongs to another user, or others can write to it.
     """
@@ -198,7 +198,16 @@ def records(*, removed: bool = False) -> list[Record]:
         Whether to read the clusters instead whose removal has begun. Its process may have died meanwhile.
     """
     file = REMOVED_FILE if removed else RECORD_FILE
-    found = (_load(state_directory() / name, file) for name in sorted(_folders()))
+    directory = state_directory()
+    try:
+        check_folder(directory)
+        names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
+    except NotPrivate as error:
+        _report_open(error)
+        return []
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = (_load(directory / name, file) for name in names)
     return [record for record in found if record is not None]
 
 
@@ -264,18 +273,6 @@ def _folder(name: str) -> Path:
     return state_directory() / name
 
 
-def _folders() -> list[str]:
-    directory = state_directory()
-    try:
-        check_folder(directory)
-        return [name for name in os.listdir(directory) if not name.startswith(".")]
-    except NotPrivate as error:
-        _report_open(error)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    return []
-
-
 def _load(folder: Path, file: str = RECORD_FILE, *, ended: bool = False) -> Record | None:
     """Read the record in a folder. Return None if the folder contains no valid record."""
     try:
@@ -338,20 +335,16 @@ def _until_settled(attempt: Callable[[], T], folder: Path) -> T | None:
     OSError
         If the file system fails.
     """
-    stale: OSError | None = None
-    for _ in range(_TRIES):
+    for tries_left in reversed(range(_TRIES)):
         try:
             return attempt()
         except (FileNotFoundError, NotADirectoryError):
-            if not folder.is_dir():
+            if not tries_left or not folder.is_dir():
                 return None
         except OSError as error:
-            if error.errno != errno.ESTALE:  # the file was replaced while it was read
+            if not tries_left or error.errno != errno.ESTALE:  # the file was replaced while it was read
                 raise
-            stale = error
         time.sleep(_PAUSE)
-    if stale is not None:
-        raise stale
     return None
 
 
