@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,30 +64,35 @@ def name_of(session: dict[str, Any]) -> str:
     return session["name"].rpartition(" ")[0]
 
 
-def write_record(record: Record, directory: Path | None = None) -> Path:
+def sessions(**keys: str) -> dict[str, Launch]:
+    """Return the sessions of a record, from the keys by id."""
+    return {id: Launch(id, key, None, LAUNCHED) for id, key in keys.items()}
+
+
+def write_record(record: Record) -> Path:
     """Write a record with what its scheduler and its sessions would have written. Return its folder."""
-    folder = store.claim(record, {"groups": record.scheduler.groups}, directory)
+    folder = store.claim(record, {"groups": record.scheduler.groups})
     if record.scheduler.address is not None:
         write_scheduler(record, folder)
-    launches = [
-        Launch(id, key, record.owners.get(id), record.launched.get(id, LAUNCHED), record.sizes.get(id))
-        for id, key in record.sessions.items()
-    ]
-    changes = Changes(launches, waiting=[*record.waiting], began=record.began)
-    store.write_sessions(changes, record.name, directory, id=record.id)
+    launches = [*record.launches.values()]
+    changes = Changes(
+        [replace(each, waits=False, began=None) for each in launches],
+        waiting=[each.id for each in launches if each.waits],
+        began={each.id: each.began for each in launches if each.began},
+    )
+    store.write_sessions(changes, record.name, id=record.id)
     return folder
 
 
-def launch(directory: Path | None, record: Record, *ids: str, key: str = "a-0", **more: Any) -> None:
+def launch(record: Record, *ids: str, key: str = "a-0", **more: Any) -> None:
     """Write sessions into a record, as the manager does that has launched them."""
     changes = Changes([Launch(each, key, None, LAUNCHED) for each in ids], **more)
-    store.write_sessions(changes, record.name, directory, id=record.id)
+    store.write_sessions(changes, record.name, id=record.id)
 
 
-def end(directory: Path | None, record: Record, *ids: str, at: int = LAUNCHED + 60) -> None:
+def end(record: Record, *ids: str, at: int = LAUNCHED + 60) -> None:
     """Write into a record that sessions have ended."""
-    changes = Changes(ended=dict.fromkeys(ids, at))
-    store.write_sessions(changes, record.name, directory, id=record.id)
+    store.write_sessions(Changes(ended=dict.fromkeys(ids, at)), record.name, id=record.id)
 
 
 def write_scheduler(record: Record, folder: Path) -> None:

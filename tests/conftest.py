@@ -73,6 +73,13 @@ PATIENCE = 120.0
 
 
 @pytest.fixture
+def state(tmp_path: Path) -> Iterator[Path]:
+    """A state directory of its own, which does not exist yet."""
+    with dask.config.set({"cml.state-directory": str(tmp_path / "state")}):
+        yield tmp_path / "state"
+
+
+@pytest.fixture
 def platform() -> Iterator[ModuleType]:
     """The local platform with a state of its own. It fails the test that leaves a session live."""
     with local_platform():

@@ -19,7 +19,7 @@ import dask
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
-from clusters import arrived, write_record
+from clusters import arrived, sessions, write_record
 from extensions import faults
 
 from dask_cml import CMLCluster, cli
@@ -244,7 +244,7 @@ def test_ctrl_c_in_create_says_what_was_stopped_and_leaves_nothing(platform, unt
 @pytest.fixture
 def write_log():
     """Write to the log of a session of the cluster `left`, whose scheduler is gone."""
-    add_stale("left", sessions={"aaaa": "scheduler", "bbbb": "left-2"})
+    add_stale("left", launches=sessions(aaaa="scheduler", bbbb="left-2"))
 
     def write(session, text, mode="a"):
         with (state_directory() / "left" / f"{session}.log").open(mode) as file:
@@ -470,8 +470,8 @@ def test_a_project_without_clusters_says_how_to_create_one():
 def test_stale_records_say_so_and_are_pruned(platform):
     code = "import time; time.sleep(600)"
     scheduler, worker, other = (each["id"] for each in platform.launch_workers(3, 1, 1, code=code))
-    add_stale("left", sessions={scheduler: "scheduler", worker: "left-0"})
-    add_stale("doubtful", sessions={other: "scheduler"})
+    add_stale("left", launches=sessions(**{scheduler: "scheduler", worker: "left-0"}))
+    add_stale("doubtful", launches=sessions(**{other: "scheduler"}))
     platform.evict(scheduler)
     write_record(Record("begun", options={"platform": "local"}))
     status = {row["name"]: row["status"] for row in json.loads(run("list", "--json"))}
@@ -491,7 +491,7 @@ def test_stale_records_say_so_and_are_pruned(platform):
 
 def test_what_cannot_be_stopped_keeps_its_record_and_the_others_are_deleted(platform):
     [session] = platform.launch_workers(1, 1, 1, name="kept", code="import time; time.sleep(600)")
-    add_stale("kept", sessions={session["id"]: "scheduler"})
+    add_stale("kept", launches=sessions(**{session["id"]: "scheduler"}))
     add_stale("other")
     faults.inject("error", function="stop_workers", status=403, times=100)
     out, err = shell("delete", "--all", code=1)

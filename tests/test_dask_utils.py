@@ -16,7 +16,7 @@ import dask
 import pytest
 from conftest import separate_networks
 from distributed import Client
-from extensions import faults, networks
+from extensions import networks
 
 from dask_cml import LaunchRefused, NotOnCML, SchedulerTimeout, SessionFailed
 from dask_cml.dask_utils import (

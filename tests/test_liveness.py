@@ -12,7 +12,7 @@ import time
 
 import dask
 import pytest
-from clusters import write_record
+from clusters import sessions, write_record
 from distributed import Scheduler, Worker
 from distributed.protocol.serialize import ToPickle
 from distributed.security import Security
@@ -103,7 +103,7 @@ def cluster(tmp_path):
             now = sign.stat().st_mtime
             os.utime(sign, (now, now - silence))
         scheduler = SchedulerState(address=address, id=id)
-        return Record("a", maker=maker, scheduler=scheduler, sessions={"s": "scheduler"}, **more)
+        return Record("a", maker=maker, scheduler=scheduler, launches=sessions(s="scheduler"), **more)
 
     with dask.config.set({"cml.state-directory": str(tmp_path)}):
         yield cluster
@@ -180,7 +180,7 @@ async def test_a_live_scheduler_gets_more_time_to_answer_than_one_without_a_sign
 
 
 @pytest.mark.slow
-async def test_among_two_hundred_records_those_that_are_alive_are_found(tmp_path):
+async def test_among_two_hundred_records_those_that_are_alive_are_found(state):
     """Half of them stale: refused, or silent as where a pod was."""
     with contextlib.ExitStack() as stack:
         # A full backlog answers nobody, as does an address that nobody has any more.
@@ -196,11 +196,11 @@ async def test_among_two_hundred_records_those_that_are_alive_are_found(tmp_path
         stale = [f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in (silent, refusing)]
         async with scheduler() as running:
             for i in range(100):
-                write_record(record_of(running, f"live-{i}"), tmp_path)
+                write_record(record_of(running, f"live-{i}"))
                 silent_one = SchedulerState(address=stale[i % 2])
-                write_record(Record(f"stale-{i}", scheduler=silent_one), tmp_path)
+                write_record(Record(f"stale-{i}", scheduler=silent_one))
             before = descriptors()
-            found = await identities(records(tmp_path), timeout=10)
+            found = await identities(records(), timeout=10)
             end = time.monotonic()
             assert set(found) == {f"live-{i}" for i in range(100)}
             assert {each.id for each in found.values()} == {running.id}

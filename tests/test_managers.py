@@ -11,7 +11,7 @@ import sys
 
 import dask
 import pytest
-from clusters import arrived, launch, lines_of, live, log_of, make, rebuild, target, write_record
+from clusters import arrived, launch, lines_of, live, log_of, make, rebuild, sessions, target, write_record
 from distributed import Worker
 from distributed.core import Status
 
@@ -202,11 +202,11 @@ async def test_a_manager_disconnects_from_a_silent_scheduler_that_it_cannot_list
 
 async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(platform, monkeypatch):
     early, late = (each["id"] for each in platform.launch_workers(2, cpu=1, memory=1, code=SLEEP))
-    write_record(Record("shared", options={"platform": "local"}, sessions={early: "shared-0"}))
+    write_record(Record("shared", options={"platform": "local"}, launches=sessions(**{early: "shared-0"})))
     remove = store.remove
 
     def after_another_manager_has_launched(name, **more):
-        launch(None, store.read(name), late, key="shared-1")
+        launch(store.read(name), late, key="shared-1")
         return remove(name, **more)
 
     monkeypatch.setattr(store, "remove", after_another_manager_has_launched)
@@ -246,7 +246,7 @@ async def dask_worker(cluster, name):
 async def test_a_session_in_the_record_that_nobody_launched_is_stopped(platform, holds, impatience):
     [stray] = (each["id"] for each in platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
     async with make(name="told", n_workers=1) as cluster:
-        await asyncio.to_thread(launch, None, store.read("told"), stray, key="told-7")
+        await asyncio.to_thread(launch, store.read("told"), stray, key="told-7")
         await holds(lambda: stray not in {each["id"] for each in live(platform)})
         await holds(lambda: stray not in store.read("told").sessions)
         await holds(lambda: arrived(cluster) == 1)
@@ -256,7 +256,7 @@ async def test_a_session_in_the_record_that_nobody_launched_is_stopped(platform,
 async def test_a_dask_worker_whose_session_nobody_knew_hands_over_and_ends(platform, holds, impatience):
     [stray] = (each["id"] for each in platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
     async with make(name="told") as cluster, dask_worker(cluster, "told-7") as worker:
-        await asyncio.to_thread(launch, None, store.read("told"), stray, key="told-7")
+        await asyncio.to_thread(launch, store.read("told"), stray, key="told-7")
         await holds(lambda: worker.status == Status.closed)
         await holds(lambda: stray not in {each["id"] for each in live(platform)})
         assert not cluster.workers

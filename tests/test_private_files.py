@@ -162,37 +162,37 @@ async def test_a_planted_file_of_a_scheduler_leads_nobody_to_its_address(platfor
     assert warning.startswith(f"{file} ignored: it ")
 
 
-def test_no_cluster_is_made_where_others_can_write(tmp_path, open_up):
-    state = tmp_path / "state"
+def test_no_cluster_is_made_where_others_can_write(state, open_up):
     make_folder(state)
     open_up(state)
     with pytest.raises(NotPrivate):
-        store.claim(Record("a"), WANTED, state)
+        store.claim(Record("a"), WANTED)
     assert os.listdir(state) == []
 
 
-def test_a_pipe_in_place_of_a_record_hangs_nobody(tmp_path, caplog):
-    folder = store.claim(Record("a"), WANTED, tmp_path / "state")
+def test_a_pipe_in_place_of_a_record_hangs_nobody(state, caplog):
+    folder = store.claim(Record("a"), WANTED)
     (folder / RECORD_FILE).unlink()
     os.mkfifo(folder / RECORD_FILE)
-    assert store.records(tmp_path / "state") == []
+    assert store.records() == []
     assert "it is not a regular file" in caplog.text
 
 
-def test_a_link_to_a_folder_elsewhere_is_no_cluster(tmp_path, caplog):
-    folder = store.claim(Record("a"), WANTED, tmp_path / "elsewhere")
-    make_folder(tmp_path / "state")
-    (tmp_path / "state" / "a").symlink_to(folder)
-    assert store.records(tmp_path / "state") == []
+def test_a_link_to_a_folder_elsewhere_is_no_cluster(state, tmp_path, caplog):
+    folder = store.claim(Record("a"), WANTED)
+    state.rename(tmp_path / "elsewhere")
+    make_folder(state)
+    (state / "a").symlink_to(tmp_path / "elsewhere" / folder.name)
+    assert store.records() == []
     assert "symbolic link" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])
-def test_sessions_that_are_not_in_a_folder_of_the_clusters_are_not_read(tmp_path, caplog, kind):
-    folder = store.claim(Record("a"), WANTED, tmp_path / "state")
+def test_sessions_that_are_not_in_a_folder_of_the_clusters_are_not_read(state, tmp_path, caplog, kind):
+    folder = store.claim(Record("a"), WANTED)
     (folder / SESSIONS_FOLDER).rename(tmp_path / "elsewhere")
     if kind == "link":
         (folder / SESSIONS_FOLDER).symlink_to(tmp_path / "elsewhere")
     else:
         (folder / SESSIONS_FOLDER).touch()
-    assert store.records(tmp_path / "state") == []
+    assert store.records() == []

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 import dask
 import psutil
 import pytest
+from clusters import sessions
 from conftest import PATIENCE, configured
 from distributed import Client
 from served import PageServer
@@ -342,7 +343,7 @@ async def test_a_cluster_that_cannot_be_described_does_not_hide_the_others(serve
 
 def test_a_link_of_another_kind_in_a_record_is_left_out():
     scheduler = SchedulerState(app_url="javascript:alert(1)")
-    [session] = views.recorded_sessions(Record("a", scheduler=scheduler, sessions={"s": "scheduler"}))
+    [session] = views.recorded_sessions(Record("a", scheduler=scheduler, launches=sessions(s="scheduler")))
     assert session["link"] is None
 
 

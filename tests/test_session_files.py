@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from clusters import LAUNCHED, WANTED, end, launch
 
-from dask_cml.errors import NoSuchCluster
 from dask_cml.layout import ENDED_FOLDER, SESSIONS_FOLDER
 from dask_cml.options import SessionSize
 from dask_cml.records import session_files
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import Changes, Ended
-from dask_cml.records.store import claim, read, read_ended, remove, write_sessions
+from dask_cml.records.session_files import Changes
+from dask_cml.records.store import claim, read, remove, write_sessions
 from dask_cml.sessions.entry import Launch, file_name, form, parse
-
-
-@pytest.fixture
-def state(tmp_path):
-    return tmp_path / "state"
 
 
 def names_in(folder):
@@ -49,119 +44,123 @@ def test_a_session_fills_in_the_form_of_its_file_by_itself(name):
     "name",
     [
         "notes.txt",
-        ",@-0,,1790000000,",
-        "abc,@-0,,1790000000,",
-        "a b c d,@-0,,1790000000,",
-        "abcdefgh,,,1790000000,",
-        "abcdefgh,@-0,no owner,1790000000,",
-        "abcdefgh,@-0,,,",
-        "abcdefgh,@-0,,0,",
-        "abcdefgh,@-0,,1.5,",
-        "abcdefgh,@-0,,99999999999999,",
-        "abcdefgh,@-0,,\u0661,",
+        ",@-0,,1790000000,,",
+        "abc,@-0,,1790000000,,",
+        "a b c d,@-0,,1790000000,,",
+        "abcdefgh,,,1790000000,,",
+        "abcdefgh,@-0,no owner,1790000000,,",
+        "abcdefgh,@-0,,,,",
+        "abcdefgh,@-0,,0,,",
+        "abcdefgh,@-0,,1.5,,",
+        "abcdefgh,@-0,,99999999999999,,",
+        "abcdefgh,@-0,,\u0661,,",
         "abcdefgh,@-0,,1790000000",
-        "abcdefgh,@-0,,1790000000,more",
-        "abcdefgh,@-0,,1790000000,1x2",
-        "abcdefgh,@-0,,1790000000,1.0x2x0",
-        "abcdefgh,@-0,,1790000000,1e999x2x0",
-        "abcdefgh,@-0,,1790000000,-x2x0",
+        "abcdefgh,@-0,,1790000000,more,",
+        "abcdefgh,@-0,,1790000000,1x2,",
+        "abcdefgh,@-0,,1790000000,1.0x2x0,",
+        "abcdefgh,@-0,,1790000000,1e999x2x0,",
+        "abcdefgh,@-0,,1790000000,-x2x0,",
         "abcdefgh,@-0,,1790000000,1x2x0,1790000000,1790000060",
-        "abcdefgh,a-0,,1790000000,",
-        "abcdefgh,..%2F..%2Fetc,,1790000000,",
-        "abcdefgh,%00,,1790000000,",
-        "abcdefgh,%0A,,1790000000,",
-        "abcdefgh,%2d,,1790000000,",
-        "abcdefgh,%FF,,1790000000,",
-        "abcdefgh,\udcff,,1790000000,",
-        "abc,waits",
-        "abcdefgh,stays",
-        "abcdefgh,began",
-        "abcdefgh,began,0",
+        "abcdefgh,@-0,,1790000000,1x2x0,1790000000,0,",
+        "abcdefgh,a-0,,1790000000,,",
+        "abcdefgh,..%2F..%2Fetc,,1790000000,,",
+        "abcdefgh,%00,,1790000000,,",
+        "abcdefgh,%0A,,1790000000,,",
+        "abcdefgh,%2d,,1790000000,,",
+        "abcdefgh,%FF,,1790000000,,",
+        "abcdefgh,\udcff,,1790000000,,",
+        "abcdefgh,@-0,,1790000000,,stays",
+        "abcdefgh,@-0,,1790000000,,0",
     ],
 )
 def test_a_stray_file_is_reported_once_and_ignored(state, caplog, name):
     record = Record("a")
-    folder = claim(record, WANTED, state) / SESSIONS_FOLDER
-    launch(state, record, "session-1")
+    folder = claim(record, WANTED) / SESSIONS_FOLDER
+    launch(record, "session-1")
     (folder / name).touch()
     (folder / ".nfs000000000001").touch()
     for _ in range(2):
-        assert read("a", state).sessions == {"session-1": "a-0"}
+        assert read("a").sessions == {"session-1": "a-0"}
     [warning] = caplog.records
     assert warning.getMessage().startswith(f"{name!a} in {folder} ignored")
     warning.getMessage().encode()
-    assert remove("a", state) == {"session-1": "a-0"}
+    assert remove("a") == {"session-1": "a-0"}
 
 
 def test_of_two_files_of_one_session_the_first_launch_counts(state):
     record = Record("a")
-    claim(record, WANTED, state)
+    claim(record, WANTED)
     launches = [Launch("session-1", "a-0", None, 1790000000 + i) for i in (1, 0)]
-    write_sessions(Changes(launches), "a", state, id=record.id)
-    assert read("a", state).launched == {"session-1": 1790000000}
+    write_sessions(Changes(launches), "a", id=record.id)
+    assert read("a").launches["session-1"].launched == 1790000000
 
 
 def test_each_fact_of_a_session_is_a_file_of_its_own(state):
     record = Record("a")
-    claim(record, WANTED, state)
-    launch(state, record, "session-1", "session-2", waiting=["session-1", "session-2"])
-    assert read("a", state).waiting == dict.fromkeys(["session-1", "session-2"], 1790000000)
+    claim(record, WANTED)
+    launch(record, "session-1", "session-2", waiting=["session-1", "session-2"])
+    assert [each.waits for each in read("a").launches.values()] == [True, True]
     for began in LAUNCHED + 20, LAUNCHED + 30:  # as at a second try
-        launch(state, record, "session-2", began={"session-2": began})
-        assert read("a", state).waiting == {"session-1": LAUNCHED}
-        assert read("a", state).began == {"session-2": LAUNCHED + 20}
+        launch(record, "session-2", began={"session-2": began})
+        waiting, running = read("a").launches.values()
+        assert (waiting.waits, waiting.began) == (True, None)
+        assert (running.waits, running.began) == (False, LAUNCHED + 20)
     for at in LAUNCHED + 60, LAUNCHED + 70:
-        end(state, record, "session-1", at=at)
-        assert read("a", state).sessions == {"session-2": "a-0"}
-    end(state, record, "session-2")
+        end(record, "session-1", at=at)
+        assert read("a").sessions == {"session-2": "a-0"}
+    end(record, "session-2")
     assert names_in(state / "a" / SESSIONS_FOLDER) == []
-    assert {each.launch.id: (each.began, each.ended) for each in read_ended(record, state)} == {
-        "session-1": (LAUNCHED + 60, LAUNCHED + 60),  # it never got room
-        "session-2": (LAUNCHED + 20, LAUNCHED + 60),
+    assert read("a", ended=True).ended == {
+        "session-1": replace(waiting, ended=LAUNCHED + 60),
+        "session-2": replace(running, ended=LAUNCHED + 60),
     }
+
+
+def test_a_session_that_ended_while_another_manager_notes_its_wait_stays_ended(state):
+    record = Record("a")
+    folder = claim(record, WANTED)
+    launch(record, "session-1")
+    end(record, "session-1")
+    (folder / SESSIONS_FOLDER / f"session-1,@-0,,{LAUNCHED},,waits").touch()
+    assert read("a").sessions == {}
 
 
 def test_an_ended_session_keeps_what_is_known_of_it(state):
     record = Record("a")
-    claim(record, WANTED, state)
+    claim(record, WANTED)
     session = Launch("session-1", "a-gpu-0", "ijklmnop12345678", LAUNCHED, SessionSize(4, 16, 1))
-    write_sessions(Changes([session]), "a", state, id=record.id)
-    end(state, record, "session-1", at=LAUNCHED + 90)
-    assert read_ended(record, state) == [Ended(session, LAUNCHED, LAUNCHED + 90)]
+    write_sessions(Changes([session]), "a", id=record.id)
+    end(record, "session-1", at=LAUNCHED + 90)
+    assert read("a", ended=True).ended == {"session-1": replace(session, ended=LAUNCHED + 90)}
     # Two managers may find the same end, each at its time.
-    write_sessions(Changes([session]), "a", state, id=record.id)
-    end(state, record, "session-1", at=LAUNCHED + 80)
+    write_sessions(Changes([session]), "a", id=record.id)
+    end(record, "session-1", at=LAUNCHED + 80)
     (state / "a" / ENDED_FOLDER / "stray").touch()
-    assert read_ended(record, state) == [Ended(session, LAUNCHED, LAUNCHED + 80)]
-    assert remove("a", state) == {}
-    with pytest.raises(NoSuchCluster):
-        read_ended(record, state)
-    claim(Record("a"), WANTED, state)
-    with pytest.raises(NoSuchCluster):  # that is another cluster
-        read_ended(record, state)
+    assert read("a", ended=True).ended == {"session-1": replace(session, ended=LAUNCHED + 80)}
+    assert remove("a") == {}
 
 
 def test_a_reader_misses_no_session_that_ends_meanwhile(state, monkeypatch):
     record = Record("a")
-    claim(record, WANTED, state)
-    launch(state, record, "session-1", "session-2")
+    claim(record, WANTED)
+    launch(record, "session-1", "session-2")
     names_in = session_files.names_in
 
     def ends_before(*arguments):
         monkeypatch.setattr(session_files, "names_in", names_in)
         names = names_in(*arguments)
-        end(state, record, "session-1")
+        end(record, "session-1")
         return names
 
     monkeypatch.setattr(session_files, "names_in", ends_before)
-    running = {*read("a", state).sessions}
-    assert running | {each.launch.id for each in read_ended(record, state)} == {"session-1", "session-2"}
+    found = read("a", ended=True)
+    assert {*found.launches, *found.ended} == {"session-1", "session-2"}
 
 
 def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monkeypatch):
     record = Record("a")
-    folder = claim(record, WANTED, state)
-    launch(state, record, *(f"session-{i}" for i in range(1000)))
+    folder = claim(record, WANTED)
+    launch(record, *(f"session-{i}" for i in range(1000)))
     calls = []
 
     def count(name, function):
@@ -173,7 +172,7 @@ def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monke
 
     for name in ("listdir", "scandir", "stat", "lstat", "fstat", "open"):
         count(name, getattr(os, name))
-    assert len(read("a", state).sessions) == 1000
+    assert len(read("a").sessions) == 1000
     monkeypatch.undo()
     assert calls.count("listdir") + calls.count("scandir") == 2  # the cluster's folder and the sessions'
     assert len(calls) < 25

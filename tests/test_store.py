@@ -32,22 +32,17 @@ from dask_cml.layout import (
     scheduler_file,
     wanted_file,
 )
-from dask_cml.options import SessionSize
+from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, session_files, store
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.records.store import read, read_ended, records, remove
-
-
-@pytest.fixture
-def state(tmp_path):
-    return tmp_path / "state"
-
+from dask_cml.records.store import read, records, remove
+from dask_cml.sessions.entry import Launch
 
 FILES = sorted([ENDED_FOLDER, RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER, wanted_file(0)])
 
 
-def claim(record, state=None):
-    return store.claim(record, WANTED, state)
+def claim(record):
+    return store.claim(record, WANTED)
 
 
 def names_in(state, folder):
@@ -67,7 +62,7 @@ def fork(monkeypatch):
     processes = []
 
     def start(function, *arguments):
-        processes.append(context.Process(target=function, args=arguments))
+        processes.append(context.Process(target=run_at, args=(state_directory(), function, arguments)))
         processes[-1].start()
         return processes[-1]
 
@@ -77,10 +72,24 @@ def fork(monkeypatch):
         process.join()
 
 
+def run_at(directory, function, arguments):
+    dask.config.set({"cml.state-directory": str(directory)})
+    function(*arguments)
+
+
 # -- one record
 
 
 def test_a_record_reads_back_as_it_was_written(state):
+    first = Launch("abcdefgh12345678", "scheduler", None, 1790000000, SessionSize(1, 2), began=1790000030)
+    second = Launch(
+        "ijklmnop12345678",
+        'My cluster, "naïve" 雲-0',
+        "qrstuvwx12345678",
+        1790000060,
+        SessionSize(1 / 3, 1e22, 8),
+        waits=True,
+    )
     record = Record(
         name='My cluster, "naïve" 雲',
         scheduler=SchedulerState(
@@ -92,17 +101,12 @@ def test_a_record_reads_back_as_it_was_written(state):
             protocol=2,
         ),
         options={"n_workers": 2, "env": {"A": "b"}, "idle_timeout": None},
-        sessions={"abcdefgh12345678": "scheduler", "ijklmnop12345678": 'My cluster, "naïve" 雲-0'},
-        owners={"ijklmnop12345678": "qrstuvwx12345678"},
-        launched={"abcdefgh12345678": 1790000000, "ijklmnop12345678": 1790000060},
-        waiting={"ijklmnop12345678": 1790000060},
-        began={"abcdefgh12345678": 1790000030},
-        sizes={"abcdefgh12345678": SessionSize(1, 2), "ijklmnop12345678": SessionSize(1 / 3, 1e22, 8)},
+        launches={each.id: each for each in (first, second)},
         security={"tls_ca_file": "/home/cdsw/ca.pem"},
     )
-    assert write_record(record, state) == state / record.name
-    assert read(record.name, state) == record
-    assert records(state) == [record]
+    assert write_record(record) == state / record.name
+    assert read(record.name) == record
+    assert records() == [record]
 
 
 def test_the_state_directory_of_the_configuration_is_the_default(platform):
@@ -116,8 +120,8 @@ def test_only_the_owner_can_read_a_clusters_folder(state):
     previous = os.umask(0)
     try:
         record = Record("a")
-        folder = claim(record, state)
-        launch(state, record, "session-1")
+        folder = claim(record)
+        launch(record, "session-1")
     finally:
         os.umask(previous)
     folders = [folder / name for name in (SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER)]
@@ -128,7 +132,7 @@ def test_only_the_owner_can_read_a_clusters_folder(state):
 
 def test_options_that_json_cannot_represent_leave_nothing(state):
     with pytest.raises(TypeError):
-        claim(Record("a", options={"security": object()}), state)
+        claim(Record("a", options={"security": object()}))
     assert os.listdir(state) == []
 
 
@@ -138,13 +142,13 @@ def test_a_full_disk_leaves_nothing(state, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        claim(Record("a"), state)
+        claim(Record("a"))
     assert os.listdir(state) == []
 
 
 def test_a_record_that_nobody_would_read_is_refused(state):
     with pytest.raises(CMLError, match="the record of cluster 'a' is too large: expected at most"):
-        claim(Record("a", options={"env": {"A": "x" * 2**20}}), state)
+        claim(Record("a", options={"env": {"A": "x" * 2**20}}))
     assert os.listdir(state) == []
 
 
@@ -153,26 +157,26 @@ def test_a_record_that_nobody_would_read_is_refused(state):
 
 def test_before_a_scheduler_has_written_the_record_has_what_its_manager_wrote_for_it(state):
     groups = {"default": {"options": {}, "target": 3}}
-    store.claim(Record("a"), {"groups": groups, "leader": "m1"}, state)
-    assert read("a", state).scheduler == SchedulerState(groups=groups)
+    store.claim(Record("a"), {"groups": groups, "leader": "m1"})
+    assert read("a").scheduler == SchedulerState(groups=groups)
 
 
 def test_the_last_scheduler_counts(state):
     record = Record("a")
-    folder = claim(record, state)
+    folder = claim(record)
     for number in 0, 10, 9:
         scheduler = SchedulerState(number, address=f"tcp://10.0.0.{number}:8786")
         write_scheduler(dataclasses.replace(record, scheduler=scheduler), folder)
-    assert read("a", state).scheduler.address == "tcp://10.0.0.10:8786"
-    assert read("a", state).scheduler.number == 10
+    assert read("a").scheduler.address == "tcp://10.0.0.10:8786"
+    assert read("a").scheduler.number == 10
 
 
 def test_a_damaged_file_of_a_scheduler_is_reported_once_and_the_cluster_is_still_found(state, caplog):
     groups = {"default": {"options": {}, "target": 3}}
-    folder = store.claim(Record("a"), {"groups": groups}, state)
+    folder = store.claim(Record("a"), {"groups": groups})
     (folder / scheduler_file(0)).write_text('{"address": ')
     for _ in range(2):
-        assert read("a", state).scheduler == SchedulerState(groups=groups)
+        assert read("a").scheduler == SchedulerState(groups=groups)
     assert [str(folder / scheduler_file(0)) in each.getMessage() for each in caplog.records] == [True]
 
 
@@ -181,30 +185,24 @@ def test_a_damaged_file_of_a_scheduler_is_reported_once_and_the_cluster_is_still
 
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(state):
     with pytest.raises(NoSuchCluster, match="no clusters exist"):
-        read("a", state)
-    claim(Record("b"), state)
-    claim(Record("c"), state)
+        read("a")
+    claim(Record("b"))
+    claim(Record("c"))
     with pytest.raises(NoSuchCluster, match="'a'; existing clusters: 'b', 'c'") as error:
-        read("a", state)
+        read("a")
     assert error.value.known == ("b", "c")
     assert isinstance(error.value, (CMLError, LookupError))
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../b", ".hidden", "x/../b", "a\0"])
 def test_a_name_that_leads_elsewhere_is_refused(state, name):
-    claim(Record("b"), state)
+    claim(Record("b"))
     with pytest.raises(NoSuchCluster):
-        read(name, state)
+        read(name)
     with pytest.raises(ValueError, match="name="):
-        claim(Record(name), state)
+        claim(Record(name))
     with pytest.raises(ValueError, match="name="):
-        remove(name, state)
-
-
-def test_a_name_that_is_too_long_for_the_file_system_is_refused(state):
-    with pytest.raises(ValueError, match="expected a folder's name"):
-        claim(Record("雲" * 100), state)
-    assert os.listdir(state) == []
+        remove(name)
 
 
 # -- claims
@@ -212,60 +210,60 @@ def test_a_name_that_is_too_long_for_the_file_system_is_refused(state):
 
 def test_a_name_in_use_is_refused(state):
     first = Record("a")
-    claim(first, state)
+    claim(first)
     with pytest.raises(ClusterExists, match="'a'"):
-        claim(Record("a"), state)
-    assert read("a", state) == first
+        claim(Record("a"))
+    assert read("a") == first
     assert os.listdir(state) == ["a"]
 
 
 def test_one_of_many_processes_that_replace_a_stale_record_gets_the_name(state):
     for _ in range(20):
         stale = Record("a")
-        (claim(stale, state) / "key.pem").write_text("secret")
+        (claim(stale) / "key.pem").write_text("secret")
         start = threading.Barrier(8)
 
         def take(record, stale=stale, start=start):
             start.wait()
-            remove("a", state, id=stale.id)
+            remove("a", id=stale.id)
             with contextlib.suppress(ClusterExists):
-                return claim(record, state)
+                return claim(record)
 
         rivals = [Record("a") for _ in range(8)]
         with ThreadPoolExecutor(8) as pool:
             got = [r for r, folder in zip(rivals, pool.map(take, rivals), strict=True) if folder]
-        assert [read("a", state)] == got
+        assert [read("a")] == got
         assert sorted(os.listdir(state / "a")) == FILES
-        remove("a", state)
+        remove("a")
 
 
 def test_a_cluster_that_took_the_place_of_a_stale_one_is_left_alone(state):
     stale, new = Record("a"), Record("a")
-    claim(stale, state)
-    remove("a", state, id=stale.id)
-    claim(new, state)
-    assert remove("a", state, id=stale.id) is None
+    claim(stale)
+    remove("a", id=stale.id)
+    claim(new)
+    assert remove("a", id=stale.id) is None
     with pytest.raises(NoSuchCluster):
-        launch(state, stale, "session-1")
-    assert read("a", state) == new
+        launch(stale, "session-1")
+    assert read("a") == new
     assert os.listdir(state) == ["a"]
 
 
 def test_a_cluster_that_takes_the_name_while_another_is_removed_is_left_alone(state, monkeypatch):
     stale, new = Record("a"), Record("a")
-    claim(stale, state)
+    claim(stale)
     rename = os.rename
 
     def late(*paths, **folders):  # after the look at whose it is
         monkeypatch.setattr(os, "rename", rename)
-        remove("a", state, id=stale.id)
-        claim(new, state)
-        launch(state, new, "session-1")
+        remove("a", id=stale.id)
+        claim(new)
+        launch(new, "session-1")
         rename(*paths, **folders)
 
     monkeypatch.setattr(os, "rename", late)
-    assert remove("a", state, id=stale.id) is None
-    assert (read("a", state).id, [*read("a", state).sessions]) == (new.id, ["session-1"])
+    assert remove("a", id=stale.id) is None
+    assert (read("a").id, [*read("a").sessions]) == (new.id, ["session-1"])
     assert os.listdir(state) == ["a"]
 
 
@@ -273,20 +271,20 @@ def test_a_cluster_that_takes_the_name_while_another_is_removed_is_left_alone(st
 
 
 def test_a_removed_cluster_leaves_nothing(state):
-    folder = claim(Record("a"), state)
+    folder = claim(Record("a"))
     (folder / "security").mkdir()
     (folder / "security" / "key.pem").write_text("secret")
-    assert remove("a", state) == {}
+    assert remove("a") == {}
     assert os.listdir(state) == []
-    assert remove("a", state) is None
+    assert remove("a") is None
 
 
 def test_a_late_write_does_not_bring_a_removed_cluster_back(state):
     record = Record("a")
-    claim(record, state)
-    remove("a", state)
+    claim(record)
+    remove("a")
     with pytest.raises(NoSuchCluster):
-        launch(state, record, "session-1")
+        launch(record, "session-1")
     assert os.listdir(state) == []
 
 
@@ -295,53 +293,53 @@ def test_a_session_written_while_the_cluster_is_removed_is_known_to_its_launcher
     state, monkeypatch, step
 ):
     record = Record("a")
-    claim(record, state)
+    claim(record)
     write_files, listdir, removed = session_files.write, os.listdir, []
 
     def during(*arguments):
         if step == "first listing":
-            removed.append(remove("a", state, id=record.id))
+            removed.append(remove("a", id=record.id))
         write_files(*arguments)
         if step == "made":
-            removed.append(remove("a", state, id=record.id))
+            removed.append(remove("a", id=record.id))
 
     def after(path):
         if path == state and step == "last look" and not removed:
             removed.append({})
-            removed[0] = remove("a", state, id=record.id)
+            removed[0] = remove("a", id=record.id)
         return listdir(path)
 
     monkeypatch.setattr(session_files, "write", during)
     monkeypatch.setattr(os, "listdir", after)
     with pytest.raises(NoSuchCluster):  # so who has launched it, stops it
-        launch(state, record, "session-1")
+        launch(record, "session-1")
     assert removed == [{} if step == "first listing" else {"session-1": "a-0"}]
     assert listdir(state) == []
 
 
 def test_removing_returns_the_sessions_that_were_launched_since_the_last_look(state):
     record = Record("a")
-    claim(record, state)
-    launch(state, record, "session-1", "session-2")
-    assert remove("a", state, id=record.id) == {"session-1": "a-0", "session-2": "a-0"}
+    claim(record)
+    launch(record, "session-1", "session-2")
+    assert remove("a", id=record.id) == {"session-1": "a-0", "session-2": "a-0"}
 
 
 def test_old_leftovers_of_crashes_are_removed(state):
-    claim(Record("a"), state)
+    claim(Record("a"))
     old = [state / ".claim-old", state / ".removed-old"]
     young = [state / ".claim-young"]
     for path in [*old, *young]:
         path.write_text("half a rec")
     for path in old:
         os.utime(path, (time.time() - 3600,) * 2)
-    claim(Record("b"), state)
+    claim(Record("b"))
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in young)
-    assert [record.name for record in records(state)] == ["a", "b"]
+    assert [record.name for record in records()] == ["a", "b"]
 
 
 def test_pruning_removes_leftovers_of_crashes_though_no_cluster_is_dead(state):
-    claim(Record("a"), state)
+    claim(Record("a"))
     left = [state / ".claim-old", state / ".removed-old", state / "emptied"]
     for path in left:
         path.mkdir(mode=0o700)
@@ -350,11 +348,10 @@ def test_pruning_removes_leftovers_of_crashes_though_no_cluster_is_dead(state):
     young.mkdir(mode=0o700)
     for path in left:
         os.utime(path, (time.time() - 3600,) * 2)
-    with dask.config.set({"cml.state-directory": str(state)}):
-        asyncio.run(operations.prune())
+    asyncio.run(operations.prune())
     assert not any(path.exists() for path in left)
     assert young.exists()
-    assert [record.name for record in records(state)] == ["a"]
+    assert [record.name for record in records()] == ["a"]
 
 
 # -- damage
@@ -388,51 +385,51 @@ def damages():
 
 @pytest.mark.parametrize(("content", "why"), [d[1:] for d in damages()], ids=[d[0] for d in damages()])
 def test_a_damaged_record_is_reported_once_and_ignored(state, caplog, content, why):
-    claim(Record("good"), state)
-    folder = claim(Record("bad"), state)
+    claim(Record("good"))
+    folder = claim(Record("bad"))
     damaged = content if isinstance(content, bytes) else json.dumps(content).encode()
     (folder / RECORD_FILE).write_bytes(damaged)
     for _ in range(2):
-        assert [record.name for record in records(state)] == ["good"]
+        assert [record.name for record in records()] == ["good"]
     with pytest.raises(NoSuchCluster, match="existing clusters: 'good'"):
-        read("bad", state)
+        read("bad")
     assert len(caplog.records) == 1
     assert str(folder / RECORD_FILE) in caplog.text
     assert why in caplog.text
     with pytest.raises(ClusterExists):  # whose it is cannot be known
-        claim(Record("bad"), state)
-    assert remove("bad", state) == {}
+        claim(Record("bad"))
+    assert remove("bad") == {}
 
 
 def test_nobody_writes_into_a_damaged_cluster(state):
     record = Record("bad")
-    folder = claim(record, state)
+    folder = claim(record)
     for content in (b"[" * 100_000, b"[1]"):
         (folder / RECORD_FILE).write_bytes(content)
         with pytest.raises(CMLError, match="cannot read the record"):
-            launch(state, record, "session-1")
+            launch(record, "session-1")
 
 
 def test_a_record_without_its_folder_of_sessions_is_ignored(state, caplog):
-    (claim(Record("a"), state) / SESSIONS_FOLDER).rmdir()
-    assert records(state) == []
+    (claim(Record("a")) / SESSIONS_FOLDER).rmdir()
+    assert records() == []
     assert "its folder lacks sessions" in caplog.text
 
 
 def test_foreign_files_and_folders_are_ignored(state, caplog):
-    claim(Record("a"), state)
+    claim(Record("a"))
     (state / "notes.txt").write_text("not ours")
     (state / "logs").mkdir()
     (state / "strange" / RECORD_FILE).mkdir(parents=True)
     (state / "dangling").symlink_to(state / "nowhere")
-    assert [record.name for record in records(state)] == ["a"]
+    assert [record.name for record in records()] == ["a"]
     assert "strange" in caplog.text
     assert "notes.txt" not in caplog.text
 
 
 def test_a_file_that_was_replaced_while_it_was_read_is_read_again(state, monkeypatch):
     record = Record("a")
-    claim(record, state)
+    claim(record)
     content = store.read_file
     errors = [OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError()]
 
@@ -442,21 +439,21 @@ def test_a_file_that_was_replaced_while_it_was_read_is_read_again(state, monkeyp
         return content(*arguments)
 
     monkeypatch.setattr(store, "read_file", read_file)
-    assert read("a", state).id == record.id
+    assert read("a").id == record.id
     assert errors == []
 
 
 def test_a_file_system_that_stays_stale_is_no_removed_cluster(state, monkeypatch, caplog):
     """Otherwise its manager would believe that another process has deleted it."""
     record = Record("a")
-    claim(record, state)
+    claim(record)
 
     def stale(*arguments):
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(store, "read_file", stale)
     with pytest.raises(OSError, match="Stale"):
-        launch(state, record, "session-1")
+        launch(record, "session-1")
 
 
 # -- several writers, and their deaths
@@ -465,26 +462,26 @@ def test_a_file_system_that_stays_stale_is_no_removed_cluster(state, monkeypatch
 @pytest.mark.slow
 def test_sessions_are_read_whole_or_not_at_all_whenever_their_writer_is_killed(state, caplog, fork):
     record = Record("a")
-    claim(record, state)
+    claim(record)
     for life in range(20):
-        before = {*read("a", state).sessions}
-        writer = fork(launch_for_ever, state, record, life)
-        while {*read("a", state).sessions} == before:
+        before = {*read("a").sessions}
+        writer = fork(launch_for_ever, record, life)
+        while {*read("a").sessions} == before:
             assert writer.is_alive()
         writer.kill()
         writer.join()
-        for session, key in read("a", state).sessions.items():
+        for session, key in read("a").sessions.items():
             assert session.startswith("session-")
             assert key == f"a-{session.split('-')[1]}"
     assert not caplog.records
-    end(state, record, *read("a", state).sessions)
+    end(record, *read("a").sessions)
     assert names_in(state, SESSIONS_FOLDER) == []
 
 
-def launch_for_ever(state, record, life):
+def launch_for_ever(record, life):
     for count in itertools.count():
         ended = {f"session-{life}-{count - 3}": LAUNCHED}
-        launch(state, record, f"session-{life}-{count}", key=f"a-{life}", ended=ended)
+        launch(record, f"session-{life}-{count}", key=f"a-{life}", ended=ended)
 
 
 @pytest.mark.parametrize("what", ["launch", "replace", "remove"])
@@ -493,22 +490,22 @@ def test_death_before_any_step_leaves_the_old_record_the_new_or_none(state, what
     seen = []
     for step in range(1, 100):
         old = Record("a", options={"is": "old"})
-        (claim(old, state) / "key.pem").write_text("secret")
-        writer = fork(die_at, state, what, step)
+        (claim(old) / "key.pem").write_text("secret")
+        writer = fork(die_at, what, step)
         writer.join()
-        found = records(state)
+        found = records()
         seen.append(["new" if record.sessions else record.options["is"] for record in found])
         if writer.exitcode == 0:
             break
         assert writer.exitcode == -signal.SIGKILL
         for each in found:
-            launch(state, each, "session-2")
-            assert "session-2" in read("a", state).sessions
+            launch(each, "session-2")
+            assert "session-2" in read("a").sessions
         if not found and os.path.exists(state / "a"):  # who looks next can finish the removal
-            assert [each.id for each in records(state, removed=True)] in ([], [old.id])
-        remove("a", state)
-        claim(Record("another"), state)
-        remove("another", state)
+            assert [each.id for each in records(removed=True)] in ([], [old.id])
+        remove("a")
+        claim(Record("another"))
+        remove("another")
         assert os.listdir(state) == []
     assert len(seen) > 5
     assert seen[0] == ["old"]
@@ -517,7 +514,7 @@ def test_death_before_any_step_leaves_the_old_record_the_new_or_none(state, what
     assert what != "launch" or [] not in seen
 
 
-def die_at(state, what, step):
+def die_at(what, step):
     """Do it, and die in front of one of the calls that it makes of the file system."""
     calls = ("open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "os.utime")
     steps = itertools.count(1)
@@ -526,80 +523,80 @@ def die_at(state, what, step):
         if event in calls and next(steps) == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    old = read("a", state)
+    old = read("a")
     sys.addaudithook(audit)
     if what == "launch":
-        launch(state, old, "session-1")
+        launch(old, "session-1")
     elif what == "end":
-        end(state, old, "session-1", "session-2")
+        end(old, "session-1", "session-2")
     elif what == "replace":
-        remove("a", state, id=old.id)
-        claim(Record("a", options={"is": "new"}), state)
+        remove("a", id=old.id)
+        claim(Record("a", options={"is": "new"}))
     else:
-        remove("a", state, id=old.id)
+        remove("a", id=old.id)
 
 
 def test_a_removal_whose_process_died_is_in_nobodys_way(state):
     """The cluster is not found any more, its name is free, and its sessions are still known."""
     record = Record("a")
-    folder = claim(record, state)
-    launch(state, record, "session-1")
+    folder = claim(record)
+    launch(record, "session-1")
     os.rename(folder / RECORD_FILE, folder / REMOVED_FILE)
-    assert records(state) == []
-    [half] = records(state, removed=True)
+    assert records() == []
+    [half] = records(removed=True)
     assert (half.id, half.sessions) == (record.id, {"session-1": "a-0"})
     with pytest.raises(NoSuchCluster):
-        launch(state, record, "session-2")
-    assert remove("a", state, id="another") is None
+        launch(record, "session-2")
+    assert remove("a", id="another") is None
     new = Record("a")
-    claim(new, state)
-    assert [each.id for each in records(state)] == [new.id]
-    assert records(state, removed=True) == []
-    assert remove("a", state, id=record.id) is None
+    claim(new)
+    assert [each.id for each in records()] == [new.id]
+    assert records(removed=True) == []
+    assert remove("a", id=record.id) is None
 
 
 def test_a_removal_whose_process_died_is_finished_by_another(state):
     record = Record("a")
-    folder = claim(record, state)
-    launch(state, record, "session-1")
+    folder = claim(record)
+    launch(record, "session-1")
     os.rename(folder / RECORD_FILE, folder / REMOVED_FILE)
-    assert remove("a", state, id=record.id) == {"session-1": "a-0"}
+    assert remove("a", id=record.id) == {"session-1": "a-0"}
     assert os.listdir(state) == []
 
 
 def test_nothing_is_lost_when_two_processes_write_sessions_at_the_same_moment(state, fork):
     record = Record("a")
-    claim(record, state)
-    writers = [fork(add_sessions, state, record, each) for each in "xy"]
+    claim(record)
+    writers = [fork(add_sessions, record, each) for each in "xy"]
     while any(writer.is_alive() for writer in writers):
-        read("a", state)
+        read("a")
     assert [writer.exitcode for writer in writers] == [0, 0]
-    assert set(read("a", state).sessions) == {f"{p}-session-{i}" for p in "xy" for i in range(40)}
+    assert set(read("a").sessions) == {f"{p}-session-{i}" for p in "xy" for i in range(40)}
 
 
-def add_sessions(state, record, prefix):
+def add_sessions(record, prefix):
     for i in range(40):
-        launch(state, record, f"{prefix}-session-{i}")
+        launch(record, f"{prefix}-session-{i}")
 
 
 def test_an_ended_session_is_in_one_folder_or_the_other_whenever_the_writer_dies(state, fork):
     record = Record("a")
     seen = []
     for step in range(1, 100):
-        claim(record, state)
-        launch(state, record, "session-1", "session-2", waiting=["session-1"], began={"session-2": LAUNCHED})
-        writer = fork(die_at, state, "end", step)
+        claim(record)
+        launch(record, "session-1", "session-2", waiting=["session-1"], began={"session-2": LAUNCHED})
+        writer = fork(die_at, "end", step)
         writer.join()
-        running = {*read("a", state).sessions}
-        over = {each.launch.id for each in read_ended(record, state)}
+        running = {*read("a").sessions}
+        over = {*read("a", ended=True).ended}
         assert running | over == {"session-1", "session-2"}
         assert not running & over
         seen.append(len(over))
         # Whoever looks after the cluster next finishes it.
-        end(state, record, "session-1", "session-2")
+        end(record, "session-1", "session-2")
         assert names_in(state, SESSIONS_FOLDER) == []
         assert len(names_in(state, ENDED_FOLDER)) == 2
-        remove("a", state)
+        remove("a")
         if writer.exitcode == 0:
             break
         assert writer.exitcode == -signal.SIGKILL

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -19,7 +20,6 @@ from dask_cml.errors import NoSuchCluster
 from dask_cml.options import SessionSize
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import Ended
 from dask_cml.records.usage import usage_of
 from dask_cml.sessions.entry import Launch
 
@@ -29,32 +29,31 @@ BEGIN = 1790000000
 # -- the arithmetic
 
 
-def ended(key, hours, size=None, began=BEGIN):
-    id = f"over-{key}"
-    return Ended(Launch(id, key, None, BEGIN, size), began, began + int(hours * HOUR))
+def ended(key, hours, size=None, **more):
+    began = more.get("began", BEGIN)
+    return Launch(f"over-{key}", key, None, BEGIN, size, ended=began + int(hours * HOUR), **more)
 
 
-def running(*keys, sizes=None, waiting=(), began=None):
-    launched = dict.fromkeys(keys, BEGIN)
-    return Record(
-        "mine",
-        sessions={key: key for key in keys},
-        launched=launched,
-        sizes=sizes or {},
-        waiting=dict.fromkeys(waiting, BEGIN),
-        began=began or {},
-    )
+def running(*launches):
+    return Record("mine", launches={each.id: each for each in launches})
+
+
+def used(record, *over, now):
+    return usage_of(replace(record, ended={each.id: each for each in over}), now)
+
+
+def session(key, size=None, **more):
+    return Launch(key, key, None, BEGIN, size, **more)
 
 
 def test_hours_are_those_of_running_and_of_ended_sessions_by_group():
-    sizes = {
-        "scheduler": SessionSize(1, 2),
-        "mine-0": SessionSize(4, 16),
-        "mine-gpu-2": SessionSize(8, 64, 2),
-    }
-    record = running("scheduler", "mine-0", "mine-gpu-2", sizes=sizes)
+    record = running(
+        session("scheduler", SessionSize(1, 2)),
+        session("mine-0", SessionSize(4, 16)),
+        session("mine-gpu-2", SessionSize(8, 64, 2)),
+    )
     over = [ended("mine-1", 0.5, SessionSize(4, 16)), ended("mine-cpu-high-7", 2, SessionSize(0.5, 1))]
-    assert usage_of(record, over, BEGIN + 3 * HOUR) == {
+    assert used(record, *over, now=BEGIN + 3 * HOUR) == {
         "scheduler": SessionHours(1, 3, 3, 6, 0),
         "default": SessionHours(2, 3.5, 14, 56, 0),
         "cpu-high": SessionHours(1, 2, 1, 2, 0),
@@ -69,21 +68,21 @@ def test_the_total_is_the_sum_of_all():
 
 
 def test_a_session_that_waited_counts_from_when_it_got_room():
-    record = running("mine-0", "mine-1", waiting=["mine-0"], began={"mine-1": BEGIN + HOUR})
-    assert usage_of(record, [], BEGIN + 3 * HOUR) == {"default": SessionHours(2, 2)}
-    assert usage_of(running(), [ended("mine-0", 2, began=BEGIN + HOUR)], BEGIN) == {
-        "default": SessionHours(1, 2)
-    }
+    record = running(session("mine-0", waits=True), session("mine-1", began=BEGIN + HOUR))
+    assert used(record, now=BEGIN + 3 * HOUR) == {"default": SessionHours(2, 2)}
+    over = [ended("mine-0", 2, began=BEGIN + HOUR), ended("mine-1", 5, waits=True)]
+    assert used(running(), *over, now=BEGIN) == {"default": SessionHours(2, 2)}
 
 
 def test_a_session_that_ends_between_two_looks_counts_once():
-    over = [ended("mine-0", 1)]
-    record = running("over-mine-0")
-    assert usage_of(record, over, BEGIN + 9 * HOUR) == {"default": SessionHours(1, 1)}
+    over = ended("mine-0", 1)
+    record = running(replace(over, ended=None))
+    assert used(record, over, now=BEGIN + 9 * HOUR) == {"default": SessionHours(1, 1)}
 
 
 def test_clocks_that_differ_and_sizes_that_are_unknown_take_nothing_away():
-    assert usage_of(running("mine-0"), [ended("mine-1", -1)], BEGIN - HOUR) == {"default": SessionHours(2)}
+    record = running(session("mine-0"))
+    assert used(record, ended("mine-1", -1), now=BEGIN - HOUR) == {"default": SessionHours(2)}
 
 
 def test_it_prints_as_a_table():
@@ -109,7 +108,12 @@ def make(**options):
 
 
 def ended_keys():
-    return sorted(each.launch.key for each in store.read_ended(store.read("mine")))
+    return sorted(each.key for each in store.read("mine", ended=True).ended.values())
+
+
+def waiting():
+    """Return the sessions that wait for room, as the record has them."""
+    return {id: each for id, each in store.read("mine").launches.items() if each.waits}
 
 
 def check(usage, cpu=1, memory=2):
@@ -149,8 +153,8 @@ def test_a_lost_session_counts_until_the_end_that_the_platform_names(platform, u
         until(lambda: arrived(cluster) == 1)
         [session] = [each.id for each in cluster.sessions if each.role == "worker"]
         platform.evict(session)
-        until(lambda: session in {each.launch.id for each in store.read_ended(store.read("mine"))})
-        [over] = store.read_ended(store.read("mine"))
+        until(lambda: session in store.read("mine", ended=True).ended)
+        over = store.read("mine", ended=True).ended[session]
         [told] = [each for each in platform.list_workers() if each["id"] == session]
         finished = datetime.fromisoformat(told["finished_at"].replace("Z", "+00:00"))
         assert over.ended == int(finished.timestamp())
@@ -180,15 +184,13 @@ def test_sessions_that_wait_for_room_cost_nothing(platform, until, monkeypatch):
     with make() as cluster:
         platform.configure(start_delay=0, quota={"cpu": 2, "memory": 100}, over_quota="wait")
         cluster.scale(2)
-        until(lambda: len(store.read("mine").waiting) == 1)
+        until(lambda: len(waiting()) == 1)
         until(lambda: cluster.usage()["default"].sessions == 2)
-        [waits] = store.read("mine").waiting
-        launched = store.read("mine").launched[waits]
-        until(lambda: time.time() > launched + 3)
+        [(waits, launch)] = waiting().items()
+        until(lambda: time.time() > launch.launched + 3)
         platform.configure(quota=None)
-        until(lambda: waits in store.read("mine").began)
-        assert store.read("mine").began[waits] >= launched + 2
-        assert not store.read("mine").waiting
+        until(lambda: not waiting())
+        assert store.read("mine").launches[waits].began >= launch.launched + 2
 
 
 def test_a_session_still_waits_for_a_manager_that_has_just_taken_it_over(platform, until, monkeypatch):
@@ -196,16 +198,16 @@ def test_a_session_still_waits_for_a_manager_that_has_just_taken_it_over(platfor
     with make() as maker:
         platform.configure(start_delay=0, quota={"cpu": 1, "memory": 100}, over_quota="wait")
         maker.scale(1)
-        until(lambda: store.read("mine").waiting)
+        until(lambda: waiting())
         maker.leave()
     monkeypatch.setattr("dask_cml.sessions.session._MOMENT", 1000)
     with CMLCluster.from_name("mine", quiet=True) as other:
         until(lambda: [worker.is_listed for worker in other.workers.values()] == [True])
         assert other.usage()["default"] == SessionHours(1)
-        [waits] = store.read("mine").waiting
+        [waits] = waiting()
         other.scale(2)
         until(lambda: len(store.read("mine").sessions) == 3)  # so it has written since
-        assert waits in store.read("mine").waiting
+        assert waits in waiting()
         other.close()
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import dask.config
 import pytest
@@ -1090,7 +1090,8 @@ def test_the_local_platform_is_taken_only_where_it_is_asked_for(installed):
     assert load_platform("local") is local
 
 
-def test_sessions_have_a_network_of_their_own_unless_the_platform_says_otherwise(api):
+def test_sessions_have_a_network_of_their_own_unless_the_platform_says_otherwise(stub, api):
     assert not api.shares_host_network
-    assert WorkersAPI(SimpleNamespace(shares_host_network=lambda: True)).shares_host_network
-    assert not WorkersAPI(SimpleNamespace(shares_host_network=lambda: False)).shares_host_network
+    for shares in (True, False):
+        stub.shares_host_network = lambda shares=shares: shares
+        assert WorkersAPI(stub).shares_host_network is shares

@@ -68,7 +68,7 @@ class RecordKeeper:
         self._written: set[str] = set()
         #: The sessions whose end is written.
         self._over: set[str] = set()
-        self._waiting = set() if record is None else {*record.waiting}
+        self._waiting = {each.id for each in record.launches.values() if each.waits} if record else set()
         self._storing = threading.Lock()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -159,14 +159,14 @@ class RecordKeeper:
         else:
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
                 self._usage = await asyncio.to_thread(self.usage)
-            await stop_and_remove(replace(self.record, sessions={}), self._api)
+            await stop_and_remove(replace(self.record, launches={}), self._api)
 
     def end_now(self) -> None:
         """Do the same as :meth:`end` by blocking calls."""
         if self.record is None:
             self._api.end()
         else:
-            stop_and_remove_now(replace(self.record, sessions={}), self._api)
+            stop_and_remove_now(replace(self.record, launches={}), self._api)
 
     async def _run(self) -> None:
         while True:

@@ -13,6 +13,7 @@ from distributed.comm.addressing import get_address_host_port, parse_address
 
 from dask_cml import heartbeat
 from dask_cml.identity import Identity
+from dask_cml.layout import SCHEDULER
 from dask_cml.msgpack_comm import InvalidMessage
 from dask_cml.options import state_directory
 from dask_cml.records.record import Record
@@ -95,12 +96,16 @@ async def judge(
     """
     records = [*records]
     findings = await look(records, timeout=timeout, patience=patience)
-    gone = [r for r in records if r.scheduler.address is not None and not findings[r.name].reachable]
-    ended = await _ended(gone, timeout, api)
-    for record in gone:
-        findings[record.name] = await _judge_unreachable(record, ended)
+    gone = {
+        record.name: record
+        for record in records
+        if record.scheduler.address is not None and not findings[record.name].reachable
+    }
+    ended = await _ended(gone.values(), timeout, api)
     for record in records:
         finding, maker = findings[record.name], record.scheduler.maker or record.maker
+        if record.name in gone:
+            findings[record.name] = finding = await _judge_unreachable(record, ended)
         lives = await asyncio.to_thread(maker.lives)
         if record.scheduler.address is None and lives is False:
             findings[record.name] = Finding(State.DEAD, "its creator ended before its scheduler answered")
@@ -111,7 +116,8 @@ async def judge(
 
 
 async def _judge_unreachable(record: Record, ended: set[str]) -> Finding:
-    session = _scheduler_session(record)
+    listed = [session for session, key in record.sessions.items() if key == SCHEDULER]
+    session = record.scheduler.session or next(iter(listed), None)
     if session in ended:
         return Finding(State.DEAD, f"its scheduler's session {session} has ended", reachable=False)
     why = f"nothing accepts connections at {record.scheduler.address}"
@@ -120,11 +126,6 @@ async def _judge_unreachable(record: Record, ended: set[str]) -> Finding:
         why += f", and the scheduler's last sign of life is {silence:.0f} s old"
         return Finding(State.DEAD, why, reachable=False)
     return Finding(State.UNKNOWN, f"{why}, but nothing shows that the scheduler has ended", reachable=False)
-
-
-def _scheduler_session(record: Record) -> str | None:
-    found = [session for session, role in record.sessions.items() if role == "scheduler"]
-    return record.scheduler.session or (found[0] if found else None)
 
 
 async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | None) -> set[str]:
@@ -166,10 +167,13 @@ async def look(
         For each cluster's name, a :class:`Finding`. :func:`judge` finds more.
     """
     records = [*records]
-    fresh = [] if patience is None else await asyncio.to_thread(_fresh, records)
 
     async def bounded(record: Record) -> Finding:
-        limit = max(timeout, patience or 0.0) if record.name in fresh else timeout
+        limit = timeout
+        if patience is not None and await asyncio.to_thread(
+            heartbeat.is_fresh, state_directory() / record.name
+        ):
+            limit = max(timeout, patience)
         try:
             return await asyncio.wait_for(_look_at(record, limit), limit)
         except asyncio.TimeoutError:
@@ -177,12 +181,6 @@ async def look(
 
     findings = await asyncio.gather(*map(bounded, records))
     return {record.name: finding for record, finding in zip(records, findings, strict=True)}
-
-
-def _fresh(records: Iterable[Record]) -> list[str]:
-    """Return the names of the clusters whose schedulers left a sign of life lately."""
-    folder = state_directory()
-    return [record.name for record in records if heartbeat.is_fresh(folder / record.name)]
 
 
 async def identities(

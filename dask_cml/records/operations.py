@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shlex
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
@@ -52,7 +53,7 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
         await _claim(record, wanted)
         return
     except ClusterExists:
-        old = await asyncio.to_thread(_read, record.name)
+        old = await asyncio.to_thread(store.find, record.name)
         if old is None:
             raise
         finding = (await liveness.judge([old], api=api))[old.name]
@@ -69,15 +70,11 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
 async def _claim(record: Record, wanted: Mapping[str, Any]) -> None:
     """Create the record. A cancellation waits for the thread, after which the record can be removed."""
     claiming = asyncio.ensure_future(asyncio.to_thread(store.claim, record, wanted))
-    cancelled = None
-    while not claiming.done():
-        try:
-            await asyncio.wait([claiming])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    claiming.result()
-    if cancelled is not None:
-        raise cancelled
+    try:
+        await asyncio.shield(claiming)
+    except asyncio.CancelledError:
+        await asyncio.wait([claiming])
+        raise
 
 
 async def wait_until_running(name: str, timeout: float) -> Record:
@@ -110,16 +107,9 @@ async def wait_until_running(name: str, timeout: float) -> Record:
         await asyncio.sleep(_LOOK_INTERVAL)
 
 
-def _read(name: str) -> Record | None:
-    try:
-        return store.read(name)
-    except NoSuchCluster:
-        return None
-
-
 def current(record: Record) -> Record | None:
     """Return a cluster's record as it is now. Return None if the cluster was deleted."""
-    now = _read(record.name)
+    now = store.find(record.name)
     return now if now is not None and now.id == record.id else None
 
 
@@ -173,9 +163,8 @@ def _groups(record: Record, workers: Collection[WorkerIdentity] | None) -> dict[
     """Count the Dask workers in each group."""
     if workers is None:
         return None
-    found = [read_name(record.name, worker.name) for worker in workers]
-    groups = [DEFAULT_GROUP if name is None else name[0] for name in found]
-    return {group: groups.count(group) for group in (DEFAULT_GROUP, *record.groups)}
+    found = Counter((read_name(record.name, each.name) or (DEFAULT_GROUP, 0))[0] for each in workers)
+    return {group: found[group] for group in (DEFAULT_GROUP, *record.groups)}
 
 
 def status_of(record: Record, finding: Finding) -> str:
@@ -188,8 +177,8 @@ def status_of(record: Record, finding: Finding) -> str:
 def _waiting(record: Record, arrived: Collection[str]) -> dict[str, float | None]:
     """Describe the sessions that wait for room, as far as their managers have recorded it."""
     present = {read_name(record.name, worker) for worker in arrived} - {None}
-    keys = {each: record.sessions[each] for each in record.waiting.keys() & record.sessions.keys()}
-    since = [record.waiting[each] for each, key in keys.items() if read_name(record.name, key) not in present]
+    waiting = [each for each in record.launches.values() if each.waits]
+    since = [each.launched for each in waiting if read_name(record.name, each.key) not in present]
     return {"waiting": len(since), "waiting_for": max(0.0, time.time() - min(since)) if since else None}
 
 
@@ -208,10 +197,10 @@ def usage(name: str, id: str | None = None) -> Usage:
     NoSuchCluster
         If the cluster does not exist any more, or another one has its name.
     """
-    record = store.read(name)
+    record = store.read(name, ended=True)
     if id not in (None, record.id):
         raise NoSuchCluster(name, tuple(each.name for each in store.records()))
-    return usage_of(record, store.read_ended(record), time.time())
+    return usage_of(record, time.time())
 
 
 def session_logs(record: Record) -> SessionLogs:
@@ -252,7 +241,8 @@ async def _end_all(records: Collection[Record], answering: Collection[str]) -> d
             try:
                 if record.name in answering:
                     await _say_goodbye(record)
-                await _stop(record)
+                api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
+                await stop_and_remove(record, api)
             except CMLError as error:
                 return error
             except Exception as error:  # of the file system, for example: the others are deleted nevertheless
@@ -270,10 +260,6 @@ async def _say_goodbye(record: Record) -> None:
             await comm.ask("terminate", _GOODBYE_TIMEOUT)
     except Exception as error:  # its workers may be frozen, and Dask's errors vary
         logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
-
-
-async def _stop(record: Record) -> None:
-    await stop_and_remove(record, WorkersAPI(load_platform(record.options.get("platform", "auto"))))
 
 
 async def stop_and_remove(record: Record, api: WorkersAPI) -> None:
@@ -299,25 +285,20 @@ async def stop_and_remove(record: Record, api: WorkersAPI) -> None:
 
 def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
     """Do the same as :func:`stop_and_remove` by blocking calls, without an event loop."""
-    known, stopped = dict(record.sessions), set[str]()
+    stopped: set[str] = set()
 
-    def stop() -> None:
-        for session in known.keys() - stopped:
-            api.adopt(session, known[session])
-        stopped.update(known)
+    def stop(sessions: Mapping[str, str]) -> None:
+        for session in sessions.keys() - stopped:
+            api.adopt(session, sessions[session])
+        stopped.update(sessions)
         api.end()
 
-    while True:
-        if now := current(record):
-            known.update(now.sessions)
-        if stopped and stopped >= known.keys():
-            break
-        stop()
-        if not known:
-            break
-    known.update(store.remove(record.name, id=record.id) or {})
-    if known.keys() - stopped:
-        stop()
+    now = current(record)
+    stop({**record.sessions, **(now.sessions if now else {})})
+    while (now := current(record)) and now.sessions.keys() - stopped:
+        stop(now.sessions)
+    if last := store.remove(record.name, id=record.id):
+        stop(last)
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:

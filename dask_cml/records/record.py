@@ -16,7 +16,7 @@ from distributed.security import Security
 
 from dask_cml.checks import is_session_id
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.records.session_files import RecordedSessions
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.owner import this_session, this_user
 
 VERSION = 2
@@ -169,7 +169,7 @@ class SchedulerState:
 
 
 @dataclass(frozen=True)
-class Record(RecordedSessions):
+class Record:
     """All that other processes need to find a cluster, and to manage it.
 
     It contains no secrets of the cluster, only the paths of its keys. The cluster's creator writes the fields
@@ -194,18 +194,10 @@ class Record(RecordedSessions):
         The version of the format.
     scheduler : SchedulerState
         What the scheduler has written.
-    sessions : mapping of str to str
-        For the id of each session, its key: the name of its worker, or ``"scheduler"``.
-    owners : mapping of str to str
-        For the id of each session, the id of the session with which it ends, if that is known.
-    launched : mapping of str to int
-        For the id of each session, the time of its launch, in seconds since 1970.
-    waiting : mapping of str to int
-        The same, for the sessions that wait for room.
-    began : mapping of str to int
-        For the id of each session that has waited for room, the end of its wait, in seconds since 1970.
-    sizes : mapping of str to SessionSize
-        For the id of each session, its size, if that is known.
+    launches : mapping of str to Launch
+        The sessions that run or wait for room, by id, the oldest first.
+    ended : mapping of str to Launch
+        The sessions that have ended, if they were read, too.
     """
 
     name: str
@@ -216,6 +208,18 @@ class Record(RecordedSessions):
     security: Mapping[str, str] | None = None
     version: int = VERSION
     scheduler: SchedulerState = field(default_factory=SchedulerState)
+    launches: Mapping[str, Launch] = field(default_factory=dict)
+    ended: Mapping[str, Launch] = field(default_factory=dict)
+
+    @property
+    def sessions(self) -> dict[str, str]:
+        """For the id of each session, its key: the name of its worker, or ``"scheduler"``."""
+        return {session: launch.key for session, launch in self.launches.items()}
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """For the id of each session, the id of the session with which it ends, if that is known."""
+        return {session: each.owner for session, each in self.launches.items() if each.owner is not None}
 
     @property
     def groups(self) -> dict[str, Mapping[str, Any]]:
@@ -232,7 +236,7 @@ class Record(RecordedSessions):
         TypeError
             If JSON cannot represent the options.
         """
-        own = {name: getattr(self, name) for name in _own_fields()}
+        own = {name: getattr(self, name) for name in _CHECKS}
         return json.dumps({**own, "maker": asdict(self.maker)})
 
     @classmethod
@@ -249,9 +253,9 @@ class Record(RecordedSessions):
             raise ValueError("it is not the record of a cluster")
         if content["version"] > VERSION:
             raise ValueError(f"a newer dask-cml wrote it, in format {content['version']}: upgrade dask-cml")
-        own = {key: content[key] for key in _own_fields() if key in content}
-        if missing := {*_own_fields()} - own.keys():
+        if missing := _CHECKS.keys() - content.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        own = {key: content[key] for key in _CHECKS}
         for key, value in own.items():
             if not _CHECKS[key](value):
                 raise ValueError(f"its {key} is invalid: {repr(value)[:100]}")
@@ -283,11 +287,6 @@ def _of_version_1(content: Mapping[str, Any]) -> SchedulerState:
     found = {name: content.get(there) for name, there in {**names, "app_url": "app_url"}.items()}
     texts: dict[str, Any] = {name: each for name, each in found.items() if isinstance(each, str)}
     return SchedulerState(**texts)
-
-
-def _own_fields() -> list[str]:
-    """Return the names of the fields that the creator writes."""
-    return [*_CHECKS]
 
 
 def _is_text(value: object) -> bool:

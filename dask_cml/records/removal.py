@@ -38,11 +38,11 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
     dict of str to str, or None
         The sessions in the last state of the record. None if the folder did not exist, or was another one.
     """
+    aside = folder.parent / f".removed-{secrets.token_hex(8)}"
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    aside = folder.parent / f".removed-{secrets.token_hex(8)}"
     try:
         if not is_meant(descriptor):
             return None
@@ -51,21 +51,19 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
         with contextlib.suppress(FileNotFoundError):
             os.rename(RECORD_FILE, REMOVED_FILE, src_dir_fd=descriptor, dst_dir_fd=descriptor)
         # Another process may have removed the files already.
-        sessions: dict[str, str] | None = {} if _entries(descriptor) else None
+        sessions: dict[str, str] | None = {} if entries(descriptor) else None
         with contextlib.suppress(OSError, NotPrivate):
-            names = session_files.names_in(folder, descriptor)
-            found, _ = session_files.parse_all(names, folder.name)
-            sessions = dict(found.sessions)
+            found, _ = session_files.parse_all(session_files.names_in(folder, descriptor), folder.name)
+            sessions = {session: launch.key for session, launch in found.items()}
         make_folder(aside)
         for _ in range(_TRIES):  # a session may write its log meanwhile
-            for entry in {*_entries(descriptor)} - {REMOVED_FILE}:
-                _move(entry, descriptor, aside)
-            if {*_entries(descriptor)} <= {REMOVED_FILE}:
-                _move(REMOVED_FILE, descriptor, aside)
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)  # only an empty one, so not that of another cluster
-                if not _entries(descriptor):
-                    break
+            for entry in sorted(entries(descriptor), key=REMOVED_FILE.__eq__):  # the mark at last
+                with contextlib.suppress(FileNotFoundError):  # another process removes them, too
+                    os.rename(entry, aside / secrets.token_hex(8), src_dir_fd=descriptor)
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)  # only an empty one, so not that of another cluster
+            if not entries(descriptor):
+                break
             time.sleep(_PAUSE)
     finally:
         os.close(descriptor)
@@ -73,12 +71,7 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
     return sessions
 
 
-def _move(entry: str, descriptor: int, aside: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process removes them, too
-        os.rename(entry, aside / secrets.token_hex(8), src_dir_fd=descriptor)
-
-
-def _entries(descriptor: int) -> list[str]:
+def entries(descriptor: int) -> list[str]:
     """List a folder. Return nothing if it does not exist any more."""
     try:
         return os.listdir(descriptor)
@@ -86,9 +79,3 @@ def _entries(descriptor: int) -> list[str]:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise
         return []
-
-
-def is_half_done(descriptor: int) -> bool:
-    """Return whether a process has started to remove the folder. It may have died meanwhile."""
-    names = _entries(descriptor)
-    return REMOVED_FILE in names and RECORD_FILE not in names

@@ -1,69 +1,27 @@
 """The files of a cluster's sessions: each is empty, and its name describes a session.
 
-In the folder ``sessions``:
+The folder ``sessions`` contains a file for each session that runs or waits for room, and ``ended`` one for
+each session that has ended. :mod:`dask_cml.sessions.entry` describes the names.
 
-``<id>,<key>,<owner>,<launched>,<size>``
-    A session: its id, the name of its Dask worker or ``scheduler``, the session with which it ends if that is
-    known, the time of its launch, in whole seconds since 1970, and its vCPUs, GiB and GPUs as ``4x16x1`` if
-    they are known. At the beginning of the key, ``@`` stands for the cluster's name, which may be long.
-    Ambiguous characters in a key are percent-encoded.
-``<id>,waits``
-    The session waits for room.
-``<id>,began,<when>``
-    The session waited for room until that time.
+A session that waits for room, or has waited, has another file for that, beside its first one.
 
-In the folder ``ended``:
-
-``<id>,<key>,<owner>,<launched>,<size>,<began>,<ended>,<cause>``
-    A session that has ended: its previous name, and the times when it started to use room and when it ended.
-    The cause, such as ``out-of-memory``, if nobody asked for its end.
-
-Each operation creates, moves or removes one file, and managers never change each other's files. So all
-managers of a cluster write at once without a lock, and a reader lists a folder once, even if a writer dies.
-A session moves to ``ended`` in one step. So a process that lists ``sessions`` first, and ``ended`` after it,
-misses none.
+Each operation creates, moves or removes one file, and no name in ``sessions`` ever changes. So all managers
+of a cluster write at once without a lock, and a reader that lists a folder once misses no session, even if a
+writer dies. A session moves to ``ended`` in one step. So a process that lists ``sessions`` first, and
+``ended`` after it, misses none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dask_cml.checks import is_session_id
 from dask_cml.layout import ENDED_FOLDER, SESSIONS_FOLDER
-from dask_cml.options import SessionSize
 from dask_cml.private_files import open_folder
-from dask_cml.sessions.entry import TIME, Launch, file_name, parse
-
-_ENDED = re.compile(rf"(.*),({TIME}),({TIME})(?:,([a-z-]+))?", re.ASCII)
-_WAITS = "waits"
-_BEGAN = re.compile(rf"began,({TIME})", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A session that has ended.
-
-    Parameters
-    ----------
-    launch : Launch
-        The session.
-    began : int
-        The time when it started to use room, in seconds since 1970.
-    ended : int
-        The time when it ended, in seconds since 1970.
-    cause : str or None
-        Why it ended, if nobody asked for it, such as ``out of memory``.
-    """
-
-    launch: Launch
-    began: int
-    ended: int
-    cause: str | None = None
+from dask_cml.sessions.entry import Launch, file_name, parse
 
 
 @dataclass(frozen=True)
@@ -93,79 +51,44 @@ class Changes:
     def __bool__(self) -> bool:
         return any((self.launched, self.ended, self.waiting, self.began))
 
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedSessions:
-    """The sessions of a record: mappings by their ids."""
-
-    sessions: Mapping[str, str] = field(default_factory=dict)
-    owners: Mapping[str, str] = field(default_factory=dict)
-    launched: Mapping[str, int] = field(default_factory=dict)
-    waiting: Mapping[str, int] = field(default_factory=dict)
-    began: Mapping[str, int] = field(default_factory=dict)
-    sizes: Mapping[str, SessionSize] = field(default_factory=dict)
+    def of(self, launch: Launch) -> Launch:
+        """Return a session after its changes. What another manager has written before remains."""
+        if launch.began is None:
+            began = self.began.get(launch.id)
+            waits = began is None and (launch.waits or launch.id in self.waiting)
+            launch = replace(launch, waits=waits, began=began)
+        if launch.id in self.ended:
+            launch = replace(launch, ended=self.ended[launch.id], cause=self.causes.get(launch.id, ""))
+        return launch
 
 
-def parse_all(names: Iterable[str], cluster: str) -> tuple[RecordedSessions, list[str]]:
+def parse_all(names: Iterable[str], cluster: str) -> tuple[dict[str, Launch], list[str]]:
     """Return the sessions that the names of files describe, the oldest first, and the other names."""
-    found: dict[str, Launch] = {}
-    strays = []
-    marks, names = _marks(names)
+    found, strays = [], []
     for name in names:
         if not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
             try:
-                launch = parse(name, cluster)
+                found.append(parse(name, cluster))
             except ValueError:
                 strays.append(name)
-            else:
-                found[launch.id] = min(launch, found.get(launch.id, launch), key=_age)
-    launches = sorted(found.values(), key=_age)
-    ends = {each.id: marks.get(each.id, each.launched) for each in launches}
-    sessions = RecordedSessions(
-        sessions={each.id: each.key for each in launches},
-        owners={each.id: each.owner for each in launches if each.owner is not None},
-        launched={each.id: each.launched for each in launches},
-        waiting={each.id: each.launched for each in launches if ends[each.id] is None},
-        began={session: end for session, end in ends.items() if session in marks and end is not None},
-        sizes={each.id: each.size for each in launches if each.size is not None},
-    )
+    sessions: dict[str, Launch] = {}
+    for each in sorted(found, key=_age):
+        first = sessions.get(each.id)
+        if first is None and (each.ended or each == _first(each)):
+            sessions[each.id] = each
+        elif first is not None and first.began is None and not first.ended:
+            sessions[each.id] = replace(first, waits=each.waits, began=each.began)
     return sessions, strays
 
 
-def _age(launch: Launch) -> tuple[int, int, str, str]:
-    return launch.launched, len(launch.key), launch.key, launch.id
+def _first(launch: Launch) -> Launch:
+    """Return a session as its first file describes it."""
+    return replace(launch, waits=False, began=None)
 
 
-def parse_ended(names: Iterable[str], cluster: str) -> list[Ended]:
-    """Return the ended sessions that the names of files describe. Ignore other names."""
-    found: dict[str, Ended] = {}
-    for name in names:
-        match = _ENDED.fullmatch(name)
-        with contextlib.suppress(ValueError):
-            ended = None
-            if match is not None:
-                cause = match[4] and match[4].replace("-", " ")
-                ended = Ended(parse(match[1], cluster), int(match[2]), int(match[3]), cause)
-            if ended is not None and ended.ended <= found.get(ended.launch.id, ended).ended:
-                found[ended.launch.id] = ended
-    return [*found.values()]
-
-
-def _marks(names: Iterable[str]) -> tuple[dict[str, int | None], list[str]]:
-    """Return for each session that waited for room the end of its wait, or None, and the other names."""
-    marks: dict[str, int | None] = {}
-    others = []
-    for name in names:
-        session_id, _, mark = name.partition(",")
-        if not is_session_id(session_id):
-            others.append(name)
-        elif match := _BEGAN.fullmatch(mark):
-            marks[session_id] = min(int(match[1]), marks.get(session_id) or int(match[1]))
-        elif mark == _WAITS:
-            marks.setdefault(session_id)
-        else:
-            others.append(name)
-    return marks, others
+def _age(launch: Launch) -> tuple[int, bool, int, int, int, str, str]:
+    age = (launch.began or 0, launch.waits, launch.launched, launch.ended or 0)
+    return *age, len(launch.key), launch.key, launch.id
 
 
 def names_in(folder: Path, descriptor: int, of: str = SESSIONS_FOLDER) -> list[str]:
@@ -208,37 +131,27 @@ def write(changes: Changes, cluster: str, folder: Path, descriptor: int) -> None
     FileNotFoundError
         If the folder was removed.
     """
-    made = [file_name(launch, cluster) for launch in changes.launched]
-    made += [f"{each},{_WAITS}" for each in changes.waiting]
-    made += [f"{each},began,{when}" for each, when in changes.began.items()]
     with open_folder(folder / SESSIONS_FOLDER, descriptor) as own:
-        for name in made:
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=own))
-        _unlink([f"{each},{_WAITS}" for each in changes.began], own)
-        if changes.ended:
-            with open_folder(folder / ENDED_FOLDER, descriptor) as ended:
-                _end(changes, cluster, own, ended)
+        for launch in changes.launched:
+            _create(file_name(launch, cluster), own)
+        # Other managers may have launched the others, so list the names.
+        changed = {*changes.waiting, *changes.began, *changes.ended}
+        names = [name for name in os.listdir(own) if name.partition(",")[0] in changed] if changed else []
+        with open_folder(folder / ENDED_FOLDER, descriptor) as ended:
+            for launch in parse_all(names, cluster)[0].values():
+                now = changes.of(launch)
+                if now.ended is None:
+                    _create(file_name(now, cluster), own)
+                    continue
+                old, new = file_name(_first(launch), cluster), file_name(now, cluster)
+                with contextlib.suppress(FileNotFoundError):  # another manager moves it, too
+                    os.rename(old, new, src_dir_fd=own, dst_dir_fd=ended)
+        for name in names:
+            if name.partition(",")[0] in changes.ended:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=own)
 
 
-def _end(changes: Changes, cluster: str, own: int, ended: int) -> None:
-    """Move the files of sessions to the folder of ended sessions, and remove their other files."""
-    ends = changes.ended
-    # Other managers may have launched them, so list the names.
-    names = [name for name in os.listdir(own) if name.partition(",")[0] in ends]
-    marks, others = _marks(names)
-    for name in others:
-        with contextlib.suppress(ValueError, FileNotFoundError):  # another manager moves them, too
-            launch = parse(name, cluster)
-            end = ends[launch.id]
-            began = marks.get(launch.id, launch.launched) or end
-            cause = changes.causes.get(launch.id)
-            moved = f"{name},{min(began, end)},{end}" + (f",{cause.replace(' ', '-')}" if cause else "")
-            os.rename(name, moved, src_dir_fd=own, dst_dir_fd=ended)
-    _unlink(names, own)
-
-
-def _unlink(names: Iterable[str], folder: int) -> None:
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
+def _create(name: str, folder: int) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder))

@@ -46,7 +46,7 @@ from dask_cml.private_files import (
 )
 from dask_cml.records import removal, session_files
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.records.session_files import Changes, Ended
+from dask_cml.records.session_files import Changes
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ _PAUSE = 0.01
 _reported: set[tuple[str, str]] = set()
 
 
-def claim(record: Record, wanted: Mapping[str, Any], directory: Path | None = None) -> Path:
+def claim(record: Record, wanted: Mapping[str, Any]) -> Path:
     """Create the folder of a new cluster, with its record, and return it.
 
     If several processes claim a name at the same time, one succeeds.
@@ -72,8 +72,6 @@ def claim(record: Record, wanted: Mapping[str, Any], directory: Path | None = No
         The record of the new cluster.
     wanted : mapping
         What the cluster's first scheduler begins with, for JSON.
-    directory : Path, optional
-        The state directory.
 
     Raises
     ------
@@ -82,11 +80,11 @@ def claim(record: Record, wanted: Mapping[str, Any], directory: Path | None = No
     CMLError
         If the record exceeds a megabyte, so that no process would read it.
     ValueError
-        If a folder cannot have this name.
+        If no cluster can have this name.
     NotPrivate
         If the state directory belongs to another user, or others can write to it.
     """
-    folder = _folder(record.name, directory)
+    folder = _folder(record.name)
     make_folder(folder.parent)
     # The complete folder gets its name in one step, so a crash leaves no folder with this name but no record.
     made = folder.parent / f".claim-{secrets.token_hex(8)}"
@@ -100,18 +98,16 @@ def claim(record: Record, wanted: Mapping[str, Any], directory: Path | None = No
         try:
             os.rename(made, folder)  # replaces only an empty folder
         except OSError:
-            if removal.clear(folder, removal.is_half_done) is None:
+            if removal.clear(folder, _is_half_removed) is None:
                 raise
             os.rename(made, folder)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise ClusterExists(record.name) from None
-        if error.errno in (errno.ENAMETOOLONG, errno.EINVAL):
-            raise ValueError(f"invalid name={record.name!r}: expected a folder's name: {error}") from None
         raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    sweep(folder.parent)
+    sweep()
     return folder
 
 
@@ -160,11 +156,11 @@ def claim_scheduler(record: Record, number: int, wanted: Mapping[str, Any]) -> b
             claimed.append(number)
         os.unlink(mine, dir_fd=descriptor)
 
-    _write_in(_folder(record.name, None), record.id, claim)
+    _write_in(_folder(record.name), record.id, claim)
     return bool(claimed)
 
 
-def write_sessions(changes: Changes, name: str, directory: Path | None = None, *, id: str) -> None:
+def write_sessions(changes: Changes, name: str, *, id: str) -> None:
     """Write changes of sessions into a cluster's record.
 
     A process that removes the cluster after this returns gets these sessions from :func:`remove`.
@@ -175,8 +171,6 @@ def write_sessions(changes: Changes, name: str, directory: Path | None = None, *
         The caller's own changes.
     name : str
         The cluster's name.
-    directory : Path, optional
-        The state directory.
     id : str
         The id of the record. Another cluster with this name is left alone.
 
@@ -186,12 +180,12 @@ def write_sessions(changes: Changes, name: str, directory: Path | None = None, *
         If the cluster does not exist any more, or another one has its name. The caller must stop the
         sessions that it launched.
     """
-    folder = _folder(name, directory)
+    folder = _folder(name)
     _write_in(folder, id, lambda descriptor: session_files.write(changes, name, folder, descriptor))
 
 
-def _write_in(folder: Path, id: str, action: Callable[[int], None]) -> None:
-    """Run an action on a cluster's folder, perhaps twice, if the folder is the same before and after."""
+def _write_in(folder: Path, id: str, write: Callable[[int], None]) -> None:
+    """Write into a cluster's folder, perhaps twice, if it is the same before and after."""
 
     def attempt() -> bool:
         check_folder(folder.parent)
@@ -202,72 +196,72 @@ def _write_in(folder: Path, id: str, action: Callable[[int], None]) -> None:
                 raise CMLError(f"cannot read the record {folder / RECORD_FILE}: {error}") from None
             if record.id != id:
                 return False
-            action(descriptor)
+            write(descriptor)
             # Listing the folder makes NFS check whether it still has its name and its record.
             there = folder.name in os.listdir(folder.parent) and RECORD_FILE in os.listdir(descriptor)
             return there and os.path.samestat(os.stat(folder), os.fstat(descriptor))
 
     if not _until_settled(attempt, folder):
-        raise NoSuchCluster(folder.name, _names(folder.parent))
+        raise NoSuchCluster(folder.name, tuple(each.name for each in records()))
 
 
-def read(name: str, directory: Path | None = None) -> Record:
+def read(name: str, *, ended: bool = False) -> Record:
     """Read the record of a cluster.
+
+    Parameters
+    ----------
+    name : str
+        The cluster's name.
+    ended : bool
+        Whether to read also which of its sessions have ended.
 
     Raises
     ------
     NoSuchCluster
         If it does not exist. The message lists the names of the existing clusters.
     """
+    record = find(name, ended=ended)
+    if record is None:
+        raise NoSuchCluster(name, tuple(each.name for each in records()))
+    return record
+
+
+def find(name: str, *, ended: bool = False) -> Record | None:
+    """Do the same as :func:`read`, but return None if the cluster does not exist."""
     with contextlib.suppress(ValueError):
-        record = _load(_folder(name, directory))
-        if record is not None:
-            return record
-    raise NoSuchCluster(name, _names(directory or state_directory()))
+        return _load(_folder(name), ended=ended)
+    return None
 
 
-def read_ended(record: Record, directory: Path | None = None) -> list[Ended]:
-    """Read which of a cluster's sessions have ended. Call this after reading its record.
-
-    Raises
-    ------
-    NoSuchCluster
-        If the cluster does not exist any more, or another one has its name.
-    """
-    folder, names = _folder(record.name, directory), set[str]()
-
-    def look(descriptor: int) -> None:
-        names.update(session_files.names_in(folder, descriptor, ENDED_FOLDER))
-
-    _write_in(folder, record.id, look)
-    return session_files.parse_ended(names, record.name)
-
-
-def records(directory: Path | None = None, *, removed: bool = False) -> list[Record]:
+def records(*, removed: bool = False) -> list[Record]:
     """Read all records, sorted by name. Ignore damaged records and those that are not private; warn once.
 
     Parameters
     ----------
-    directory : Path, optional
-        The state directory.
     removed : bool
         Whether to read the clusters instead whose removal has begun. Its process may have died meanwhile.
     """
-    directory = directory or state_directory()
     file = REMOVED_FILE if removed else RECORD_FILE
-    found = (_load(directory / name, file) for name in sorted(_folders(directory)))
+    directory = state_directory()
+    try:
+        check_folder(directory)
+        names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
+    except NotPrivate as error:
+        _report_open(error)
+        return []
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = (_load(directory / name, file) for name in names)
     return [record for record in found if record is not None]
 
 
-def remove(name: str, directory: Path | None = None, *, id: str | None = None) -> dict[str, str] | None:
+def remove(name: str, *, id: str | None = None) -> dict[str, str] | None:
     """Remove a cluster's folder and its contents: the record, keys and logs.
 
     Parameters
     ----------
     name : str
         The cluster's name.
-    directory : Path, optional
-        The state directory.
     id : str, optional
         The id of the record. Another cluster with this name is left alone.
 
@@ -277,16 +271,16 @@ def remove(name: str, directory: Path | None = None, *, id: str | None = None) -
         The sessions in the last state of the record, as in :attr:`Record.sessions`. None if the cluster did
         not exist. The caller may not know those that were launched last.
     """
-    folder = _folder(name, directory)
+    folder = _folder(name)
     sessions = removal.clear(folder, lambda descriptor: id in (None, _id_in(folder, descriptor)))
     if sessions is not None:
-        sweep(folder.parent)
+        sweep()
     return sessions
 
 
-def sweep(directory: Path | None = None) -> None:
+def sweep() -> None:
     """Remove what crashed processes left behind, whose age the file system's clock tells."""
-    folder = directory or state_directory()
+    folder = state_directory()
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         os.utime(folder)
         oldest = folder.stat().st_mtime - _LEFTOVER_AGE
@@ -311,49 +305,30 @@ def _id_in(folder: Path, descriptor: int) -> str | None:
     return None
 
 
-def _folder(name: str, directory: Path | None) -> Path:
+def _is_half_removed(descriptor: int) -> bool:
+    """Return whether a process has started to remove the folder. It may have died meanwhile."""
+    names = removal.entries(descriptor)
+    return REMOVED_FILE in names and RECORD_FILE not in names
+
+
+def _folder(name: str) -> Path:
     if not name or name.startswith(".") or "/" in name or "\0" in name:
         raise ValueError(f"invalid name={name!r}: expected the name of a cluster")
-    return (directory or state_directory()) / name
+    return state_directory() / name
 
 
-def _names(directory: Path) -> tuple[str, ...]:
-    return tuple(record.name for record in records(directory))
-
-
-def _folders(directory: Path) -> list[str]:
-    try:
-        check_folder(directory)
-        return [name for name in os.listdir(directory) if not name.startswith(".")]
-    except NotPrivate as error:
-        _report_open(error)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    return []
-
-
-def _load(folder: Path, file: str = RECORD_FILE) -> Record | None:
+def _load(folder: Path, file: str = RECORD_FILE, *, ended: bool = False) -> Record | None:
     """Read the record in a folder. Return None if the folder contains no valid record."""
     try:
-        content = _until_settled(lambda: _read(folder, file), folder)
-        if content is None:
-            return None
-        record = Record.from_json(content[0])
-        if record.name != folder.name:
-            raise ValueError(f"it is the record of another cluster, {record.name!r}")
+        return _until_settled(lambda: _read(folder, file, ended), folder)
     except NotPrivate as error:
         _report_open(error)
-        return None
     except (OSError, ValueError, RecursionError) as error:
         _report(folder / file, str(error))
-        return None
-    found, strays = session_files.parse_all(content[1], folder.name)
-    for stray in strays:
-        _report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
-    return replace(record, **vars(found), scheduler=content[2] or record.scheduler)
+    return None
 
 
-def _read(folder: Path, file: str) -> tuple[bytes, list[str], SchedulerState | None] | None:
+def _read(folder: Path, file: str, ended: bool) -> Record | None:
     check_folder(folder.parent)
     if folder.is_symlink():
         raise ValueError("its folder is a symbolic link")
@@ -362,13 +337,23 @@ def _read(folder: Path, file: str) -> tuple[bytes, list[str], SchedulerState | N
         names = os.listdir(descriptor)
         if file not in names:
             return None
+        record = Record.from_json(read_file(folder / file, descriptor))
+        if record.name != folder.name:
+            raise ValueError(f"it is the record of another cluster, {record.name!r}")
         if SESSIONS_FOLDER not in names and file == REMOVED_FILE:
-            return read_file(folder / file, descriptor), [], None
+            return record
         if SESSIONS_FOLDER not in names and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
             raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
-        content = read_file(folder / file, descriptor)
-        sessions = session_files.names_in(folder, descriptor)
-        return content, sessions, _read_scheduler(folder, names, descriptor)
+        found, strays = session_files.parse_all(session_files.names_in(folder, descriptor), folder.name)
+        for stray in strays:
+            _report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
+        over = session_files.names_in(folder, descriptor, ENDED_FOLDER) if ended else []
+        return replace(
+            record,
+            launches=found,
+            ended=session_files.parse_all(over, folder.name)[0],
+            scheduler=_read_scheduler(folder, names, descriptor) or record.scheduler,
+        )
 
 
 def _read_scheduler(folder: Path, names: list[str], descriptor: int) -> SchedulerState | None:
@@ -394,20 +379,16 @@ def _until_settled(attempt: Callable[[], T], folder: Path) -> T | None:
     OSError
         If the file system fails.
     """
-    stale: OSError | None = None
-    for _ in range(_TRIES):
+    for tries_left in reversed(range(_TRIES)):
         try:
             return attempt()
         except (FileNotFoundError, NotADirectoryError):
-            if not folder.is_dir():
+            if not tries_left or not folder.is_dir():
                 return None
         except OSError as error:
-            if error.errno != errno.ESTALE:  # the file was replaced while it was read
+            if not tries_left or error.errno != errno.ESTALE:  # the file was replaced while it was read
                 raise
-            stale = error
         time.sleep(_PAUSE)
-    if stale is not None:
-        raise stale
     return None
 
 

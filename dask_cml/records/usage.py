@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import SessionSize
 from dask_cml.printable import table
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import Ended
+from dask_cml.sessions.entry import Launch
 
 _HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours")
 _LOST = "lost"
@@ -45,14 +45,8 @@ class SessionHours:
     lost: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: SessionHours) -> SessionHours:
-        return SessionHours(
-            self.sessions + other.sessions,
-            self.hours + other.hours,
-            self.vcpu_hours + other.vcpu_hours,
-            self.gib_hours + other.gib_hours,
-            self.gpu_hours + other.gpu_hours,
-            Counter(self.lost) + Counter(other.lost),
-        )
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "lost"}
+        return SessionHours(**sums, lost=Counter(self.lost) + Counter(other.lost))
 
 
 class Usage(dict[str, SessionHours]):
@@ -85,11 +79,12 @@ class Usage(dict[str, SessionHours]):
         return "\n".join(table(rows, str.rjust))
 
 
-def _hours_of(seconds: float, size: SessionSize | None) -> SessionHours:
+def _hours_of(launch: Launch, now: float) -> SessionHours:
     """Return the usage of one session. Its size may be unknown."""
-    hours = max(0.0, seconds) / 3600
-    size = size or SessionSize(0, 0)
-    return SessionHours(1, hours, hours * size.cpu, hours * size.memory, hours * size.nvidia_gpu)
+    hours = max(0.0, launch.seconds(now)) / 3600
+    size = launch.size or SessionSize(0, 0)
+    lost = {launch.cause: 1} if launch.cause else {}
+    return SessionHours(1, hours, hours * size.cpu, hours * size.memory, hours * size.nvidia_gpu, lost)
 
 
 def _cells(name: str, used: SessionHours) -> tuple[str, ...]:
@@ -101,7 +96,7 @@ def _lost(used: SessionHours) -> str:
     return ", ".join(f"{n} {cause}" for cause, n in sorted(used.lost.items())) or "-"
 
 
-def usage_of(record: Record, ended: Iterable[Ended], now: float) -> Usage:
+def usage_of(record: Record, now: float) -> Usage:
     """Return the usage of a cluster.
 
     A session counts from its launch or, if it waited for room, from the end of its wait. It counts until it
@@ -110,34 +105,16 @@ def usage_of(record: Record, ended: Iterable[Ended], now: float) -> Usage:
     Parameters
     ----------
     record : Record
-        The cluster's record.
-    ended : iterable of Ended
-        Its ended sessions, listed after the record was read.
+        The cluster's record, with its ended sessions.
     now : float
         The current time, in seconds since 1970.
     """
     used: dict[str, SessionHours] = {}
-    ended = [*ended]
-    causes = {each.launch.id: each.cause for each in ended if each.cause}
-    for session, key, seconds, size in _spans(record, ended, now):
-        group = key if key == SCHEDULER else (read_name(record.name, key) or [DEFAULT_GROUP])[0]
-        lost = {causes[session]: 1} if session in causes else {}
-        used[group] = used.get(group, SessionHours()) + replace(_hours_of(seconds, size), lost=lost)
+    for launch in {**record.launches, **record.ended}.values():
+        group = SCHEDULER
+        if launch.key != SCHEDULER:
+            group, _ = read_name(record.name, launch.key) or (DEFAULT_GROUP, 0)
+        used[group] = used.get(group, SessionHours()) + _hours_of(launch, now)
     first = [SCHEDULER, DEFAULT_GROUP]
     order = sorted(used, key=lambda group: (first.index(group) if group in first else len(first), group))
     return Usage({group: used[group] for group in order})
-
-
-def _spans(
-    record: Record, ended: Iterable[Ended], now: float
-) -> Iterator[tuple[str, str, float, SessionSize | None]]:
-    """Yield the id, the key, the duration in seconds, and the size of each session."""
-    over = set()
-    for each in ended:
-        over.add(each.launch.id)
-        yield each.launch.id, each.launch.key, each.ended - each.began, each.launch.size
-    for session, key in record.sessions.items():
-        if session not in over:
-            began = record.began.get(session, record.launched.get(session, now))
-            seconds = 0.0 if session in record.waiting else now - began
-            yield session, key, seconds, record.sizes.get(session)

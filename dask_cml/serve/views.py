@@ -107,23 +107,20 @@ def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
 
 def recorded_sessions(record: Record) -> list[dict[str, Any]]:
     """Describe a cluster's sessions from its record, the scheduler's first."""
-    now = time.time()
-    described = [
-        {
-            "role": "worker",
-            "name": key,
-            "id": id,
-            "status": "unknown",
-            "age": now - record.launched.get(id, now),
-            **(asdict(record.sizes[id]) if id in record.sizes else _NO_SIZE),
-            "link": None,
-        }
-        for id, key in sorted(record.sessions.items(), key=lambda each: (each[1] != SCHEDULER, each[1]))
-    ]
-    for each in described:
-        if each["name"] == SCHEDULER:
-            link = _link(record.scheduler.app_url)
-            each.update(role="scheduler", name=f"{record.name}-scheduler", link=link)
+    now, described = time.time(), []
+    for each in sorted(record.launches.values(), key=lambda each: (each.key != SCHEDULER, each.key)):
+        is_scheduler = each.key == SCHEDULER
+        described.append(
+            {
+                "role": "scheduler" if is_scheduler else "worker",
+                "name": f"{record.name}-scheduler" if is_scheduler else each.key,
+                "id": each.id,
+                "status": "unknown",
+                "age": now - each.launched,
+                **(asdict(each.size) if each.size else _NO_SIZE),
+                "link": _link(record.scheduler.app_url) if is_scheduler else None,
+            }
+        )
     return described
 
 

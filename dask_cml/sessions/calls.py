@@ -9,9 +9,9 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
-from types import FrameType
 from typing import Any
 
 from dask_cml.errors import CMLError
@@ -87,10 +87,10 @@ class Calls:
                     self.troubles[verb] = f"CML did not {what}{tries if pause is None else ''}: {words}"
                     raise CallFailed(self.troubles[verb]) from error
                 logger.info("CML did not %s, next try in %.1f s: %s", what, pause, words)
+                await asyncio.sleep(pause)
             else:
                 self.troubles.pop(verb, None)
                 return result
-            await asyncio.sleep(pause)
         raise AssertionError("unreachable")
 
     def pauses(self) -> list[float]:
@@ -161,12 +161,11 @@ class Calls:
         # The interpreter joins all threads of a ThreadPoolExecutor, also daemons.
         frames = sys._current_frames()
         for thread in [*executors._threads_queues]:
-            if thread.daemon and self._is_called_in(frames.get(thread.ident or 0)):
+            frame = frames.get(thread.ident or 0)
+            names = (
+                {each.f_globals.get("__name__") for each, _ in traceback.walk_stack(frame)}
+                if frame
+                else set()
+            )
+            if thread.daemon and names & self._modules:
                 executors._threads_queues.pop(thread, None)  # type: ignore[attr-defined]
-
-    def _is_called_in(self, frame: FrameType | None) -> bool:
-        while frame is not None:
-            if frame.f_globals.get("__name__") in self._modules:
-                return True
-            frame = frame.f_back
-        return False

@@ -1,6 +1,9 @@
 """The name of the file that describes a session in its cluster's record.
 
 Managers write such files for the sessions that they launch, and each session writes its own when it starts.
+The name is ``<id>,<key>,<owner>,<launched>,<size>,<began>``. That of an ended session continues
+``,<ended>,<cause>``. See :class:`Launch`. What is unknown is empty. At the beginning of the key, ``@`` stands
+for the cluster's name, which may be long. Ambiguous characters in a key are percent-encoded.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ from urllib.parse import quote, unquote
 from dask_cml.checks import is_session_id
 from dask_cml.options import SessionSize, exact
 
-TIME = "[1-9][0-9]{0,11}"
+_TIME = "[1-9][0-9]{0,11}"
 _NUMBER = "[0-9.e+-]+"
 _SIZE = rf"({_NUMBER})x({_NUMBER})x([0-9]+)"
-_NAME = re.compile(rf"([^,]+),([^,]+),([^,]*),({TIME}),(?:{_SIZE})?", re.ASCII)
+_NAME = re.compile(
+    rf"([^,]+),([^,]+),([^,]*),({_TIME}),(?:{_SIZE})?,(waits|{_TIME})?(?:,({_TIME}),([a-z-]*))?", re.ASCII
+)
+_WAITS = "waits"
 _CLUSTER = "@"
 
 
@@ -35,6 +41,14 @@ class Launch:
         The time of its launch, in seconds since 1970.
     size : SessionSize, optional
         Its size, if that is known.
+    waits : bool
+        Whether it waits for room, or ended before it had room.
+    began : int, optional
+        If it has waited for room, the end of its wait.
+    ended : int, optional
+        The time of its end.
+    cause : str
+        Why it ended, if nobody asked for it, such as ``out of memory``.
     """
 
     id: str
@@ -42,6 +56,14 @@ class Launch:
     owner: str | None
     launched: int
     size: SessionSize | None = None
+    waits: bool = False
+    began: int | None = None
+    ended: int | None = None
+    cause: str = ""
+
+    def seconds(self, now: float) -> float:
+        """Return for how long it has used room, in seconds."""
+        return 0.0 if self.waits else (self.ended or now) - (self.began or self.launched)
 
 
 def file_name(launch: Launch, cluster: str) -> str:
@@ -58,18 +80,20 @@ def file_name(launch: Launch, cluster: str) -> str:
     --------
     >>> launch = Launch("abcdefgh12345678", "mine-0", "ijklmnop12345678", 1790000000, SessionSize(4, 16, 1))
     >>> file_name(launch, "mine")
-    'abcdefgh12345678,@-0,ijklmnop12345678,1790000000,4x16x1'
+    'abcdefgh12345678,@-0,ijklmnop12345678,1790000000,4x16x1,'
     """
     described = form(launch.key, cluster, launch.size)
-    return described.format(id=launch.id, owner=launch.owner or "", launched=launch.launched)
+    name = described.format(id=launch.id, owner=launch.owner or "", launched=launch.launched)
+    name += _WAITS if launch.waits else str(launch.began or "")
+    return name if launch.ended is None else f"{name},{launch.ended},{launch.cause.replace(' ', '-')}"
 
 
 def form(key: str, cluster: str, size: SessionSize | None) -> str:
-    """Return the name of a session's file, without ``{id}``, ``{owner}`` and ``{launched}``."""
+    """Return the name of a new session's file, without ``{id}``, ``{owner}`` and ``{launched}``."""
     text = f"{exact(size.cpu)}x{exact(size.memory)}x{size.nvidia_gpu}" if size else ""
     rest = key.removeprefix(cluster)
     quoted = quote(rest, safe="") if rest == key else _CLUSTER + quote(rest, safe="")
-    return f"{{id}},{quoted},{{owner}},{{launched}},{text}"
+    return f"{{id}},{quoted},{{owner}},{{launched}},{text},"
 
 
 def parse(name: str, cluster: str) -> Launch:
@@ -82,11 +106,21 @@ def parse(name: str, cluster: str) -> Launch:
     """
     if (match := _NAME.fullmatch(name)) is None:
         raise ValueError(f"{name!a} is not the name of a session's file")
-    session_id, key, owner, launched, cpu, memory, gpus = match.groups()
+    session_id, key, owner, launched, cpu, memory, gpus, began, ended, cause = match.groups()
     whose = cluster if key.startswith(_CLUSTER) else ""
     key = whose + unquote(key.removeprefix(_CLUSTER), errors="strict")
     size = SessionSize(float(cpu), float(memory), int(gpus)) if cpu else None
-    launch = Launch(session_id, key, owner or None, int(launched), size)
+    launch = Launch(
+        session_id,
+        key,
+        owner or None,
+        int(launched),
+        size,
+        waits=began == _WAITS,
+        began=int(began) if began and began != _WAITS else None,
+        ended=int(ended) if ended else None,
+        cause=(cause or "").replace("-", " "),
+    )
     ids = {session_id, launch.owner or session_id}
     if not all(map(is_session_id, ids)) or not key.isprintable() or "/" in key:
         raise ValueError(f"{name!a} does not describe a session")

@@ -90,13 +90,6 @@ class Place:
     number: int = 0
     record: str | None = None
 
-    def arguments(self, key: str, cluster: str, size: SessionSize) -> dict[str, str]:
-        """Return the arguments of the session's program by which it enters itself into the record."""
-        if self.record is None:
-            return {}
-        name = f"{key}-{self.number}" if key == SCHEDULER else key
-        return {"name": quote(name, safe=""), "entry": form(key, cluster, size)}
-
 
 def plan_scheduler(
     options: Options,
@@ -141,9 +134,7 @@ def plan_scheduler(
     return _plan(
         options,
         place,
-        f"{options.name}-scheduler",
         SCHEDULER,
-        options.scheduler,
         ("dask", "scheduler"),
         arguments,
         env,
@@ -206,8 +197,6 @@ def plan_worker(
         options,
         place,
         name,
-        name,
-        options.worker,
         options.worker_command,
         arguments,
         {**_limits(options), **options.env},
@@ -239,29 +228,34 @@ def _limits(options: Options) -> dict[str, str]:
 def _plan(
     options: Options,
     place: Place,
-    name: str,
     key: str,
-    size: SessionSize,
     program: Sequence[str],
     arguments: list[str],
     env: Mapping[str, str],
     **more: Any,
 ) -> SessionPlan:
+    """Plan a session by its key: the name of a worker, or ``"scheduler"``."""
+    name, started, size, what = key, key, options.worker, "A worker"
+    if key == SCHEDULER:
+        name, started = f"{options.name}-{key}", f"{key}-{place.number}"
+        size, what = options.scheduler, "The scheduler"
+    title = name
+    if place.record is not None:  # the session enters itself into the record
+        title += f" {place.record[:_ID_LENGTH]}"
+        if key == SCHEDULER and place.number:  # the platform may still list the one before
+            title += f"-{place.number}"
+        more |= {"name": quote(started, safe=""), "entry": form(key, options.name, size)}
     log = log_path(name, place.folder, options.log_directory)
     # Not `dask`, which may not be on PATH. All sessions have the launcher's interpreter.
     command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
     code = wrapper.code(
-        f"{'The scheduler' if key == SCHEDULER else 'A worker'} of the Dask cluster {options.name!r}",
+        f"{what} of the Dask cluster {options.name!r}",
         {
             "command": command + arguments,
             "log": str(log),
             "program": " ".join(program),
             "folder": str(place.folder),
-            **place.arguments(key, options.name, size),
             **more,
         },
     )
-    title = f"{name} {place.record[:_ID_LENGTH]}" if place.record else name
-    if key == SCHEDULER and place.number:  # the platform may still list the one before
-        title += f"-{place.number}"
     return SessionPlan(name, title, size, code, {"PYTHONUNBUFFERED": "1", **env}, log, {*options.env})

@@ -120,7 +120,7 @@ class CMLScheduler(CMLProcess):
         """Take a session that was launched for this scheduler, instead of the one that is known."""
         logger.info("Session %s of the scheduler used instead of %s", session_id, self.session_id)
         self.api.adopt(session_id, self.plan.name)
-        self._info = {"id": session_id}
+        self.info = {"id": session_id}
 
     async def _look(self) -> str:
         while True:

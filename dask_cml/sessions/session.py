@@ -80,7 +80,8 @@ class CMLProcess(ProcessInterface):
         self.name = plan.name
         self.launched_at: float | None = None
         self.since = datetime.now(timezone.utc)
-        self._info: SessionInfo = {}
+        #: The platform's last information on the session. Empty before the launch.
+        self.info: SessionInfo = {}
         self.adopted = False
         self.owner: str | None = None
         self._begun_at: float | None = None
@@ -101,7 +102,7 @@ class CMLProcess(ProcessInterface):
         self.since = datetime.now(timezone.utc)
         self.owner = this_owner()
         plan = self.plan
-        self._info = await self.api.launch(
+        self.info = await self.api.launch(
             plan.name, plan.size, plan.code, plan.env, self._launch_options, plan.title
         )
         self.launched_at = self._begun_at = time.monotonic()
@@ -115,7 +116,7 @@ class CMLProcess(ProcessInterface):
     def adopt(self, session_id: str, app_url: str | None = None, owner: str | None = None) -> None:
         """Take over a session that another process launched. The platform may not list it here."""
         self.api.adopt(session_id, self.plan.name)
-        self._info = {"id": session_id, "status": "running", "app_url": app_url}
+        self.info = {"id": session_id, "status": "running", "app_url": app_url}
         self.adopted = True
         self.owner = owner
         self.launched_at = self._begun_at = time.monotonic()
@@ -132,26 +133,21 @@ class CMLProcess(ProcessInterface):
     @property
     def session_id(self) -> str | None:
         """The session's id. None before the launch."""
-        return self._info.get("id")
-
-    @property
-    def info(self) -> SessionInfo:
-        """The platform's last information on the session. Empty before the launch."""
-        return self._info
+        return self.info.get("id")
 
     @property
     def session(self) -> Session | None:
         """The session by its last known state. None before the launch."""
         if self.session_id is None:
             return None
-        status = "stopped" if self.status == Status.closed else self._info.get("status", "launched")
+        status = "stopped" if self.status == Status.closed else self.info.get("status", "launched")
         return Session(
             id=self.session_id,
             role=self.role,
             name=self.name,
             status=status,
             address=self.ip_address,
-            app_url=self._info.get("app_url"),
+            app_url=self.info.get("app_url"),
             since=self.since,
             size=self.plan.size,
             owner=self.owner,
@@ -161,12 +157,12 @@ class CMLProcess(ProcessInterface):
     @property
     def ip_address(self) -> str | None:
         """The session's IP address. None until it is known."""
-        return ip_address(self._info)
+        return ip_address(self.info)
 
     @property
     def is_known_to_run(self) -> bool:
         """Whether the platform lists the session as running, with an address."""
-        return self.adopted or (status_of(self._info) == "running" and self.ip_address is not None)
+        return self.adopted or (status_of(self.info) == "running" and self.ip_address is not None)
 
     @property
     def waits_for(self) -> float | None:
@@ -179,7 +175,7 @@ class CMLProcess(ProcessInterface):
     @property
     def is_scheduling(self) -> bool:
         """Whether the session has no room yet, even for a moment."""
-        return not self._has_run and status_of(self._info) == "scheduling"
+        return not self._has_run and status_of(self.info) == "scheduling"
 
     @property
     def runs_for(self) -> float:
@@ -191,7 +187,7 @@ class CMLProcess(ProcessInterface):
 
         The time begins when the session runs. Until then, only ``pending_timeout`` counts.
         """
-        if self.is_listed and is_pending(self._info) and self.launched_at is not None:
+        if self.is_listed and is_pending(self.info) and self.launched_at is not None:
             what, timeout, took = "run", self.options.pending_timeout, time.monotonic() - self.launched_at
         else:
             took = self.runs_for
@@ -203,21 +199,16 @@ class CMLProcess(ProcessInterface):
         A session that is not listed keeps its state, because new sessions may be listed late.
         """
         listed = listing.get(self.session_id or "", {})
-        self._info = {**self._info, **listed}
-        if self.adopted and listed and not self.is_listed:
-            self._learn_launch(listed)
+        self.info = {**self.info, **listed}
+        if self.adopted and not self.is_listed and (created := moment(listed, "created_at")):
+            ago = (datetime.now(timezone.utc) - created).total_seconds()
+            self.since, self.launched_at = created, time.monotonic() - max(0.0, ago)
         self.is_listed = self.is_listed or bool(listed)
         runs = status_of(listed) == "running"
         if is_pending(listed) or (runs and not self._has_run):
             self._begun_at = time.monotonic()
         self._has_run = self._has_run or runs
-        return has_ended(self._info)
-
-    def _learn_launch(self, listed: SessionInfo) -> None:
-        """Take the launch time of an adopted session from the platform's list."""
-        if created := moment(listed, "created_at"):
-            ago = (datetime.now(timezone.utc) - created).total_seconds()
-            self.since, self.launched_at = created, time.monotonic() - max(0.0, ago)
+        return has_ended(self.info)
 
     async def last_lines(self) -> list[str]:
         """Return the last lines of the session's output."""
@@ -235,9 +226,9 @@ class CMLProcess(ProcessInterface):
         what : str
             What failed, such as ``ended``.
         """
-        status = self._info.get("status", "unknown")
+        status = self.info.get("status", "unknown")
         tail = await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)
-        words = self._info.get("message") or self._info.get("k8sMessage")
+        words = self.info.get("message") or self.info.get("k8sMessage")
         said = f" ({' '.join(words.split())})" if words else ""
         session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}"
         output = f"the last lines of its output:\n{tail}" if tail else "it wrote no output"

@@ -94,14 +94,13 @@ class SessionLogs:
         except (FileNotFoundError, NotADirectoryError):
             files = []
         paths = {SCHEDULER: self._scheduler} if self._scheduler.name in files else {}
-        sessions = [each.removesuffix(_SUFFIX) for each in files if each.endswith(_SUFFIX)]
-        found = {each: name for each in sessions if (name := read_name(self._cluster, each))}
-        workers = [
-            each
-            for each, (group, number) in found.items()
-            if each == session_name(self._cluster, group, number)
-        ]
-        for session in sorted(workers, key=lambda each: (found[each][0] != DEFAULT_GROUP, found[each])):
+        workers = []
+        for file in files:
+            session = file.removesuffix(_SUFFIX)
+            name = read_name(self._cluster, session)
+            if name and file == session_name(self._cluster, *name) + _SUFFIX:
+                workers.append((name[0] != DEFAULT_GROUP, name, session))
+        for *_, session in sorted(workers):
             paths[session] = self._scheduler.with_name(session + _SUFFIX)
         return paths
 

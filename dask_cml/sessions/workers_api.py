@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +38,8 @@ class _Launch:
     """One launch, which may take several calls. The first session that a call returns is its session."""
 
     name: str
-    #: The name on the platform, which identifies a session of a lost answer.
-    title: str
+    #: The name on the platform, if it has names, which identifies a session of a lost answer.
+    title: str | None
     size: SessionSize
     arguments: Mapping[str, Any] = field(repr=False)
     session: SessionInfo | None = None
@@ -49,7 +47,7 @@ class _Launch:
     over: bool = False
 
 
-class WorkersAPI:
+class WorkersAPI(LiveSessions):
     """Launch, watch and stop sessions without blocking the event loop.
 
     Calls run in threads, at most :attr:`threads` at once, each with a time limit of ``cml.api.timeout``
@@ -94,26 +92,19 @@ class WorkersAPI:
     """
 
     def __init__(self, module: Any) -> None:
-        self.module = module
-        self.on_change: Callable[[], None] = lambda: None
-        self.threads: int = setting("api.threads")
-        self._limit = setting("api.timeout")
         functions = ("launch_workers", "list_workers", "stop_workers")
         modules = {getattr(getattr(module, name, None), "__module__", "") for name in functions}
-        self._calls = Calls(self.threads, self._limit, setting("api.retries"), modules)
+        self.threads: int = setting("api.threads")
+        self._limit = setting("api.timeout")
+        super().__init__(module, Calls(self.threads, self._limit, setting("api.retries"), modules))
+        self.on_change: Callable[[], None] = lambda: None
         self._listing = Poller(module, self._calls, setting("api.poll-interval"))
-        self._live = LiveSessions(module, self._calls)
-        self.live = self._live.ids
-        self.names = self._live.names
-        self.sizes = self._live.sizes
-        self.stopped = self._live.stopped
-        # The lock guards the following attributes, which threads share.
-        self._lock = threading.Lock()
         self._ended = False
         #: Number of launch calls per title without an answer, or with an error after which a session may
         #: exist.
-        self._unanswered: Counter[str] = Counter()
-        self._launching: set[Future[Any]] = set()
+        self._unanswered: Counter[str | None] = Counter()
+        #: Number of launch calls under way.
+        self._launching = 0
 
     @property
     def problem(self) -> str | None:
@@ -181,8 +172,8 @@ class WorkersAPI:
         """
         options = dict(options or {})
         self.check_options(options)
-        title = title or name
-        if self._takes("name"):
+        title = (title or name) if self._takes("name") else None
+        if title is not None:
             options["name"] = title
         arguments = {
             "n": 1,
@@ -193,15 +184,15 @@ class WorkersAPI:
             "env": dict(env or {}),
             **options,
         }
-        stopped = {*self._live.stopped_before()}
+        stopped = {*self._stopping}
         try:
             session = await self._launch(_Launch(name, title, size, arguments))
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
-            stopped |= self._live.stopped_before()
+            stopped |= self._stopping
             if not stopped or not await self.wait_until_ended(stopped):
                 raise
-            self._live.ended(stopped)
+            self._stopping.difference_update(stopped)
             session = await self._launch(_Launch(name, title, size, arguments))
         self.on_change()
         return session
@@ -215,49 +206,52 @@ class WorkersAPI:
 
     def _launch_now(self, launch: _Launch) -> SessionInfo:
         """Launch a session by a blocking call, unless an abandoned call has launched it meanwhile."""
-        under_way: Future[Any] = Future()
         with self._lock:
             if self._ended:
                 raise CMLError(f"{launch.name} not launched: the cluster has shut down")
             if launch.session is not None:
                 return launch.session
-            self._launching.add(under_way)
+            self._launching += 1
         try:
-            if self._unanswered[launch.title] and (found := self._find_unanswered({launch.title})):
+            if found := self._find_unanswered({launch.title}):
                 return self._take(launch, found[0])
             return self._take(launch, self._ask_for(launch))
         finally:
             with self._lock:
-                self._launching.discard(under_way)
-            under_way.set_result(None)
+                self._launching -= 1
+                self._lock.notify_all()
 
     def _ask_for(self, launch: _Launch) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
-        named = "name" in launch.arguments
         with self._lock:
-            self._unanswered[launch.title] += named
+            self._unanswered[launch.title] += 1
+        may_exist = False
         try:
             session = answers.launched(self.module.launch_workers(**launch.arguments))
         except Exception as error:
-            # A session may exist nevertheless, unless may_pass excludes it.
-            with self._lock:
-                self._unanswered[launch.title] -= named and not may_pass(error)
+            may_exist = may_pass(error)
             raise
-        with self._lock:
-            self._unanswered[launch.title] -= named
+        finally:
+            with self._lock:
+                self._unanswered[launch.title] -= not may_exist
         if session.get("id"):
             return session
         # A refused launch may leave an engine behind, which counts against the quota like a session.
         if is_session_id(half_made := session.get("engineId")):
-            self._live.add(half_made, launch.name, launch.size, half_made=True)
+            self.adopt(half_made, launch.name)
             self._try_to_stop(half_made)
+            self._stopping.discard(half_made)  # its end makes no room for another try
         raise answers.refusal(launch.name, session)
 
     def _take(self, launch: _Launch, session: SessionInfo) -> SessionInfo:
         """Assign a session to its launch. Stop a session that comes too late, or second."""
         session_id = session["id"]
         with self._lock:
-            is_new = self._live.add_new(session_id, launch.name, launch.size)
+            is_new = session_id not in self.names
+            if is_new:
+                self.live.add(session_id)
+                self.names[session_id] = launch.name
+                self.sizes[session_id] = launch.size
             if is_new and launch.session is None and not launch.over and not self._ended:
                 launch.session = session
             taken = launch.session
@@ -268,12 +262,13 @@ class WorkersAPI:
             raise CMLError(f"session {session_id} was launched too late for {launch.name}")
         return taken
 
-    def _find_unanswered(self, names: Collection[str]) -> list[SessionInfo]:
-        """Return sessions from launches whose answer was lost."""
+    def _find_unanswered(self, titles: Iterable[str | None]) -> list[SessionInfo]:
+        """Return sessions from launches whose answer was lost. Without names, there are none."""
+        lost = {title for title in titles if title and self._unanswered[title]}
         return [
             session
-            for session in self._listing.now()
-            if session.get("name") in names and session["id"] not in self.names and not has_ended(session)
+            for session in (self._listing.now() if lost else ())
+            if session.get("name") in lost and session["id"] not in self.names and not has_ended(session)
         ]
 
     async def sessions(self) -> dict[str, SessionInfo]:
@@ -302,14 +297,14 @@ class WorkersAPI:
             raise ValueError("invalid ids=(): expected the ids of sessions")
         for each in ids:
             check_id(each)
-        await self._calls.do(f"stop {_some(ids)}", lambda: self._live.stop(ids), self._live.time_to_stop(ids))
+        await self._calls.do(f"stop {_some(ids)}", lambda: self.stop_now(ids), self.time_to_stop(ids))
         self.on_change()
 
     def _try_to_stop(self, session_id: str) -> None:
         """Stop a session that nobody needs. If this fails, :meth:`end` tries again."""
         for pause in [*self._calls.pauses(), None]:
             try:
-                return self._live.stop([session_id])
+                return self.stop_now([session_id])
             except Exception as error:
                 if pause is None or not self._ended or not may_pass(error):
                     why = answers.in_words(error)
@@ -344,17 +339,17 @@ class WorkersAPI:
         begin = time.monotonic()
         # One try only: stop_all() below repeats calls that fail.
         ids = [*self.named_sessions()]
-        errors = self._calls.run_all([lambda: self._live.stop(ids)], self._live.time_to_stop(ids) / 2)
+        errors = self._calls.run_all([lambda: self.stop_now(ids)], self.time_to_stop(ids) / 2)
         hangs = any(isinstance(error, NoAnswer) for error in errors)
+        left = max(0.0, begin + self._limit / 2 - time.monotonic())
         with self._lock:
-            launching = [*self._launching]
-        wait(launching, timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
+            self._lock.wait_for(lambda: not self._launching, left)
         self._adopt_unanswered()
-        self._live.stop_all(hangs, begin + self._limit)
+        self.stop_all(hangs, begin + self._limit)
 
     def _adopt_unanswered(self) -> None:
         with self._lock:
-            names = sorted(+self._unanswered)
+            names = sorted(filter(None, +self._unanswered))
         if not names:
             return
 
@@ -368,24 +363,6 @@ class WorkersAPI:
         with self._lock:
             for name in names:
                 del self._unanswered[name]
-
-    def adopt(self, session_id: str, name: str) -> None:
-        """Take over a session that another process launched.
-
-        Raises
-        ------
-        ValueError
-            If the id is invalid.
-        """
-        self._live.add(session_id, name)
-
-    def named_sessions(self) -> dict[str, str]:
-        """Return the names of the sessions in :attr:`live`, by id."""
-        return self._live.named()
-
-    def forget(self, *ids: str) -> None:
-        """Leave sessions to others: :meth:`end` does not stop them."""
-        self._live.forget(ids)
 
 
 def _some(names: Iterable[str]) -> str:
