@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from dask_cml.local import state
+from dask_cml.local import session_state, state
 from dask_cml.private_files import make_folder
 
 
@@ -57,6 +57,10 @@ def engine(name: str) -> Iterator[None]:
             if value is not None:
                 os.environ[variable] = value
         os.close(lock)
+        # Before their supervisors notice that the engine has ended.
+        for session in session_state.read_all():
+            if session.plan["owner"] == name:
+                session_state.stop(session.id)
 
 
 def become(name: str) -> int:
