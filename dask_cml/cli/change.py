@@ -82,13 +82,13 @@ async def _adapt(name: str, minimum: int, maximum: int, group: str) -> bool:
         limits = f"{minimum} and {n_workers(maximum, group)}"
         click.echo(f"Cluster {name} adapts between {limits} until Ctrl-C")
         try:
-            with progress(lambda: here(manager, state.groups[group].n_workers, group)):
+            with progress(lambda: here(manager, len(adaptive.plan), group)):
                 while state.status == Status.running and not adaptive.released:  # noqa: ASYNC110
                     await asyncio.sleep(INTERVAL)
         except asyncio.CancelledError:
             if state.alone:
                 manager.wishes.stop_adapting(group, adaptive.key)
-                kept = n_workers(state.groups[group].n_workers, group)
+                kept = n_workers(manager.fleet.group(group).target, group)
                 click.echo(f"Cluster {name} keeps {kept} and no longer adapts")
             else:
                 click.echo(f"Another manager continues to adapt cluster {name}")
@@ -159,7 +159,7 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
             problem = state.problem
             if state.status != Status.running:
                 raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
-            if (target := state.groups[group].n_workers) != n:
+            if (target := fleet.group(group).target) != n:  # raises the error of a deleted group
                 why = problem or f"another manager scales it: {n_workers(target, group)} wanted"
                 raise CMLError(f"the cluster {name} has {why}")
             if state.gave_up(group):
