@@ -154,8 +154,8 @@ class Notebook(Keeper):
         """Make a cluster, or connect to it."""
         self.start(self._make(lambda: CMLCluster(**OPTIONS, **options, **_QUIET)))
 
-    def connect(self) -> None:
-        self.start(self._make(lambda: CMLCluster.from_name(NAME, **_QUIET)))
+    def connect(self) -> asyncio.Task[Any]:
+        return self.start(self._make(lambda: CMLCluster.from_name(NAME, **_QUIET)))
 
     async def _make(self, make: Callable[[], CMLCluster]) -> None:
         self._cluster = make()
