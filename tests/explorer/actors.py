@@ -161,7 +161,9 @@ class Notebook(Keeper):
         self._cluster = make()
         await self._cluster
         self.started = True
-        self.client = await Client(self._cluster, asynchronous=True)
+        self.client = client = await Client(self._cluster, asynchronous=True)
+        # Otherwise, Dask tries to close the client of a process that was killed.
+        self.process.on_end.append(lambda: setattr(client, "status", "closed"))
 
     def submit(self, cluster: CMLCluster, n: int, seconds: float) -> None:
         if self.client is not None and self.client.status == "running":
