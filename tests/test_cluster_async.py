@@ -10,6 +10,7 @@ import pytest
 from clusters import lines_of, make
 from distributed import Client
 from distributed.core import Status
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
 from dask_cml.options import state_directory
@@ -81,6 +82,18 @@ async def test_a_closed_cluster_does_not_start_again(platform):
     await cluster.close()
     with pytest.raises(CMLError, match="closed"):
         await cluster
+
+
+@simulated
+async def test_a_start_that_nobody_can_await_any_more_ends_without_an_error(it):
+    """As at the interpreter's exit, when the event loop has ended."""
+    mine = CMLCluster(n_workers=1, asynchronous=True, quiet=True, security=False)
+    starting = mine.manager.start()
+    starting.send(None)
+    await eventually(lambda: it.platform.live)
+    await asyncio.to_thread(starting.close)  # a thread has no event loop
+    await mine.close()
+    assert it.platform.live == []
 
 
 async def test_close_during_the_start(platform, holds):

@@ -8,16 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import dask
 import pytest
 from clusters import arrived, launch, lines_of, live, log_of, make, rebuild, sessions, target, write_record
 from distributed import Worker
 from distributed.core import Status
+from simulated.testing import eventually, simulated
 
 from dask_cml.manager import losses, strays
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
+from dask_cml.records.session_files import Changes
+from dask_cml.sessions.entry import Launch
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -251,6 +255,17 @@ async def test_a_session_in_the_record_that_nobody_launched_is_stopped(platform,
         await holds(lambda: stray not in store.read("told").sessions)
         await holds(lambda: arrived(cluster) == 1)
         assert len(live(platform)) == 2
+
+
+@simulated
+async def test_a_session_that_nobody_launched_long_ago_is_stopped_by_who_comes_first(it):
+    creator = await make(name="told", shutdown_on_close=False, platform="auto", security=False)
+    await creator.leave()
+    [stray] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
+    changes = Changes([Launch(stray, "told-7", None, int(time.time()) - 60)])
+    await asyncio.to_thread(store.write_sessions, changes, "told", id=store.read("told").id)
+    async with rebuild("told"):
+        await eventually(lambda: it.platform.all[stray].stop_requested, seconds=2.0)
 
 
 async def test_a_dask_worker_whose_session_nobody_knew_hands_over_and_ends(platform, holds, impatience):

@@ -12,6 +12,7 @@ from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError, LaunchRefused
+from dask_cml.cli import change
 
 
 async def make(**options):
@@ -165,6 +166,29 @@ async def test_who_deletes_a_group_waits_for_the_leader_without_haste(it):
             done, _ = await asyncio.wait([deleting], timeout=5.0)
             assert not done
         assert 10 < len(await deleting) < 200
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        (lambda name: change.scale.callback.__wrapped__(name, 1, "big", 600.0), "invalid worker_group='big'"),
+        (lambda name: change._adapt(name, 1, 2, "big"), "no longer adapts"),
+    ],
+    ids=["scale", "adapt"],
+)
+@simulated
+async def test_a_command_ends_when_another_process_deletes_its_worker_group(it, program, error):
+    creator = await make(worker_groups={"big": {}}, shutdown_on_close=False)
+    await creator.leave()
+    it.platform.fail("launch_workers", *[ConnectionError("lost")] * 1000)
+    running = it.process("command", {"CDSW_ENGINE_ID": "command123456789"}).start(program(creator.name))
+    await eventually(lambda: it.platform.count("launch_workers") > 10)
+    async with await CMLCluster.from_name(creator.name, asynchronous=True, quiet=True) as mine:
+        await mine.delete_worker_group("big")
+        await asyncio.wait([running], timeout=30.0)
+        assert running.done()
+    with pytest.raises((CMLError, ValueError), match=error):
+        await running
 
 
 async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform, light):

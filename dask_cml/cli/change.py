@@ -77,13 +77,13 @@ async def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
             if not state.leads:
                 return
             while state.status == Status.running and not adaptive.released:
-                show(here(manager, state.groups[group].n_workers, group))
+                show(here(manager, len(adaptive.plan), group))
                 await asyncio.sleep(INTERVAL)
         except asyncio.CancelledError:
             show()
             if state.alone:
                 manager.wishes.stop_adapting(group, adaptive.key)
-                kept = n_workers(state.groups[group].n_workers, group)
+                kept = n_workers(manager.fleet.group(group).target, group)
                 click.echo(f"Cluster {name} keeps {kept} and no longer adapts")
             else:
                 click.echo(f"Another manager continues to adapt cluster {name}")
@@ -156,7 +156,7 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
         problem = state.problem
         if state.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
-        if (target := state.groups[group].n_workers) != n:
+        if (target := fleet.group(group).target) != n:  # raises the error of a deleted group
             why = problem or f"another manager scales it: {n_workers(target, group)} wanted"
             raise CMLError(f"the cluster {name} has {why}")
         if state.gave_up(group):

@@ -196,6 +196,8 @@ class Manager:
                 raise CMLError(f"cluster {self.options.name} was closed while it started") from None
             self.show_interrupt()
             raise
+        except GeneratorExit:  # the event loop has ended, so nothing can be awaited; end_now() stops sessions
+            raise
         except BaseException as error:
             await self.close(shutdown=not self.adopts)
             if isinstance(error, LaunchRefused):

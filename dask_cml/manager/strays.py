@@ -55,7 +55,10 @@ class Strays:
             return
         lost = {f"{name} (lost)" for name in self._state.launcher.attach_launched(record)}
         found = {**dict.fromkeys(unknown), **dict.fromkeys(lost), **self._unknown_sessions(record)}
-        self._since = {name: self._since.get(name, now) for name in found}
+        # A session that was launched long ago is late at once: who looks, such as a command, may leave soon.
+        wall = time.time()
+        ages = {name: max(0.0, wall - record.launched.get(str(id), wall)) for name, id in found.items()}
+        self._since = {name: self._since.get(name, now - ages[name]) for name in found}
         late = [name for name, since in self._since.items() if now - since >= _PATIENCE]
         if gone := [name.removesuffix(" (lost)") for name in late if name in lost]:
             logger.info("Sessions of %s forgotten: they are not in the record", gone)

@@ -187,6 +187,8 @@ class Wishes:
     def tend_adaptives(self) -> None:
         """Stop adaptive scaling that another request has replaced. Take over that of other managers."""
         with self._lock:
+            for deleted in self._adaptives.keys() - {*self._fleet.groups}:
+                stop_adapting(self._adaptives.pop(deleted), "the worker group was deleted")
             for group in self._fleet.states:
                 own, adapting = self._adaptives.get(group.name), group.adapting
                 scales = isinstance(own, CMLAdaptive) and not own.released

@@ -154,14 +154,16 @@ class Notebook(Keeper):
         """Make a cluster, or connect to it."""
         self.start(self._make(lambda: CMLCluster(**OPTIONS, **options, **_QUIET)))
 
-    def connect(self) -> None:
-        self.start(self._make(lambda: CMLCluster.from_name(NAME, **_QUIET)))
+    def connect(self) -> asyncio.Task[Any]:
+        return self.start(self._make(lambda: CMLCluster.from_name(NAME, **_QUIET)))
 
     async def _make(self, make: Callable[[], CMLCluster]) -> None:
         self._cluster = make()
         await self._cluster
         self.started = True
-        self.client = await Client(self._cluster, asynchronous=True)
+        self.client = client = await Client(self._cluster, asynchronous=True)
+        # Otherwise, Dask tries to close the client of a process that was killed.
+        self.process.on_end.append(lambda: setattr(client, "status", "closed"))
 
     def submit(self, cluster: CMLCluster, n: int, seconds: float) -> None:
         if self.client is not None and self.client.status == "running":

@@ -15,6 +15,7 @@ from simulated.faults import CALM
 from simulated.session import SimulatedSession
 from simulated.world import World
 
+from dask_cml import CMLCluster
 from dask_cml.errors import NoSuchCluster
 from dask_cml.records import store
 from dask_cml.records.record import Record
@@ -232,12 +233,17 @@ class Episode:
             await self._prune()
         elif ending == "close" and (keeper := self._keeper()) is not None and isinstance(keeper, Notebook):
             self.note(f"{keeper.name}: close")
-            await self._until_done(keeper.close(keeper.open), "close()")
+            await self._close(keeper, keeper.open)
             if not self.schedule.options["shutdown_on_close"]:  # it was left by its creator
                 await self._run("delete", again=True)
         else:
             await self._run("delete", again=True)
         await self._check_the_end()
+
+    async def _close(self, notebook: Notebook, cluster: CMLCluster) -> None:
+        await self._until_done(notebook.close(cluster), f"{notebook.name}'s close()")
+        if not notebook.runs:  # it has died on the way, and left the rest to whoever prunes
+            await self._prune()
 
     def _keeper(self) -> Keeper | None:
         keepers = [
@@ -258,7 +264,7 @@ class Episode:
             if (
                 not again
                 or not command.errors
-                or self.record() is None
+                or (self.record() is None and not self._is_busy())
                 or self._is_dead()
                 or time.monotonic() > deadline
             ):
@@ -305,13 +311,27 @@ class Episode:
             wrong[:] = self._differs(wanted)
             return not wrong or self.record() is None or self._is_dead()
 
-        if not await self._until(is_true):
+        await self._until(lambda: is_true() or self._keeper() is None)
+        if self._keeper() is None and not await self._until(is_true, 10.0):
+            await self._let_one_stay()
+            await self._until(is_true)
+        if not await self._until(is_true, 0.0):
             self.violate(f"the last wish {wanted} is not what runs: {'; '.join(wrong)}")
         elif self.record() is None or self._is_dead():
             self._check_ended()
         else:
             self.outcome.converged = time.monotonic() - began
             self.note(f"the last wish is true after {self.outcome.converged:.1f} s")
+
+    async def _let_one_stay(self) -> None:
+        """Let a manager connect and stay if another one has died.
+
+        What the dead one launched and did not report, or stopped and did not record, is found only by a
+        manager that looks for a while. Commands end earlier.
+        """
+        if any(not each.runs for each in self.actors.values()):
+            self.note("C: connect")
+            await self._until_done(self.actor("C").connect(), "connect")
 
     def record(self) -> Record | None:
         with contextlib.suppress(NoSuchCluster):
@@ -397,9 +417,19 @@ class Episode:
 
     def _is_dead(self) -> bool:
         """Whether the cluster has no scheduler, and no notebook that starts or ends it."""
-        return not self.sessions("scheduler") and not any(
-            isinstance(each, Notebook) and each.is_busy for each in self.actors.values()
-        )
+        return not any(map(self._may_answer, self.sessions("scheduler"))) and not self._is_busy()
+
+    def _is_busy(self) -> bool:
+        """Whether a notebook starts, has or ends the cluster. It may not have its name yet."""
+        return any(isinstance(each, Notebook) and each.is_busy for each in self.actors.values())
+
+    def _may_answer(self, scheduler: SimulatedSession) -> bool:
+        """Whether the program of a scheduler's session runs, or may still begin.
+
+        Without it, nobody can ask the cluster for anything. Commands say so, and to delete the cluster.
+        """
+        begins = scheduler.status in ("scheduling", "starting") and not scheduler.half_made
+        return begins or scheduler.id in self.world.sessions.processes
 
     def _left_running(self) -> list[str]:
         left = [*self.sessions("scheduler"), *self.sessions("worker")]
@@ -408,9 +438,7 @@ class Episode:
     # -- what must be
 
     async def _check_the_end(self) -> None:
-        await self._until(lambda: not self._left_running(), 200.0)
-        if left := self._left_running():
-            self.violate(f"these sessions are left: {left}")
+        await self._check_sessions()
         others = self.platform.all[self.others]
         if others.stop_requested or not others.live:
             self.violate("the work of others was stopped")
@@ -419,6 +447,7 @@ class Episode:
         if self.world.sessions.doubles:
             self.violate(f"two sessions ran workers of one name: {self.world.sessions.doubles}")
         await self._leave_all()
+        await self._check_sessions()
         if any(each.startswith(".") for each in self.world.clusters):
             with mock.patch.object(store, "_LEFTOVER_AGE", -1.0):  # much later
                 await self._run("prune")
@@ -427,6 +456,11 @@ class Episode:
         for what in self.log.tracebacks:
             self.violate(f"a traceback: {what}")
         self.outcome.leaked = sum(self._leaked(each) for each in self.platform.all.values())
+
+    async def _check_sessions(self) -> None:
+        await self._until(lambda: not self._left_running(), 200.0)
+        if left := self._left_running():
+            self.violate(f"these sessions are left: {left}")
 
     def _is_beyond_reach(self, session: SimulatedSession) -> bool:
         """Whether nobody but the platform can know of a session.
@@ -453,10 +487,12 @@ class Episode:
         for actor in self.actors.values():
             if not actor.runs:
                 continue
+            for each in actor.under_way:
+                await self._until_done(each, f"what {actor.name} does")
             if isinstance(actor, Page):
                 await self._until_done(actor.close(), "the page's close()")
             elif isinstance(actor, Notebook) and actor.cluster is not None:
-                await self._until_done(actor.close(actor.cluster), f"{actor.name}'s close()")
+                await self._close(actor, actor.cluster)
             over = await self._until(lambda actor=actor: not self._tasks(actor), 60.0)
             if not over:
                 self.violate(f"tasks of {actor.name} are left: {self._tasks(actor)}")

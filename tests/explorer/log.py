@@ -14,6 +14,12 @@ from simulated.process import Killed, current
 _EXPECTED = (Killed, UnexpectedError)
 
 
+def isolated_loggers() -> list[logging.Logger]:
+    """Return the loggers that do not pass their records on, such as those that Dask configures."""
+    known = [*logging.root.manager.loggerDict.values()]
+    return [each for each in known if isinstance(each, logging.Logger) and not each.propagate]
+
+
 class CapturedLog(logging.Handler):
     """Collects log lines, and the tracebacks that dask-cml has to answer for.
 
@@ -31,17 +37,18 @@ class CapturedLog(logging.Handler):
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        root, ours = logging.getLogger(), logging.getLogger("dask_cml")
+        ours = logging.getLogger("dask_cml")
         level = ours.level
-        root.addHandler(self)
-        logging.getLogger("distributed").addHandler(self)
+        loggers = [logging.getLogger(), *isolated_loggers()]
+        for each in loggers:
+            each.addHandler(self)
         ours.setLevel(logging.INFO)
         try:
             yield
         finally:
             ours.setLevel(level)
-            root.removeHandler(self)
-            logging.getLogger("distributed").removeHandler(self)
+            for each in loggers:
+                each.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         process, text = current(), record.getMessage()

@@ -14,6 +14,7 @@ from simulated.faults import Luck
 from simulated.world import World, world
 
 from .episode import Episode, Outcome
+from .log import isolated_loggers
 from .schedule import schedule_of
 
 
@@ -45,10 +46,8 @@ def play(seed: int) -> Outcome:
 
 def quiet() -> None:
     """Do not print what Dask logs, most of which is about what breaks in an episode."""
-    logging.lastResort = None
-    logger = logging.getLogger("distributed")
-    logger.handlers.clear()
-    logger.propagate = False
+    for logger in (logging.getLogger(), *isolated_loggers()):
+        logger.handlers = [logging.NullHandler()]
 
 
 def play_quietly(seed: int) -> tuple[int, Outcome]:

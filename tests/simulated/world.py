@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import dask
+from distributed import SpecCluster
 
 from dask_cml import heartbeat, observers, private_files, wrapper
 from dask_cml.manager import manager, startup
@@ -125,6 +126,7 @@ def world(directory: Path, *, luck: Luck | None = None, named: bool = True) -> I
             for each in made:
                 for process in each.processes:
                     process.forget()
+            SpecCluster._instances.clear()  # at exit, Dask would close what killed processes have left
 
 
 async def _end(it: World) -> None:
