@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,6 @@ class Reconciler:
         self._looked = asyncio.Condition()
         self._told_waiting = self._told_full = False
         self._told_url: str | None = None
-        self._told_outage: str | None = None
         self._registered: set[str] = set()
         self._changed = asyncio.Event()
         self._losses = LossFinder(state)
@@ -134,10 +134,11 @@ class Reconciler:
             self._looked.notify_all()
 
     def _tell_outage(self) -> None:
-        before, self._told_outage = self._told_outage, self._state.outage
-        if self._told_outage and not before:
-            logger.warning("Cannot manage cluster %s: %s", self._state.fleet.name, self._told_outage)
-        elif before and not self._told_outage:
+        before, outage = self._state.outage, self._state.api.problem
+        self._state.outage = outage
+        if outage and not before:
+            logger.warning("Cannot manage cluster %s: %s", self._state.fleet.name, outage)
+        elif before and not outage:
             logger.warning("Managing cluster %s again", self._state.fleet.name)
 
     # -- what all managers do
@@ -212,7 +213,9 @@ class Reconciler:
         names = [*losses.lost]
         # A retirement cannot be reversed, so sessions that are wanted again are replaced.
         names += [
-            name for name in self._retirements if (each := self._state.fleet.member(name)) and each.wanted
+            name
+            for name in self._retirements.names
+            if (each := self._state.fleet.member(name)) and each.wanted
         ]
         if not names:
             return
@@ -266,7 +269,7 @@ class Reconciler:
         fleet = self._state.fleet
         wanted, waits = fleet.group(group).names, fleet.waits
         present = fleet.arrived(group)
-        arrived = [name for name in wanted if name in present]
+        arrived = [name for name in reversed(wanted) if name in present]
         absent = [name for name in reversed(wanted) if name not in present]
         chosen = sorted(absent, key=lambda name: name not in waits)[:n]
         n -= len(chosen)
@@ -274,21 +277,14 @@ class Reconciler:
             return chosen
 
         # Include workers of other groups and retiring ones, because the scheduler may name these first.
-        members = fleet.members
-        workers = {worker: each.name for each in members for worker in each.connected}
-
-        def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
-            return workers.get(str(worker.name), str(worker.name))
-
-        shared = len(workers) > len({*workers.values()})
-        among = n * fleet.group(group).options.processes if worker_key else len(workers)
-        names = await self._state.client.cheapest(
-            among, worker_key or (session_of if shared else None), **more
-        )
-        order = [workers[name] for name in names if workers.get(name) in present]
-        if worker_key is None:
-            order += arrived[::-1]
-        return chosen + list(dict.fromkeys(order))[:n]
+        workers = {each.name: each.connected for each in fleet.members}
+        among = n * fleet.group(group).options.processes if worker_key else len(fleet.observed)
+        named = await self._state.client.cheapest(among, worker_key, **more)
+        costs = {worker: cost for cost, worker in enumerate(named)}
+        # The Dask worker of a session that costs most counts.
+        cost = {each: max(costs.get(worker, math.inf) for worker in workers[each]) for each in arrived}
+        order = sorted(arrived, key=cost.__getitem__)
+        return chosen + [name for name in order if not (worker_key and math.isinf(cost[name]))][:n]
 
     async def _shrink(self) -> None:
         """Remove excess sessions from the wanted ones."""

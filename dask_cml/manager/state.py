@@ -51,9 +51,9 @@ class ClusterState:
     ----------
     status : distributed.core.Status
         The manager's status, such as ``running``.
-    end, retiring, unrunnable : str or None
-        Problems as clauses, each written by the part that finds it: why the cluster has ended, which workers
-        still move their data, and which tasks no worker can run.
+    end, outage, retiring, unrunnable : str or None
+        Problems as clauses, each written by the part that finds it: why the cluster has ended, why the
+        platform does not answer, which workers still move their data, and which tasks no worker can run.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class ClusterState:
         self.record_keeper = RecordKeeper(api, self.fleet, self.launcher, record)
         self.backoffs = Backoffs(self.fleet, log)
         self.end: str | None = None
+        self.outage: str | None = None
         self.retiring: str | None = None
         self.unrunnable: str | None = None
 
@@ -169,11 +170,6 @@ class ClusterState:
         return {"minimum": adapting["minimum"], "maximum": math.inf if maximum is None else maximum}
 
     @property
-    def outage(self) -> str | None:
-        """Why the platform does not answer, as a clause. None if it does."""
-        return self.api.problem
-
-    @property
     def problem(self) -> str | None:
         """The current problem, as a clause. None if there is none."""
         found = (self.end, self.backoffs.words, self.outage, self.retiring, self.unrunnable, self.fleet.full)
@@ -186,7 +182,7 @@ class ClusterState:
     @property
     def n_pending(self) -> int:
         """Number of wanted worker sessions that are not connected yet."""
-        return len(self.fleet.names) - len(self.fleet.arrived())
+        return len({*self.fleet.names} - self.fleet.arrived())
 
     @property
     def pending(self) -> str:
