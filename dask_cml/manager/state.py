@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from distributed.core import Status
 from distributed.objects import SchedulerInfo
@@ -22,7 +21,6 @@ from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options
 from dask_cml.records.record import Record, cluster_address
-from dask_cml.records.usage import Usage
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.workers_api import WorkersAPI
 
@@ -117,11 +115,6 @@ class ClusterState:
         """The scheduler's last information on itself and its workers, as from ``Scheduler.identity``."""
         return SchedulerInfo({**self.client.info, "workers": dict(self.fleet.workers_info)})
 
-    @property
-    def scheduler_comm(self) -> Any:
-        """Dask's own connection to the scheduler. None before the start."""
-        return self.client.rpc
-
     async def open_dashboard(self) -> MsgpackComm:
         """Open a comm to the scheduler's dashboard.
 
@@ -200,11 +193,3 @@ class ClusterState:
     def folder(self) -> Path:
         """The cluster's folder on the project file system."""
         return self.launcher.place.folder
-
-    def usage(self) -> Usage:
-        """Return the cluster's usage; see :meth:`dask_cml.CMLCluster.usage`. Blocks."""
-        return self.record_keeper.usage()
-
-    def plans(self) -> str:
-        """Return the plans of the scheduler's session and of the next session of each worker group."""
-        return self.launcher.plans()
