@@ -220,7 +220,6 @@ class Reconciler:
         if not names:
             return
         gone = await self._state.client.decide("replace", names=names)
-        self.poke()
         lost = [member for name in gone if name in losses.lost and (member := self._state.fleet.member(name))]
         for group in {each.group for each in lost}:
             found = {each.name: losses.lost[each.name] for each in lost if each.group == group}
@@ -322,12 +321,7 @@ class Reconciler:
         names = [each.name for each in mine if not self._state.backoffs.of(each.group).pause]
         if not names:
             return
-
-        def is_wanted(name: str) -> bool:
-            member = fleet.member(name)
-            return self._state.client.leads and member is not None and member.wanted
-
-        errors = await self._state.launcher.launch_workers(names, is_wanted)
+        errors = await self._state.launcher.launch_workers(names, lambda: self._state.client.leads)
         await self.report()
         for group in {fleet.group_of(name) for name in names}:
             await self._count_launches(group, names, errors, wishes[group])

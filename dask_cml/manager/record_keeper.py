@@ -211,8 +211,7 @@ class RecordKeeper:
 
     def _processes(self) -> dict[str, CMLProcess]:
         """Return the launched processes of the cluster, by the ids of their sessions."""
-        processes = (self._launcher.scheduler, *self._fleet.workers.values())
-        return {p.session_id: p for p in processes if p is not None and p.session_id}
+        return {str(each.session_id): each for each in self._launcher.processes}
 
     def _changes(self, processes: Mapping[str, CMLProcess], sessions: Mapping[str, str]) -> Changes:
         new = [each for each in sessions.keys() - self._written if not _is_adopted(processes.get(each))]

@@ -135,8 +135,8 @@ class ClusterState:
     @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        processes = [self.launcher.scheduler, *self.fleet.workers.values()]
-        return [p.session for p in processes if p is not None and p.session is not None]
+        sessions = [each.session for each in self.launcher.processes]
+        return [each for each in sessions if each is not None]
 
     @property
     def groups(self) -> dict[str, WorkerGroup]:
