@@ -317,13 +317,9 @@ class CMLCluster(SpecCluster):
         ...     print(cluster.name)
         mine
         """
+        own = {"shutdown_on_close": shutdown_on_close, "forward_dashboard": forward_dashboard}
         return cls.of_manager(
-            lambda **more: Manager.adopt(
-                store.read(name),
-                shutdown_on_close=shutdown_on_close,
-                forward_dashboard=forward_dashboard,
-                **more,
-            ),
+            lambda **more: Manager.adopt(store.read(name), **own, **more),
             asynchronous=asynchronous,
             loop=loop,
             silence_logs=silence_logs,
@@ -381,9 +377,8 @@ class CMLCluster(SpecCluster):
         >>> cluster.scale(memory="3 GiB")
         """
         refuse_unexpected(self.scale, kwargs)
-        self.manager.wishes.scale(
-            sessions_for(self.manager.fleet.group(worker_group).options, n, memory, cores), worker_group
-        )
+        options = self.manager.fleet.group(worker_group).options
+        self.manager.wishes.scale(sessions_for(options, n, memory, cores), worker_group)
         return NoOpAwaitable() if self.asynchronous else None
 
     def scale_up(self, n: int) -> Awaitable[None] | None:  # type: ignore[override]
@@ -568,7 +563,7 @@ class CMLCluster(SpecCluster):
     scheduler = _OfManager(lambda manager: manager.scheduler)
     workers = _OfManager(lambda manager: manager.fleet.workers)
     scheduler_info = _OfManager(lambda manager: manager.state.scheduler_info)
-    scheduler_comm = _OfManager(lambda manager: manager.state.scheduler_comm)
+    scheduler_comm = _OfManager(lambda manager: manager.state.client.rpc)
     _adaptive = _OfManager(lambda manager: manager.wishes.adaptive())
 
     @property
@@ -591,12 +586,6 @@ class CMLCluster(SpecCluster):
         """Return SpecCluster's form of a worker session, by which it counts the Dask workers."""
         spec: dict[str, Any] = {"cls": CMLWorker, "options": {"nthreads": options.nthreads}}
         return {**spec, "group": dask_names("", options.processes)} if options.processes > 1 else spec
-
-    def _threads_per_worker(self) -> int:
-        return self.options.nthreads
-
-    def _memory_per_worker(self) -> int:
-        return int(self.options.memory * 2**30)
 
     @property
     def _cluster_class_name(self) -> str:
@@ -665,7 +654,7 @@ class CMLCluster(SpecCluster):
         >>> print(cluster.get_logs()["mine-0"])
         2... - distributed.nanny - INFO - ...Start Nanny at: ...
         """
-        return self.sync(self._get_logs, cluster=cluster, scheduler=scheduler, workers=workers)
+        return self.sync(self._get_logs, cluster, scheduler, workers)
 
     async def _get_logs(
         self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
@@ -708,7 +697,7 @@ class CMLCluster(SpecCluster):
         default           ...
         total             ...
         """
-        usage = self.manager.state.usage
+        usage = self.manager.state.record_keeper.usage
         return asyncio.to_thread(usage) if self.asynchronous else usage()
 
     @property
@@ -752,7 +741,7 @@ class CMLCluster(SpecCluster):
         # mine-scheduler: cpu=1 memory=2 nvidia_gpu=0
         ...
         """
-        return self.manager.state.plans()
+        return self.manager.state.launcher.plans()
 
     def get_snippet(self) -> str:
         """Return code by which another process of the project connects to this cluster. dask-ctl shows it.

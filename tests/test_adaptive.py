@@ -325,6 +325,7 @@ def test_adaptive_classes_with_and_without_a_reason_are_stopped():
 async def test_a_stopped_one_logs_nothing_when_it_is_collected(caplog):
     adaptive = CMLAdaptive(Wishes(), interval="1s")
     stop_adapting(adaptive, "the test ends")
+    gc.collect()  # those of other tests
     caplog.clear()
     with caplog.at_level("INFO"):
         del adaptive

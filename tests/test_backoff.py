@@ -130,6 +130,16 @@ def test_a_session_that_was_stopped_from_outside_is_replaced_at_once(backoff, to
     assert told[0] == f"Worker mine-0 {kind.value}; launching a replacement"
 
 
+def test_a_replacement_is_announced_only_if_it_is_launched(backoff, told):
+    while not backoff.gave_up:
+        assert all("; launching a replacement" in line for line in told)
+        backoff.lost({"mine-0": Loss(Cause.KILLED, "killed"), "mine-1": Loss(Cause.EVICTED, "evicted")})
+    assert told[-3:-1] == ["Worker mine-0 lost: killed", "Worker mine-1 evicted"]
+    assert told[-1].startswith("Cluster mine launches no new workers after ")
+    backoff.lost({"mine-2": Loss(Cause.EVICTED, "evicted")})
+    assert told[-1] == "Worker mine-2 evicted"
+
+
 def test_one_loss_by_another_cause_counts_among_those_of_tasks(backoff, told):
     while not backoff.gave_up:
         backoff.lost(

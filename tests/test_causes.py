@@ -160,7 +160,9 @@ def is_told(mine, holds):
         line = f"Worker mine-0 {words}; launching a replacement"
         await holds(lambda: "mine-0 " in log_of(mine))
         assert re.search(line, log_of(mine))
-        await holds(lambda: mine.manager.state.usage().total.lost == ({lost: 1} if lost else {}))
+        await holds(
+            lambda: mine.manager.state.record_keeper.usage().total.lost == ({lost: 1} if lost else {})
+        )
         await holds(lambda: arrived(mine) == 1)
         print(log_of(mine), repr(mine), await mine.usage(), sep="\n")
 
@@ -235,7 +237,7 @@ async def test_never_connected(platform, light, holds):
     async with make(name="mine", n_workers=1) as cluster:
         await holds(lambda: arrived(cluster) == 1)
         assert log_of(cluster).startswith("Worker mine-0 lost: it never connected; the platform says failed")
-        await holds(lambda: cluster.manager.state.usage().total.lost == {"never connected": 1})
+        await holds(lambda: cluster.manager.state.record_keeper.usage().total.lost == {"never connected": 1})
 
 
 async def test_closed_on_purpose_is_no_loss(client, is_told):

@@ -153,8 +153,8 @@ async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):
                 }
             )
         )
-        assert cluster.manager.wishes.affordable(5, "default") == 5
-        assert cluster.manager.wishes.affordable(5, "gpu") == 1
+        assert cluster.manager.state.backoffs.affordable(5, "default") == 5
+        assert cluster.manager.state.backoffs.affordable(5, "gpu") == 1
         assert "Group gpu of cluster mine launched 1 of 3 workers" in log_of(cluster)
     platform.configure(quota={})
 

@@ -53,9 +53,10 @@ def look(clock):
     async def look(*meanwhile):
         happens[:] = meanwhile
         wanted = [each for each in cluster.fleet.members if each.wanted]
-        missing = [each for each in wanted if not cluster.fleet.is_whole(each)]
+        missing = [each for each in wanted if not each.is_whole]
         with dask.config.set({"distributed.deploy.lost-worker-timeout": "15s"}):
-            return [*(await finder.look(wanted, missing)).lost]
+            look.lost = (await finder.look(wanted, missing)).lost
+        return [*look.lost]
 
     look.cluster = cluster
     return look
@@ -80,3 +81,4 @@ async def test_a_session_has_its_time_from_the_moment_when_one_of_its_workers_is
     assert await look() == []
     clock.now += 2
     assert await look() == ["mine-0"]
+    assert look.lost["mine-0"].words == "a Dask worker has been gone for 15 s, but its session runs"

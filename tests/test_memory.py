@@ -133,4 +133,4 @@ async def test_a_task_that_needs_too_much_ends_and_costs_few_sessions(
             assert len(lost) <= (0 if over_memory == "process" else 2)
         for line in log_of(cluster).splitlines():
             assert re.match(r"Worker mine-\d+ lost: out of memory, .* GiB", line), line
-        print(over_memory, processes, nanny, log_of(cluster), cluster.manager.state.usage(), sep="\n")
+        print(over_memory, processes, nanny, log_of(cluster), sep="\n")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -168,8 +169,6 @@ async def test_dask_workers_that_come_and_go_are_told(scheduler, comm):
         ("cml_watch", {"manager": ["m2"], **WATCH}),
         ("cml_watch", {"manager": "m2", **WATCH, "observes": 3}),
         ("cml_apply", {"manager": "m1", "operations": "all", "since": 0}),
-        ("cml_apply", {"manager": "m1", "operations": [SCALE, {"op": "scale", "group": "no"}], "since": 0}),
-        ("cml_apply", {"manager": "m1", "operations": [SCALE, {"op": "lead"}], "since": 0}),
         ("cml_apply", {"manager": "m2", "operations": [SCALE], "since": 0}),  # which is not connected
         ("cml_apply", {"manager": 3, "operations": [SCALE], "since": 0}),
         ("cml_set", {"orphan_timeout": 0}),
@@ -184,6 +183,17 @@ async def test_a_message_that_no_manager_sends_changes_nothing(comm, handler, me
     with pytest.raises(ValueError, match=r"invalid .*: expected"):
         await getattr(comm, handler)(**message)
     assert await comm.cml_watch(manager="m1", **WATCH) == before
+
+
+async def test_an_invalid_operation_keeps_no_other_from_being_carried_out(comm):
+    await comm.cml_watch(manager="m1", **WATCH)
+    operations = [{"op": "scale", "group": "no"}, SCALE, {"op": "lead"}, 3]
+    answer = await comm.cml_apply(manager="m1", operations=operations, since=0)
+    assert answer["groups"]["default"]["target"] == SCALE["n"]
+    assert answer["leader"] == "m1"
+    [first, second, *others] = answer["results"]
+    assert second is None
+    assert all(re.match("invalid .*: expected", each["error"]) for each in (first, *others))
 
 
 async def test_managers_need_the_keys_of_the_cluster(folder):

@@ -189,10 +189,8 @@ class CMLAdaptive(Adaptive):
         fleet = self._wishes.state.fleet
         return set(fleet.group(self._group).names) if self._group in fleet.groups else set()
 
-    @property
-    def requested(self) -> set[Any]:
-        """The wanted sessions, because sessions that are not launched yet are closed like starting ones."""
-        return self.plan
+    # Sessions that are not launched yet are closed like starting ones.
+    requested = plan
 
     @property
     def observed(self) -> set[Any]:

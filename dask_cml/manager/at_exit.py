@@ -27,9 +27,6 @@ class Endable(Protocol):
     def end_now(self, timeout: float) -> None:
         """Close the manager or, without its event loop, stop its sessions by blocking calls."""
 
-    def forget(self) -> None:
-        """Leave the cluster to the parent process, after a fork."""
-
 
 _clusters: dict[Endable, weakref.ref[threading.Thread]] = {}
 _is_over = False
@@ -129,8 +126,6 @@ def _release_sigterm() -> None:
 
 def _forget_all() -> None:
     """Leave the clusters to the parent process, after a fork."""
-    for cluster in _clusters:
-        cluster.forget()
     _clusters.clear()
     _mind_sigterm()
     _release_sigterm()

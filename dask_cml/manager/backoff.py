@@ -11,6 +11,8 @@ from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+#: The causes of a session's end that are no failures.
+_NO_FAILURES = (Cause.CLOSED, Cause.EVICTED)
 #: Seconds after a connection without a failure after which earlier failures do not count any more.
 _SETTLED = 30.0
 
@@ -82,18 +84,23 @@ class Backoff:
         A worker that was closed or evicted is no failure. One that ended while it ran a task makes the next
         launches wait, but never stops them: the scheduler gives a task up that ends several workers.
         """
-        for name, loss in losses.items():
-            self._log(f"Worker {name} {_verb(loss)}; launching a replacement")
-        failures = [each for each in losses.values() if each.cause not in (Cause.CLOSED, Cause.EVICTED)]
+        failures = {name: each for name, each in losses.items() if each.cause not in _NO_FAILURES}
+        counts = not all(each.of_task for each in failures.values())
         if failures:
-            name, loss = next((name, each) for name, each in losses.items() if each in failures)
-            of_tasks = all(each.of_task for each in failures)
-            self._fail(f"worker {name} lost: {loss.words}", len(failures), counts=not of_tasks)
+            name, loss = next(iter(failures.items()))
+            self._fail(f"worker {name} lost: {loss.words}", len(failures), counts)
+        rest = "" if self.gave_up else "; launching a replacement"
+        for name, loss in losses.items():
+            verb = "" if loss.cause in _NO_FAILURES else "lost: "
+            self._log(f"Worker {name} {verb}{loss.words}{rest}")
+        if counts:
+            self._tell_end()
 
     def failed(self, reason: str, n: int) -> None:
         """Record that `n` launches failed together, which counts as one failure."""
         self._log(f"Worker failed: {reason}{_and_more(n)}")
         self._fail(reason, n)
+        self._tell_end()
 
     def _fail(self, reason: str, n: int, counts: bool = True) -> None:
         self._failures += counts
@@ -104,6 +111,9 @@ class Backoff:
         self._failure = f"{reason}{_and_more(n)}"
         if counts and self.gave_up:
             self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
+
+    def _tell_end(self) -> None:
+        if self.gave_up:
             self._log(f"{self._name} launches {self._failure}. To try again, call cluster.scale(n)")
 
     def refused(self, granted: int, asked: int, reason: str) -> None:
@@ -144,10 +154,6 @@ class Backoff:
 
 def _and_more(n: int) -> str:
     return f" (and {n - 1} more)" if n > 1 else ""
-
-
-def _verb(loss: Loss) -> str:
-    return loss.words if loss.cause in (Cause.CLOSED, Cause.EVICTED) else f"lost: {loss.words}"
 
 
 class Backoffs:

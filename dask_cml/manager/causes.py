@@ -53,7 +53,14 @@ class Loss:
 
 
 def find_cause(
-    last: Mapping[str, Any] | None, log: list[str], *, connected: bool, noticed: bool, closed: bool, said: str
+    last: Mapping[str, Any] | None,
+    log: list[str],
+    *,
+    connected: bool,
+    noticed: bool,
+    closed: bool,
+    said: str,
+    gone: str | None = None,
 ) -> Loss:
     """Return the likely cause of a session's end.
 
@@ -71,6 +78,8 @@ def find_cause(
         Whether a user closed it.
     said : str
         What the platform says.
+    gone : str, optional
+        What is known if the session runs, and lacks a Dask worker. Default: the session has ended.
 
     Examples
     --------
@@ -99,7 +108,8 @@ def find_cause(
         return Loss(Cause.PROGRAM_FAILED, words, bool(tasks))
     if not connected:
         return Loss(Cause.NEVER_CONNECTED, f"it never connected; the platform says {said}")
-    return Loss(Cause.KILLED, f"evicted or killed by the platform, which says {said}{ran}", bool(tasks))
+    words = gone or f"evicted or killed by the platform, which says {said}"
+    return Loss(Cause.KILLED, f"{words}{ran}", bool(tasks))
 
 
 def _memory_of(last: Mapping[str, Any] | None, log: list[str], said: str) -> str | None:

@@ -68,17 +68,24 @@ class Connection:
         CMLError
             If the handler fails.
         """
-        comm = self._idle.pop() if self._idle else await self.open()
+        comm, address = self._idle.pop() if self._idle else await self.open(), self.address
         try:
             answer = await comm.ask(op, limit, **arguments)
         except HandlerFailed as error:
-            self._idle.append(comm)
+            self._keep(comm, address)
             raise CMLError(f"the scheduler refused {op}: {error}") from None
         except BaseException:
             comm.abort()
             raise
-        self._idle.append(comm)
+        self._keep(comm, address)
         return answer
+
+    def _keep(self, comm: MsgpackComm, address: str | None) -> None:
+        """Use a comm again, unless the cluster has another scheduler meanwhile."""
+        if address == self.address:
+            self._idle.append(comm)
+        else:
+            comm.abort()
 
     async def insist(self, cluster: str, timeout: float, request: Callable[[], Awaitable[Any]]) -> None:
         """Repeat a request until the scheduler answers, which may be busy.
@@ -116,3 +123,4 @@ class Connection:
         if self._rpc is not None:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._rpc.close_rpc(), _CLOSE_TIMEOUT)
+        self._rpc = None

@@ -13,14 +13,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dask_cml.checks import message
 from dask_cml.errors import CMLError
 from dask_cml.identity import amount, full_workers, read_workers
 from dask_cml.manager.members import GroupState, Member
-from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
+from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name
 from dask_cml.options import Options
+from dask_cml.scheduler.messages import check_operation
+from dask_cml.scheduler.wanted import Wanted
+from dask_cml.scheduler.wanted_group import Entry, WantedGroup
 from dask_cml.sessions.process import CMLWorker
 
 logger = logging.getLogger(__name__)
@@ -56,7 +60,7 @@ class Fleet:
         self.workers_info: dict[str, dict[str, Any]] = {}
         self.tasks_done = self.managers = 0
         self._lock = threading.RLock()
-        self._groups: dict[str, tuple[Options, Mapping[str, Any]]] = {DEFAULT_GROUP: (options, {})}
+        self._groups = {DEFAULT_GROUP: (options, WantedGroup())}
         self._members: dict[str, Member] = {}
         #: The addresses of Dask workers by their names.
         self._observed: dict[str, str] = {}
@@ -97,16 +101,17 @@ class Fleet:
 
     def _read_groups(
         self, groups: Mapping[str, Mapping[str, Any]]
-    ) -> Iterable[tuple[str, tuple[Options, Mapping[str, Any]]]]:
+    ) -> Iterable[tuple[str, tuple[Options, WantedGroup]]]:
         for name, each in groups.items():
-            known, before = self._groups.get(name, (None, {}))
-            if known is None or before.get("options") not in (None, each["options"]):
+            group = WantedGroup(**each)
+            options, before = self._groups.get(name, (self.options, None))
+            if name != DEFAULT_GROUP and (before is None or before.options != group.options):
                 try:
-                    known = self.options if name == DEFAULT_GROUP else self.options.of_group(each["options"])
+                    options = self.options.of_group(group.options)
                 except (TypeError, ValueError) as error:
                     logger.warning("Worker group %s of cluster %s ignored: %s", name, self.name, error)
                     continue
-            yield name, (known, each)
+            yield name, (options, group)
 
     def _update_member(self, name: str, entry: Mapping[str, Any] | None) -> None:
         member = self._members.get(name)
@@ -124,27 +129,16 @@ class Fleet:
         member.leaving, member.last = entry["leaving"], entry["last"]
 
     def _new_member(self, name: str, group: str) -> Member:
-        names = dask_names(name, self.options_of(group).processes)
-        return Member(
-            name, group, connected={each: self._observed[each] for each in names if each in self._observed}
-        )
+        return Member(name, group, dask_names(name, self.options_of(group).processes), self._observed)
 
     def _update_workers(self, workers: Mapping[str, dict[str, Any] | None], whole: bool) -> None:
         for address in [*self.workers_info] if whole else [each for each in workers if workers[each] is None]:
             if (info := self.workers_info.pop(address, None)) and self._observed.get(info["name"]) == address:
                 del self._observed[info["name"]]
-                if (member := self._member_of(info["name"])) is not None:
-                    member.connected.pop(info["name"], None)
         for address, new in workers.items():
             if new is not None:
                 self.workers_info[address] = new
                 self._observed[new["name"]] = address
-                if (member := self._member_of(new["name"])) is not None:
-                    member.connected[new["name"]] = address
-
-    def _member_of(self, worker: object) -> Member | None:
-        found = read_name(self.name, str(worker))
-        return None if found is None else self._members.get(session_name(self.name, *found))
 
     # -- snapshots
 
@@ -176,62 +170,52 @@ class Fleet:
             if name not in self._groups:
                 known = ", ".join(map(repr, self._groups))
                 raise ValueError(message("worker_group", name, f"one of {known}"))
-            options, each = self._groups[name]
-            names = [key for key, member in self._members.items() if member.wanted and member.group == name]
-            state = GroupState(
-                name,
-                options,
-                each.get("target", 0),
-                each.get("number", 0),
-                each.get("wishes", 0),
-                each.get("adapting"),
-                tuple(names),
-            )
-            return self._with_wishes(state)
+            return self._state_of(name, self._wanted())
 
     def to_json(self) -> dict[str, Mapping[str, Any]]:
         """Return the worker groups as the scheduler knew them last, for another scheduler."""
         with self._lock:
-            return {name: each for name, (_, each) in self._groups.items()}
+            return {name: group.described() for name, (_, group) in self._groups.items()}
 
     def is_deleted(self, name: str) -> bool:
         """Return whether a worker group is to be removed after its last session."""
-        return bool(self._groups.get(name, (None, {}))[1].get("deleted"))
+        return name in self._groups and self._groups[name][1].deleted
 
     @property
     def states(self) -> list[GroupState]:
         """The states of all worker groups at one moment."""
         with self._lock:
-            return [self.group(name) for name in self._groups]
+            wanted = self._wanted()
+            return [self._state_of(name, wanted) for name in self._groups]
 
-    def _with_wishes(self, state: GroupState) -> GroupState:
-        """Return the state as it will be when the scheduler has answered the wishes of this manager."""
-        target, adapting = state.target, state.adapting
-        for wish in self._wishes.values():
-            if wish.get("group") == state.name and wish["op"] in ("scale", "adapt", "delete_group"):
-                target, adapting = wish.get("n", 0 if wish["op"] == "delete_group" else target), None
-                if wish["op"] == "adapt":
-                    target = max(target, wish["minimum"])
-                    target = target if wish["maximum"] is None else min(target, wish["maximum"])
-                    adapting = {**wish, "manager": self.manager}
-            elif wish["op"] == "stop_adapting" and wish["group"] == state.name:
-                if wish["key"] is None or (adapting and adapting["key"] == wish["key"]):
-                    adapting = None
-            elif wish["op"] == "remove":
-                target -= len({*wish["names"]} & {*state.names})
-        new = [
-            session_name(self.name, state.name, number)
-            for number in range(state.number, state.number + target - len(state.names))
-        ]
+    def _state_of(self, name: str, wanted: Mapping[str, WantedGroup]) -> GroupState:
+        options, known = self._groups[name]
+        group = wanted.get(name, WantedGroup())
         return GroupState(
-            state.name,
-            state.options,
-            target,
-            state.number + len(new),
-            state.wishes,
-            adapting,
-            (*state.names, *new),
+            name,
+            options,
+            group.target,
+            group.number,
+            known.wishes,
+            group.adapting,
+            tuple(group.names),
         )
+
+    def _wanted(self) -> Mapping[str, WantedGroup]:
+        """Return what is wanted when the scheduler has answered the wishes of this manager."""
+        groups = {name: replace(each, names={}) for name, (_, each) in self._groups.items()}
+        for member in self._members.values():
+            if member.wanted and member.group in groups:
+                groups[member.group].names[member.name] = None
+        if self._wishes:
+            wanted = Wanted(self.name, self.leader)
+            wanted.groups = groups
+            wanted.sessions = {
+                name: Entry(each.group, each.manager, each.launched) for name, each in self._members.items()
+            }
+            for wish in self._wishes.values():
+                wanted.apply(self.manager, wish)
+        return groups
 
     @property
     def members(self) -> list[Member]:
@@ -276,14 +260,6 @@ class Fleet:
         """The names of the Dask workers that the scheduler knows."""
         return {*self._observed}
 
-    def is_whole(self, member: Member) -> bool:
-        """Return whether all Dask workers of a session are connected."""
-        return len(member.connected) >= self.options_of(member.group).processes
-
-    def has_registered(self, member: Member) -> bool:
-        """Return whether all Dask workers of a session have been connected once."""
-        return len(member.seen) >= self.options_of(member.group).processes
-
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the wanted sessions of which a Dask worker is connected, in one group or in all."""
         return {
@@ -310,7 +286,10 @@ class Fleet:
         ------
         CMLError
             If the cluster is closed.
+        ValueError
+            If the scheduler would refuse the wish.
         """
+        check_operation({"op": op, **arguments})
         with self._lock:
             if self._closed:
                 raise CMLError(f"cannot scale cluster {self.name}: it is closed")
@@ -369,5 +348,5 @@ class Fleet:
             self.workers_info.clear()
             self._observed.clear()
             self._wishes.clear()
-            for name, (options, each) in self._groups.items():
-                self._groups[name] = (options, {**each, "target": 0, "adapting": None})
+            for _, group in self._groups.values():
+                group.target, group.adapting = 0, None

@@ -22,6 +22,7 @@ from dask_cml.sessions import tls
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.session_logs import log_path
 from dask_cml.sessions.workers_api import WorkersAPI
 
@@ -120,7 +121,7 @@ class Launcher:
         self.place = replace(self.place, number=number)
         self.scheduler = self.make_scheduler()
         await self.scheduler.launch()
-        launching = asyncio.ensure_future(self.launch_workers(self._fleet.names, lambda name: True))
+        launching = asyncio.ensure_future(self.launch_workers(self._fleet.names, lambda: True))
         try:
             await self.scheduler
             await launching
@@ -221,17 +222,15 @@ class Launcher:
 
     # -- more workers
 
-    async def launch_workers(
-        self, names: Iterable[str], wanted: Callable[[str], bool]
-    ) -> dict[str, CMLError]:
-        """Launch workers, as many at once as the API allows.
+    async def launch_workers(self, names: Iterable[str], leads: Callable[[], bool]) -> dict[str, CMLError]:
+        """Launch workers that are still wanted, as many at once as the API allows.
 
         Parameters
         ----------
         names : iterable of str
             The names of the sessions.
-        wanted : callable
-            Returns whether a session is still wanted, which is asked immediately before its launch.
+        leads : callable
+            Returns whether this manager still leads, which is asked immediately before each launch.
 
         Returns
         -------
@@ -245,10 +244,10 @@ class Launcher:
 
         async def launch() -> None:
             for name in queue:
-                if any(isinstance(error, CallFailed) for error in failed.values()):
+                if not leads() or any(isinstance(error, CallFailed) for error in failed.values()):
                     return
                 member = self._fleet.member(name)
-                if member is None or member.group in refused or not wanted(name):
+                if member is None or member.group in refused or not member.wanted:
                     continue
                 worker = self.make_worker(name)
                 try:
@@ -273,10 +272,15 @@ class Launcher:
 
     # -- the end of sessions
 
+    @property
+    def processes(self) -> list[CMLProcess]:
+        """The scheduler and the workers that were launched."""
+        processes = (self.scheduler, *self._fleet.workers.values())
+        return [each for each in processes if each is not None and each.session_id]
+
     def used_sessions(self) -> set[str]:
         """Return the ids of the sessions that are the scheduler's or a worker's, or are being stopped."""
-        processes = (self.scheduler, *self._fleet.workers.values())
-        used = {each.session_id for each in processes if each is not None and each.session_id}
+        used = {str(each.session_id) for each in self.processes}
         return used.union(*self._stops.values())
 
     async def stop(self, ids: Collection[str], patience: float) -> None:

@@ -96,7 +96,7 @@ class LossFinder:
             return Losses(leaving)
         now = time.monotonic()
         self._missing = {each.name for each in missing}
-        gone = [each.name for each in missing if self._state.fleet.has_registered(each)]
+        gone = [each.name for each in missing if each.has_registered]
         self._gone_since = {name: self._gone_since.get(name, now) for name in gone}
         unsettled = any(each.worker and not each.worker.is_known_to_run for each in wanted)
         # A node that fails closes no connections: the scheduler notices it only after
@@ -169,13 +169,14 @@ class LossFinder:
     def _why_late(self, member: Member) -> Loss | None:
         worker = member.worker
         assert worker is not None
-        if self._state.fleet.has_registered(member):
+        if member.has_registered:
             patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
             # It may have registered since the look began.
             if time.monotonic() - self._gone_since.get(member.name, math.inf) > patience:
-                said = f"it runs, but a Dask worker has been gone for {patience:g} s"
+                gone = f"a Dask worker has been gone for {patience:g} s, but its session runs"
+                last, noticed = member.last, member.leaving
                 return find_cause(
-                    member.last, [], connected=True, noticed=member.leaving, closed=False, said=said
+                    last, [], connected=True, noticed=noticed, closed=False, said="running", gone=gone
                 )
         elif worker.runs_for > worker.options.worker_timeout:
             words = f"it did not connect within {worker.options.worker_timeout:g} s"

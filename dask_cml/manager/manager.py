@@ -27,7 +27,6 @@ from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.scheduler.wanted import Wanted
 from dask_cml.sessions.process import CMLScheduler
-from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -254,8 +253,8 @@ class Manager:
 
     @property
     def status(self) -> Status:
-        """The status of the manager."""
-        return self.state.status
+        """The status of the manager. A fork's copy is closed."""
+        return Status.closed if self.is_forks_copy else self.state.status
 
     @property
     def scheduler(self) -> CMLScheduler | None:
@@ -288,7 +287,7 @@ class Manager:
         CMLError
             If the platform did not stop some sessions. The message names them.
         """
-        if self.is_forks_copy or self.status == Status.closed:
+        if self.status == Status.closed:
             return
         if self._closing is None or (self._closing.done() and self.status == Status.failed):
             self._closing = asyncio.create_task(self._close_once(shutdown))
@@ -318,17 +317,11 @@ class Manager:
             self.state.status = Status.failed
             raise
         self.state.status = Status.closed
-        for process in self._processes:
+        for process in self.state.launcher.processes:
             process.status = Status.closed
         self.fleet.clear()
         no_longer_end_at_exit(self)
         await cancel(self._keeping)
-
-    @property
-    def _processes(self) -> list[CMLProcess]:
-        """The scheduler and the workers, as far as they exist."""
-        processes = (self.scheduler, *self.fleet.workers.values())
-        return [each for each in processes if each is not None]
 
     async def _hand_over(self) -> None:
         """Leave the sessions to other managers. The sessions that these cannot find are stopped."""
@@ -341,8 +334,8 @@ class Manager:
         record_keeper = self.state.record_keeper
         await record_keeper.close()  # before it finds no sessions
         # Without the record, no other manager can take over what was launched here.
-        left = [each for each in self._processes if each.adopted or not record_keeper.gone]
-        self._api.forget(*[each.session_id for each in left if each.session_id])
+        left = [each for each in self.state.launcher.processes if each.adopted or not record_keeper.gone]
+        self._api.forget(*[str(each.session_id) for each in left])
 
     async def _keep(self) -> None:
         """Keep the cluster until it ends, and close. Try again if sessions were not stopped."""
@@ -388,10 +381,6 @@ class Manager:
             logger.info("Sessions of cluster %s stopped without its event loop: %r", self.options.name, error)
             if self.shutdown_on_close:
                 self.state.record_keeper.end_now()
-        self.state.status = Status.closed
-
-    def forget(self) -> None:
-        """Leave the cluster to the parent process, after a fork."""
         self.state.status = Status.closed
 
     @property

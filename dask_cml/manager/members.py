@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dask_cml.options import Options
@@ -20,6 +20,10 @@ class Member:
         Its name.
     group : str
         Its worker group.
+    dask_names : sequence of str
+        The names of its Dask workers.
+    observed : mapping of str to str
+        The addresses of all Dask workers that are connected to the scheduler now, by their names.
     wanted : bool
         Whether it is wanted.
     launched : bool
@@ -28,8 +32,6 @@ class Member:
         The manager that may launch it, or has launched it.
     seen : collection of str
         The names of its Dask workers that have been connected.
-    connected : dict of str to str
-        The addresses of its Dask workers that are connected now, by their names.
     worker : CMLWorker or None
         Its session. None if it is not launched, or not known here yet.
     gone : bool
@@ -42,15 +44,31 @@ class Member:
 
     name: str
     group: str
+    dask_names: Sequence[str]
+    observed: Mapping[str, str]
     wanted: bool = False
     launched: bool = False
     manager: str | None = None
     seen: Collection[str] = ()
-    connected: dict[str, str] = field(default_factory=dict)
     worker: CMLWorker | None = None
     gone: bool = False
     leaving: bool = False
     last: Mapping[str, Any] | None = None
+
+    @property
+    def connected(self) -> list[str]:
+        """The names of its Dask workers that are connected now."""
+        return [name for name in self.dask_names if name in self.observed]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its Dask workers are connected."""
+        return len(self.connected) == len(self.dask_names)
+
+    @property
+    def has_registered(self) -> bool:
+        """Whether all its Dask workers have been connected once."""
+        return len(self.seen) >= len(self.dask_names)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,6 @@ class Reconciler:
         self._closed = False
         self._looked = asyncio.Condition()
         self._told_waiting = self._told_full = False
-        self._told_outage: str | None = None
         self._changed = asyncio.Event()
         self._strays = Strays(state)
         self._unrunnable = UnrunnableTasks(state)
@@ -148,10 +148,11 @@ class Reconciler:
             self._looked.notify_all()
 
     def _tell_outage(self) -> None:
-        before, self._told_outage = self._told_outage, self._state.outage
-        if self._told_outage and not before:
-            logger.warning("Cannot manage cluster %s: %s", self._state.fleet.name, self._told_outage)
-        elif before and not self._told_outage:
+        before, outage = self._state.outage, self._state.api.problem
+        self._state.outage = outage
+        if outage and not before:
+            logger.warning("Cannot manage cluster %s: %s", self._state.fleet.name, outage)
+        elif before and not outage:
             logger.warning("Managing cluster %s again", self._state.fleet.name)
 
     # -- what all managers do
@@ -236,13 +237,14 @@ class Reconciler:
         names = [*losses.lost]
         # A retirement cannot be reversed, so sessions that are wanted again are replaced.
         names += [
-            name for name in self._retirements if (each := self._state.fleet.member(name)) and each.wanted
+            name
+            for name in self._retirements.names
+            if (each := self._state.fleet.member(name)) and each.wanted
         ]
         if not names:
             return
         causes = {name: loss.words[:_LONGEST_CAUSE] for name, loss in losses.lost.items()}
         gone = await self._state.client.decide("replace", names=names, causes=causes)
-        self.poke()
         lost = [member for name in gone if name in losses.lost and (member := self._state.fleet.member(name))]
         for group in {each.group for each in lost}:
             found = {each.name: losses.lost[each.name] for each in lost if each.group == group}
@@ -291,7 +293,7 @@ class Reconciler:
         fleet = self._state.fleet
         wanted, waits = fleet.group(group).names, fleet.waits
         present = fleet.arrived(group)
-        arrived = [name for name in wanted if name in present]
+        arrived = [name for name in reversed(wanted) if name in present]
         absent = [name for name in reversed(wanted) if name not in present]
         chosen = sorted(absent, key=lambda name: name not in waits)[:n]
         n -= len(chosen)
@@ -299,21 +301,14 @@ class Reconciler:
             return chosen
 
         # Include workers of other groups and retiring ones, because the scheduler may name these first.
-        members = fleet.members
-        workers = {worker: each.name for each in members for worker in each.connected}
-
-        def session_of(worker: WorkerState) -> str:  # pickled by value for the scheduler
-            return workers.get(str(worker.name), str(worker.name))
-
-        shared = len(workers) > len({*workers.values()})
-        among = n * fleet.group(group).options.processes if worker_key else len(workers)
-        names = await self._state.client.cheapest(
-            among, worker_key or (session_of if shared else None), **more
-        )
-        order = [workers[name] for name in names if workers.get(name) in present]
-        if worker_key is None:
-            order += arrived[::-1]
-        return chosen + list(dict.fromkeys(order))[:n]
+        workers = {each.name: each.connected for each in fleet.members}
+        among = n * fleet.group(group).options.processes if worker_key else len(fleet.observed)
+        named = await self._state.client.cheapest(among, worker_key, **more)
+        costs = {worker: cost for cost, worker in enumerate(named)}
+        # The Dask worker of a session that costs most counts.
+        cost = {each: max(costs.get(worker, math.inf) for worker in workers[each]) for each in arrived}
+        order = sorted(arrived, key=cost.__getitem__)
+        return chosen + [name for name in order if not (worker_key and math.isinf(cost[name]))][:n]
 
     async def _shrink(self) -> None:
         """Remove excess sessions from the wanted ones."""
@@ -351,12 +346,7 @@ class Reconciler:
         names = [each.name for each in mine if not self._state.backoffs.of(each.group).pause]
         if not names:
             return
-
-        def is_wanted(name: str) -> bool:
-            member = fleet.member(name)
-            return self._state.client.leads and member is not None and member.wanted
-
-        errors = await self._state.launcher.launch_workers(names, is_wanted)
+        errors = await self._state.launcher.launch_workers(names, lambda: self._state.client.leads)
         await self.report()
         for group in {fleet.group_of(name) for name in names}:
             await self._count_launches(group, names, errors, wishes[group])

@@ -64,7 +64,6 @@ class RecordKeeper:
         self._name, self._api, self._fleet, self._launcher = fleet.name, api, fleet, launcher
         self._usage: Usage | None = None
         self._seen: dict[str, CMLProcess] = {}
-        self._launches: dict[str, Launch] = {}
         self._written: set[str] = set()
         #: The sessions whose end is written.
         self._over: set[str] = set()
@@ -202,7 +201,6 @@ class RecordKeeper:
         if changes := self._changes(processes, sessions):
             name, id = self.record.name, self.record.id
             await asyncio.to_thread(self._store, lambda: store.write_sessions(changes, name, id=id))
-            self._launches.clear()
             self._waiting = (self._waiting | {*changes.waiting}) - {*changes.began, *changes.ended}
         self._written = {*sessions}
         self._over |= changes.ended.keys()
@@ -213,14 +211,10 @@ class RecordKeeper:
 
     def _processes(self) -> dict[str, CMLProcess]:
         """Return the launched processes of the cluster, by the ids of their sessions."""
-        processes = (self._launcher.scheduler, *self._fleet.workers.values())
-        return {p.session_id: p for p in processes if p is not None and p.session_id}
+        return {str(each.session_id): each for each in self._launcher.processes}
 
     def _changes(self, processes: Mapping[str, CMLProcess], sessions: Mapping[str, str]) -> Changes:
         new = [each for each in sessions.keys() - self._written if not _is_adopted(processes.get(each))]
-        for each in new:
-            # Every retry writes the same file name.
-            self._launches.setdefault(each, self._launch(each, sessions[each], processes.get(each)))
         waiting = {each for each, process in processes.items() if process.waits_for is not None}
         scheduling = {each for each, process in processes.items() if process.is_scheduling}
         # Only the manager that launched a session knows it, if the platform does not list it here.
@@ -232,7 +226,7 @@ class RecordKeeper:
         now = int(time.time())
         ended = {*self._api.stopped} - self._over
         changes = Changes(
-            launched=[self._launches[each] for each in new],
+            launched=[self._launch(each, sessions[each], processes.get(each)) for each in new],
             ended={each: _end_of(self._seen.get(each), now) for each in ended},
             causes={each: loss for each in ended if (seen := self._seen.get(each)) and (loss := seen.loss)},
             waiting=(waiting & sessions.keys()) - self._waiting,
@@ -246,7 +240,7 @@ class RecordKeeper:
 
     def _has_registered(self, name: str) -> bool:
         member = self._fleet.member(name)
-        return member is not None and self._fleet.has_registered(member)
+        return member is not None and member.has_registered
 
     def _launch(self, session_id: str, name: str, process: CMLProcess | None) -> Launch:
         scheduler = self._launcher.scheduler

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from dask_cml.cancellation import cancel
@@ -23,11 +23,8 @@ _USUAL = 2.0
 _LONG = 10.0
 
 
-class Retirements(Collection[str]):
+class Retirements:
     """Retires workers in tasks, so that a worker that does not answer blocks nothing else.
-
-    Contains the names of the worker sessions that are being retired. Dask cannot reverse a retirement, so
-    these sessions are no longer wanted.
 
     Parameters
     ----------
@@ -50,24 +47,23 @@ class Retirements(Collection[str]):
         self._retries: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._tasks
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the worker sessions that are being retired.
 
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._tasks])
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+        Dask cannot reverse a retirement, so these sessions are no longer wanted.
+        """
+        return self._tasks.keys()
 
     def is_complete(self, member: Member) -> bool:
         """Return whether all Dask workers of a session are connected. For a kept session, one is enough."""
-        return self._state.fleet.is_whole(member) or (member.name in self._stay and bool(member.connected))
+        return member.is_whole or (member.name in self._stay and bool(member.connected))
 
     @property
     def words(self) -> str | None:
         """The workers whose retirement takes long. None if there are none."""
         now = time.monotonic()
-        late = [name for name in self._present(self) if now - self._since.get(name, now) > _LONG]
+        late = [name for name in self._present(self._tasks) if now - self._since.get(name, now) > _LONG]
         return f"waiting for the data of {', '.join(late)}" if late else None
 
     async def carry_on(self, unwanted: Collection[str]) -> set[str]:
@@ -79,7 +75,9 @@ class Retirements(Collection[str]):
             The names of all worker sessions that are not wanted.
         """
         self._over &= set(unwanted)
-        begin = {name for name in self._present(unwanted) if name not in self._over and name not in self}
+        begin = {
+            name for name in self._present(unwanted) if name not in self._over and name not in self._tasks
+        }
         if begin and not self._closed:
             await cancel(*(self._retries[name] for name in begin & self._retries.keys()))
             task = asyncio.create_task(self._carry_out(begin, self._tasks, self._retire))
@@ -89,7 +87,7 @@ class Retirements(Collection[str]):
         if (again := self._incomplete() - set(unwanted)) and not self._closed:
             task = asyncio.create_task(self._carry_out(again, self._retries, self._retry))
             self._retries.update(dict.fromkeys(again, task))
-        waiting = self._present(self)
+        waiting = self._present(self._tasks)
         return {name for name in unwanted if name in self._over or name not in waiting}
 
     def _incomplete(self) -> set[str]:
@@ -100,9 +98,9 @@ class Retirements(Collection[str]):
         return {
             name
             for name in self._present(self._stay)
-            if not (name in self or name in self._retries or observed <= self._stay[name])
+            if not (name in self._tasks or name in self._retries or observed <= self._stay[name])
             and (member := self._state.fleet.member(name)) is not None
-            and not self._state.fleet.is_whole(member)
+            and not member.is_whole
         }
 
     async def close(self) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distributed.protocol import pickle
@@ -32,14 +31,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 3.0
 _NO_LIMIT = 7 * 24 * 3600.0
 
 
-@dataclass(frozen=True)
-class _Answer:
-    time: float
-    content: dict[str, Any] = field(default_factory=dict)
-    error: Exception | None = None
-
-
-class SchedulerClient:
+class SchedulerClient(Connection):
     """Keeps a fleet up to date with the scheduler, sends this manager's wishes, and asks the scheduler.
 
     Parameters
@@ -60,6 +52,7 @@ class SchedulerClient:
     """
 
     def __init__(self, fleet: Fleet, observes: bool, changed: Callable[[], None]) -> None:
+        super().__init__()
         self.info: dict[str, Any] = {}
         self.heard = time.monotonic()
         self.connected = False
@@ -67,23 +60,12 @@ class SchedulerClient:
         self._observes = observes
         self._changed = changed
         self._watched: MsgpackComm | None = None
-        self._requests = Connection()
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wished = asyncio.Event()
         self._results: dict[int, asyncio.Future[Any]] = {}
-        self._asking = asyncio.Lock()
-        self._demand: _Answer | None = None
-
-    @property
-    def address(self) -> str | None:
-        """The scheduler's address. None before :meth:`join`."""
-        return self._requests.address
-
-    @property
-    def connection_args(self) -> dict[str, Any]:
-        """Arguments of connections to the scheduler, such as its keys."""
-        return self._requests.connection_args
+        self._asked: asyncio.Task[dict[str, Any]] | None = None
+        self._asked_at = 0.0
 
     # -- the connection
 
@@ -95,11 +77,11 @@ class SchedulerClient:
         CMLError
             If it does not answer within so many seconds.
         """
-        await self._requests.insist(self._fleet.name, timeout, lambda: self.join(*arguments))
+        await self.insist(self._fleet.name, timeout, lambda: self.join(*arguments))
 
     async def change_within(self, timeout: float, **values: Any) -> None:
         """Change values that the scheduler keeps, such as ``orphan_timeout``; see :meth:`join_within`."""
-        await self._requests.insist(self._fleet.name, timeout, lambda: self.ask(protocol.SET, **values))
+        await self.insist(self._fleet.name, timeout, lambda: self.ask(protocol.SET, **values))
 
     async def join(self, address: str, connection_args: Mapping[str, Any], record: str) -> None:
         """Connect to the scheduler at this address, and follow it until :meth:`close`.
@@ -120,7 +102,7 @@ class SchedulerClient:
         CMLError
             If the scheduler belongs to another cluster, or has another protocol.
         """
-        self._requests = Connection(address, connection_args)
+        self.address, self.connection_args = address, dict(connection_args)
         self._check(await self.call(protocol.HELLO), record)
         identity = await self.call("identity")
         Identity.read(identity)
@@ -147,8 +129,7 @@ class SchedulerClient:
         if self._observes:
             heartbeat, lease = protocol.OBSERVER_HEARTBEAT, protocol.OBSERVER_LEASE
         if self._watched is None:
-            # A connection of its own: its end marks the manager's end.
-            self._watched = await MsgpackComm.connect(str(self.address), self.connection_args, ANSWER_TIMEOUT)
+            self._watched = await self.open()  # its end marks the manager's end
         try:
             answer = await self._watched.ask(
                 protocol.WATCH,
@@ -194,17 +175,12 @@ class SchedulerClient:
 
     async def leave(self) -> None:
         """Close the connections, by which the scheduler notices that this manager has left."""
-        await cancel(*self._tasks)
+        await cancel(*self._tasks, self._asked)
         self.connected = False
         if self._watched is not None:
             await self._watched.close()
         self._watched = None
-        await self._requests.close()
-
-    @property
-    def rpc(self) -> Any:
-        """Dask's own connection to the scheduler, for Dask's classes. This class does not use it."""
-        return self._requests.rpc
+        await super().close()
 
     @property
     def leads(self) -> bool:
@@ -301,10 +277,6 @@ class SchedulerClient:
         finally:
             asking.cancel()
 
-    async def call(self, op: str, limit: float = ANSWER_TIMEOUT, **arguments: Any) -> Any:
-        """Return an answer of the scheduler within a time limit in seconds; see :meth:`Connection.call`."""
-        return await self._requests.call(op, limit, **arguments)
-
     async def terminate(self, timeout: float) -> None:
         """Ask the scheduler to inform its workers and clients of its end, whatever it answers."""
         if self.address is not None:
@@ -316,30 +288,26 @@ class SchedulerClient:
     async def demand(self, max_age: float = 0.0) -> dict[str, Any]:
         """Return the work that the scheduler knows, and the cluster's sessions; see ``known_demand``.
 
-        Concurrent callers share one answer, or its error.
+        Concurrent callers share one question and its answer, or its error.
 
         Parameters
         ----------
         max_age : float
-            Maximum age of an answer to use again, in seconds.
+            Maximum age of a question whose answer is used again, in seconds.
 
         Raises
         ------
         OSError, asyncio.TimeoutError
             If the scheduler does not answer.
         """
-        now = time.monotonic()
-        async with self._asking:
-            oldest = now if self._demand is None or self._demand.error else now - max_age
-            if self._demand is None or self._demand.time < oldest:
-                try:
-                    content = await self.ask(protocol.DEMAND)
-                    self._demand = _Answer(time.monotonic(), content)
-                except (OSError, asyncio.TimeoutError) as error:
-                    self._demand = _Answer(time.monotonic(), error=error)
-            if self._demand.error is not None:
-                raise self._demand.error
-            return self._demand.content
+        asked = self._asked
+        if asked is None or (
+            asked.done()
+            and (asked.cancelled() or asked.exception() or time.monotonic() - self._asked_at >= max_age)
+        ):
+            self._asked_at = time.monotonic()
+            asked = self._asked = asyncio.create_task(self.ask(protocol.DEMAND))
+        return await asyncio.shield(asked)
 
     async def cheapest(
         self, n: int, key: Callable[[WorkerState], Hashable] | None = None, **more: Any

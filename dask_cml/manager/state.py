@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from distributed.core import Status
 from distributed.objects import SchedulerInfo
@@ -22,7 +21,6 @@ from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options
 from dask_cml.records.record import Record, cluster_address
-from dask_cml.records.usage import Usage
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.workers_api import WorkersAPI
 
@@ -51,9 +49,9 @@ class ClusterState:
     ----------
     status : distributed.core.Status
         The manager's status, such as ``running``.
-    end, retiring, unrunnable : str or None
-        Problems as clauses, each written by the part that finds it: why the cluster has ended, which workers
-        still move their data, and which tasks no worker can run.
+    end, outage, retiring, unrunnable : str or None
+        Problems as clauses, each written by the part that finds it: why the cluster has ended, why the
+        platform does not answer, which workers still move their data, and which tasks no worker can run.
     """
 
     def __init__(
@@ -78,6 +76,7 @@ class ClusterState:
         self.record_keeper = RecordKeeper(api, self.fleet, self.launcher, record)
         self.backoffs = Backoffs(self.fleet, log)
         self.end: str | None = None
+        self.outage: str | None = None
         self.retiring: str | None = None
         self.unrunnable: str | None = None
 
@@ -116,11 +115,6 @@ class ClusterState:
         """The scheduler's last information on itself and its workers, as from ``Scheduler.identity``."""
         return SchedulerInfo({**self.client.info, "workers": dict(self.fleet.workers_info)})
 
-    @property
-    def scheduler_comm(self) -> Any:
-        """Dask's own connection to the scheduler. None before the start."""
-        return self.client.rpc
-
     async def open_dashboard(self) -> MsgpackComm:
         """Open a comm to the scheduler's dashboard.
 
@@ -141,8 +135,8 @@ class ClusterState:
     @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        processes = [self.launcher.scheduler, *self.fleet.workers.values()]
-        return [p.session for p in processes if p is not None and p.session is not None]
+        sessions = [each.session for each in self.launcher.processes]
+        return [each for each in sessions if each is not None]
 
     @property
     def groups(self) -> dict[str, WorkerGroup]:
@@ -169,11 +163,6 @@ class ClusterState:
         return {"minimum": adapting["minimum"], "maximum": math.inf if maximum is None else maximum}
 
     @property
-    def outage(self) -> str | None:
-        """Why the platform does not answer, as a clause. None if it does."""
-        return self.api.problem
-
-    @property
     def problem(self) -> str | None:
         """The current problem, as a clause. None if there is none."""
         found = (self.end, self.backoffs.words, self.outage, self.retiring, self.unrunnable, self.fleet.full)
@@ -186,7 +175,7 @@ class ClusterState:
     @property
     def n_pending(self) -> int:
         """Number of wanted worker sessions that are not connected yet."""
-        return len(self.fleet.names) - len(self.fleet.arrived())
+        return len({*self.fleet.names} - self.fleet.arrived())
 
     @property
     def pending(self) -> str:
@@ -204,11 +193,3 @@ class ClusterState:
     def folder(self) -> Path:
         """The cluster's folder on the project file system."""
         return self.launcher.place.folder
-
-    def usage(self) -> Usage:
-        """Return the cluster's usage; see :meth:`dask_cml.CMLCluster.usage`. Blocks."""
-        return self.record_keeper.usage()
-
-    def plans(self) -> str:
-        """Return the plans of the scheduler's session and of the next session of each worker group."""
-        return self.launcher.plans()

@@ -57,7 +57,8 @@ class Strays:
         found = {**dict.fromkeys(unknown), **dict.fromkeys(lost), **self._unknown_sessions(record)}
         # A session that was launched long ago is late at once: who looks, such as a command, may leave soon.
         wall = time.time()
-        ages = {name: max(0.0, wall - record.launched.get(str(id), wall)) for name, id in found.items()}
+        launches = {name: record.launches.get(str(id)) for name, id in found.items()}
+        ages = {name: max(0.0, wall - each.launched) if each else 0.0 for name, each in launches.items()}
         self._since = {name: self._since.get(name, now - ages[name]) for name in found}
         late = [name for name, since in self._since.items() if now - since >= _PATIENCE]
         if gone := [name.removesuffix(" (lost)") for name in late if name in lost]:

@@ -1,7 +1,7 @@
 """Checks of messages from managers to the scheduler.
 
 The scheduler's port takes messages from all programs that reach it, including faulty and hostile ones. The
-checks refuse an invalid message as a whole, before anything changes.
+checks refuse an invalid message or operation, before anything of it changes.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         return self._since(since)
 
     def apply(self, manager: str, operations: Sequence[Any], since: int) -> dict[str, Any]:
-        """Carry out a manager's operations, in their order.
+        """Carry out a manager's operations, in their order, except invalid ones.
 
         Returns
         -------
@@ -218,18 +218,23 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         Raises
         ------
         ValueError
-            If an operation is invalid, or the manager is not connected. Nothing changes then.
+            If the operations are no list, or the manager is not connected. Nothing changes then.
         """
         messages.check_manager(manager)
         if not isinstance(operations, (list, tuple)) or len(operations) > MOST_SESSIONS:
             raise ValueError(f"invalid operations of type {type(operations).__name__}: expected a list")
-        for each in operations:
-            messages.check_operation(each)
         if not self._presence.has(manager):
             raise ValueError(f"invalid manager={manager!r}: expected a manager that is connected")
-        results = [self._wanted.apply(manager, each) for each in operations]
+        results = [self._carry_out(manager, each) for each in operations]
         self._changed()
         return {"results": results, **self._since(since)}
+
+    def _carry_out(self, manager: str, operation: Any) -> Any:
+        try:
+            messages.check_operation(operation)
+        except ValueError as error:
+            return {"error": str(error)}
+        return self._wanted.apply(manager, operation)
 
     def set(self, **values: Any) -> None:
         """Change what the scheduler keeps of its cluster.
