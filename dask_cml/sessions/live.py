@@ -42,7 +42,7 @@ class LiveSessions:
         self._calls = calls
         self._stopping = _stopped.setdefault(module, set())
         #: Guards what threads share.
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
 
     def adopt(self, session_id: str, name: str) -> None:
         """Take over a session that another process launched.

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,8 +104,7 @@ class WorkersAPI(LiveSessions):
         #: Number of launch calls per title without an answer, or with an error after which a session may
         #: exist.
         self._unanswered: Counter[str | None] = Counter()
-        #: Number of launch calls under way.
-        self._launching = 0
+        self._launching: set[Future[None]] = set()
 
     @property
     def problem(self) -> str | None:
@@ -206,20 +206,21 @@ class WorkersAPI(LiveSessions):
 
     def _launch_now(self, launch: _Launch) -> SessionInfo:
         """Launch a session by a blocking call, unless an abandoned call has launched it meanwhile."""
+        under_way: Future[None] = Future()
         with self._lock:
             if self._ended:
                 raise CMLError(f"{launch.name} not launched: the cluster has shut down")
             if launch.session is not None:
                 return launch.session
-            self._launching += 1
+            self._launching.add(under_way)
         try:
             if found := self._find_unanswered({launch.title}):
                 return self._take(launch, found[0])
             return self._take(launch, self._ask_for(launch))
         finally:
             with self._lock:
-                self._launching -= 1
-                self._lock.notify_all()
+                self._launching.discard(under_way)
+            under_way.set_result(None)
 
     def _ask_for(self, launch: _Launch) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
@@ -341,9 +342,9 @@ class WorkersAPI(LiveSessions):
         ids = [*self.named_sessions()]
         errors = self._calls.run_all([lambda: self.stop_now(ids)], self.time_to_stop(ids) / 2)
         hangs = any(isinstance(error, NoAnswer) for error in errors)
-        left = max(0.0, begin + self._limit / 2 - time.monotonic())
         with self._lock:
-            self._lock.wait_for(lambda: not self._launching, left)
+            launching = [*self._launching]
+        wait(launching, timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
         self._adopt_unanswered()
         self.stop_all(hangs, begin + self._limit)
 
