@@ -73,8 +73,6 @@ class RecordKeeper:
         self._seen: dict[str, CMLProcess] = {}
         self._launches: dict[str, Launch] = {}
         self._written: set[str] = set()
-        #: The sessions whose end is written.
-        self._over: set[str] = set()
         self._waiting = set() if record is None else {*record.waiting}
         self._storing = threading.Lock()
         self._changed = asyncio.Event()
@@ -212,7 +210,8 @@ class RecordKeeper:
             self._launches.clear()
             self._waiting = (self._waiting | {*changes.waiting}) - {*changes.began, *changes.ended}
         self._written = {*sessions}
-        self._over |= changes.ended.keys()
+        # A manager may record its launch later, if the platform answers late. Then it is stopped once more.
+        self._api.stopped.difference_update(changes.ended)
 
     def _store(self, write: Callable[[], None]) -> None:
         with self._storing:  # a cancelled write, which is older, may continue in its thread
@@ -237,7 +236,7 @@ class RecordKeeper:
             if process.is_listed or not process.adopted or self._has_registered(process.name)
         }
         now = int(time.time())
-        ended = {*self._api.stopped} - self._over
+        ended = {*self._api.stopped}
         changes = Changes(
             launched=[self._launches[each] for each in new],
             ended={each: _end_of(self._seen.get(each), now) for each in ended},

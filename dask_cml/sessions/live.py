@@ -41,7 +41,7 @@ class LiveSessions:
     sizes : dict of str to SessionSize
         The size of each session launched here, by its id.
     stopped : set of str
-        The ids of the sessions that were stopped here.
+        The ids of the sessions that were stopped here, and whose end is not in the record yet.
     """
 
     def __init__(self, module: Any, calls: Calls) -> None:
