@@ -268,6 +268,16 @@ async def test_a_session_that_nobody_launched_long_ago_is_stopped_by_who_comes_f
         await eventually(lambda: it.platform.all[stray].stop_requested, seconds=2.0)
 
 
+@simulated
+async def test_a_session_that_is_recorded_again_after_its_end_is_ended_again_in_the_record(it):
+    """The platform's answer to a launch may come after another manager has stopped the session."""
+    [late] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
+    async with make(name="told", platform="auto", security=False):
+        for _ in range(2):
+            await asyncio.to_thread(launch, None, store.read("told"), late, key="told-7")
+            await eventually(lambda: late not in store.read("told").sessions)
+
+
 async def test_a_dask_worker_whose_session_nobody_knew_hands_over_and_ends(platform, holds, impatience):
     [stray] = (each["id"] for each in platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
     async with make(name="told") as cluster, dask_worker(cluster, "told-7") as worker:

@@ -191,6 +191,20 @@ async def test_a_command_ends_when_another_process_deletes_its_worker_group(it, 
         await running
 
 
+@simulated
+async def test_a_command_ends_when_another_manager_scales_the_cluster(it):
+    async with await make() as mine:
+        it.platform.configure(quota={"sessions": 1}, waits_for_room=True)
+        command = it.process("command", {"CDSW_ENGINE_ID": "command123456789"})
+        running = command.start(change.scale.callback.__wrapped__(mine.name, 2, "default", 600.0))
+        await eventually(lambda: target(mine) == 2)
+        mine.scale(1)
+        with pytest.raises(
+            CMLError, match=f"^another manager scales the cluster {mine.name}: 1 worker wanted"
+        ):
+            await running
+
+
 async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform, light):
     platform.configure(quota={"sessions": 3}, stop_grace=2.0)
     options = {"platform": "local", "asynchronous": True, "quiet": True}

@@ -157,8 +157,8 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
         if state.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
         if (target := fleet.group(group).target) != n:  # raises the error of a deleted group
-            why = problem or f"another manager scales it: {n_workers(target, group)} wanted"
-            raise CMLError(f"the cluster {name} has {why}")
+            other = f"another manager scales the cluster {name}: {n_workers(target, group)} wanted"
+            raise CMLError(f"the cluster {name} has {problem}" if problem else other)
         if state.gave_up(group):
             raise CMLError(f"the cluster {name} launches {problem}")
         if time.monotonic() > deadline:

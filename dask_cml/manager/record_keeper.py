@@ -65,8 +65,6 @@ class RecordKeeper:
         self._usage: Usage | None = None
         self._seen: dict[str, CMLProcess] = {}
         self._written: set[str] = set()
-        #: The sessions whose end is written.
-        self._over: set[str] = set()
         self._waiting = {each.id for each in record.launches.values() if each.waits} if record else set()
         self._storing = threading.Lock()
         self._changed = asyncio.Event()
@@ -203,7 +201,8 @@ class RecordKeeper:
             await asyncio.to_thread(self._store, lambda: store.write_sessions(changes, name, id=id))
             self._waiting = (self._waiting | {*changes.waiting}) - {*changes.began, *changes.ended}
         self._written = {*sessions}
-        self._over |= changes.ended.keys()
+        # A manager may record its launch later, if the platform answers late. Then it is stopped once more.
+        self._api.stopped.difference_update(changes.ended)
 
     def _store(self, write: Callable[[], None]) -> None:
         with self._storing:  # a cancelled write, which is older, may continue in its thread
@@ -224,7 +223,7 @@ class RecordKeeper:
             if process.is_listed or not process.adopted or self._has_registered(process.name)
         }
         now = int(time.time())
-        ended = {*self._api.stopped} - self._over
+        ended = {*self._api.stopped}
         changes = Changes(
             launched=[self._launch(each, sessions[each], processes.get(each)) for each in new],
             ended={each: _end_of(self._seen.get(each), now) for each in ended},

@@ -71,7 +71,7 @@ class WorkersAPI(LiveSessions):
     sizes : dict of str to SessionSize
         The size of each session launched here, by its id.
     stopped : set of str
-        The ids of the sessions that were stopped here.
+        The ids of the sessions that were stopped here, and whose end is not in the record yet.
     on_change : callable
         Called in the event loop after a session was launched or stopped.
     threads : int
