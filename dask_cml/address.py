@@ -12,6 +12,7 @@ import shlex
 from typing import Any
 from urllib.parse import unquote
 
+from distributed.client import Client
 from distributed.comm.addressing import get_address_host, parse_address
 from distributed.comm.core import Comm, Connector, FatalCommClosedError
 from distributed.comm.registry import Backend, get_backend
@@ -26,6 +27,8 @@ from dask_cml.sessions import tls
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL = 0.5
+#: Seconds for which a client waits for another scheduler. Dask's default is the time-out of one connection.
+RECONNECT_TIMEOUT = 300.0
 _warned: set[str] = set()
 #: The last known address of each scheduler, by its cluster's address.
 _schedulers: dict[str, str] = {}
@@ -71,7 +74,13 @@ class CMLConnector(Connector):
         OSError
             If the scheduler cannot be reached, or has no keys and left no sign of life lately.
         """
-        record = await _running(unquote(address))
+        try:
+            record = await _running(unquote(address))
+        except NoSuchCluster:
+            for client in _clients(address):
+                if client.status == "connecting" and client.loop:  # again: otherwise, it tries on and on
+                    client.loop.add_callback(client._close, fast=True)
+            raise
         scheduler = record.scheduler.address
         assert scheduler is not None
         if why := await asyncio.to_thread(liveness.why_not_contacted, record):
@@ -82,7 +91,10 @@ class CMLConnector(Connector):
         scheme, location = parse_address(scheduler)
         connector = get_backend(scheme).get_connector()
         try:
-            return await connector.connect(location, deserialize=deserialize, **connection_args)
+            comm = await connector.connect(location, deserialize=deserialize, **connection_args)
+            for client in _clients(address):
+                client._timeout = max(client._timeout, RECONNECT_TIMEOUT)
+            return comm
         except FatalCommClosedError:
             raise
         except OSError as error:
@@ -91,15 +103,23 @@ class CMLConnector(Connector):
             ) from error
 
 
+def _clients(address: str) -> list[Client]:
+    """Return the clients of this process whose scheduler has this address."""
+    there = f"{SCHEME}://{address}"
+    return [each for each in [*Client._instances] if getattr(each.scheduler, "address", None) == there]
+
+
 async def _running(name: str) -> Record:
     """Return the record of a cluster. Wait until it contains the scheduler's address."""
     while True:
         record = await asyncio.to_thread(_read, name)
         if record.scheduler.address is not None:
             return record
-        if record.id not in _warned:  # Dask's error after the time-out does not say why
-            _warned.add(record.id)
-            logger.warning("Cluster %s is starting: its scheduler has no address yet", name)
+        scheduler = f"{record.id} {record.scheduler.number}"
+        if scheduler not in _warned:  # Dask's error after the time-out does not say why
+            _warned.add(scheduler)
+            what = "starting" if not record.scheduler.number else "launching another scheduler"
+            logger.warning("Cluster %s is %s: its scheduler has no address yet", name, what)
         await asyncio.sleep(_LOOK_INTERVAL)
 
 

@@ -708,7 +708,7 @@ class CMLCluster(SpecCluster):
     def __repr__(self) -> str:
         text, state = super().__repr__(), self.manager.state
         n = len(self.scheduler_info["workers"])
-        words = [state.scheduler_wait, "" if self.status == Status.running else self.status.name]
+        words = [state.scheduler_words, "" if self.status == Status.running else self.status.name]
         if state.n_pending:
             text = text.replace(f"workers={n}", f"workers={n} ({state.pending})", 1)
         if self.status == Status.running and not state.connected:

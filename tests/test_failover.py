@@ -12,6 +12,7 @@ from clusters import arrived, live, log_of, make, name_of, rebuild, target
 from distributed import Client
 from distributed.core import Status
 
+from dask_cml import address
 from dask_cml.manager import failover
 from dask_cml.manager.manager import Manager
 from dask_cml.records import store
@@ -62,7 +63,8 @@ async def test_clients_compute_again_after_the_scheduler_was_lost(platform, hold
         assert await client.submit(sum, [1, 2]) == 3
         with pytest.raises(CancelledError):
             await waits
-        assert "another scheduler" in log_of(cluster)
+        assert "connected to another scheduler after" in log_of(cluster)
+        assert ", scheduler restarted just now" in repr(cluster)
         assert cluster.status == Status.running
 
 
@@ -172,6 +174,13 @@ async def test_six_schedulers_in_a_row_are_replaced_if_tasks_are_computed_in_bet
             await lose_scheduler(platform, holds)
         await holds(lambda: is_whole(platform, cluster, 1))
         assert await client.submit(sum, [1, 2]) == 3
+
+
+async def test_a_client_of_a_deleted_cluster_closes_and_waits_for_no_scheduler(platform, holds):
+    async with make(name="lab") as cluster, Client("cml://lab", asynchronous=True) as client:
+        assert client._timeout >= address.RECONNECT_TIMEOUT
+        await cluster.close()
+        await holds(lambda: client.status == "closed")
 
 
 CLIENT = """

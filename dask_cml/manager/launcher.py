@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,8 @@ class Launcher:
         self.scheduler.address = record.scheduler.address
         session = record.scheduler.session or ""
         self.scheduler.adopt(session, record.scheduler.app_url, record.owners.get(session))
+        if (launch := record.launches.get(session)) is not None:
+            self.scheduler.since = datetime.fromtimestamp(launch.launched, timezone.utc)
 
     def attach_launched(self, record: Record) -> list[str]:
         """Attach the sessions that other managers have launched, as far as they are in the record.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from dask.utils import format_time_ago
 from distributed.core import Status
 from distributed.objects import SchedulerInfo
 
@@ -183,11 +184,15 @@ class ClusterState:
         return pending(self.n_pending, self.fleet.waits.values())
 
     @property
-    def scheduler_wait(self) -> str:
-        """The text for a scheduler that waits for room."""
+    def scheduler_words(self) -> str:
+        """The text for a scheduler that waits for room, or that has replaced a lost one."""
         scheduler = self.launcher.scheduler
-        waits = None if scheduler is None else scheduler.waits_for
-        return "" if waits is None else f"scheduler {waiting(waits)}"
+        if scheduler is not None and scheduler.waits_for is not None:
+            return f"scheduler {waiting(scheduler.waits_for)}"
+        if scheduler is None or not self.launcher.place.number or not self.connected:
+            return ""
+        local = scheduler.since.astimezone().replace(tzinfo=None)
+        return f"scheduler restarted {format_time_ago(local).lower()}"
 
     @property
     def folder(self) -> Path:

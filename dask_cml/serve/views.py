@@ -47,7 +47,7 @@ def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[st
     groups = [*cluster.worker_groups.values()]
     return {
         **unmanaged(record, status, problem, usage),
-        "words": ", ".join(filter(None, [status, state.scheduler_wait, state.pending])),
+        "words": ", ".join(filter(None, [status, state.scheduler_words, state.pending])),
         "groups": [_group(each, state.limits(each.name)) for each in groups],
         "n_workers": sum(each.n_workers for each in groups),
         "n_arrived": sum(each.n_arrived for each in groups),
