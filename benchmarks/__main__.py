@@ -8,6 +8,7 @@ from benchmarks import (
     adapt,
     close,
     encryption,
+    failover,
     forwarding,
     imports,
     listing,
@@ -21,6 +22,7 @@ from benchmarks import (
 
 BENCHMARKS = {
     "start": start,
+    "failover": failover,
     "scale": scale,
     "close": close,
     "adapt": adapt,
