@@ -9,7 +9,7 @@ from fleets import Cluster
 
 from dask_cml.manager import backoff as module
 from dask_cml.manager.backoff import Backoff, Backoffs
-from dask_cml.manager.causes import Cause, Loss
+from dask_cml.sessions.causes import Cause, Loss
 
 
 @pytest.fixture

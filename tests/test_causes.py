@@ -14,8 +14,8 @@ from clusters import arrived, log_of, make
 from distributed import Client, KilledWorker, wait
 from extensions import cgroups
 
-from dask_cml.manager.causes import Cause, find_cause
 from dask_cml.scheduler.wanted import Wanted
+from dask_cml.sessions.causes import Cause, find_cause
 
 GIB = 2**30
 IDLE = {

@@ -329,7 +329,7 @@ def test_another_session_of_the_user_survives(platform, until):
     platform.inject("fails", match="The scheduler of")
     with pytest.raises(CMLError):
         CMLCluster(n_workers=1, platform="local")
-    for match in "The scheduler of", None:
+    for match in "The scheduler of", "":
         # The launch is tried again when what was stopped before has ended.
         platform.inject("refused", match=match, times=2)
         with pytest.raises(LaunchRefused):

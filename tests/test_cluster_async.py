@@ -6,6 +6,7 @@ import asyncio
 import functools
 import threading
 
+import dask
 import pytest
 from clusters import lines_of, make
 from distributed import Client
@@ -155,10 +156,11 @@ async def test_close_with_a_dead_scheduler(platform, holds):
 
 
 async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(platform, holds):
-    cluster = await make(n_workers=1)
-    session = cluster.sessions[0].id
-    platform.evict(session)
-    await holds(lambda: cluster.status == Status.closed)
+    with dask.config.set({"cml.scheduler-restarts": 0}):
+        cluster = await make(n_workers=1)
+        session = cluster.sessions[0].id
+        platform.evict(session)
+        await holds(lambda: cluster.status == Status.closed)
     assert session in lines_of(cluster)[-1]
 
 

@@ -274,7 +274,7 @@ async def test_a_session_that_is_recorded_again_after_its_end_is_ended_again_in_
     [late] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
     async with make(name="told", platform="auto", security=False):
         for _ in range(2):
-            await asyncio.to_thread(launch, None, store.read("told"), late, key="told-7")
+            await asyncio.to_thread(launch, store.read("told"), late, key="told-7")
             await eventually(lambda: late not in store.read("told").sessions)
 
 

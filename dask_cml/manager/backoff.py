@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from dask_cml.manager.causes import Cause, Loss
 from dask_cml.manager.fleet import Fleet
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
+from dask_cml.sessions.causes import Cause, Loss
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 #: The causes of a session's end that are no failures.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.manager.causes import Cause
 from dask_cml.manager.losses import Losses, LossFinder
 from dask_cml.manager.retirement import Retirements
 from dask_cml.manager.state import ClusterState
@@ -20,6 +19,7 @@ from dask_cml.manager.unrunnable import UnrunnableTasks
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.protocol import SET
 from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.causes import Cause
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
@@ -98,12 +98,13 @@ class Reconciler:
         """Wait until sessions were launched and stopped for all wishes, as far as the platform allows it."""
         if not self._state.fleet.wishes and not self._state.fleet.differs:
             return
-        next_look = self._begun + 1
         self.poke()
-        async with self._looked:
-            await self._looked.wait_for(
-                lambda: self._closed or (self._ended >= next_look and not self._state.fleet.wishes)
-            )
+        answered = False
+        while not (self._closed or answered):
+            # A look counts that begins after the scheduler has answered the last wish.
+            answered, next_look = not self._state.fleet.wishes, self._begun + 1
+            async with self._looked:
+                await self._looked.wait_for(lambda: self._closed or self._ended >= next_look)  # noqa: B023
 
     async def close(self) -> None:
         """Stop waiting for what the looks have started."""
