@@ -51,7 +51,6 @@ _EXCEPTIONS = {
     r"it |its ": "the reason in `… ignored: …` or `cannot read the record …: …`",
     r"\0 (is not the name of a session's file|does not describe a session)": "likewise",
     r"\0 is not in dask-cml's form": "likewise",
-    r"expected (a command line|NAME=VALUE)": "`invalid …: ` precedes it in the shell and in the form",
     r"the other side of the tunnel": "a faulty program; the browser loads the page again",
 }
 
@@ -86,7 +85,7 @@ def said_by(node):
         function, name = node.func, getattr(node.func, "attr", None)
         logs = name in _LEVELS and getattr(function.value, "id", None) == "logger"
         makes = name == "__init__" and isinstance(function.value, ast.Call)
-        if (logs or makes or name in ("_log", "failure")) and node.args:
+        if (logs or makes or name in ("_log", "log", "failure")) and node.args:
             yield text_of(node.args[0]) or ""
         if getattr(function, "id", None) == "Loss" and len(node.args) > 1:
             yield text_of(node.args[1]) or ""

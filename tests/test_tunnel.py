@@ -127,7 +127,7 @@ async def test_unread_bytes_are_bounded_and_do_not_stop_the_other_direction(hold
 
 async def test_a_side_that_sends_more_than_allowed_is_cut_off(monkeypatch):
     async with scheduler() as running, stand_in() as server:
-        monkeypatch.setattr(running.plugins[NAME], "_dashboard_port", lambda: server.port)
+        monkeypatch.setattr(running.plugins[NAME]._forwards, "_port", lambda: server.port)
         comm = await connect(running.address)
         await comm.write({"op": FORWARD})
         assert await comm.read() == {"status": "OK"}

@@ -112,10 +112,10 @@ async def test_adapting_asks_for_no_more_than_what_waits_already(platform, room,
     async with make() as cluster:
         cluster.scale(2)
         await holds(lambda: cluster.manager.fleet.waits and max(cluster.manager.fleet.waits.values()) > 0.5)
-        assert cluster.manager.wishes.affordable(10, "default") == 2
+        assert cluster.manager.state.backoffs.affordable(10, "default") == 2
         room(9)
         await holds(lambda: arrived(cluster) == 2)
-        assert cluster.manager.wishes.affordable(10, "default") == 10
+        assert cluster.manager.state.backoffs.affordable(10, "default") == 10
 
 
 @pytest.mark.parametrize("fault", ["unknown_status", "stopping"])

@@ -289,7 +289,7 @@ class Episode:
     # -- the last wish comes true
 
     async def _settle(self) -> None:
-        for actor in self.actors.values():
+        for actor in [*self.actors.values()]:
             for each in actor.under_way:
                 await self._until_done(each, f"what {actor.name} does")
         await asyncio.sleep(2.0)  # until the scheduler has written the groups that were added
@@ -365,7 +365,7 @@ class Episode:
         expected = {worker for key in live.values() for worker in self._dask_names(record, key)}
         if connected != expected:
             found.append(f"Dask workers {sorted(connected)}")
-        for actor in self.actors.values():
+        for actor in [*self.actors.values()]:
             if isinstance(actor, Keeper) and (cluster := actor.open) is not None:
                 known = {name: group.n_arrived for name, group in cluster.worker_groups.items()}
                 # A group may be deleted instead of empty.
@@ -400,7 +400,7 @@ class Episode:
 
     async def _abandon(self) -> None:
         self.note("all managers die")
-        for actor in self.actors.values():
+        for actor in [*self.actors.values()]:
             actor.kill()
         if not self.schedule.options.get("shutdown_on_close", True):
             await self._run("delete", again=True)
@@ -484,7 +484,7 @@ class Episode:
 
     async def _leave_all(self) -> None:
         """Let all who are left close what they have, after which nothing of theirs goes on."""
-        for actor in self.actors.values():
+        for actor in [*self.actors.values()]:
             if not actor.runs:
                 continue
             for each in actor.under_way:
