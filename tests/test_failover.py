@@ -201,3 +201,50 @@ async def test_the_client_of_another_process_computes_again(platform, holds):
         await holds(lambda: is_whole(platform, cluster, 1))
         out, _ = await process.communicate(b"\n")
         assert out == b"7\n"
+
+
+def newest(platform):
+    """The last launched session of a scheduler."""
+    return [each for each in platform.sessions() if each["name"].startswith("lab-scheduler")][-1]
+
+
+#: When the second scheduler is lost, too.
+STAGES = {
+    "launched": lambda platform, cluster: True,
+    "running": lambda platform, cluster: newest(platform)["status"] == "running",
+    "answering": lambda platform, cluster: store.read("lab").scheduler.address is not None,
+    "connected": lambda platform, cluster: cluster.manager.state.connected,
+    "with a worker": lambda platform, cluster: arrived(cluster) > 0,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_scheduler_that_is_lost_while_it_starts_is_replaced(platform, holds, stage):
+    platform.configure(start_delay=0.5)
+    async with make(name="lab", n_workers=2) as cluster, Client("cml://lab", asynchronous=True) as client:
+        busy = client.map(pow, range(10_000), [2] * 10_000, pure=False)
+        await client.wait_for_workers(1)
+        first = newest(platform)["id"]
+        platform.evict(first)
+        await holds(lambda: newest(platform)["id"] != first)
+        await holds(lambda: STAGES[stage](platform, cluster))
+        platform.evict(newest(platform)["id"])
+        await holds(lambda: store.read("lab").scheduler.number >= 2)
+        await holds(lambda: is_whole(platform, cluster, 2))
+        assert await client.submit(sum, [1, 2]) == 3
+        assert all(each.status in ("cancelled", "finished") for each in busy)
+        assert not {*store.read("lab").sessions.values()} - {"scheduler", *cluster.workers}
+
+
+@pytest.mark.slow
+async def test_of_two_managers_one_launches_the_scheduler_however_often_it_is_lost(platform, holds):
+    async with make(name="lab", n_workers=1) as cluster, rebuild("lab") as other:
+        async with Client("cml://lab", asynchronous=True) as client:
+            for number in range(3):
+                assert await client.submit(pow, number, 2) == number**2
+                await holds(lambda: store.read("lab").scheduler.restarts == 0)
+                await lose_scheduler(platform, holds)
+                await holds(lambda: is_whole(platform, cluster, 1))
+                await holds(lambda: other.manager.state.connected)
+        assert [*store.read("lab").sessions.values()].count("scheduler") == 1
