@@ -40,6 +40,7 @@ __all__ = [
     "SessionHours",
     "Usage",
     "WorkerGroup",
+    "close_all",
 ]
 
 _HOMES = {
@@ -51,6 +52,7 @@ _HOMES = {
     "SessionHours": "records.usage",
     "Usage": "records.usage",
     "WorkerGroup": "display.group",
+    "close_all": "cluster",
 }
 
 

@@ -7,6 +7,7 @@ not import dask-cml.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import shlex
 from typing import Any
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 _LOOK_INTERVAL = 0.5
 #: Seconds for which a client waits for another scheduler. Dask's default is the time-out of one connection.
 RECONNECT_TIMEOUT = 300.0
+#: Seconds between two looks for the client that connects, and how many.
+_PAUSE, _TRIES = 0.02, 100
 _warned: set[str] = set()
 #: The last known address of each scheduler, by its cluster's address.
 _schedulers: dict[str, str] = {}
@@ -92,8 +95,7 @@ class CMLConnector(Connector):
         connector = get_backend(scheme).get_connector()
         try:
             comm = await connector.connect(location, deserialize=deserialize, **connection_args)
-            for client in _clients(address):
-                client._timeout = max(client._timeout, RECONNECT_TIMEOUT)
+            _tend_clients(address, security, connection_args)
             return comm
         except FatalCommClosedError:
             raise
@@ -101,6 +103,21 @@ class CMLConnector(Connector):
             raise OSError(
                 f"cannot reach the scheduler of cluster {record.name!r} at {scheduler}: {error}"
             ) from error
+
+
+def _tend_clients(
+    address: str, security: Security | None, connection_args: dict[str, Any], tries: int = _TRIES
+) -> None:
+    """Give this process's clients of an address the keys for workers, and patience with the scheduler."""
+    clients = _clients(address)
+    if not clients and tries:  # Dask registers a client after its first connection
+        again = functools.partial(_tend_clients, address, security, connection_args, tries - 1)
+        asyncio.get_running_loop().call_later(_PAUSE, again)
+    for client in clients:
+        if security is not None and not client.connection_args.get("ssl_context"):
+            client.security, client.connection_args = security, connection_args
+            client.rpc.connection_args = connection_args
+        client._timeout = max(client._timeout, RECONNECT_TIMEOUT)
 
 
 def _clients(address: str) -> list[Client]:

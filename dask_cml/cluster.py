@@ -617,6 +617,8 @@ class CMLCluster(SpecCluster):
         """The URL of the scheduler's dashboard. Empty without a dashboard."""
         if self.scheduler is None or "dashboard" not in self.scheduler_info.get("services", {}):
             return ""
+        if "--no-dashboard" in self.options.scheduler_args:  # Dask serves other pages at this port
+            return ""
         if self._forwarder is not None:
             return self._forwarder.link
         session = self.scheduler.session
@@ -708,7 +710,7 @@ class CMLCluster(SpecCluster):
     def __repr__(self) -> str:
         text, state = super().__repr__(), self.manager.state
         n = len(self.scheduler_info["workers"])
-        words = [state.scheduler_words, "" if self.status == Status.running else self.status.name]
+        words = [state.scheduler_words, "" if self.status == Status.running else state.status_words]
         if state.n_pending:
             text = text.replace(f"workers={n}", f"workers={n} ({state.pending})", 1)
         if self.status == Status.running and not state.connected:
@@ -728,6 +730,18 @@ class CMLCluster(SpecCluster):
         }
         stand_in = type(type(self).__name__, (), shown)()
         return str(Cluster._repr_html_(stand_in, cluster_status=(cluster_status or "") + rows))
+
+    @classmethod
+    def open(cls) -> list[CMLCluster]:
+        """Return the clusters of this process that are not closed. :func:`dask_cml.close_all` closes them.
+
+        Examples
+        --------
+        >>> CMLCluster.open()
+        [CMLCluster(mine, 'cml://mine', workers=2, threads=2, memory=3.18 GiB)]
+        """
+        known = [each for each in [*SpecCluster._instances] if isinstance(each, cls)]
+        return [each for each in known if each.status not in (Status.created, Status.closed)]
 
     def job_script(self) -> str:
         """Return the code, size and environment of the scheduler's session and of a worker session.
@@ -870,3 +884,28 @@ class CMLCluster(SpecCluster):
             for callback in self.periodic_callbacks.values():  # of the widget, which shows the end
                 callback.stop()
                 callback.callback()
+
+
+def close_all() -> None:
+    """Close the clusters of this process, and stop their sessions.
+
+    A cluster that was created with ``asynchronous=True`` is closed by its own event loop.
+
+    Raises
+    ------
+    CMLError
+        If the platform did not stop some sessions. The other clusters are closed nevertheless.
+
+    Examples
+    --------
+    >>> import dask_cml
+    >>> dask_cml.close_all()
+    """
+    errors = []
+    for cluster in CMLCluster.open():
+        try:
+            cluster.close()
+        except CMLError as error:
+            errors.append(error)
+    if errors:
+        raise CMLError("; ".join(map(str, errors)))

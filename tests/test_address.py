@@ -200,6 +200,21 @@ async def test_after_our_import_a_client_may_speak_with_workers_directly(cluster
         assert await client.gather(client.submit(sum, data)) == 3
 
 
+DIRECT = f"""
+import sys, time
+from distributed import Client
+with Client("{ADDRESS}") as client:
+    while not client.connection_args["ssl_context"]:  # a thread gives the client its keys
+        time.sleep(0.01)
+    data = client.scatter([1, 2], direct=True)
+    print(client.submit(sum, data).result(), [name for name in sys.modules if name == "dask_cml.cluster"])
+"""
+
+
+def test_a_client_without_our_import_sends_data_directly_to_workers(cluster, tmp_path):
+    assert run(DIRECT, folder=tmp_path) == "3 []\n"
+
+
 def test_a_clusters_keys_are_found_by_its_addresses_and_by_no_others(cluster):
     keys = cluster.security.tls_client_key
     plain = cluster.scheduler.address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from clusters import target
 from distributed import Client
 from distributed.deploy.adaptive import Adaptive
 
+import dask_cml
 from dask_cml import CMLCluster, CMLError, LaunchRefused
 from dask_cml.options import state_directory
 
@@ -311,10 +313,28 @@ def test_two_clusters_side_by_side(platform, capsys):
         assert of_one.submit(sum, [1, 2]).result() == 3
         assert of_two.submit(sum, [3, 4]).result() == 7
         assert one.scheduler_address != two.scheduler_address
-        told = [line for line in capsys.readouterr().out.splitlines() if "other open clusters" in line]
-        assert told == ["This process has other open clusters, with their own sessions: 'one'"]
+        [told] = [line for line in capsys.readouterr().out.splitlines() if "another cluster" in line]
+        assert re.fullmatch(
+            r"This process has another cluster, open for \d+ (s|min)\. To close it, run: "
+            r"from dask_cml import CMLCluster; CMLCluster.from_name\('one'\).close\(\)",
+            told,
+        )
+        assert {*CMLCluster.open()} == {one, two}
         two.close()
+        assert CMLCluster.open() == [one]
         assert of_one.submit(sum, [5, 6]).result() == 11
+
+
+def test_close_all_closes_what_a_rerun_cell_has_left(platform):
+    first = CMLCluster(platform="local", quiet=True)
+    second = CMLCluster(platform="local", quiet=True, scheduler_args=["--no-dashboard"])
+    assert second.dashboard_link == ""
+    dask_cml.close_all()
+    assert CMLCluster.open() == []
+    closed = r"closed after \d+ (s|min); 1 sessions, 0\.\d\d vCPU hours"
+    for cluster in first, second:
+        assert re.search(closed, repr(cluster))
+        assert re.search(closed, cluster._repr_html_())
 
 
 def test_another_session_of_the_user_survives(platform, until):

@@ -64,7 +64,7 @@ async def test_clients_compute_again_after_the_scheduler_was_lost(platform, hold
         with pytest.raises(CancelledError):
             await waits
         assert "connected to another scheduler after" in log_of(cluster)
-        assert ", scheduler restarted just now" in repr(cluster)
+        assert ", scheduler restarted " in repr(cluster)
         assert cluster.status == Status.running
 
 
@@ -178,7 +178,7 @@ async def test_six_schedulers_in_a_row_are_replaced_if_tasks_are_computed_in_bet
 
 async def test_a_client_of_a_deleted_cluster_closes_and_waits_for_no_scheduler(platform, holds):
     async with make(name="lab") as cluster, Client("cml://lab", asynchronous=True) as client:
-        assert client._timeout >= address.RECONNECT_TIMEOUT
+        await holds(lambda: client._timeout >= address.RECONNECT_TIMEOUT)
         await cluster.close()
         await holds(lambda: client.status == "closed")
 

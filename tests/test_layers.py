@@ -46,7 +46,7 @@ ALONE = {
     "wrapper": set(),
     "worker": {"layout", "protocol"},
 }
-MOST_LINES = {"cluster.py": 900}
+MOST_LINES = {"cluster.py": 920}
 
 
 def part(module: str) -> str:

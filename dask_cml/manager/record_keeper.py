@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any
 
 from dask_cml.cancellation import cancel
@@ -63,6 +64,8 @@ class RecordKeeper:
         self.gone = False
         self._name, self._api, self._fleet, self._launcher = fleet.name, api, fleet, launcher
         self._usage: Usage | None = None
+        #: Seconds from the cluster's creation to its end, which this manager has carried out.
+        self.lasted: float | None = None
         self._seen: dict[str, CMLProcess] = {}
         self._written: set[str] = set()
         self._waiting = {each.id for each in record.launches.values() if each.waits} if record else set()
@@ -156,6 +159,8 @@ class RecordKeeper:
         else:
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
                 self._usage = await asyncio.to_thread(self.usage)
+                created = datetime.fromisoformat(self.record.created)
+                self.lasted = (datetime.now(timezone.utc) - created).total_seconds()
             await stop_and_remove(replace(self.record, launches={}), self._api)
 
     def end_now(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from datetime import datetime, timezone
 
 import dask.config
 from dask.utils import parse_timedelta
 from distributed.security import Security
 
+from dask_cml.display.words import span
 from dask_cml.errors import CMLError
 from dask_cml.manager.at_exit import unclosed
 from dask_cml.manager.state import ClusterState
@@ -37,8 +39,10 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     wanted = {"cluster": options.name, "record": record.id, "leader": state.fleet.manager}
     await record_keeper.take_name(record, {**wanted, "groups": options.first_groups()})
     record_keeper.start()
-    if others := [repr(name) for each in unclosed() if (name := each.options.name) != options.name]:
-        state.log(f"This process has other open clusters, with their own sessions: {', '.join(others)}")
+    for other in [each for each in unclosed() if each.options.name != options.name and each.scheduler]:
+        age = (datetime.now(timezone.utc) - other.scheduler.since).total_seconds()
+        close = f"from dask_cml import CMLCluster; CMLCluster.from_name({other.options.name!r}).close()"
+        state.log(f"This process has another cluster, open for {span(age)}. To close it, run: {close}")
     await launcher.launch(record.id, files, show)
     await join(state, record, options.scheduler_timeout)
     # Until now, the scheduler has waited for a manager for some time.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 
-from dask.utils import format_time_ago
 from distributed.core import Status
 from distributed.objects import SchedulerInfo
 
 from dask_cml.dashboard.connection import open_comm
 from dask_cml.display.group import WorkerGroup
-from dask_cml.display.words import pending, waiting
+from dask_cml.display.words import pending, span, waiting
 from dask_cml.manager.backoff import Backoffs
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launcher import Launcher
@@ -80,6 +80,15 @@ class ClusterState:
         self.outage: str | None = None
         self.retiring: str | None = None
         self.unrunnable: str | None = None
+
+    @property
+    def status_words(self) -> str:
+        """The text for the status. For a closed cluster, how long it lasted and what it used."""
+        lasted = self.record_keeper.lasted
+        if self.status != Status.closed or lasted is None:
+            return self.status.name
+        used = self.record_keeper.usage().total
+        return f"closed after {span(lasted)}; {used.sessions} sessions, {used.vcpu_hours:.2f} vCPU hours"
 
     @property
     def start_time(self) -> float | None:
@@ -191,8 +200,8 @@ class ClusterState:
             return f"scheduler {waiting(scheduler.waits_for)}"
         if scheduler is None or not self.launcher.place.number or not self.connected:
             return ""
-        local = scheduler.since.astimezone().replace(tzinfo=None)
-        return f"scheduler restarted {format_time_ago(local).lower()}"
+        age = (datetime.now(timezone.utc) - scheduler.since).total_seconds()
+        return f"scheduler restarted {span(age)} ago"
 
     @property
     def folder(self) -> Path:

@@ -122,9 +122,7 @@ def _write(name: str, text: str, cluster: str, folder: int) -> None:
 
 
 def claim_scheduler(record: Record, number: int, wanted: Mapping[str, Any]) -> bool:
-    """Claim to launch a cluster's scheduler with this number, which replaces a lost one.
-
-    If several managers claim it at the same time, one succeeds.
+    """Claim to launch a cluster's next scheduler, and return whether no other manager was faster.
 
     Parameters
     ----------
@@ -134,11 +132,6 @@ def claim_scheduler(record: Record, number: int, wanted: Mapping[str, Any]) -> b
         The scheduler's number.
     wanted : mapping
         What the scheduler begins with, for JSON.
-
-    Returns
-    -------
-    bool
-        Whether this call has claimed it.
 
     Raises
     ------
