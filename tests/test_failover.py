@@ -66,6 +66,8 @@ async def test_clients_compute_again_after_the_scheduler_was_lost(platform, hold
         assert "connected to another scheduler after" in log_of(cluster)
         assert ", scheduler restarted " in repr(cluster)
         assert cluster.status == Status.running
+        await holds(lambda: cluster.manager.state.record_keeper.usage()["scheduler"].lost)
+        assert (await cluster.usage())["scheduler"].lost == {"killed": 1}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from dask_cml.options import setting
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Maker, Record
 from dask_cml.scheduler.wanted import Wanted
+from dask_cml.sessions.causes import find_cause
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,12 @@ async def _launch(state: ClusterState, record: Record, why: str) -> bool:
     row = f"{restarts} of {setting('scheduler-restarts')} in a row"
     state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
     state.log(f"Cluster {record.name} launching another scheduler ({row})")
+    if (lost := state.launcher.scheduler) is not None:
+        said = str(lost.info.get("status"))
+        loss = find_cause(
+            None, await lost.last_lines(), connected=True, noticed=False, closed=False, said=said
+        )
+        lost.loss = loss.cause.value
     await state.client.leave()
     await _stop(state, record)
     first = Wanted(record.name, state.fleet.manager, groups)
