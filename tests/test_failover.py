@@ -110,6 +110,29 @@ async def test_an_observer_replaces_the_scheduler_of_a_cluster_that_outlived_its
         await observer.close(shutdown=True)
 
 
+async def test_an_observer_leaves_the_scheduler_to_the_creator(platform, holds):
+    async with make(name="lab", n_workers=1) as cluster:
+        observer = Manager.adopt(store.read("lab"), observes=True)
+        await observer.start()
+        platform.inject("stuck", match="The scheduler of")  # so that the creator needs some time
+        platform.evict(scheduler_of(platform))
+        await holds(lambda: store.read("lab").scheduler.number == 1)
+        assert observer.status == Status.running
+        platform.evict(newest(platform)["id"])
+        await holds(lambda: is_whole(platform, cluster, 1))
+        await holds(lambda: observer.state.connected)
+        assert observer.status == Status.running
+        await observer.close(shutdown=False)
+
+
+async def test_a_refused_scheduler_does_not_count_as_lost(platform, holds):
+    with dask.config.set({"cml.scheduler-restarts": 1, "cml.quota-retry": "100ms"}):
+        async with make(name="lab", n_workers=1) as cluster:
+            platform.inject("refused", match="The scheduler of", times=6)
+            platform.evict(scheduler_of(platform))
+            await holds(lambda: is_whole(platform, cluster, 1))
+
+
 @pytest.mark.parametrize("limit", [0, 2])
 async def test_after_too_many_lost_schedulers_in_a_row_the_cluster_ends(platform, holds, limit):
     with dask.config.set({"cml.scheduler-restarts": limit}):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from dask_cml.errors import CMLError
+from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.startup import follow, join
 from dask_cml.manager.state import ClusterState
 from dask_cml.options import setting
@@ -47,7 +47,7 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
     str or None
         Why the cluster has no other scheduler. None: it has one.
     """
-    begun, limit = time.monotonic(), setting("scheduler-restarts")
+    begun, limit, refused = time.monotonic(), setting("scheduler-restarts"), False
     while True:
         record = await asyncio.to_thread(state.record_keeper.read)
         if record is None or record.scheduler.closed:
@@ -55,20 +55,25 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
         last = record.scheduler
         if last.number > state.launcher.place.number and await _answers(state, last.number):
             return None
-        if last.restarts >= limit:
+        if state.observes and not state.alone and time.monotonic() - begun < _OBSERVER_PATIENCE:
+            await asyncio.sleep(_LOOK_INTERVAL)
+            continue
+        if state.observes and last.orphan_timeout is not None:
+            return why  # without another manager, the cluster would end as an orphan
+        if last.restarts >= limit and not refused:
             return f"{why}; it was the last of {limit} schedulers in a row" if limit else why
-        if state.observes:
-            if last.orphan_timeout is not None:
-                return why
-            if not state.alone and time.monotonic() - begun < _OBSERVER_PATIENCE:
-                await asyncio.sleep(_LOOK_INTERVAL)
-                continue
-        await asyncio.sleep(_PAUSES[min(last.restarts, len(_PAUSES) - 1)])
+        pause = _PAUSES[min(last.restarts, len(_PAUSES) - 1)]
+        await asyncio.sleep(setting("quota-retry") if refused else pause)
         try:
-            if await _launch(state, record, why):
+            # A refused scheduler was not lost.
+            if await _launch(state, record, why, last.restarts + (not refused)):
                 return None
-        except (CMLError, OSError, asyncio.TimeoutError) as error:
-            why = str(error) or repr(error)
+        except LaunchRefused as error:
+            why, refused = str(error), time.monotonic() - begun < state.options.pending_timeout
+        except Exception as error:
+            if not isinstance(error, (CMLError, OSError, asyncio.TimeoutError)):
+                logger.exception("Scheduler of cluster %s not launched", record.name)
+            why, refused = str(error) or repr(error), False
 
 
 async def _answers(state: ClusterState, number: int) -> bool:
@@ -89,13 +94,13 @@ async def _answers(state: ClusterState, number: int) -> bool:
     return False
 
 
-async def _launch(state: ClusterState, record: Record, why: str) -> bool:
+async def _launch(state: ClusterState, record: Record, why: str, restarts: int) -> bool:
     """Launch the next scheduler and all workers. Return False if another manager does."""
     begun, last = time.monotonic(), record.scheduler
     # The last answer may be newer than the scheduler's file.
     newer = last.number == state.launcher.place.number and state.fleet.revision > last.revision
     groups = state.fleet.to_json() if newer else dict(last.groups)
-    restarts, number = last.restarts + 1, last.number + 1
+    number = last.number + 1
     wanted: dict[str, Any] = {
         "cluster": record.name,
         "record": record.id,
@@ -108,6 +113,7 @@ async def _launch(state: ClusterState, record: Record, why: str) -> bool:
     }
     if not await asyncio.to_thread(store.claim_scheduler, record, number, wanted):
         return False
+    state.launcher.place = replace(state.launcher.place, number=number)
     row = f"{restarts} of {setting('scheduler-restarts')} in a row"
     state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
     state.log(f"Cluster {record.name} launching another scheduler ({row})")
@@ -122,7 +128,7 @@ async def _launch(state: ClusterState, record: Record, why: str) -> bool:
     first = Wanted(record.name, state.fleet.manager, groups)
     state.fleet.update({**first.since(0), "workers": {}})
     state.launcher.detach([each.name for each in state.fleet.members if each.gone])
-    await state.launcher.relaunch(number)
+    await state.launcher.relaunch()
     await join(state, record, state.options.scheduler_timeout)
     await state.client.change_within(state.options.scheduler_timeout, orphan_timeout=last.orphan_timeout)
     await state.record_keeper.write()
@@ -137,6 +143,7 @@ async def _stop(state: ClusterState, record: Record) -> None:
     for session, key in now.sessions.items():
         state.api.adopt(session, key)
     try:
-        await state.launcher.stop({*now.sessions, *state.api.live}, _STOPS_WITHIN)
+        if stopping := {*now.sessions, *state.api.live}:
+            await state.launcher.stop(stopping, _STOPS_WITHIN)
     except CMLError as error:  # the leader tries again
         logger.warning("Old sessions of cluster %s not stopped yet: %s", record.name, error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -109,8 +108,8 @@ class Launcher:
             if self.display is not None:
                 await self.display.end(has_started)
 
-    async def relaunch(self, number: int) -> None:
-        """Launch another scheduler with this number, and all workers. Return when the scheduler answers.
+    async def relaunch(self) -> None:
+        """Launch another scheduler at the place, and all workers. Return when the scheduler answers.
 
         Workers that the platform refuses are launched later.
 
@@ -119,7 +118,6 @@ class Launcher:
         LaunchRefused, SessionFailed, SchedulerTimeout
             As in :meth:`launch`.
         """
-        self.place = replace(self.place, number=number)
         self.scheduler = self.make_scheduler()
         await self.scheduler.launch()
         launching = asyncio.ensure_future(self.launch_workers(self._fleet.names, lambda: True))
