@@ -52,7 +52,6 @@ _EXCEPTIONS = {
     r"\0 (is not the name of a session's file|does not describe a session)": "likewise",
     r"\0 is not in dask-cml's form": "likewise",
     r"expected (a command line|NAME=VALUE)": "`invalid …: ` precedes it in the shell and in the form",
-    r"the other side of the tunnel": "a faulty program; the browser loads the page again",
 }
 
 

@@ -19,10 +19,8 @@ from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine,
 from tornado.iostream import IOStream, StreamClosedError
 from tornado.web import Application, RequestHandler
 
-from dask_cml.cancellation import cancel
-from dask_cml.dashboard.connection import OpenComm, dashboard_stream
+from dask_cml.dashboard.connection import OpenComm, carry, dashboard_stream, reading
 from dask_cml.dashboard.host_guard import HostGuard, Refused
-from dask_cml.tunnel import CHUNK
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +117,7 @@ class DashboardProxy(RequestHandler):
         Parameters
         ----------
         open_comm : callable
-            Opens a comm that a scheduler connects to its dashboard.
+            Opens a comm on which a scheduler serves its dashboard.
         path : str
             The path at the dashboard as the browser sent it, without the first slash.
         """
@@ -172,17 +170,9 @@ class DashboardProxy(RequestHandler):
         browser.set_nodelay(True)
         lines = ["HTTP/1.1 101 Switching Protocols", "Connection: Upgrade", "Upgrade: websocket"]
         lines += [f"{name}: {value}" for name, value in _allowed(headers, _SOCKET_HEADERS).items()]
-        directions: list[asyncio.Task[None]] = []
-        try:
+        with contextlib.closing(browser), contextlib.suppress(OSError):  # the browser has closed it
             await browser.write("\r\n".join([*lines, "", ""]).encode())
-            pairs = ((browser, stream), (stream, browser))
-            directions += [asyncio.create_task(_copy(*pair)) for pair in pairs]
-            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
-        except OSError:
-            pass  # the browser has closed it
-        finally:
-            browser.close()
-            await cancel(*directions)
+            await carry((reading(browser), stream.write), (reading(stream), browser.write))
 
     def on_connection_close(self) -> None:
         """Receive no more of the answer: the browser is gone."""
@@ -257,9 +247,3 @@ def _is_served(path: str) -> bool:
 
 def _allowed(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
     return {each: headers[each] for each in names if each in headers and _HEADER.fullmatch(headers[each])}
-
-
-async def _copy(source: IOStream, sink: IOStream) -> None:
-    with contextlib.suppress(OSError):  # one side has closed it
-        while True:
-            await sink.write(await source.read_bytes(CHUNK, partial=True))
