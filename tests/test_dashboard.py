@@ -630,6 +630,25 @@ async def test_a_browser_that_goes_leaves_nothing_behind(holds):
             await holds(lambda lead=lead: lead.comms == 0)
 
 
+async def test_a_browser_that_goes_while_the_scheduler_is_silent_leaves_nothing_behind(holds):
+    ends = []
+
+    async def listen(reader, writer):
+        await reader.read()
+        ends.append(reader)
+
+    async with (
+        stand_in(listen) as silent,
+        forwarder_to(f"tcp://127.0.0.1:{silent.port}", timeout=3600) as forwarder,
+    ):
+        _, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await holds(lambda: silent.connections)
+        assert not ends
+        writer.transport.abort()
+        await holds(lambda: ends)
+
+
 async def test_close_ends_all_connections_and_frees_the_port(holds):
     async with scheduler() as running:
         forwarder = DashboardForwarder(functools.partial(open_comm, running.address))
