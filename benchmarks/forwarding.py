@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -22,6 +23,8 @@ from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 
 from benchmarks.report import Report, figure, save_figure
+from dask_cml.layout import FOLDER, NUMBER, wanted_file
+from dask_cml.sessions.plan import PRELOAD
 
 REQUESTS = 100
 SOCKETS = 20
@@ -38,7 +41,6 @@ import asyncio, functools, sys
 from distributed.security import Security
 from dask_cml.dashboard.connection import open_comm
 from dask_cml.dashboard.forwarder import DashboardForwarder
-from dask_cml.manager.presence import Presence
 
 async def manage(address, folder):
     keys = {}
@@ -46,13 +48,10 @@ async def manage(address, folder):
         for part in ("ca_file", "client_cert", "client_key"):
             keys[f"tls_{part}"] = f"{folder}/{part}"
     arguments = Security(**keys).get_connection_args("client")
-    presence = Presence(address, arguments)
-    await presence.start()
     forwarder = DashboardForwarder(functools.partial(open_comm, address, arguments, timeout=60))
     print(forwarder.port, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await forwarder.close()
-    await presence.close()
 
 asyncio.run(manage(*sys.argv[1:]))
 """
@@ -154,7 +153,11 @@ def ports(folder: Path, security: Security | None):  # type: ignore[no-untyped-d
             (folder / part).write_text(getattr(security, f"tls_{part}"))
         for role, part in {"ca-file": "ca_file", "cert": "scheduler_cert", "key": "scheduler_key"}.items():
             command += [f"--tls-{role}", str(folder / part)]
-    with process(*command, stderr=subprocess.DEVNULL):
+    cluster = {"cluster": "forwarding", "record": "0", "leader": None, "groups": {"default": {}}}
+    (folder / wanted_file(0)).write_text(json.dumps(cluster))
+    command += ["--preload", PRELOAD]
+    environment = {**os.environ, FOLDER: str(folder), NUMBER: "0"}
+    with process(*command, stderr=subprocess.DEVNULL, env=environment):
         while not (file.exists() and file.read_text().endswith("}")):
             time.sleep(0.05)
         scheduler = json.loads(file.read_text())

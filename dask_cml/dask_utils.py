@@ -15,13 +15,14 @@ their output to a new folder in ``cml.state-directory``. The folder remains, unl
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from distributed.utils import LoopRunner
 
 from dask_cml.cancellation import cancel
 from dask_cml.checks import gibibytes, integer, message, positive
@@ -43,7 +44,6 @@ __all__ = [
     "run_scheduler",
 ]
 
-_LOOK_INTERVAL = 0.2
 _ANSWER_TIMEOUT = 5
 #: The entry of a scheduler's dict that this module adds to the platform's.
 _ADDRESS = "scheduler_address"
@@ -116,7 +116,7 @@ def run_dask_cluster(
             "dashboard_address": get_dashboard_url(launched),
         }
 
-    return _run(_launching(options, start))
+    return _launching(options, start)
 
 
 def run_scheduler(
@@ -160,7 +160,7 @@ def run_scheduler(
     async def start(api: WorkersAPI, place: Place) -> list[dict[str, Any]]:
         return await _start_scheduler(CMLScheduler(api, options, place, dashboard_port=port))
 
-    return _run(_launching(options, start))
+    return _launching(options, start)
 
 
 def get_scheduler_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
@@ -242,7 +242,7 @@ def run_dask_workers(
     async def start(api: WorkersAPI, place: Place) -> list[dict[str, Any]]:
         return await _start_workers(api, options, place, scheduler_url, num_workers)
 
-    return _run(_launching(options, start))
+    return _launching(options, start)
 
 
 def _options(**arguments: Any) -> Options:
@@ -260,41 +260,20 @@ def _port(dashboard_port: int | str | None) -> int | None:
     return None if dashboard_port is None else integer("dashboard_port", dashboard_port, 1)
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a thread, because the caller, such as a notebook, may be in an event loop itself."""
-    interrupted: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    async def run() -> T:
-        task = asyncio.ensure_future(work)
-        loop = asyncio.get_running_loop()
-        interrupted.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
-        return await task
-
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="dask-cml") as thread:
-        done = thread.submit(lambda: asyncio.run(run()))
-        try:
-            while not done.done():
-                # With a timeout, because Ctrl-C may interrupt another thread, which would not wake this one.
-                concurrent.futures.wait([done], timeout=_LOOK_INTERVAL)
-        except BaseException:  # leaving the pool waits until the sessions are stopped
-            interrupted.set_result(None)
-            raise
-        return done.result()
-
-
-async def _launching(options: Options, start: Callable[[WorkersAPI, Place], Awaitable[T]]) -> T:
+def _launching(options: Options, start: Callable[[WorkersAPI, Place], Awaitable[T]]) -> T:
     """Launch sessions in a new folder. Stop them after an error only."""
     api, folder = WorkersAPI(load_platform(options.platform)), state_directory() / options.name
     try:
-        await asyncio.to_thread(make_folder, folder.parent)
-        await asyncio.to_thread(make_folder, folder)
-        result = await start(api, Place(folder))
-    except BaseException:
-        await api.close()
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        make_folder(folder.parent)
+        make_folder(folder)
+        # In a thread, because the caller, such as a notebook, may be in an event loop itself.
+        result = LoopRunner().run_sync(start, api, Place(folder))
+    except BaseException:  # also Ctrl-C
+        api.end()
+        shutil.rmtree(folder, ignore_errors=True)
         raise
     api.forget(*api.live)
-    await api.close()
+    api.end()
     return result
 
 

@@ -21,6 +21,8 @@ from distributed.comm.addressing import get_address_host_port, parse_address
 
 #: Bytes, parts and mappings of the largest message: the identity of a scheduler with 10,000 workers.
 _MOST_BYTES, _MOST_PARTS, _MOST_MAPPINGS = 2**24, 2**12, 2**18
+#: Bytes that :meth:`MsgpackComm.receive` returns at once.
+_MOST_AT_ONCE = 2**16
 #: Characters of an error in a scheduler that this process repeats.
 _MOST_CHARACTERS = 1000
 _CLOSE_TIMEOUT = 1.0
@@ -133,7 +135,11 @@ class MsgpackComm:
         """Send a message of plain data, and wait until it is on its way."""
         content = msgpack.packb(message)
         head = struct.pack("3Q", 16 + len(content), 1, len(content))
-        self._writer.write(head + content)
+        await self.send(head + content)
+
+    async def send(self, content: bytes) -> None:
+        """Send bytes that are no message, and wait until they are on their way."""
+        self._writer.write(content)
         await self._writer.drain()
 
     async def read(self) -> Any:
@@ -156,6 +162,18 @@ class MsgpackComm:
         except asyncio.IncompleteReadError:
             raise ConnectionResetError("the other side closed the connection") from None
         return _unpack(content[: sizes[0]])
+
+    async def receive(self) -> bytes:
+        """Receive some bytes that are no message.
+
+        Raises
+        ------
+        OSError
+            If the connection ends.
+        """
+        if content := await self._reader.read(_MOST_AT_ONCE):
+            return content
+        raise ConnectionResetError("the other side closed the connection")
 
     async def close(self) -> None:
         """Send what is left, for a second at most, and close the connection."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Managers and plugins of another version leave each other alone.
-PROTOCOL = 3
+PROTOCOL = 4
 
 #: Asks which cluster a scheduler belongs to.
 HELLO = "cml_hello"
@@ -19,7 +19,7 @@ DEMAND = "cml_demand"
 HELD = "cml_held"
 #: Tells the scheduler that the platform is about to stop the session of some Dask workers.
 NOTICE = "cml_notice"
-#: Asks to be connected to the dashboard. The scheduler answers ``{"status": "OK"}``.
+#: Asks for the dashboard. After the answer ``{"status": "OK"}``, the connection carries HTTP.
 FORWARD = "cml_forward"
 
 #: Seconds between two messages of a manager, at most, and of a manager that only observes.

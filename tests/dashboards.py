@@ -14,13 +14,13 @@ from distributed import Scheduler
 from distributed.comm.core import listen
 from schedulers import prepare
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
+from tornado.tcpclient import TCPClient
 from tornado.websocket import websocket_connect
 
-from dask_cml.dashboard.connection import open_comm
+from dask_cml.dashboard.connection import carry, open_comm, reading
 from dask_cml.dashboard.forwarder import DashboardForwarder
 from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
-from dask_cml.tunnel import Tunnel
 
 
 def arguments(security):
@@ -154,7 +154,7 @@ async def stand_in(serve=stay):
 
 
 class Lead:
-    """Carries comms to a port of this machine, as the scheduler's plugin does."""
+    """Leads comms to a port of this machine, where the scheduler's plugin serves its dashboard."""
 
     def __init__(self, port, security=None):
         self._port = port
@@ -175,10 +175,10 @@ class Lead:
 
     async def _lead(self, comm):
         self.comms += 1
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        stream = await TCPClient().connect("127.0.0.1", self._port)
         try:
-            with contextlib.suppress(OSError):
-                await Tunnel(comm, reader, writer).run()
+            await carry((reading(comm.stream), stream.write), (reading(stream), comm.stream.write))
         finally:
-            writer.transport.abort()
+            stream.close()
+            comm.abort()
             self.comms -= 1

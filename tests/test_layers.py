@@ -19,7 +19,7 @@ LAYERS = (
     ("display", "records", "scheduler"),
     ("dashboard", "heartbeat", "sessions", "sizing", "worker"),
     ("options",),
-    ("local", "private_files", "tunnel"),
+    ("local", "private_files"),
     (
         "cancellation",
         "checks",
@@ -38,8 +38,6 @@ LAYERS = (
 APART = (
     {"display", "records", "scheduler"},
     {"dashboard", "heartbeat", "sessions", "sizing", "worker"},
-    {"local", "tunnel"},
-    {"private_files", "tunnel"},
 )
 #: What runs in every worker session, whose memory is the tasks', with all that it imports.
 ALONE = {

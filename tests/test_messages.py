@@ -51,7 +51,6 @@ _EXCEPTIONS = {
     r"it |its ": "the reason in `… ignored: …` or `cannot read the record …: …`",
     r"\0 (is not the name of a session's file|does not describe a session)": "likewise",
     r"\0 is not in dask-cml's form": "likewise",
-    r"the other side of the tunnel": "a faulty program; the browser loads the page again",
 }
 
 

@@ -1,13 +1,14 @@
 """Connections to a scheduler's dashboard, through the scheduler's own comm port.
 
 The dashboard listens on the loopback of the scheduler's session, which only the platform's https entry
-reaches. There the scheduler's plugin connects a comm to it.
+reaches. The scheduler's plugin also serves it on a comm.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -17,18 +18,21 @@ from tornado.iostream import IOStream
 from dask_cml.cancellation import cancel
 from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.protocol import FORWARD
-from dask_cml.tunnel import Tunnel
 
-#: Opens a comm that the scheduler connects to its dashboard. Raises OSError.
+#: Opens a comm on which a scheduler serves its dashboard. Raises OSError.
 OpenComm = Callable[[], Awaitable[MsgpackComm]]
-#: Bytes that a stream reads ahead, and characters of a scheduler's error.
-_MOST_BYTES, _MOST_CHARACTERS = 2**22, 1000
+#: Reads some bytes. Raises OSError at their end.
+Read = Callable[[], Awaitable[bytes]]
+#: Writes bytes, and waits until the other side takes more. Raises OSError if it takes none.
+Write = Callable[[bytes], Awaitable[None]]
+#: Bytes that are read at once, bytes that a stream reads ahead, and characters of a scheduler's error.
+_CHUNK, _MOST_BYTES, _MOST_CHARACTERS = 2**16, 2**22, 1000
 
 
 async def open_comm(
     address: str, connection_args: Mapping[str, Any] | None = None, timeout: float = 30.0
 ) -> MsgpackComm:
-    """Open a comm that a scheduler connects to its dashboard.
+    """Open a comm on which a scheduler serves its dashboard.
 
     Parameters
     ----------
@@ -66,11 +70,30 @@ async def dashboard_stream(open_comm: OpenComm) -> AsyncIterator[IOStream]:
     async with contextlib.AsyncExitStack() as stack:
         comm = await open_comm()
         stack.callback(comm.abort)
-        ours, theirs = socket.socketpair()
-        stream = IOStream(theirs, max_buffer_size=_MOST_BYTES)
-        stack.callback(stream.close)
-        reader, writer = await asyncio.open_connection(sock=ours)
-        tunnel = asyncio.create_task(Tunnel(comm, reader, writer).run())
-        stack.push_async_callback(cancel, tunnel)
-        tunnel.add_done_callback(lambda _: writer.transport.abort())
-        yield stream
+        # Tornado's HTTP client needs a stream of its own.
+        ours, theirs = [IOStream(each, max_buffer_size=_MOST_BYTES) for each in socket.socketpair()]
+        stack.callback(theirs.close)
+        carrying = asyncio.create_task(carry((comm.receive, ours.write), (reading(ours), comm.send)))
+        carrying.add_done_callback(lambda _: ours.close())
+        stack.push_async_callback(cancel, carrying)
+        yield theirs
+
+
+async def carry(*directions: tuple[Read, Write]) -> None:
+    """Carry bytes in each direction until one of them ends: then, a connection is closed."""
+    copies = [asyncio.create_task(_copy(*each)) for each in directions]
+    try:
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel(*copies)
+
+
+def reading(stream: IOStream) -> Read:
+    """Return the function that reads the bytes of a stream as they come."""
+    return functools.partial(stream.read_bytes, _CHUNK, partial=True)
+
+
+async def _copy(read: Read, write: Write) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            await write(await read())

@@ -19,7 +19,7 @@ class DashboardForwarder(LocalServer):
     Parameters
     ----------
     open_comm : callable
-        Opens a comm that the scheduler connects to its dashboard, such as
+        Opens a comm on which the scheduler serves its dashboard, such as
         ``functools.partial(connection.open_comm, address, connection_args)``.
     port : int
         The port to listen on. Default: any free port.

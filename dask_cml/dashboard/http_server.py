@@ -12,8 +12,6 @@ from tornado.httpserver import HTTPServer
 from tornado.iostream import IOStream
 from tornado.web import Application
 
-from dask_cml.cancellation import cancel
-
 logger = logging.getLogger(__name__)
 
 #: Seconds without a request, and for its body.
@@ -45,7 +43,7 @@ class LocalServer(HTTPServer):
     Parameters
     ----------
     application : tornado.web.Application
-        Answers the requests. Its setting ``exchanges``, if any, is a set of tasks that end with the server.
+        Answers the requests.
     listener : socket
         The socket that accepts connections; see :func:`local_socket`.
     """
@@ -59,7 +57,6 @@ class LocalServer(HTTPServer):
             max_body_size=_MOST_BODY,
             max_header_size=_MOST_HEADERS,
         )
-        self._exchanges = application.settings.get("exchanges", ())
         self._streams: list[IOStream] = []
         # A connection that is carried to a dashboard needs four descriptors, and a page has two servers.
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -77,7 +74,6 @@ class LocalServer(HTTPServer):
         for stream in self._streams:
             stream.close()
         await self.close_all_connections()
-        await cancel(*self._exchanges)
 
     def handle_stream(self, stream: IOStream, address: Any) -> None:
         """Serve a connection."""

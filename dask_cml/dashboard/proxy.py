@@ -19,10 +19,8 @@ from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine,
 from tornado.iostream import IOStream, StreamClosedError
 from tornado.web import Application, RequestHandler
 
-from dask_cml.cancellation import cancel
-from dask_cml.dashboard.connection import OpenComm, dashboard_stream
+from dask_cml.dashboard.connection import OpenComm, carry, dashboard_stream, reading
 from dask_cml.dashboard.host_guard import HostGuard, Refused
-from dask_cml.tunnel import CHUNK
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +69,14 @@ def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) 
     **settings
         What its handlers need besides.
     """
-    return Application(routes, guard=guard, exchanges=set(), log_function=lambda _: None, **settings)
+    return Application(routes, guard=guard, log_function=lambda _: None, **settings)
 
 
 class DashboardProxy(RequestHandler):
     """Answers a request by a scheduler's dashboard. A subclass has the method ``get``."""
 
-    #: The connection to the dashboard.
-    _stream: IOStream | None = None
+    #: Answers the request.
+    _forwarding: asyncio.Task[Any] | None = None
 
     def set_default_headers(self) -> None:
         """Add no headers of the server."""
@@ -119,24 +117,21 @@ class DashboardProxy(RequestHandler):
         Parameters
         ----------
         open_comm : callable
-            Opens a comm that a scheduler connects to its dashboard.
+            Opens a comm on which a scheduler serves its dashboard.
         path : str
             The path at the dashboard as the browser sent it, without the first slash.
         """
         if not _is_served(path):
             self.refuse(404, "This part of the dashboard is not served here")
             return
-        exchanges, task = self.settings["exchanges"], asyncio.current_task()
-        exchanges.add(task)
+        self._forwarding = asyncio.current_task()
         try:
-            async with dashboard_stream(open_comm) as self._stream:
-                await self._exchange(self._stream, path)
+            async with dashboard_stream(open_comm) as stream:
+                await self._exchange(stream, path)
         except OSError as error:
             self.refuse(502, str(error))
-        except asyncio.CancelledError:  # the server closes
+        except asyncio.CancelledError:  # the browser is gone, or the server closes
             self._hang_up()
-        finally:
-            exchanges.discard(task)
 
     async def _exchange(self, stream: IOStream, path: str) -> None:
         request = self.request
@@ -152,8 +147,7 @@ class DashboardProxy(RequestHandler):
         connection.write_headers(RequestStartLine("GET", target, "HTTP/1.1"), headers)
         connection.finish()
         answer = _Answer(self, connection, upgrades)
-        # Tornado logs a traceback if it is cancelled while it passes a part of the answer on.
-        limit = asyncio.get_running_loop().call_later(_ANSWER_TIMEOUT, self._hang_up)
+        limit = asyncio.get_running_loop().call_later(_ANSWER_TIMEOUT, self.on_connection_close)
         try:
             with contextlib.suppress(StreamClosedError):
                 await connection.read_response(answer)
@@ -172,26 +166,17 @@ class DashboardProxy(RequestHandler):
         browser.set_nodelay(True)
         lines = ["HTTP/1.1 101 Switching Protocols", "Connection: Upgrade", "Upgrade: websocket"]
         lines += [f"{name}: {value}" for name, value in _allowed(headers, _SOCKET_HEADERS).items()]
-        directions: list[asyncio.Task[None]] = []
-        try:
+        with contextlib.closing(browser), contextlib.suppress(OSError):  # the browser has closed it
             await browser.write("\r\n".join([*lines, "", ""]).encode())
-            pairs = ((browser, stream), (stream, browser))
-            directions += [asyncio.create_task(_copy(*pair)) for pair in pairs]
-            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
-        except OSError:
-            pass  # the browser has closed it
-        finally:
-            browser.close()
-            await cancel(*directions)
+            await carry((reading(browser), stream.write), (reading(stream), browser.write))
 
     def on_connection_close(self) -> None:
-        """Receive no more of the answer: the browser is gone."""
-        if self._stream is not None:
-            self._stream.close()
+        """Receive no more of the answer."""
+        if self._forwarding is not None:
+            self._forwarding.cancel()
 
     def _hang_up(self) -> None:
         """Close the browser's connection, so that no part of an answer passes for the whole."""
-        self.on_connection_close()
         if not self._finished:
             self.detach().close()
 
@@ -257,9 +242,3 @@ def _is_served(path: str) -> bool:
 
 def _allowed(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
     return {each: headers[each] for each in names if each in headers and _HEADER.fullmatch(headers[each])}
-
-
-async def _copy(source: IOStream, sink: IOStream) -> None:
-    with contextlib.suppress(OSError):  # one side has closed it
-        while True:
-            await sink.write(await source.read_bytes(CHUNK, partial=True))

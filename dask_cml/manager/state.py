@@ -126,7 +126,7 @@ class ClusterState:
         return SchedulerInfo({**self.client.info, "workers": dict(self.fleet.workers_info)})
 
     async def open_dashboard(self) -> MsgpackComm:
-        """Open a comm to the scheduler's dashboard.
+        """Open a comm on which the scheduler serves its dashboard.
 
         Raises
         ------
