@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
+import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -229,18 +229,18 @@ class Launcher:
 
     # -- more workers
 
-    async def _left_for_user(self) -> tuple[float, str]:
+    async def _left_for_user(self) -> tuple[int, str]:
         """Return how many more sessions ``cml.limits.user-sessions`` allows the cluster's user, and why."""
         limit = limits().get("user-sessions")
         if limit is None:
-            return math.inf, ""
+            return sys.maxsize, ""
         records = {each.id: each for each in await asyncio.to_thread(store.records)}
         own = records.pop(str(self.place.record), None)
         user = this_user() if own is None else own.maker.user
         others = [len(each.sessions) for each in records.values() if each.maker.user == user]
         used = len(self.processes) + sum(others)
         why = f"user {user} has {used} sessions, and {describe('user-sessions')}"
-        return limit - used, f"{why}; to list their clusters, run `dask cml list`"
+        return max(0, int(limit) - used), f"{why}; to list their clusters, run `dask cml list`"
 
     async def launch_workers(self, names: Iterable[str], leads: Callable[[], bool]) -> dict[str, CMLError]:
         """Launch workers that are still wanted, as many at once as the API allows.
@@ -260,10 +260,9 @@ class Launcher:
         """
         left, why = await self._left_for_user()
         names = [*names]
-        fit = int(min(len(names), max(0, left)))
-        failed: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in names[fit:]}
+        failed: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in names[left:]}
         refused: set[str] = set()
-        queue = iter(names[:fit])
+        queue = iter(names[:left])
 
         async def launch() -> None:
             for name in queue:

@@ -227,7 +227,8 @@ class Reconciler:
         left = self._state.fleet.most_age - self._state.fleet.age
         if self._state.age and left <= NOTICE and not self._told_age:
             self._told_age = True
-            self._state.log(f"Cluster {self._state.fleet.name} shuts down in {left} s: {self._state.age}")
+            when = f"in {math.ceil(left / 60)} min: its age is {self._state.age}"
+            self._state.log(f"Cluster {self._state.fleet.name} shuts down {when}")
 
     # -- what the leader does
 

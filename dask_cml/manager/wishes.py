@@ -82,10 +82,8 @@ class Wishes:
         self._fleet.wish("remove", names=sorted({sessions.get(name, name) for name in names}))
         self.state.client.send_wishes()
 
-    def bounds(
-        self, group: str, minimum: float | None, maximum: float | None, **amounts: Any
-    ) -> tuple[int, int]:
-        """Return the bounds of adaptive scaling; see :func:`dask_cml.sizing.bounds`.
+    def bounds(self, group: str, *given: Any, **amounts: Any) -> tuple[int, int]:
+        """Return the bounds of adaptive scaling; see :func:`dask_cml.sizing.bounds` for the arguments.
 
         Without a maximum, take the limit of the site, or else warn.
 
@@ -95,7 +93,7 @@ class Wishes:
             If an argument is invalid, or the minimum exceeds a limit of the site.
         """
         options = self._fleet.group(group).options
-        least, most = bounds(options, minimum, maximum, **amounts)
+        least, most = bounds(options, *given, **amounts)
         check_room("minimum", least, options.worker, self._fleet.beside(group))
         if math.isinf(most):
             most, _ = room(options.worker, [(self._fleet.options.scheduler, 1)])

@@ -33,7 +33,7 @@ from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.forwards import Forwards
 from dask_cml.scheduler.last_state import last_state
-from dask_cml.scheduler.lifetime import NOTICE, Lifetime, close_within
+from dask_cml.scheduler.lifetime import NOTICE, close_within, end_of
 from dask_cml.scheduler.presence import Presence
 from dask_cml.scheduler.state_file import StateFile, unless_stale
 from dask_cml.scheduler.wanted import Wanted
@@ -89,8 +89,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
         self._restarts = int(begin.get("restarts", 0))
         self._activity = Activity(begin.get("activity", {}))
-        self._lifetime = Lifetime(begin)
-        self._told_end = False
+        self._hours: float | None = begin.get("hours")
+        self._end, self._told_end = end_of(begin.get("created", ""), self._hours), False
         #: The creator leads at first. It may be gone, but not before this time.
         self._leader_until = time.monotonic() + protocol.LEASE
         scheduler.handlers |= {
@@ -140,7 +140,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "protocol": protocol.PROTOCOL,
             "revision": self._wanted.changes.revision,
             "orphan_timeout": self._presence.timeout,
-            "hours": self._lifetime.hours,
+            "hours": self._hours,
             "restarts": 0 if self._tasks_done() else self._restarts,
             "closed": self._closed,
             "groups": self._wanted.to_json(),
@@ -294,8 +294,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         }
         changes["tasks_done"] = self._tasks_done()
         changes["managers"] = self._presence.managers
-        if (hours := self._lifetime.hours) is not None:
-            changes |= {"age": int(self._lifetime.age), "most_age": int(hours * 3600)}
+        if self._hours is not None:
+            most = self._hours * 3600
+            changes |= {"age": int(most - self._end + time.monotonic()), "most_age": int(most)}
         return changes
 
     def _tasks_done(self) -> int:
@@ -342,11 +343,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._choose_leader()
         if self._presence.is_orphan(now):
             self._shut_down(f"orphaned: no manager and no client for {self._presence.timeout:g} s")
-        elif (left := self._lifetime.left) <= 0:
-            self._shut_down(f"reached its limit of {self._lifetime.hours:g} h")
+        elif (left := self._end - now) <= 0:
+            self._shut_down(f"reached its limit of {self._hours:g} h")
         elif left <= NOTICE and not self._told_end:
             self._told_end = True
-            logger.warning("Cluster shuts down in %.0f s: limit of %g h", left, self._lifetime.hours)
+            logger.warning("Cluster shuts down in %.0f s, at its limit of %g h", left, self._hours)
             self._scheduler.log_event(TOPIC, {"action": "shuts down", "session": None, "seconds": left})
 
     def _shut_down(self, reason: str) -> None:
