@@ -177,11 +177,10 @@ async def test_without_a_maximum_adapting_takes_the_limit(it, caplog):
         with limited(cpu=9):
             assert mine.adapt(interval=None).maximum == 8
         assert mine.adapt(maximum_cores=3, interval=None).maximum == 3
-        assert caplog.text == ""
+        assert "got no maximum" not in caplog.text
         assert mine.adapt(interval=None).maximum == 100
-        assert caplog.messages == [
-            f"Cluster {mine.name} adapts to at most 100 workers, because adapt() got no maximum"
-        ]
+        words = f"Cluster {mine.name} adapts to at most 100 workers, because adapt() got no maximum"
+        assert caplog.messages.count(words) == 1
         assert mine.adapt(minimum=200, interval=None).maximum == 200
 
 
