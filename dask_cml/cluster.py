@@ -161,12 +161,12 @@ class CMLCluster(SpecCluster):
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid. Nothing is launched then.
+        If an argument is invalid or exceeds a limit of the site. Nothing is launched then.
     NotOnCML
         If this is not a CML session, and `platform` is not ``"local"``.
     LaunchRefused
-        If CML refuses to launch a session, for example because a quota is exhausted. All sessions are stopped
-        then.
+        If CML refuses to launch a session, for example because a quota is exhausted, or the limit of the
+        site for all of a user's sessions. All sessions are stopped then.
     SessionFailed
         If the scheduler's session ends before the scheduler answers.
     SchedulerTimeout
@@ -369,7 +369,7 @@ class CMLCluster(SpecCluster):
         Raises
         ------
         TypeError, ValueError
-            If an argument is invalid.
+            If an argument is invalid, or exceeds a limit of the site.
 
         Examples
         --------
@@ -436,7 +436,7 @@ class CMLCluster(SpecCluster):
         Raises
         ------
         TypeError, ValueError
-            If an argument is invalid.
+            If an argument is invalid, or the minimum exceeds a limit of the site.
 
         Examples
         --------
@@ -522,7 +522,7 @@ class CMLCluster(SpecCluster):
         Raises
         ------
         TypeError, ValueError
-            If an argument is invalid, or a group with this name exists.
+            If an argument is invalid or exceeds a limit of the site, or a group with this name exists.
         CMLError
             If the cluster is not running.
 

@@ -20,7 +20,7 @@ class NotOnCML(CMLError):
 
 
 class LaunchRefused(CMLError):
-    """CML refused to launch a session, most often because a quota is exhausted, or a limit of the site did.
+    """CML or a limit of the site refused to launch a session, most often because a quota is exhausted.
 
     Parameters
     ----------

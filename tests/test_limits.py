@@ -208,6 +208,17 @@ def adapting(*groups):
     return cluster, Backoffs(cluster.fleet, told.append), told
 
 
+@simulated
+async def test_adapting_says_that_not_one_worker_fits(it):
+    async with await create(cpu=8) as mine:
+        with limited(cpu=4):
+            mine.adapt()
+            async with Client(mine, asynchronous=True) as client:
+                future = client.submit(sum, [1, 2])
+                await eventually(lambda: "adapts to 0 of 1 workers, because cml" in log_of(mine))
+                del future
+
+
 def test_two_groups_that_ask_at_the_same_moment_do_not_exceed_the_limit_together():
     _, backoffs, told = adapting("default", "gpu")
     with limited(sessions=8):

@@ -96,7 +96,8 @@ class Wishes:
         least, most = bounds(options, *given, **amounts)
         check_room("minimum", least, options.worker, self._fleet.beside(group))
         if math.isinf(most):
-            most, _ = room(options.worker, [(self._fleet.options.scheduler, 1)])
+            # At least one, so that adapting tells it if not even one fits.
+            most = max(1, room(options.worker, [(self._fleet.options.scheduler, 1)])[0])
         if math.isinf(most):
             most = max(least, _MAXIMUM)
             told = "Cluster %s adapts to at most %s workers, because adapt() got no maximum"
