@@ -179,7 +179,7 @@ async def test_without_a_maximum_adapting_takes_the_limit(it, caplog):
         assert mine.adapt(maximum_cores=3, interval=None).maximum == 3
         assert "got no maximum" not in caplog.text
         assert mine.adapt(interval=None).maximum == 100
-        words = f"Cluster {mine.name} adapts to at most 100 workers, because adapt() got no maximum"
+        words = f"Cluster {mine.name} adapts to at most 100 workers: adapt() got no maximum"
         assert caplog.messages.count(words) == 1
         assert mine.adapt(minimum=200, interval=None).maximum == 200
 

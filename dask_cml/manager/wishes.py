@@ -100,8 +100,8 @@ class Wishes:
             most = max(1, room(options.worker, [(self._fleet.options.scheduler, 1)])[0])
         if math.isinf(most):
             most = max(least, _MAXIMUM)
-            told = "Cluster %s adapts to at most %s workers, because adapt() got no maximum"
-            logger.warning(told, self._fleet.name, most)
+            name = self._fleet.name
+            logger.warning("Cluster %s adapts to at most %s workers: adapt() got no maximum", name, most)
         return least, int(most)
 
     def adapt(self, adaptive: Adaptive, group: str = DEFAULT_GROUP) -> None:
