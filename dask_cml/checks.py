@@ -196,10 +196,8 @@ def _plain(text: str) -> str:
     return str.__str__(text)
 
 
-def text_or_none(argument: str, value: Any) -> str | None:
-    """Check a string, or None."""
-    if value is None:
-        return None
+def text(argument: str, value: Any) -> str:
+    """Check a string."""
     expected = "a string, or None"
     if not isinstance(value, str) or not value:
         raise TypeError(message(argument, value, expected))
@@ -232,16 +230,12 @@ def cluster_name(argument: str, value: Any, create_mode: str) -> str:
     return _plain(_valid(argument, value, len(value.encode()) <= _NAME_BYTES, expected))
 
 
-def folder(argument: str, value: Any, expected: str = "the path of a folder") -> str:
+def folder(argument: str, value: Any) -> str:
     """Check a folder's path, and return the absolute path. The folder need not exist."""
+    expected = "the path of a folder"
     path = _typed(argument, os.fspath(value) if isinstance(value, os.PathLike) else value, str, expected)
     _valid(argument, value, path and "\0" not in path, expected)
     return os.path.abspath(os.path.expanduser(_plain(path)))
-
-
-def folder_or_none(argument: str, value: Any) -> str | None:
-    """Check a folder's path, or None."""
-    return None if value is None else folder(argument, value, "the path of a folder, or None")
 
 
 def choice(argument: str, value: Any, choices: Sequence[str]) -> str:

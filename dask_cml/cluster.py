@@ -36,7 +36,7 @@ from dask_cml.records import store
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.sizing import bounds, sessions_for
+from dask_cml.sizing import sessions_for
 from dask_cml.tracebacks import without_frames
 
 if TYPE_CHECKING:
@@ -161,12 +161,12 @@ class CMLCluster(SpecCluster):
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid. Nothing is launched then.
+        If an argument is invalid or exceeds a limit of the site. Nothing is launched then.
     NotOnCML
         If this is not a CML session, and `platform` is not ``"local"``.
     LaunchRefused
-        If CML refuses to launch a session, for example because a quota is exhausted. All sessions are stopped
-        then.
+        If CML refuses to launch a session, for example because a quota is exhausted, or the limit of the
+        site for all of a user's sessions. All sessions are stopped then.
     SessionFailed
         If the scheduler's session ends before the scheduler answers.
     SchedulerTimeout
@@ -369,7 +369,7 @@ class CMLCluster(SpecCluster):
         Raises
         ------
         TypeError, ValueError
-            If an argument is invalid.
+            If an argument is invalid, or exceeds a limit of the site.
 
         Examples
         --------
@@ -382,8 +382,8 @@ class CMLCluster(SpecCluster):
         return NoOpAwaitable() if self.asynchronous else None
 
     def scale_up(self, n: int) -> Awaitable[None] | None:  # type: ignore[override]
-        """Scale the default group to `n` sessions; see :meth:`scale`."""
-        return self.scale(n)
+        """Scale the default group to `n` sessions within the limits of the site; see :meth:`scale`."""
+        return self.scale(self.manager.state.backoffs.within_limits(n))
 
     async def scale_down(self, workers: Iterable[str]) -> None:
         """Close worker sessions after moving their data to others.
@@ -416,7 +416,7 @@ class CMLCluster(SpecCluster):
         minimum : int, optional
             Minimum number of worker sessions. Default 0.
         maximum : int, optional
-            Maximum number of worker sessions. Default: unlimited.
+            Maximum number of worker sessions. Default: the limit of the site, or 100 with a warning.
         minimum_cores : int, optional
             Minimum total number of threads. Default: none.
         maximum_cores : int, optional
@@ -436,7 +436,7 @@ class CMLCluster(SpecCluster):
         Raises
         ------
         TypeError, ValueError
-            If an argument is invalid.
+            If an argument is invalid, or the minimum exceeds a limit of the site.
 
         Examples
         --------
@@ -444,8 +444,8 @@ class CMLCluster(SpecCluster):
         """
         choosing = inspect.signature(Scheduler.workers_to_close).parameters
         refuse_unexpected(self.adapt, kwargs, (arguments_of(Adaptive) | {*choosing}) - {"cluster"})
-        minimum, maximum = bounds(
-            self.manager.fleet.group(worker_group).options,
+        minimum, maximum = self.manager.wishes.bounds(
+            worker_group,
             minimum,
             maximum,
             cores=(minimum_cores, maximum_cores),
@@ -522,7 +522,7 @@ class CMLCluster(SpecCluster):
         Raises
         ------
         TypeError, ValueError
-            If an argument is invalid, or a group with this name exists.
+            If an argument is invalid or exceeds a limit of the site, or a group with this name exists.
         CMLError
             If the cluster is not running.
 
@@ -710,7 +710,8 @@ class CMLCluster(SpecCluster):
     def __repr__(self) -> str:
         text, state = super().__repr__(), self.manager.state
         n = len(self.scheduler_info["workers"])
-        words = [state.scheduler_words, "" if self.status == Status.running else state.status_words]
+        status = "" if self.status == Status.running else state.status_words
+        words = [state.age, state.scheduler_words, status]
         if state.n_pending:
             text = text.replace(f"workers={n}", f"workers={n} ({state.pending})", 1)
         if self.status == Status.running and not state.connected:

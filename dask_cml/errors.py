@@ -20,18 +20,20 @@ class NotOnCML(CMLError):
 
 
 class LaunchRefused(CMLError):
-    """CML refused to launch a session, most often because a quota is exhausted.
+    """CML or a limit of the site refused to launch a session, most often because a quota is exhausted.
 
     Parameters
     ----------
     name : str
         The name of the session.
     reason : str
-        CML's error message.
+        CML's error message, or the limit.
+    by : str
+        Who refused it.
     """
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"CML refused to launch {name}: {reason}")
+    def __init__(self, name: str, reason: str, by: str = "CML") -> None:
+        super().__init__(f"{by} refused to launch {name}: {reason}")
         self.reason = reason
 
 

@@ -207,6 +207,16 @@ def test_adapt_returns_if_another_manager_does_it_and_ends_by_its_scaling_or_by_
     until(lambda: live(platform) == [])
 
 
+def test_commands_refuse_more_than_a_limit_and_adapt_without_a_maximum_takes_it():
+    with CMLCluster(name="mine", quiet=True), dask.config.set({"cml.limits.sessions": 3}):
+        words = "expected at most 2, because cml.limits.sessions is 3, in Dask's configuration"
+        assert f"Error: invalid n=3: {words}" in run("scale", "mine", 3, code=1)
+        assert f"Error: invalid n_workers=3: {words}" in run("create", "--n-workers", 3, code=1)
+        added = run("group", "add", "mine", "big", "--n-workers", 3, code=1)
+        assert f"Error: invalid n_workers=3: {words}" in added
+        assert run("adapt", "mine", 0) == "Cluster mine adapts between 0 and 2 workers\n"
+
+
 def test_ctrl_c_before_adapt_is_settled_leaves_nothing_adapting(platform, monkeypatch):
     CMLCluster(name="mine", quiet=True, shutdown_on_close=False).leave()
     settle = Wishes.settle

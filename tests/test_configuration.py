@@ -99,6 +99,24 @@ def test_an_error_says_which_variable_a_value_is_from(configured, monkeypatch):
         CMLCluster(platform="local")
 
 
+def test_a_refusal_names_the_limit_and_its_file(configured, folder):
+    configured("cml:\n  limits:\n    memory: 16 GiB\n")
+    with pytest.raises(ValueError, match="invalid n_workers=4: expected at most 3") as caught:
+        CMLCluster(n_workers=4, memory=4, platform="local")
+    assert str(caught.value).endswith(
+        f", because cml.limits.memory is 16, in the file {folder / 'mine.yaml'}"
+    )
+
+
+def test_a_refusal_names_the_limit_and_its_variable(configured, monkeypatch):
+    monkeypatch.setenv("DASK_CML__LIMITS__SESSIONS", "3")
+    configured("cml:\n  limits:\n    sessions: 30\n", DASK_CML__LIMITS__SESSIONS="3")
+    with pytest.raises(
+        ValueError, match=r"sessions is 3, in the environment variable DASK_CML__LIMITS__SESSIONS$"
+    ):
+        CMLCluster(n_workers=3, platform="local")
+
+
 def test_an_error_about_an_argument_says_no_origin(monkeypatch):
     with pytest.raises(ValueError, match=r"^invalid n_workers=-1: expected a whole number from 0 to 100000$"):
         Options.read(n_workers=-1)

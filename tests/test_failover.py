@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from concurrent.futures import CancelledError
 
@@ -13,6 +14,7 @@ from distributed import Client
 from distributed.core import Status
 
 from dask_cml import address
+from dask_cml.layout import wanted_file
 from dask_cml.manager import failover
 from dask_cml.manager.manager import Manager
 from dask_cml.records import store
@@ -84,6 +86,18 @@ async def test_targets_groups_and_limits_stay_as_they_were(platform, holds, opti
         assert cluster.worker_groups["gpu"].n_workers == 1
         cluster.scale(2, worker_group="gpu")
         await holds(lambda: is_whole(platform, cluster, 3))
+
+
+async def test_the_next_scheduler_keeps_the_age_and_the_limit_of_hours(platform, holds):
+    with dask.config.set({"cml.limits.hours": 48}):
+        cluster = make(name="lab")
+        await cluster
+    async with cluster:
+        await lose_scheduler(platform, holds)
+        await holds(lambda: store.read("lab").scheduler.hours == 48)
+        wanted = json.loads((cluster.manager.state.folder / wanted_file(1)).read_text())
+        assert (wanted["created"], wanted["hours"]) == (store.read("lab").created, 48)
+        await holds(lambda: is_whole(platform, cluster, 0) and "0.0 of 48 h" in repr(cluster))
 
 
 async def test_both_managers_of_a_cluster_follow_its_new_scheduler(platform, holds):

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
+import dask
 import psutil
 import pytest
 from clusters import write_record
@@ -404,6 +405,20 @@ async def test_adaptive_scaling_that_another_manager_has_ended_is_not_listed_any
         other.scale(0)
         await holds(lambda: cluster_id not in manager._adaptives)
     assert manager._adaptives == {"another": kept}
+    await cluster.close()
+
+
+async def test_scaling_in_the_sidebar_keeps_to_the_limits_of_the_site(sidebar, holds):
+    await made_elsewhere("c")
+    manager = sidebar._manager
+    await holds(lambda: manager._clusters)
+    [cluster] = manager._clusters.values()
+    with dask.config.set({"cml.limits.sessions": 3}):
+        # As dask-labextension does, which shows the error.
+        with pytest.raises(ValueError, match="invalid n=3: expected at most 2, because cml"):
+            cluster.scale(3)
+        cluster.scale(2)
+    await holds(lambda: cluster.worker_groups["default"].n_arrived == 2)
     await cluster.close()
 
 

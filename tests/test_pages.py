@@ -62,7 +62,7 @@ async def test_the_list_shows_the_status_of_each_cluster(ask):
     assert "6 clusters · 30 of 35 workers · 120 threads · 480 GiB" in text
     assert "churn-model running, 1 waiting for room, 3 min 3 default adapts, 0 to 10" in text
     assert "1 of 2 gpu" in text
-    assert "16 64 GiB 12,840 25 h 61.75 alice" in text
+    assert "16 64 GiB 12,840 25.0 of 48 h 61.75 alice" in text
     assert "2 of 4 workers launched: exceeded quota: cpu=4, used: 14, limited: 16" in text
     assert "night failed" in text
 

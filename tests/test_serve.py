@@ -184,6 +184,22 @@ async def test_invalid_options_are_refused_with_a_reason(server, platform, optio
     assert platform.sessions() == []
 
 
+async def test_limits_of_the_site_refuse_more_with_a_reason(server, platform):
+    with dask.config.set({"cml.limits": {**dask.config.get("cml.limits"), "sessions": 2, "hours": 48}}):
+        words = "expected at most 1, because cml.limits.sessions is 2, in Dask's configuration"
+        for path, body in (("clusters", {"name": "big", "n_workers": 2}), ("form", {"n_workers": "2"})):
+            answer = await server.ask("POST", f"/api/{path}", body)
+            assert (answer.status, answer.json["error"]) == (400, f"invalid n_workers=2: {words}")
+        assert platform.sessions() == []
+        await server.post("/api/clusters", name="night")
+        await server.until("night", lambda each: running(each) and each["most_age"] == 48 * 3600)
+        answer = await server.post("/api/clusters/night/scale", n=2)
+        assert (answer.status, answer.json["error"]) == (400, f"invalid n=2: {words}")
+        answer = await server.post("/api/clusters/night/adapt")
+        assert answer.json["groups"][0]["adapts"] == {"minimum": 0, "maximum": 1}
+        await server.ask("DELETE", "/api/clusters/night")
+
+
 async def test_a_refused_cluster_leaves_nothing_and_the_answer_is_cml_s_reason(server, platform, monkeypatch):
     monkeypatch.setattr(clusters_module, "_PATIENCE", 120.0)
     platform.configure(quota={"cpu": 2})

@@ -51,11 +51,12 @@ async def scale(name: str, n: int, group: str, timeout: float) -> None:
 @cml.command()
 @of_cluster
 @click.argument("minimum", type=click.IntRange(min=0))
-@click.argument("maximum", type=click.IntRange(min=0))
+@click.argument("maximum", type=click.IntRange(min=0), required=False)
 @in_group
-async def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
+async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> None:
     """Scale a cluster with its workload, between MINIMUM and MAXIMUM worker sessions, until Ctrl-C.
 
+    Without MAXIMUM, the cluster takes the limit of the site, or 100.
     After Ctrl-C, the cluster keeps its workers. If `dask cml serve` runs in the project, it continues to
     adapt the cluster.
     """
@@ -63,11 +64,10 @@ async def adapt(name: str, minimum: int, maximum: int, group: str) -> None:
 
     from dask_cml.errors import CMLError
     from dask_cml.manager.adaptive import CMLAdaptive
-    from dask_cml.sizing import bounds
 
     async with managing(name) as manager:
         state = manager.state
-        bounds(manager.fleet.group(group).options, minimum, maximum)
+        minimum, maximum = manager.wishes.bounds(group, minimum, maximum)
         adaptive = CMLAdaptive(manager.wishes, worker_group=group, minimum=minimum, maximum=maximum)
         manager.wishes.adapt(adaptive, group)
         adapts = f"Cluster {name} adapts between {minimum} and {n_workers(maximum, group)}"

@@ -232,7 +232,7 @@ class CMLAdaptive(Adaptive):
         )
 
     async def safe_target(self) -> int:
-        """Return the target within ``minimum`` and ``maximum``, and within what the quota allowed lately."""
+        """Return the target within its bounds, the site's limits, and what the quota allowed lately."""
         try:
             target = await super().safe_target()
         except (OSError, asyncio.TimeoutError) as error:

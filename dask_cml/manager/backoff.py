@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dask_cml.manager.fleet import Fleet
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
+from dask_cml.options.limits import describe, limits, room
 from dask_cml.sessions.causes import Cause, Loss
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
@@ -52,6 +53,7 @@ class Backoff:
         self._ceiling: tuple[int, float] | None = None
         self._failure: str | None = None
         self._shortage: str | None = None
+        self._told_limit = False
 
     @property
     def words(self) -> str | None:
@@ -129,6 +131,12 @@ class Backoff:
         if self._ceiling is None or n > self._ceiling[0]:
             self._shortage = None
 
+    def limited(self, n: int, fit: int, limit: str) -> None:
+        """Record that only `fit` of `n` sessions fit into a limit of the site."""
+        if not self._told_limit:
+            self._log(f"{self._name} adapts to {fit} of {n} workers, because {describe(limit)}")
+        self._told_limit = True
+
     def affordable(self, n: int, wanted: int, waits: Collection[float]) -> int:
         """Return how many of `n` sessions to ask for, given how many the platform launched lately.
 
@@ -172,7 +180,11 @@ class Backoffs:
         self._log = log
         self._backoffs: dict[str, Backoff] = {}
         self._wishes: dict[str, int] = {}
-        self.of()  # raise the error of an invalid setting now
+        #: How many sessions each group was granted last.
+        self._granted: dict[str, int] = {}
+        # Raise the errors of invalid settings now.
+        self.of()
+        limits()
 
     def of(self, group: str = DEFAULT_GROUP) -> Backoff:
         """Return the backoff of a group."""
@@ -206,8 +218,19 @@ class Backoffs:
         pauses = [self.of(group).pause for group in self._fleet.groups]
         return min(filter(None, pauses), default=None)
 
+    def within_limits(self, n: int, group: str = DEFAULT_GROUP) -> int:
+        """Return how many of `n` sessions of a group fit into the limits of the site, beside other groups."""
+        others = self._fleet.beside(group, self._granted)
+        fit, limit = room(self._fleet.group(group).options.worker, others)
+        if n > fit:
+            self.of(group).limited(n, int(fit), limit)
+        return int(min(n, fit))
+
     def affordable(self, n: int, group: str = DEFAULT_GROUP) -> int:
         """Return how many of `n` sessions of a group to ask for; see :meth:`Backoff.affordable`."""
         names = self._fleet.group(group).names
         waits = [waited for name, waited in self._fleet.waits.items() if name in names]
-        return self.of(group).affordable(n, len(names), waits)
+        n = self.of(group).affordable(self.within_limits(n, group), len(names), waits)
+        # Groups adapt at the same moment, and the scheduler knows their requests only later.
+        self._granted[group] = n
+        return n

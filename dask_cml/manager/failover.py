@@ -106,6 +106,8 @@ async def _launch(state: ClusterState, record: Record, why: str, restarts: int) 
         "record": record.id,
         "leader": state.fleet.manager,
         "groups": groups,
+        "created": record.created,
+        "hours": last.hours,
         "restarts": restarts,
         "orphan_timeout": last.orphan_timeout,
         "activity": dict(last.activity),

@@ -22,6 +22,7 @@ from dask_cml.identity import amount, full_workers, read_workers
 from dask_cml.manager.members import GroupState, Member
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name
 from dask_cml.options import Options
+from dask_cml.options.limits import Sessions
 from dask_cml.scheduler.messages import check_operation
 from dask_cml.scheduler.wanted import Wanted
 from dask_cml.scheduler.wanted_group import Entry, WantedGroup
@@ -29,8 +30,8 @@ from dask_cml.sessions.process import CMLWorker
 
 logger = logging.getLogger(__name__)
 
-#: The largest number of finished tasks.
-_MOST_TASKS = 2**53
+#: The largest number of finished tasks, and of seconds.
+_MOST = 2**53
 
 
 class Fleet:
@@ -59,6 +60,8 @@ class Fleet:
         self.revision = 0
         self.workers_info: dict[str, dict[str, Any]] = {}
         self.tasks_done = self.managers = 0
+        #: The cluster's age in seconds, and its limit, if it has one.
+        self.age = self.most_age = 0
         self._lock = threading.RLock()
         self._groups = {DEFAULT_GROUP: (options, WantedGroup())}
         self._members: dict[str, Member] = {}
@@ -81,12 +84,13 @@ class Fleet:
             If the answer is invalid.
         """
         read_workers({address: each for address, each in answer["workers"].items() if each is not None})
-        tasks_done = amount("tasks_done", answer.get("tasks_done", 0), _MOST_TASKS)
+        tasks_done = amount("tasks_done", answer.get("tasks_done", 0), _MOST)
+        age, most_age = [amount(key, answer.get(key) or 0, _MOST) for key in ("age", "most_age")]
         with self._lock:
             if answer["revision"] < self.revision and not answer["whole"]:
                 return
             self.leader = answer["leader"]
-            self.tasks_done = tasks_done
+            self.tasks_done, self.age, self.most_age = tasks_done, age, most_age
             self.managers = answer.get("managers", 0)
             if answer["groups"] is not None:
                 self._groups = dict(self._read_groups(answer["groups"]))
@@ -187,6 +191,17 @@ class Fleet:
         with self._lock:
             wanted = self._wanted()
             return [self._state_of(name, wanted) for name in self._groups]
+
+    def beside(self, group: str | None = None, granted: Mapping[str, int] | None = None) -> Sessions:
+        """Return the sizes and numbers of all requested sessions, with the scheduler's, without a group's.
+
+        Of a group that adapts, count at least as many as are `granted`: it may be about to request them.
+        """
+        others = [(self.options.scheduler, 1)]
+        for each in self.states:
+            least = (granted or {}).get(each.name, 0) if each.adapting else 0
+            others += [(each.options.worker, max(each.target, least))] * (each.name != group)
+        return others
 
     def _state_of(self, name: str, wanted: Mapping[str, WantedGroup]) -> GroupState:
         options, known = self._groups[name]

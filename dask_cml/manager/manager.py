@@ -23,6 +23,7 @@ from dask_cml.manager.startup import adopt, create
 from dask_cml.manager.state import ClusterState
 from dask_cml.manager.wishes import Wishes
 from dask_cml.options import Options
+from dask_cml.options.limits import check_new
 from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.scheduler.wanted import Wanted
@@ -102,6 +103,8 @@ class Manager:
         self._show = show
         self._log = log or logger.info
         self._pid = os.getpid()
+        if record is None and options.create_mode == "create":
+            check_new(options)
         self._api = WorkersAPI(load_platform(options.platform))
         self._api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
         for each in (options, *options.groups().values()):

@@ -18,6 +18,7 @@ from dask_cml.manager.strays import Strays
 from dask_cml.manager.unrunnable import UnrunnableTasks
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.protocol import SET
+from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import Cause
 
@@ -55,7 +56,7 @@ class Reconciler:
         self._begun = self._ended = 0
         self._closed = False
         self._looked = asyncio.Condition()
-        self._told_waiting = self._told_full = False
+        self._told_waiting = self._told_full = self._told_age = False
         self._changed = asyncio.Event()
         self._strays = Strays(state)
         self._unrunnable = UnrunnableTasks(state)
@@ -224,6 +225,11 @@ class Reconciler:
         if (full := self._state.fleet.full) and not self._told_full:
             self._state.log(f"Cluster {self._state.fleet.name}: {full}")
         self._told_full = bool(full)
+        left = self._state.fleet.most_age - self._state.fleet.age
+        if self._state.age and left <= NOTICE and not self._told_age:
+            self._told_age = True
+            when = f"in {math.ceil(left / 60)} min: its age is {self._state.age}"
+            self._state.log(f"Cluster {self._state.fleet.name} shuts down {when}")
 
     # -- what the leader does
 

@@ -14,10 +14,10 @@ from dask_cml.display.words import span
 from dask_cml.errors import CMLError
 from dask_cml.manager.at_exit import unclosed
 from dask_cml.manager.state import ClusterState
+from dask_cml.options.limits import check_new, limits
 from dask_cml.records import liveness
 from dask_cml.records.record import Maker, Record
-from dask_cml.sessions import tls
-from dask_cml.sessions.owner import lifetime
+from dask_cml.sessions import owner, tls
 
 
 async def create(state: ClusterState, maker: Maker, show: bool) -> None:
@@ -31,13 +31,20 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
         What the record says of this process.
     show : bool
         Whether to show the progress.
+
+    Raises
+    ------
+    ValueError
+        If the cluster exceeds a limit of the site.
     """
     options, launcher, record_keeper = state.options, state.launcher, state.record_keeper
     files = await launcher.prepare()
     keys = tls.paths(launcher.security)
     record = Record(options.name, maker=maker, options=options.arguments(), security=keys)
     wanted = {"cluster": options.name, "record": record.id, "leader": state.fleet.manager}
-    await record_keeper.take_name(record, {**wanted, "groups": options.first_groups()})
+    lifetime = {"created": record.created, "hours": limits().get("hours")}
+    await record_keeper.take_name(record, {**wanted, "groups": options.first_groups(), **lifetime})
+    check_new(options)  # only now it is known that no running cluster is to be connected to
     record_keeper.start()
     for other in [each for each in unclosed() if each.options.name != options.name and each.scheduler]:
         age = (datetime.now(timezone.utc) - other.scheduler.since).total_seconds()
@@ -50,7 +57,7 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     await state.client.change_within(options.scheduler_timeout, orphan_timeout=timeout)
     await record_keeper.write()
     if not options.shutdown_on_close:
-        state.log(lifetime(options.name))
+        state.log(owner.lifetime(options.name))
 
 
 async def adopt(state: ClusterState, record: Record) -> None:

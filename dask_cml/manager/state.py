@@ -204,6 +204,12 @@ class ClusterState:
         return f"scheduler restarted {span(age)} ago"
 
     @property
+    def age(self) -> str:
+        """The cluster's age and its limit, such as ``12.3 of 48 h``. Empty without a limit."""
+        age, most = self.fleet.age / 3600, self.fleet.most_age / 3600
+        return f"{age:.1f} of {most:g} h" if most else ""
+
+    @property
     def folder(self) -> Path:
         """The cluster's folder on the project file system."""
         return self.launcher.place.folder

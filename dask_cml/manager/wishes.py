@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Collection
 from typing import Any
@@ -20,11 +21,15 @@ from dask_cml.manager.reconciler import Reconciler
 from dask_cml.manager.state import ClusterState
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options
+from dask_cml.options.limits import check_room, room
+from dask_cml.sizing import bounds
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at a worker group that is being deleted.
 _DELETING_INTERVAL = 0.1
+#: Maximum number of sessions of adaptive scaling without a maximum and without a limit.
+_MAXIMUM = 100
 
 
 class Wishes:
@@ -52,11 +57,13 @@ class Wishes:
         Raises
         ------
         ValueError
-            If the group does not exist.
+            If the group does not exist, or more sessions exceed a limit of the site.
         CMLError
             If the cluster is closed.
         """
-        self._fleet.group(group)
+        before = self._fleet.group(group)
+        if n > before.target:
+            check_room("n", n, before.options.worker, self._fleet.beside(group))
         with self._lock:
             self._fleet.wish("scale", group=group, n=n)
             if isinstance(adaptive := self._adaptives.get(group), CMLAdaptive):
@@ -74,6 +81,28 @@ class Wishes:
         sessions = {each: member.name for member in self._fleet.members for each in member.connected}
         self._fleet.wish("remove", names=sorted({sessions.get(name, name) for name in names}))
         self.state.client.send_wishes()
+
+    def bounds(self, group: str, *given: Any, **amounts: Any) -> tuple[int, int]:
+        """Return the bounds of adaptive scaling; see :func:`dask_cml.sizing.bounds` for the arguments.
+
+        Without a maximum, take the limit of the site, or else warn.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is invalid, or the minimum exceeds a limit of the site.
+        """
+        options = self._fleet.group(group).options
+        least, most = bounds(options, *given, **amounts)
+        check_room("minimum", least, options.worker, self._fleet.beside(group))
+        if math.isinf(most):
+            # At least one, so that adapting tells it if not even one fits.
+            most = max(1, room(options.worker, [(self._fleet.options.scheduler, 1)])[0])
+        if math.isinf(most):
+            most = max(least, _MAXIMUM)
+            name = self._fleet.name
+            logger.warning("Cluster %s adapts to at most %s workers: adapt() got no maximum", name, most)
+        return least, int(most)
 
     def adapt(self, adaptive: Adaptive, group: str = DEFAULT_GROUP) -> None:
         """Let the leader scale a group between the limits of this adaptive scaling.
@@ -106,12 +135,13 @@ class Wishes:
         Raises
         ------
         ValueError
-            If a group with this name exists.
+            If a group with this name exists, or its sessions exceed a limit of the site.
         CMLError
             If the cluster is not running, or the scheduler does not answer.
         """
         group_name("name", name)
         self.state.api.check_options(options.launch_options)
+        check_room("n_workers", options.n_workers, options.worker, self._fleet.beside())
         arguments = options.group_arguments()
         await self._ask("added", name, op="add_group", options=arguments, n=options.n_workers)
 

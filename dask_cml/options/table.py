@@ -39,6 +39,7 @@ class Option:
     needs: Sequence[str] = ()
     elsewhere: Sequence[str] = ()
     derived: bool = False
+    optional: bool = False
     grouped: bool = False
     recorded: bool = True
     secret: bool = False
@@ -72,6 +73,8 @@ class Option:
         TypeError, ValueError
             If the value is invalid.
         """
+        if value is None and self.optional:
+            return None
         check = getattr(checks, self.check or self.kind)
         return check(name, value, **self.bounds, **{each: values[each] for each in self.needs})
 

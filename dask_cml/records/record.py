@@ -124,6 +124,8 @@ class SchedulerState:
         Number of schedulers in a row that replaced lost ones, and have not computed a task yet.
     orphan_timeout : float or None
         Time without a manager and a client after which it closes, in seconds. None: never.
+    hours : float or None
+        Hours from the cluster's creation until its end. None: no limit.
     maker : Maker or None
         The process that launches it. None after it has written its file.
     activity : mapping
@@ -141,6 +143,7 @@ class SchedulerState:
     revision: int = 0
     restarts: int = 0
     orphan_timeout: float | None = None
+    hours: float | None = None
     maker: Maker | None = None
     activity: Mapping[str, Any] = field(default_factory=dict)
 
@@ -324,10 +327,14 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and 0 <= value < _MOST_SECONDS
 
 
+def _is_duration(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < _MOST_SECONDS
+
+
 _STATE_CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("address", "id", "session", "app_url", "closed"), lambda value: isinstance(value, str)),
     **dict.fromkeys(("protocol", "revision", "restarts"), _is_count),
-    "orphan_timeout": lambda value: isinstance(value, (int, float)) and 0 < value < _MOST_SECONDS,
+    **dict.fromkeys(("orphan_timeout", "hours"), _is_duration),
     "activity": lambda value: isinstance(value, dict),
 }
 _CHECKS: dict[str, Callable[[Any], bool]] = {

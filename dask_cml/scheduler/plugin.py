@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.forwards import Forwards
 from dask_cml.scheduler.last_state import last_state
+from dask_cml.scheduler.lifetime import NOTICE, close_within, end_of
 from dask_cml.scheduler.presence import Presence
 from dask_cml.scheduler.state_file import StateFile, unless_stale
 from dask_cml.scheduler.wanted import Wanted
@@ -49,8 +49,6 @@ TOPIC = "cml"
 _LOOK_INTERVAL, _ACTIVITY_INTERVAL = 0.5, 5.0
 #: Seconds for which changes are collected before managers are told.
 _COLLECT = 0.1
-#: Seconds after which a scheduler that shuts down exits, even if its shutdown does not finish.
-_EXIT_WITHIN = 30.0
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
@@ -91,6 +89,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
         self._restarts = int(begin.get("restarts", 0))
         self._activity = Activity(begin.get("activity", {}))
+        self._hours: float | None = begin.get("hours")
+        self._end, self._told_end = end_of(begin.get("created", ""), self._hours), False
         #: The creator leads at first. It may be gone, but not before this time.
         self._leader_until = time.monotonic() + protocol.LEASE
         scheduler.handlers |= {
@@ -140,6 +140,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "protocol": protocol.PROTOCOL,
             "revision": self._wanted.changes.revision,
             "orphan_timeout": self._presence.timeout,
+            "hours": self._hours,
             "restarts": 0 if self._tasks_done() else self._restarts,
             "closed": self._closed,
             "groups": self._wanted.to_json(),
@@ -293,6 +294,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         }
         changes["tasks_done"] = self._tasks_done()
         changes["managers"] = self._presence.managers
+        if self._hours is not None:
+            most = self._hours * 3600
+            changes |= {"age": int(most - self._end + time.monotonic()), "most_age": int(most)}
         return changes
 
     def _tasks_done(self) -> int:
@@ -339,21 +343,19 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._choose_leader()
         if self._presence.is_orphan(now):
             self._shut_down(f"orphaned: no manager and no client for {self._presence.timeout:g} s")
+        elif (left := self._end - now) <= 0:
+            self._shut_down(f"reached its limit of {self._hours:g} h")
+        elif left <= NOTICE and not self._told_end:
+            self._told_end = True
+            logger.warning("Cluster shuts down in %.0f s, at its limit of %g h", left, self._hours)
+            self._scheduler.log_event(TOPIC, {"action": "shuts down", "session": None, "seconds": left})
 
     def _shut_down(self, reason: str) -> None:
         for each in self._periodic:
             each.stop()
         logger.warning("Scheduler closed: %s", reason)
         self._closed = reason
-        self._closing = asyncio.create_task(self._close_within(_EXIT_WITHIN, reason))
-
-    async def _close_within(self, seconds: float, reason: str) -> None:
-        """Close the scheduler. Dask may fail to, for example while it connects to a frozen worker."""
-        timer = threading.Timer(seconds, os._exit, [1])
-        timer.daemon = True
-        timer.start()
-        await self._scheduler.close(reason=reason)
-        timer.cancel()
+        self._closing = asyncio.create_task(close_within(self._scheduler, reason))
 
     # -- Dask workers
 

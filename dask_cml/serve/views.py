@@ -55,6 +55,7 @@ def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[st
         "memory": sum(each.memory_limit for each in workers),
         "kept": cluster.shutdown_on_close,
         "tasks_done": state.tasks_done,
+        "most_age": state.fleet.most_age or None,
     }
 
 
@@ -64,6 +65,7 @@ def unmanaged(record: Record, status: str, problem: str | None, usage: Usage | N
         "name": record.name,
         "address": cluster_address(record.name),
         "created": record.created,
+        "most_age": None,
         "age": (datetime.now(timezone.utc) - datetime.fromisoformat(record.created)).total_seconds(),
         "owner": record.maker.user,
         "session_hours": None if usage is None else usage.total.hours,

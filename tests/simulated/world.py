@@ -19,7 +19,7 @@ from distributed import SpecCluster
 from dask_cml import heartbeat, observers, private_files, wrapper
 from dask_cml.manager import manager, startup
 from dask_cml.records import liveness, operations, record, removal, session_files, store
-from dask_cml.scheduler import plugin, state_file
+from dask_cml.scheduler import lifetime, plugin, state_file
 from dask_cml.sessions import calls, owner, workers_api
 from dask_cml.sessions import session as sessions
 from dask_cml.sessions.plan import PATIENCE
@@ -141,14 +141,17 @@ def _patched(it: World) -> contextlib.ExitStack:
     """Let the package see this world where it would see the machine."""
     files, table = it.files, ProcessTable(it.processes)
     patches: list[tuple[Any, str, Any]] = [
-        *((module, "os", files) for module in (owner, plugin, private_files, removal, session_files)),
+        *(
+            (module, "os", files)
+            for module in (lifetime, owner, plugin, private_files, removal, session_files)
+        ),
         *((module, "os", files) for module in (state_file, store, wrapper)),
         *((module, "shutil", files.shutil) for module in (removal, store)),
         (heartbeat, "tempfile", files.tempfile),
         (record, "psutil", table),
         *((module, "load_platform", lambda _: it.platform) for module in (manager, operations, liveness)),
         (calls, "threading", _with(threading, Thread=Thread)),
-        (plugin, "threading", _with(threading, Timer=_Timer)),
+        (lifetime, "threading", _with(threading, Timer=_Timer)),
         (plugin, "setting", lambda _: float(files.environ[PATIENCE])),
         *((module, "wait", it.loop.wait) for module in (calls, workers_api)),
         *((module, "datetime", _Datetime) for module in (operations, record, sessions)),

@@ -1,0 +1,319 @@
+"""The limits of a site: more is refused before a launch, adapting keeps within, and hours end a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from datetime import datetime, timedelta, timezone
+
+import dask
+import pytest
+from clusters import arrived, log_of, make, target, write_record
+from clusters import sessions as recorded
+from distributed import Client
+from distributed.core import Status, rpc
+from fleets import Cluster
+from schedulers import prepare, scheduler_in
+from simulated.testing import eventually, simulated
+
+from dask_cml import CMLCluster, LaunchRefused
+from dask_cml.layout import scheduler_file
+from dask_cml.manager.backoff import Backoffs
+from dask_cml.options import SessionSize
+from dask_cml.options.limits import check_room, limits, room
+from dask_cml.records import store
+from dask_cml.records.record import Maker, Record
+
+WATCH = {"manager": "m1", "observes": False, "lease": 15.0, "since": 0, "wait": 0.1}
+
+
+def limited(**values):
+    return dask.config.set({f"cml.limits.{name.replace('_', '-')}": value for name, value in values.items()})
+
+
+async def create(**options):
+    # The simulated schedulers have no keys.
+    return await CMLCluster(**{"asynchronous": True, "quiet": True, "security": False, **options})
+
+
+# -- what fits
+
+
+@pytest.mark.parametrize(
+    ("limit", "fit"),
+    [
+        ({}, (float("inf"), "")),
+        ({"sessions": 10}, (7, "sessions")),
+        ({"cpu": 16}, (3, "cpu")),
+        ({"memory": "64 GiB"}, (6, "memory")),
+        ({"gpu": 5}, (1, "gpu")),
+        ({"gpu": 0}, (0, "gpu")),
+        ({"sessions": 6, "cpu": 16, "memory": 64}, (3, "cpu")),
+        ({"sessions": 2}, (0, "sessions")),
+        ({"hours": 1, "user_sessions": 1}, (float("inf"), "")),
+    ],
+)
+def test_the_tightest_limit_decides_how_many_sessions_fit_beside_others(limit, fit):
+    with limited(**limit):
+        others = [(SessionSize(1, 2), 1), (SessionSize(1, 5, 2), 2)]
+        assert room(SessionSize(4, 8, 1), others) == fit
+
+
+def test_a_limit_of_gpus_does_not_limit_sessions_without_a_gpu():
+    with limited(gpu=0):
+        check_room("n", 1000, SessionSize(1, 1), [])
+
+
+def test_amounts_with_fractions_fit_exactly():
+    with limited(cpu=0.4):
+        assert room(SessionSize(0.1, 1), [(SessionSize(0.1, 1), 1)])[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sessions", 0),
+        ("sessions", 1.5),
+        ("cpu", 0),
+        ("memory", "lots"),
+        ("gpu", -1),
+        ("hours", "2 days"),
+        ("user-sessions", True),
+    ],
+)
+def test_an_invalid_limit_is_told_with_its_key(name, value):
+    with (
+        dask.config.set({f"cml.limits.{name}": value}),
+        pytest.raises(
+            (TypeError, ValueError), match=f"^invalid cml.limits.{name}={value!r}: expected .*, in "
+        ),
+    ):
+        limits()
+
+
+# -- a new cluster
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "words"),
+    [
+        (
+            {"n_workers": 4},
+            {"sessions": 4},
+            "n_workers=4: expected at most 3, because cml.limits.sessions is 4",
+        ),
+        (
+            {"n_workers": 1, "worker_groups": {"big": {"n_workers": 2, "memory": 8}}},
+            {"memory": 16},
+            "worker_groups['big'].n_workers=2: expected at most 1, because cml.limits.memory is 16",
+        ),
+        ({"scheduler_cpu": 8}, {"cpu": 4}, "scheduler_cpu=8.0: expected less, because cml.limits.cpu is 4"),
+        (
+            {"n_workers": 1, "nvidia_gpu": 1},
+            {"gpu": 0},
+            "n_workers=1: expected at most 0, because cml.limits.gpu",
+        ),
+    ],
+)
+async def test_a_new_cluster_with_more_is_refused_with_the_limit(state, options, limit, words):
+    with limited(**limit), pytest.raises(ValueError, match="invalid ") as caught:
+        make(**options)
+    assert str(caught.value).startswith(f"invalid {words}")
+    assert not state.exists()
+
+
+@simulated
+async def test_a_cluster_that_runs_is_connected_to_whatever_the_limits_are(it):
+    async with await create(name="lab", n_workers=3) as mine:
+        await eventually(lambda: arrived(mine) == 3)
+        with limited(sessions=2):
+            other = await create(name="lab", n_workers=3, create_mode="create-or-connect")
+            assert target(other) == 3
+            other.scale(2)  # less is not more
+            with pytest.raises(ValueError, match="invalid n=3: expected at most 1"):
+                other.scale(3)
+            await eventually(lambda: arrived(mine) == 2)
+            await other.leave()
+
+
+@simulated
+async def test_a_cluster_that_does_not_run_is_refused_without_a_trace(it):
+    with limited(sessions=2), pytest.raises(ValueError, match="invalid n_workers=3: expected at most 1"):
+        await create(name="lab", n_workers=3, create_mode="create-or-connect")
+    assert it.platform.live == []
+    assert store.records() == []
+
+
+# -- scaling
+
+
+@simulated
+async def test_scaling_beyond_a_limit_is_refused_and_changes_nothing(it):
+    with limited(sessions=4):
+        async with await create(worker_groups={"big": {"n_workers": 1}}) as mine:
+            mine.scale(2)
+            with pytest.raises(ValueError, match="invalid n=3: expected at most 2, because cml"):
+                mine.scale(3)
+            with pytest.raises(ValueError, match="invalid n=2: expected at most 1, because cml"):
+                mine.scale(2, worker_group="big")
+            with pytest.raises(ValueError, match="invalid n_workers=1: expected at most 0, because cml"):
+                await mine.add_worker_group("third", n_workers=1)
+            with pytest.raises(ValueError, match="invalid minimum=3: expected at most 2, because cml"):
+                mine.adapt(minimum=3)
+            await eventually(lambda: arrived(mine) == 3)
+            assert {*mine.worker_groups} == {"default", "big"}
+            mine.scale(0, worker_group="big")
+            mine.scale(3)  # what was given back is free at once
+            await eventually(lambda: arrived(mine) == 3 and target(mine) == 3)
+
+
+# -- adapting
+
+
+@simulated
+async def test_without_a_maximum_adapting_takes_the_limit(it, caplog):
+    async with await create() as mine:
+        with limited(cpu=9):
+            assert mine.adapt(interval=None).maximum == 8
+        assert mine.adapt(maximum_cores=3, interval=None).maximum == 3
+        assert "got no maximum" not in caplog.text
+        assert mine.adapt(interval=None).maximum == 100
+        words = f"Cluster {mine.name} adapts to at most 100 workers: adapt() got no maximum"
+        assert caplog.messages.count(words) == 1
+        assert mine.adapt(minimum=200, interval=None).maximum == 200
+
+
+@simulated
+async def test_groups_that_adapt_at_once_share_the_limit(it):
+    with limited(sessions=5):
+        async with await create(worker_groups={"gpu": {"nvidia_gpu": 1}}) as mine:
+            mine.adapt(0, 10)
+            mine.adapt(0, 10, worker_group="gpu")
+            async with Client(mine, asynchronous=True) as client:
+                plain = client.map(lambda i: i, range(1000), pure=False)
+                gpu = client.map(lambda i: i, range(1000), pure=False, resources={"GPU": 1})
+                await eventually(lambda: len(it.platform.live) == 5)
+                await asyncio.sleep(30)
+                assert len(mine.workers) <= 4
+                del plain, gpu
+            assert "workers, because cml.limits.sessions is 5" in log_of(mine)
+
+
+def adapting(*groups):
+    """A cluster whose groups adapt, and its back-offs with what they have told."""
+    cluster, told = Cluster(0, gpu={}), []
+    for group in groups:
+        cluster.want("adapt", group, 0, 10, "key")
+    return cluster, Backoffs(cluster.fleet, told.append), told
+
+
+@simulated
+async def test_adapting_says_that_not_one_worker_fits(it):
+    async with await create(cpu=8) as mine:
+        with limited(cpu=4):
+            mine.adapt()
+            async with Client(mine, asynchronous=True) as client:
+                future = client.submit(sum, [1, 2])
+                await eventually(lambda: "adapts to 0 of 1 workers, because cml" in log_of(mine))
+                del future
+
+
+def test_two_groups_that_ask_at_the_same_moment_do_not_exceed_the_limit_together():
+    _, backoffs, told = adapting("default", "gpu")
+    with limited(sessions=8):
+        assert [backoffs.affordable(5), backoffs.affordable(5, "gpu")] == [5, 2]
+        assert [backoffs.affordable(3), backoffs.affordable(5, "gpu")] == [3, 4]
+    [line] = told
+    assert line.startswith(
+        "Group gpu of cluster mine adapts to 2 of 5 workers, because cml.limits.sessions is 8, in "
+    )
+
+
+def test_a_group_that_does_not_adapt_any_more_holds_only_its_sessions():
+    cluster, backoffs, _ = adapting("default", "gpu")
+    with limited(sessions=8):
+        assert backoffs.affordable(7) == 7
+        cluster.want("scale", "default", 1)
+        assert backoffs.affordable(10, "gpu") == 6
+
+
+# -- the sessions of a user
+
+
+@simulated
+async def test_more_sessions_than_a_user_may_have_refuse_a_start(it):
+    other = Record("other", maker=Maker.this_process(), launches=recorded(aaaa="scheduler", bbbb="other-0"))
+    write_record(other)
+    write_record(Record("anns", maker=Maker.this_process("ann"), launches=recorded(cccc="scheduler")))
+    with limited(user_sessions=4):
+        with pytest.raises(LaunchRefused, match="dask-cml refused to launch mine-scheduler: user ") as caught:
+            await create(name="mine", n_workers=2)
+        assert "has 2 sessions, and cml.limits.user-sessions is 4, in Dask's configuration" in str(
+            caught.value
+        )
+        assert it.platform.live == []
+        async with await create(name="mine", n_workers=1) as mine:
+            await eventually(lambda: arrived(mine) == 1)
+            mine.scale(3)
+            await eventually(lambda: target(mine) == 1)
+            assert "launched 1 of 3 workers: user " in log_of(mine)
+            assert "has 4 sessions, and cml.limits.user-sessions is 4" in repr(mine)
+            store.remove("other")
+            mine.scale(3)
+            await eventually(lambda: arrived(mine) == 3)
+
+
+# -- hours
+
+
+def test_managers_refuse_an_answer_with_an_invalid_age():
+    cluster = Cluster()
+    with pytest.raises(ValueError, match="age"):
+        cluster.fleet.update({**cluster.wanted.since(0), "workers": {}, "most_age": "long"})
+    assert cluster.fleet.most_age == 0
+
+
+@simulated
+async def test_a_cluster_says_that_it_reaches_its_limit_and_ends_then(it):
+    with limited(hours=0.5):
+        mine = await create(name="lab", n_workers=1)
+    async with Client(mine, asynchronous=True) as client:
+        await eventually(lambda: "0.0 of 0.5 h" in repr(mine) and "0.0 of 0.5 h" in mine._repr_html_())
+        assert store.read("lab").scheduler.hours == 0.5
+        begun = time.monotonic()
+        await eventually(lambda: "shuts down in 10 min: its age is 0.3 of 0.5 h" in log_of(mine), 1800)
+        events = [event for _, event in await client.get_events("cml")]
+        assert [each["action"] for each in events][-1] == "shuts down"
+        assert log_of(mine).count("shuts down in") == 1
+    await eventually(lambda: mine.status == Status.closed, 1800)
+    assert 1700 < time.monotonic() - begun < 1900
+    assert it.platform.live == []
+
+
+def aged(folder, hours, age, number=0):
+    """Prepare a cluster that was created so many hours ago."""
+    prepare(folder, number=number)
+    file = folder / f"wanted-{number}.json"
+    created = datetime.now(timezone.utc) - timedelta(hours=age)
+    content = json.loads(file.read_text()) | {
+        "created": created.isoformat(timespec="seconds"),
+        "hours": hours,
+    }
+    file.write_text(json.dumps(content))
+
+
+async def test_a_scheduler_says_its_age_and_the_limit(tmp_path):
+    aged(tmp_path / "mine", hours=48, age=12.3)
+    async with scheduler_in(tmp_path / "mine") as scheduler, rpc(scheduler.address) as comm:
+        answer = await comm.cml_watch(**WATCH)
+    assert answer["most_age"] == 48 * 3600
+    assert round(answer["age"] / 3600, 1) == 12.3
+
+
+async def test_without_managers_too_a_scheduler_closes_at_its_limit(tmp_path):
+    aged(tmp_path / "mine", hours=48, age=48)
+    async with scheduler_in(tmp_path / "mine") as scheduler:
+        await asyncio.wait_for(scheduler.finished(), 120)
+    content = json.loads((tmp_path / "mine" / scheduler_file(0)).read_text())
+    assert (content["closed"], content["hours"]) == ("reached its limit of 48 h", 48)
