@@ -438,6 +438,7 @@ class Episode:
     # -- what must be
 
     async def _check_the_end(self) -> None:
+        await self._close_again()
         await self._check_sessions()
         others = self.platform.all[self.others]
         if others.stop_requested or not others.live:
@@ -456,6 +457,14 @@ class Episode:
         for what in self.log.tracebacks:
             self.violate(f"a traceback: {what}")
         self.outcome.leaked = sum(self._leaked(each) for each in self.platform.all.values())
+
+    async def _close_again(self) -> None:
+        """Let users whose ``close()`` has named sessions that were not stopped call it again."""
+        for each in [*self.actors.values()]:
+            failed = isinstance(each, Notebook) and each.cluster and each.cluster.status == Status.failed
+            if failed and each.runs:
+                self.note(f"{each.name}: close again, after {each.errors[-1:]}")
+                await self._close(each, each.cluster)
 
     async def _check_sessions(self) -> None:
         await self._until(lambda: not self._left_running(), 200.0)
