@@ -329,6 +329,8 @@ class Episode:
         await self._until(lambda: is_true() or self._keeper() is None)
         if self._keeper() is None and not await self._until(is_true, 10.0):
             await self._let_one_stay()
+            if keeper is not None and keeper.cluster is not None and keeper.cluster.manager.fleet.wishes:
+                self._wish_again(wanted)  # the wish has died with its process, before a scheduler knew it
             await self._until(is_true)
         if not await self._until(is_true, 0.0):
             self.violate(f"the last wish {wanted} is not what runs: {'; '.join(wrong)}")
@@ -337,6 +339,12 @@ class Episode:
         else:
             self.outcome.converged = time.monotonic() - began
             self.note(f"the last wish is true after {self.outcome.converged:.1f} s")
+
+    def _wish_again(self, wanted: dict[str, int]) -> None:
+        if (other := self._keeper()) is not None and other.open is not None:
+            self.note(f"last wish once more, by {other.name}")
+            for group, n in wanted.items():
+                other.scale(other.open, n, group)
 
     async def _let_one_stay(self) -> None:
         """Let a manager connect and stay if another one has died.
