@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from concurrent.futures import CancelledError
 
 import dask
@@ -11,6 +12,8 @@ import pytest
 from clusters import arrived, live, log_of, make, name_of, rebuild, target
 from distributed import Client
 from distributed.core import Status
+from simulated.faults import Mishap
+from simulated.testing import eventually, simulated
 
 from dask_cml import address
 from dask_cml.manager import failover
@@ -145,6 +148,19 @@ async def test_a_cluster_that_closes_while_its_next_scheduler_starts_leaves_noth
         await holds(lambda: "launching another scheduler" in log_of(cluster))
         await cluster.close()
     assert not live(platform)
+
+
+@simulated
+async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
+    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        answered = threading.Event()
+        it.platform.plan("launch_workers", Mishap(), Mishap(before=answered))
+        it.platform.evict(cluster.manager.scheduler.session_id)
+        await eventually(lambda: not cluster.manager.state.connected)
+        await eventually(lambda: cluster.manager.state.connected, seconds=20.0)
+        answered.set()
+        await eventually(lambda: arrived(cluster) == 1)
 
 
 async def test_a_manager_that_died_after_its_claim_is_not_waited_for(platform, holds):

@@ -115,9 +115,13 @@ async def _launch(state: ClusterState, record: Record, why: str) -> bool:
     first = Wanted(record.name, state.fleet.manager, groups)
     state.fleet.update({**first.since(0), "workers": {}})
     state.launcher.detach([each.name for each in state.fleet.members if each.gone])
-    await state.launcher.relaunch(number)
-    await join(state, record, state.options.scheduler_timeout)
-    await state.client.change_within(state.options.scheduler_timeout, orphan_timeout=last.orphan_timeout)
+    patience = state.options.scheduler_timeout
+
+    async def connect() -> None:
+        await join(state, record, patience)
+        await state.client.change_within(patience, orphan_timeout=last.orphan_timeout)
+
+    await state.launcher.relaunch(number, connect)
     await state.record_keeper.write()
     state.log(f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begun:.0f} s")
     return True

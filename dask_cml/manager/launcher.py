@@ -109,10 +109,17 @@ class Launcher:
             if self.display is not None:
                 await self.display.end(has_started)
 
-    async def relaunch(self, number: int) -> None:
-        """Launch another scheduler with this number, and all workers. Return when the scheduler answers.
+    async def relaunch(self, number: int, join: Callable[[], Awaitable[None]]) -> None:
+        """Launch another scheduler with this number, and all workers.
 
         Workers that the platform refuses are launched later.
+
+        Parameters
+        ----------
+        number : int
+            The scheduler's number.
+        join : callable
+            Connects to the scheduler when it answers. A scheduler that waits for its manager would close.
 
         Raises
         ------
@@ -125,6 +132,7 @@ class Launcher:
         launching = asyncio.ensure_future(self.launch_workers(self._fleet.names, lambda: True))
         try:
             await self.scheduler
+            await join()
             await launching
         finally:
             await cancel(launching)
