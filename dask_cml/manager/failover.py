@@ -7,9 +7,10 @@ the scheduler with this number, with all workers at the same moment. The other m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from dask_cml.errors import CMLError
@@ -27,6 +28,8 @@ _PAUSES = (0.0, 10.0, 30.0)
 #: Seconds for which an observer waits for other managers, which are better suited.
 _OBSERVER_PATIENCE = 60.0
 _LOOK_INTERVAL = 1.0
+#: Seconds for which a record may be unreadable while the cluster's folder exists.
+_UNREADABLE_FOR = 30.0
 #: Seconds within which the platform usually stops sessions.
 _STOPS_WITHIN = 5.0
 
@@ -46,28 +49,43 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
     str or None
         Why the cluster has no other scheduler. None: it has one.
     """
-    begun, limit = time.monotonic(), setting("scheduler-restarts")
+    limit, number, since = setting("scheduler-restarts"), -1, 0.0
     while True:
-        record = await asyncio.to_thread(state.record_keeper.read)
+        record = await _read(state)
         if record is None or record.scheduler.closed:
             return why
         last = record.scheduler
-        if last.number > state.launcher.place.number and await _answers(state, last.number):
-            return None
-        if last.restarts >= limit:
-            return f"{why}; it was the last of {limit} schedulers in a row" if limit else why
-        if state.observes:
-            if last.orphan_timeout is not None:
-                return why
-            if not state.alone and time.monotonic() - begun < _OBSERVER_PATIENCE:
-                await asyncio.sleep(_LOOK_INTERVAL)
-                continue
-        await asyncio.sleep(_PAUSES[min(last.restarts, len(_PAUSES) - 1)])
         try:
+            if last.number > state.launcher.place.number and await _answers(state, last.number):
+                return None
+            if last.number != number:
+                number, since = last.number, time.monotonic()
+            if last.restarts >= limit:
+                return f"{why}; it was the last of {limit} schedulers in a row" if limit else why
+            if state.observes:
+                if not state.alone and time.monotonic() - since < _OBSERVER_PATIENCE:
+                    await asyncio.sleep(_LOOK_INTERVAL)
+                    continue
+                if last.orphan_timeout is not None:
+                    return why
+            await asyncio.sleep(_PAUSES[min(last.restarts, len(_PAUSES) - 1)])
             if await _launch(state, record, why):
                 return None
-        except (CMLError, OSError, asyncio.TimeoutError) as error:
-            why = str(error) or repr(error)
+        except Exception as error:  # the platform's library may raise anything
+            why = str(error) if isinstance(error, CMLError) else repr(error)
+            logger.info("Scheduler %d of cluster %s not launched: %s", number + 1, record.name, why)
+        await asyncio.sleep(_LOOK_INTERVAL)
+
+
+async def _read(state: ClusterState) -> Record | None:
+    """Return the cluster's record. The file system may fail for a while."""
+    deadline = time.monotonic() + _UNREADABLE_FOR
+    while (record := await asyncio.to_thread(state.record_keeper.read)) is None:
+        with contextlib.suppress(OSError):
+            if time.monotonic() > deadline or not await asyncio.to_thread(state.folder.is_dir):
+                break
+        await asyncio.sleep(_LOOK_INTERVAL)
+    return record
 
 
 async def _answers(state: ClusterState, number: int) -> bool:
@@ -80,7 +98,12 @@ async def _answers(state: ClusterState, number: int) -> bool:
         if record.scheduler.address is not None:
             if not await liveness.is_alive(record):
                 return False
-            await follow(state, record)
+            place = state.launcher.place
+            try:
+                await follow(state, record)
+            except BaseException:
+                state.launcher.place = place
+                raise
             return True
         if record.scheduler.maker is not None and record.scheduler.maker.lives() is False:
             return False
@@ -107,6 +130,7 @@ async def _launch(state: ClusterState, record: Record, why: str) -> bool:
     }
     if not await asyncio.to_thread(store.claim_scheduler, record, number, wanted):
         return False
+    state.launcher.place = replace(state.launcher.place, number=number)
     row = f"{restarts} of {setting('scheduler-restarts')} in a row"
     state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
     state.log(f"Cluster {record.name} launching another scheduler ({row})")
@@ -121,7 +145,7 @@ async def _launch(state: ClusterState, record: Record, why: str) -> bool:
         await join(state, record, patience)
         await state.client.change_within(patience, orphan_timeout=last.orphan_timeout)
 
-    await state.launcher.relaunch(number, connect)
+    await state.launcher.relaunch(connect)
     await state.record_keeper.write()
     state.log(f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begun:.0f} s")
     return True
@@ -133,7 +157,9 @@ async def _stop(state: ClusterState, record: Record) -> None:
     now = await asyncio.to_thread(state.record_keeper.read) or record
     for session, key in now.sessions.items():
         state.api.adopt(session, key)
+    if not state.api.live:
+        return
     try:
-        await state.launcher.stop({*now.sessions, *state.api.live}, _STOPS_WITHIN)
+        await state.launcher.stop(state.api.live, _STOPS_WITHIN)
     except CMLError as error:  # the leader tries again
         logger.warning("Old sessions of cluster %s not stopped yet: %s", record.name, error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -109,15 +108,13 @@ class Launcher:
             if self.display is not None:
                 await self.display.end(has_started)
 
-    async def relaunch(self, number: int, join: Callable[[], Awaitable[None]]) -> None:
-        """Launch another scheduler with this number, and all workers.
+    async def relaunch(self, join: Callable[[], Awaitable[None]]) -> None:
+        """Launch another scheduler, and all workers.
 
         Workers that the platform refuses are launched later.
 
         Parameters
         ----------
-        number : int
-            The scheduler's number.
         join : callable
             Connects to the scheduler when it answers. A scheduler that waits for its manager would close.
 
@@ -126,7 +123,6 @@ class Launcher:
         LaunchRefused, SessionFailed, SchedulerTimeout
             As in :meth:`launch`.
         """
-        self.place = replace(self.place, number=number)
         self.scheduler = self.make_scheduler()
         await self.scheduler.launch()
         launching = asyncio.ensure_future(self.launch_workers(self._fleet.names, lambda: True))
