@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from concurrent.futures import CancelledError
+from unittest import mock
 
 import dask
 import pytest
 from clusters import arrived, live, log_of, make, name_of, rebuild, target
 from distributed import Client
 from distributed.core import Status
+from simulated.faults import Mishap
+from simulated.testing import eventually, simulated
 
 from dask_cml import address
 from dask_cml.layout import wanted_file
@@ -184,6 +188,66 @@ async def test_a_cluster_that_closes_while_its_next_scheduler_starts_leaves_noth
         await holds(lambda: "launching another scheduler" in log_of(cluster))
         await cluster.close()
     assert not live(platform)
+
+
+@simulated
+async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
+    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        answered = threading.Event()
+        it.platform.plan("launch_workers", Mishap(), Mishap(before=answered))
+        it.platform.evict(cluster.manager.scheduler.session_id)
+        await eventually(lambda: not cluster.manager.state.connected)
+        await eventually(lambda: cluster.manager.state.connected, seconds=20.0)
+        answered.set()
+        await eventually(lambda: arrived(cluster) == 1)
+
+
+async def lose_and_recover(it, cluster):
+    """Let a cluster with one worker lose its scheduler, and wait for another one with a worker."""
+    await eventually(lambda: arrived(cluster) == 1)
+    it.platform.evict(cluster.manager.scheduler.session_id)
+    await eventually(lambda: not cluster.manager.state.connected)
+    await eventually(lambda: cluster.manager.state.connected and arrived(cluster) == 1)
+
+
+@simulated
+async def test_a_refused_scheduler_is_launched_again(it):
+    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.platform.refuse(times=2, half_made=False)
+        await lose_and_recover(it, cluster)
+        assert store.read("lab").scheduler.number == 2
+
+
+@simulated
+async def test_a_scheduler_is_launched_again_after_any_error_of_the_platforms_library(it):
+    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.platform.lose("launch_workers", KeyError("engineId"))
+        await lose_and_recover(it, cluster)
+
+
+@simulated
+async def test_the_scheduler_is_replaced_although_the_record_cannot_be_read_for_a_while(it):
+    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.files.stale = True
+        it.loop.call_later(15.0, setattr, it.files, "stale", False)
+        await lose_and_recover(it, cluster)
+
+
+@simulated
+async def test_an_observer_leaves_a_cluster_to_its_managers_between_two_schedulers(it):
+    with mock.patch.object(failover, "_PAUSES", (20.0,)):
+        async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+            await eventually(lambda: store.read("lab").scheduler.orphan_timeout is not None)
+            observer = Manager.adopt(store.read("lab"), observes=True)
+            await observer.start()
+            await eventually(lambda: not observer.state.alone)
+            await lose_and_recover(it, cluster)
+            await eventually(lambda: observer.state.connected)
+            await observer.close(shutdown=False)
 
 
 async def test_a_manager_that_died_after_its_claim_is_not_waited_for(platform, holds):

@@ -386,6 +386,22 @@ async def test_a_session_whose_launch_was_not_answered_is_taken_and_no_other_lau
     assert (stub.count("launch_workers"), stub.count("list_workers")) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("engineId"), TypeError("not subscriptable"), AttributeError("get"), ValueError("no")],
+    ids=repr,
+)
+async def test_a_session_that_the_platforms_library_launched_before_its_error_is_stopped(
+    stub, api, left, lose_answers, error
+):
+    lose_answers(stub, error)
+    with pytest.raises(type(error)):
+        await api.launch("mine", SIZE, "pass")
+    assert left()
+    await api.close()
+    assert not left()
+
+
 async def test_each_of_many_launches_takes_its_own_session(stub, api, left, lose_answers):
     lose_answers(stub, *[ConnectionError("broken")] * 5)
     ids = await launch(api, 10)

@@ -7,6 +7,7 @@ the scheduler with this number, with all workers at the same moment. The other m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import asdict, replace
@@ -28,6 +29,8 @@ _PAUSES = (0.0, 10.0, 30.0)
 #: Seconds for which an observer waits for other managers, which are better suited.
 _OBSERVER_PATIENCE = 60.0
 _LOOK_INTERVAL = 1.0
+#: Seconds for which a record may be unreadable while the cluster's folder exists.
+_UNREADABLE_FOR = 30.0
 #: Seconds within which the platform usually stops sessions.
 _STOPS_WITHIN = 5.0
 
@@ -47,33 +50,48 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
     str or None
         Why the cluster has no other scheduler. None: it has one.
     """
-    begun, limit, refused = time.monotonic(), setting("scheduler-restarts"), False
+    limit, number, since = setting("scheduler-restarts"), -1, 0.0
+    begun, refused = time.monotonic(), False
     while True:
-        record = await asyncio.to_thread(state.record_keeper.read)
+        record = await _read(state)
         if record is None or record.scheduler.closed:
             return why
         last = record.scheduler
-        if last.number > state.launcher.place.number and await _answers(state, last.number):
-            return None
-        if state.observes and not state.alone and time.monotonic() - begun < _OBSERVER_PATIENCE:
-            await asyncio.sleep(_LOOK_INTERVAL)
-            continue
-        if state.observes and last.orphan_timeout is not None:
-            return why  # without another manager, the cluster would end as an orphan
-        if last.restarts >= limit and not refused:
-            return f"{why}; it was the last of {limit} schedulers in a row" if limit else why
-        pause = _PAUSES[min(last.restarts, len(_PAUSES) - 1)]
-        await asyncio.sleep(setting("quota-retry") if refused else pause)
         try:
+            if last.number > state.launcher.place.number and await _answers(state, last.number):
+                return None
+            if last.number != number:
+                number, since = last.number, time.monotonic()
+            if state.observes and not state.alone and time.monotonic() - since < _OBSERVER_PATIENCE:
+                await asyncio.sleep(_LOOK_INTERVAL)
+                continue
+            if state.observes and last.orphan_timeout is not None:
+                return why  # without another manager, the cluster would end as an orphan
+            if last.restarts >= limit and not refused:
+                return f"{why}; it was the last of {limit} schedulers in a row" if limit else why
+            pause = _PAUSES[min(last.restarts, len(_PAUSES) - 1)]
+            await asyncio.sleep(setting("quota-retry") if refused else pause)
             # A refused scheduler was not lost.
             if await _launch(state, record, why, last.restarts + (not refused)):
                 return None
+            refused = False
         except LaunchRefused as error:
             why, refused = str(error), time.monotonic() - begun < state.options.pending_timeout
-        except Exception as error:
-            if not isinstance(error, (CMLError, OSError, asyncio.TimeoutError)):
-                logger.exception("Scheduler of cluster %s not launched", record.name)
-            why, refused = str(error) or repr(error), False
+        except Exception as error:  # the platform's library may raise anything
+            why, refused = str(error) if isinstance(error, CMLError) else repr(error), False
+            logger.info("Scheduler %d of cluster %s not launched: %s", number + 1, record.name, why)
+        await asyncio.sleep(_LOOK_INTERVAL)
+
+
+async def _read(state: ClusterState) -> Record | None:
+    """Return the cluster's record. The file system may fail for a while."""
+    deadline = time.monotonic() + _UNREADABLE_FOR
+    while (record := await asyncio.to_thread(state.record_keeper.read)) is None:
+        with contextlib.suppress(OSError):
+            if time.monotonic() > deadline or not await asyncio.to_thread(state.folder.is_dir):
+                break
+        await asyncio.sleep(_LOOK_INTERVAL)
+    return record
 
 
 async def _answers(state: ClusterState, number: int) -> bool:
@@ -86,7 +104,12 @@ async def _answers(state: ClusterState, number: int) -> bool:
         if record.scheduler.address is not None:
             if not await liveness.is_alive(record):
                 return False
-            await follow(state, record)
+            place = state.launcher.place
+            try:
+                await follow(state, record)
+            except BaseException:
+                state.launcher.place = place
+                raise
             return True
         if record.scheduler.maker is not None and record.scheduler.maker.lives() is False:
             return False
@@ -130,9 +153,13 @@ async def _launch(state: ClusterState, record: Record, why: str, restarts: int) 
     first = Wanted(record.name, state.fleet.manager, groups)
     state.fleet.update({**first.since(0), "workers": {}})
     state.launcher.detach([each.name for each in state.fleet.members if each.gone])
-    await state.launcher.relaunch()
-    await join(state, record, state.options.scheduler_timeout)
-    await state.client.change_within(state.options.scheduler_timeout, orphan_timeout=last.orphan_timeout)
+    patience = state.options.scheduler_timeout
+
+    async def connect() -> None:
+        await join(state, record, patience)
+        await state.client.change_within(patience, orphan_timeout=last.orphan_timeout)
+
+    await state.launcher.relaunch(connect)
     await state.record_keeper.write()
     state.log(f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begun:.0f} s")
     return True
@@ -144,8 +171,9 @@ async def _stop(state: ClusterState, record: Record) -> None:
     now = await asyncio.to_thread(state.record_keeper.read) or record
     for session, key in now.sessions.items():
         state.api.adopt(session, key)
+    if not state.api.live:
+        return
     try:
-        if stopping := {*now.sessions, *state.api.live}:
-            await state.launcher.stop(stopping, _STOPS_WITHIN)
+        await state.launcher.stop(state.api.live, _STOPS_WITHIN)
     except CMLError as error:  # the leader tries again
         logger.warning("Old sessions of cluster %s not stopped yet: %s", record.name, error)

@@ -115,10 +115,15 @@ class Launcher:
             if self.display is not None:
                 await self.display.end(has_started)
 
-    async def relaunch(self) -> None:
-        """Launch another scheduler at the place, and all workers. Return when the scheduler answers.
+    async def relaunch(self, join: Callable[[], Awaitable[None]]) -> None:
+        """Launch another scheduler at the place, and all workers.
 
         Workers that the platform refuses are launched later.
+
+        Parameters
+        ----------
+        join : callable
+            Connects to the scheduler when it answers. A scheduler that waits for its manager would close.
 
         Raises
         ------
@@ -130,6 +135,7 @@ class Launcher:
         launching = asyncio.ensure_future(self.launch_workers(self._fleet.names, lambda: True))
         try:
             await self.scheduler
+            await join()
             await launching
         finally:
             await cancel(launching)

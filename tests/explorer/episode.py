@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -68,6 +69,7 @@ class Episode:
         self.commands = 0
         self.outcome = Outcome()
         self.log = CapturedLog(self.outcome.story)
+        self._losing: list[asyncio.Task[None]] = []
         #: Why the cluster may have ended.
         self.ends: list[str] = []
 
@@ -187,12 +189,23 @@ class Episode:
             self.world.sessions.freeze(running[i % len(running)].id)
 
     def _evict_scheduler(self) -> None:
-        self.ends.append("the scheduler was evicted")
         for each in self.sessions("scheduler"):
             self.platform.evict(each.id)
 
+    def _lose_schedulers(self, ages: tuple[float, ...]) -> None:
+        """Evict the scheduler now, and the next ones so many seconds after their launch."""
+        self._evict_scheduler()
+        self._losing.append(asyncio.create_task(self._lose_next(ages[1:])))
+
+    async def _lose_next(self, ages: tuple[float, ...]) -> None:
+        for age in ages:
+            while not (found := self.sessions("scheduler")):
+                await asyncio.sleep(0.25)
+            await asyncio.sleep(age)
+            self.note(f"world: evict {found[-1].id}, a scheduler")
+            self.platform.evict(found[-1].id)
+
     def _freeze_scheduler(self) -> None:
-        self.ends.append("the scheduler's node has failed")
         for each in self.sessions("scheduler"):
             if each.id in self.world.sessions.processes:
                 self.world.sessions.freeze(each.id)
@@ -213,6 +226,8 @@ class Episode:
     def heal(self) -> None:
         """Nothing goes wrong any more."""
         self.note("all faults stop")
+        for task in self._losing:
+            task.cancel()
         self.world.luck.weather = CALM
         self.platform.configure(None)
         self.platform.heal()
@@ -314,6 +329,8 @@ class Episode:
         await self._until(lambda: is_true() or self._keeper() is None)
         if self._keeper() is None and not await self._until(is_true, 10.0):
             await self._let_one_stay()
+            if keeper is not None and keeper.cluster is not None and keeper.cluster.manager.fleet.wishes:
+                self._wish_again(wanted)  # the wish has died with its process, before a scheduler knew it
             await self._until(is_true)
         if not await self._until(is_true, 0.0):
             self.violate(f"the last wish {wanted} is not what runs: {'; '.join(wrong)}")
@@ -322,6 +339,12 @@ class Episode:
         else:
             self.outcome.converged = time.monotonic() - began
             self.note(f"the last wish is true after {self.outcome.converged:.1f} s")
+
+    def _wish_again(self, wanted: dict[str, int]) -> None:
+        if (other := self._keeper()) is not None and other.open is not None:
+            self.note(f"last wish once more, by {other.name}")
+            for group, n in wanted.items():
+                other.scale(other.open, n, group)
 
     async def _let_one_stay(self) -> None:
         """Let a manager connect and stay if another one has died.
@@ -356,6 +379,9 @@ class Episode:
             found.append(f"sessions {sorted(live.values())}")
         if recorded := {key for key in record.sessions.values() if key != "scheduler"} ^ {*live.values()}:
             found.append(f"the record differs in {sorted(recorded)}")
+        ids = [each.id for each in self.sessions("scheduler") if not each.stop_requested]
+        if ids != [id for id, key in record.sessions.items() if key == "scheduler"] or len(ids) != 1:
+            found.append(f"sessions of schedulers {ids}")
         schedulers = [
             program for each in self.sessions("scheduler") for program in self.world.sessions.program(each.id)
         ]
@@ -375,8 +401,7 @@ class Episode:
 
     def _kept_workers(self) -> bool:
         """Whether workers were kept because no other one could take their data."""
-        clusters = (each.cluster for each in self.actors.values() if isinstance(each, Keeper))
-        lines = [line for each in clusters if each is not None for _, line in each._cluster_manager_logs]
+        lines = self._told(each for each in self.actors.values() if isinstance(each, Keeper))
         return any("kept: no other worker can take its data" in each for each in (*lines, *self.log.lines))
 
     def _dask_names(self, record: Record, key: str) -> list[str]:
@@ -386,15 +411,18 @@ class Episode:
         return [key] if n == 1 else [f"{key}-{i}" for i in range(n)]
 
     def _check_ended(self) -> None:
-        """A cluster that runs is ended by a word of its user only, never by an error."""
-        notebooks = [each for each in self.actors.values() if isinstance(each, Notebook)]
-        if not any(each.started for each in notebooks):
+        """A running cluster ends by a word of its user, or if its schedulers are lost again and again."""
+        keepers = [each for each in self.actors.values() if isinstance(each, Keeper)]
+        started = [each for each in keepers if isinstance(each, Notebook) and each.started]
+        if self.ends or not started or not all(each.runs for each in keepers):
             return
-        fates = [
-            each for each in self.platform.all.values() if each.key == "scheduler" and each.status == "failed"
-        ]
-        if not self.ends and not fates and not any(not each.runs for each in self.actors.values()):
+        if not any("schedulers in a row" in line for line in self._told(started)):
             self.violate("the cluster has ended, and nobody wanted it")
+
+    def _told(self, keepers: Iterable[Keeper]) -> list[str]:
+        """Return what clusters have told their users."""
+        clusters = [each.cluster for each in keepers if each.cluster is not None]
+        return [line for each in clusters for _, line in each._cluster_manager_logs]
 
     # -- nobody comes back
 
@@ -438,6 +466,7 @@ class Episode:
     # -- what must be
 
     async def _check_the_end(self) -> None:
+        await self._close_again()
         await self._check_sessions()
         others = self.platform.all[self.others]
         if others.stop_requested or not others.live:
@@ -456,6 +485,14 @@ class Episode:
         for what in self.log.tracebacks:
             self.violate(f"a traceback: {what}")
         self.outcome.leaked = sum(self._leaked(each) for each in self.platform.all.values())
+
+    async def _close_again(self) -> None:
+        """Let users whose ``close()`` has named sessions that were not stopped call it again."""
+        for each in [*self.actors.values()]:
+            failed = isinstance(each, Notebook) and each.cluster and each.cluster.status == Status.failed
+            if failed and each.runs:
+                self.note(f"{each.name}: close again, after {each.errors[-1:]}")
+                await self._close(each, each.cluster)
 
     async def _check_sessions(self) -> None:
         await self._until(lambda: not self._left_running(), 200.0)

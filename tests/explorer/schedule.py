@@ -173,6 +173,12 @@ class _Writer:
             return (chance.choice([*WEATHERS]),)
         if what == "quota":
             return chance.choice([None, 1, 2, 3, 4, 5]), chance.random() < 0.5
+        if what == "lose schedulers":
+            # Of each: seconds from its launch. Most need less than 5 s until they answer.
+            n = chance.choice([1, 2, 2, 3, 6])
+            return (
+                tuple(chance.choice([0.0, chance.uniform(0, 5), chance.uniform(0, 20)]) for _ in range(n)),
+            )
         if what == "stale":
             return (chance.choice([0.5, 3.0, 10.0]),)
         if what in ("kill", "end session"):
@@ -205,7 +211,8 @@ _STEPS = {
     "evict": 3,
     "evict all": 1,
     "freeze": 1,
-    "evict scheduler": 0.4,
+    "evict scheduler": 1,
+    "lose schedulers": 2,
     "freeze scheduler": 0.2,
     "weather": 3,
     "quota": 1.5,
