@@ -111,6 +111,11 @@ def positive(argument: str, value: Any) -> float:
     return _above_0(argument, value, "a number above 0", _real)
 
 
+def positive_or_none(argument: str, value: Any) -> float | None:
+    """Check a number above 0, or None."""
+    return None if value is None else positive(argument, value)
+
+
 def gibibytes(argument: str, value: Any) -> float:
     """Check an amount of memory, and return it in GiB."""
     expected = 'GiB as a number above 0, or a string such as "16 GiB"'

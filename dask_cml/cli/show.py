@@ -77,9 +77,11 @@ async def info(name: str, as_json: bool) -> None:
     row["created"], row["folder"] = record.created, str(state_directory() / name)
     sessions = dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1])))
     if as_json:
-        hours = {group: asdict(each) for group, each in usage.items()}
-        row["usage"] = {"groups": hours, "total": asdict(usage.total)}
-        row |= {"security": record.security is not None, "creator": asdict(record.maker)}
+        row |= {
+            "usage": usage.to_json(),
+            "security": record.security is not None,
+            "creator": asdict(record.maker),
+        }
         print_json(row | {"sessions": sessions, "owners": record.owners})
         return
     about = _cells(row) | {

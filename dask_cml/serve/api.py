@@ -94,7 +94,7 @@ class Cluster(ApiHandler):
 
     async def delete(self, name: str) -> None:
         """Stop all sessions of a cluster."""
-        await self.clusters.delete(name)
+        await self.clusters.delete(name, self.current_user.name)
         self.answer({})
 
 

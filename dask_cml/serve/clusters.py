@@ -238,7 +238,7 @@ class ProjectClusters(Observers):
             **description,
             "sessions": sessions,
             "logs": logs,
-            "usage": views.usage_as_json(usage),
+            "usage": usage.to_json(),
             "client": f'Client("{description["address"]}")',
             "security": record is not None and record.security is not None,
             "dashboard_id": record.id if record is not None and has_dashboard else None,
@@ -292,8 +292,15 @@ class ProjectClusters(Observers):
             with contextlib.suppress(CMLError):
                 await self._close(cluster)
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, user: str | None = None) -> None:
         """Stop all sessions of a cluster, or forget a failed cluster.
+
+        Parameters
+        ----------
+        name : str
+            The name of the cluster.
+        user : str, optional
+            The user who deletes it.
 
         Raises
         ------
@@ -303,13 +310,15 @@ class ProjectClusters(Observers):
             If CML did not stop some sessions.
         """
         each = self._one(name)
+        if each.cluster is not None:
+            each.cluster.manager.end_reason = operations.deleted_by(user)
         if isinstance(each, CreatedCluster):
             if each.cluster is not None:
                 await self._close(each.cluster)
             self._created.pop(name, None)
         elif each.cluster is not None and each.cluster.status == Status.running:
             await self._close(each.cluster)
-        elif (error := (await operations.end_all([each.record]))[name]) is not None:
+        elif (error := (await operations.end_all([each.record], user))[name]) is not None:
             raise error
 
 

@@ -126,8 +126,3 @@ def recorded_sessions(record: Record) -> list[dict[str, Any]]:
 
 def _link(url: Any) -> str | None:
     return url if isinstance(url, str) and url.startswith(("https://", "http://")) else None
-
-
-def usage_as_json(usage: Usage) -> dict[str, Any]:
-    """Return the usage of a cluster, by worker group and in total."""
-    return {"groups": {group: asdict(hours) for group, hours in usage.items()}, "total": asdict(usage.total)}

@@ -1,0 +1,278 @@
+"""The history of clusters: one small file remains of each cluster that has ended.
+
+Each file is named after the id of the cluster's record. The process that removes the record writes the file first. No process changes it.
+
+Functions block while they wait for the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from dask_cml import heartbeat
+from dask_cml.checks import is_session_id
+from dask_cml.layout import HISTORY_FOLDER
+from dask_cml.options import setting, state_directory
+from dask_cml.printable import first_line, printable
+from dask_cml.private_files import check_folder, make_folder, open_folder, read_file, write_new_file
+from dask_cml.records import store
+from dask_cml.records.ignored import report
+from dask_cml.records.record import Record
+from dask_cml.records.usage import SessionHours, Usage, amount, usage_of
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".json"
+_LONGEST_TEXT, _MOST_SAMPLES = 300, 1000
+_DAY = 86400.0
+#: What the scheduler has counted, see :class:`dask_cml.scheduler.activity.Activity`.
+_SUMS = ("tasks_done", "most_workers", "session_seconds", "busy_seconds")
+#: The reason if no process has seen the end.
+UNSEEN = "its session ended"
+
+
+@dataclass(frozen=True)
+class EndedCluster:
+    """A cluster that has ended.
+
+    Parameters
+    ----------
+    name, id : str
+        The cluster's name, and the id of its record.
+    user, session : str or None
+        The user and the session that created it.
+    created, ended : float
+        When it was created and when it ended, in seconds since 1970.
+    why : str
+        Why it ended.
+    usage : Usage
+        The hours of its sessions.
+    tasks_done : float
+        Number of tasks that it has completed.
+    most_workers : float
+        The largest number of worker sessions that were connected at the same time.
+    session_seconds, busy_seconds : float
+        Sums of the times for which worker sessions were connected, and had tasks.
+    samples : sequence of tuples
+        Times in seconds since 1970, each with the numbers of requested, connected and busy worker sessions.
+    """
+
+    name: str
+    id: str
+    user: str | None
+    session: str | None
+    created: float
+    ended: float
+    why: str
+    usage: Usage
+    tasks_done: float = 0
+    most_workers: float = 0
+    session_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    samples: Sequence[tuple[float, ...]] = ()
+
+    @classmethod
+    def of(cls, record: Record, why: str = UNSEEN) -> EndedCluster:
+        """Return what remains of a cluster that does not run any more.
+
+        Parameters
+        ----------
+        record : Record
+            Its record, with its ended sessions.
+        why : str
+            Why it ended, if the scheduler has written no reason.
+        """
+        ended, maker, activity = _end_of(record), record.maker, record.scheduler.activity
+        session = maker.session if isinstance(maker.session, str) else None
+        why = first_line(record.scheduler.closed or why)
+        created, usage = datetime.fromisoformat(record.created).timestamp(), usage_of(record, ended)
+        found = cls(record.name, record.id, maker.user, session, created, ended, why, usage)
+        counted = {name: activity[name] for name in (*_SUMS, "samples") if name in activity}
+        with contextlib.suppress(ValueError):  # another process has written these
+            return cls.from_json({**found.to_json(), **counted})
+        return cls.from_json(found.to_json())
+
+    @classmethod
+    def from_json(cls, content: Any) -> EndedCluster:
+        """Return what :meth:`to_json` describes, and check it.
+
+        Raises
+        ------
+        ValueError
+            If it describes no cluster.
+        """
+        try:
+            values = {each.name: content[each.name] for each in fields(cls)}
+            if not is_session_id(values["id"]):  # the name of its file
+                raise ValueError(f"invalid id {values['id']!r:.100}")
+            values |= {name: _text(values[name]) for name in ("name", "why")}
+            values |= {
+                name: _text(each) for name in ("user", "session") if (each := values[name]) is not None
+            }
+            values |= {name: amount(values[name]) for name in ("created", "ended", *_SUMS)}
+            samples = (
+                (t, wanted, there, busy) for t, wanted, there, busy in values["samples"][:_MOST_SAMPLES]
+            )
+            values["samples"] = sorted(tuple(map(amount, each)) for each in samples)
+            return cls(**{**values, "usage": Usage.from_json(values["usage"])})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"it is not the history of a cluster: {error!r}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {**vars(self), "usage": self.usage.to_json()}
+
+    def describe(self, samples: bool = False) -> dict[str, Any]:
+        """Describe it for programs.
+
+        Parameters
+        ----------
+        samples : bool
+            Whether to include the samples.
+        """
+        times = {name: _iso(getattr(self, name)) for name in ("created", "ended")}
+        derived = {"duration": self.duration, "idle": self.idle, "cost": cost_of(self.usage.total)}
+        return {**self.to_json(), **times, **derived, "samples": self.samples if samples else []}
+
+    @property
+    def duration(self) -> float:
+        """Seconds from its creation to its end."""
+        return max(0.0, self.ended - self.created)
+
+    @property
+    def day(self) -> str:
+        """The day of its end, in UTC."""
+        return _iso(self.ended)[:10]
+
+    @property
+    def idle(self) -> float | None:
+        """The share of its workers' time without tasks. None if no worker was connected."""
+        return max(0.0, 1 - self.busy_seconds / self.session_seconds) if self.session_seconds else None
+
+    @property
+    def idle_words(self) -> str:
+        """The text for the share of idle time."""
+        hours = self.session_seconds / 3600
+        return (
+            "no worker was connected"
+            if self.idle is None
+            else f"{self.idle:.0%} of {hours:.1f} worker hours were idle"
+        )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {type(value).__name__}")
+    return printable(value[:_LONGEST_TEXT])
+
+
+def _iso(moment: float) -> str:
+    return datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="seconds")
+
+
+def cost_of(used: SessionHours) -> float | None:
+    """Return the cost of sessions by the prices below ``cml.prices``. Return None if all are missing."""
+    amounts = {"cpu": used.vcpu_hours, "memory": used.gib_hours, "gpu": used.gpu_hours}
+    prices = {name: price for name in amounts if (price := setting(f"prices.{name}")) is not None}
+    return sum(price * amounts[name] for name, price in prices.items()) if prices else None
+
+
+def _end_of(record: Record) -> float:
+    """Return now. If the cluster is dead, return the time of its last sign of life."""
+    now, silence = time.time(), heartbeat.silence(state_directory() / record.name)
+    if silence is not None:
+        return now - silence if record.scheduler.closed or silence > heartbeat.LONGEST_SILENCE else now
+    if record.maker.lives():
+        return now
+    launches = {**record.launches, **record.ended}.values()
+    created = datetime.fromisoformat(record.created).timestamp()
+    return max(created, *(each.ended or each.began or each.launched for each in launches), 0)
+
+
+def remember(record: Record, why: str = UNSEEN) -> None:
+    """Write the file of a cluster whose record is about to be removed. Log errors.
+
+    Do nothing if another process has written the file, or has removed the record.
+
+    Parameters
+    ----------
+    record : Record
+        Its last known record.
+    why : str
+        Why it ended, as a clause.
+    """
+    try:
+        keep, folder = setting("history.keep"), state_directory() / HISTORY_FOLDER
+        if keep and (last := store.last(record)) is not None:
+            make_folder(folder)
+            content = json.dumps(EndedCluster.of(last, why).to_json()).encode()
+            with open_folder(folder) as descriptor:
+                write_new_file(f"{record.id}{_SUFFIX}", content, descriptor)
+        _forget(folder, keep, time.time() - setting("history.days") * _DAY)
+    except Exception as error:  # the cluster must end, whatever its record contains
+        logger.warning("History of cluster %s not written: %r", record.name, error)
+
+
+def _forget(folder: Path, keep: int, oldest: float) -> None:
+    """Remove all files but the newest ones."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        dated = sorted(
+            ((each.stat(follow_symlinks=False).st_mtime, each.path) for each in entries), reverse=True
+        )
+        for number, (written, path) in enumerate(dated):
+            if number >= keep or written < oldest:
+                with contextlib.suppress(OSError):  # another process removes it, too
+                    os.unlink(path)
+
+
+def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
+    """Return the clusters that have ended, the last one first. Ignore damaged files; warn once.
+
+    Parameters
+    ----------
+    dead : iterable of Record
+        The records of dead clusters, which no process has removed yet.
+    """
+    folder = state_directory() / HISTORY_FOLDER
+    found: dict[str, EndedCluster] = {}
+    for record in dead:
+        with contextlib.suppress(ValueError):
+            found[record.id] = EndedCluster.of(store.last(record) or record)
+    for file in _files(folder):
+        try:
+            found[file.stem] = _read(file)
+        except FileNotFoundError:  # forgotten meanwhile
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            report(file, str(error))
+    return sorted(found.values(), key=lambda each: (each.ended, each.id), reverse=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        check_folder(folder)
+        return [file for file in folder.glob(f"*{_SUFFIX}") if not file.name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        report(folder, str(error))
+        return []
+
+
+@functools.lru_cache(maxsize=1000)
+def _read(file: Path) -> EndedCluster:
+    """Read a file, which no process changes."""
+    ended = EndedCluster.from_json(json.loads(read_file(file)))
+    if ended.id != file.stem:
+        raise ValueError(f"it is the history of another cluster, {ended.id!r}")
+    return ended
