@@ -85,7 +85,7 @@ async def test_a_closed_cluster_leaves_what_it_has_used_and_done(locally, holds)
     assert (found.name, found.why, found.user) == ("lab", "closed", Maker.this_process().user)
     assert begun - 2 < found.created <= found.ended <= time.time()
     assert {group: used.sessions for group, used in found.usage.items()} == {"scheduler": 1, "default": 2}
-    assert 0 < found.usage.total.hours * HOUR < 3 * (time.time() - begun)
+    assert 0 < found.usage.total.hours * HOUR < 3 * (time.time() - begun + 1)
     assert (found.tasks_done, found.most_workers) == (5, 2)
     assert found.session_seconds > found.busy_seconds
     assert store.records() == []
@@ -208,7 +208,7 @@ def test_hours_of_a_dead_cluster_count_until_its_last_sign_of_life(state):
     assert found.usage["default"].hours == pytest.approx(1, abs=0.01)
     assert (found.user, found.session, found.why) == ("ann", "session-of-ann", "its session ended")
     assert (found.tasks_done, found.most_workers, found.idle) == (7, 2, 0.5)
-    assert found.idle_words == "50% of 2.0 worker hours were idle"
+    assert found.idle_words == "50 % of 2.0 worker hours were idle"
     assert [*map(list, found.samples)] == ACTIVITY["samples"]
 
 
@@ -441,3 +441,75 @@ def test_a_bad_price_is_refused_with_its_origin(state, price):
 
 def the_usage():
     return EndedCluster.from_json(valid(usage={"groups": {"default": HOURS}})).usage
+
+
+# -- `dask cml history`
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(cli.cml, ["history", *arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def write_two():
+    """Write two ended clusters: one of ann's that ended an hour ago, and one of ben's of last month."""
+    now = time.time()
+    usage = {"groups": {"scheduler": HOURS, "default": {**HOURS, "sessions": 3, "lost": {"evicted": 1}}}}
+    write(valid(created=now - 3 * HOUR, ended=now - HOUR, usage=usage))
+    month = 30 * 24 * HOUR
+    more = {"id": "fedcba9876543210", "name": "night", "user": "ben", "why": "idle for 60 s"}
+    write(valid(created=now - month - HOUR, ended=now - month, usage=usage, **more), "fedcba9876543210.json")
+
+
+def test_the_command_lists_ended_clusters_with_their_hours(platform):
+    write_two()
+    head, lab, night, total = run().splitlines()
+    columns = "name  by  ended  duration  sessions  vCPU hours  GiB hours  GPU hours  why"
+    assert head.split() == columns.split()
+    assert lab.split()[:2] == ["lab", "ann"]
+    assert lab.split()[4:] == ["2", "h", "4", "2.00", "2.00", "0.00", "closed"]
+    assert night.endswith("idle for 60 s")
+    assert total.split() == ["total", "8", "4.00", "4.00", "0.00"]
+
+
+def test_the_list_is_limited_to_a_time_and_a_user(platform):
+    write_two()
+    assert [each["name"] for each in json.loads(run("--since", "7d", "--json"))] == ["lab"]
+    assert [each["name"] for each in json.loads(run("--by", "ben", "--json"))] == ["night"]
+    assert json.loads(run("--since", "7d", "--by", "ben", "--json")) == []
+    assert run("--by", "carl") == "No ended clusters.\n"
+    assert "invalid since='soon': expected seconds" in run("--since", "soon", code=1)
+
+
+def test_one_cluster_is_shown_in_detail(platform):
+    write_two()
+    with dask.config.set({"cml.prices.cpu": 0.5}):
+        lines = [" ".join(line.split()) for line in run("lab").splitlines()]
+    assert lines[:3] == ["name lab", "by ann", lines[2]]
+    assert lines[3].endswith(", after 2 h")
+    assert lines[4:8] == [
+        "why closed",
+        "tasks 7 done",
+        "workers 2 at most; 50 % of 2.0 worker hours were idle",
+        "cost 1.00",
+    ]
+    assert lines[-1] == "usage total 4 2.00 2.00 2.00 0.00 1 evicted"
+    [described] = json.loads(run("lab", "--json"))
+    assert (described["idle"], described["cost"], described["samples"]) == (0.5, None, ACTIVITY["samples"])
+    assert described["usage"]["total"]["lost"] == {"evicted": 1}
+    assert "no ended cluster named 'day'" in run("day", code=1)
+
+
+def test_the_list_has_costs_if_the_site_has_prices(platform):
+    write_two()
+    with dask.config.set({"cml.prices.cpu": 0.5, "cml.prices.memory": 0.25}):
+        assert run().splitlines()[0].split()[-2:] == ["cost", "why"]
+        assert run().splitlines()[-1].split()[-1] == "3.00"
+
+
+def test_dead_clusters_are_listed_before_anybody_removes_them(platform):
+    dead_record()
+    [found] = json.loads(run("--json"))
+    assert (found["name"], found["why"]) == ("lab", "its session ended")
+    assert not files()

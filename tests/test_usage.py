@@ -67,6 +67,12 @@ def test_the_total_is_the_sum_of_all():
     assert Usage().total == SessionHours()
 
 
+def test_lost_sessions_of_several_groups_are_summed_up_for_json():
+    usage = Usage(a=SessionHours(lost={"evicted": 1}), b=SessionHours(lost={"evicted": 2, "killed": 1}))
+    assert json.loads(json.dumps(usage.to_json()))["total"]["lost"] == {"evicted": 3, "killed": 1}
+    assert Usage.from_json(usage.to_json()) == usage
+
+
 def test_a_session_that_waited_counts_from_when_it_got_room():
     record = running(session("mine-0", waits=True), session("mine-1", began=BEGIN + HOUR))
     assert used(record, now=BEGIN + 3 * HOUR) == {"default": SessionHours(2, 2)}

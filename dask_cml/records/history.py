@@ -1,6 +1,7 @@
 """The history of clusters: one small file remains of each cluster that has ended.
 
-Each file is named after the id of the cluster's record. The process that removes the record writes the file first. No process changes it.
+Each file is named after the id of the cluster's record. The process that removes the record writes the file
+first. No process changes it.
 
 Functions block while they wait for the file system.
 """
@@ -162,12 +163,9 @@ class EndedCluster:
     @property
     def idle_words(self) -> str:
         """The text for the share of idle time."""
-        hours = self.session_seconds / 3600
-        return (
-            "no worker was connected"
-            if self.idle is None
-            else f"{self.idle:.0%} of {hours:.1f} worker hours were idle"
-        )
+        if self.idle is None:
+            return "no worker was connected"
+        return f"{100 * self.idle:.0f} % of {self.session_seconds / 3600:.1f} worker hours were idle"
 
 
 def _text(value: Any) -> str:

@@ -205,6 +205,14 @@ def usage(name: str, id: str | None = None) -> Usage:
     return usage_of(record, time.time())
 
 
+async def ended_clusters() -> list[history.EndedCluster]:
+    """Return the clusters that have ended, the last one first, also dead ones that nobody has removed."""
+    records = await asyncio.to_thread(store.records)
+    findings = await liveness.judge(records)
+    dead = [each for each in records if findings[each.name].state is State.DEAD]
+    return await asyncio.to_thread(history.ended_clusters, dead)
+
+
 def session_logs(record: Record) -> SessionLogs:
     """Return the logs of a cluster's sessions."""
     groups = {DEFAULT_GROUP: record.options, **record.groups}

@@ -49,7 +49,7 @@ class SessionHours:
 
     def __add__(self, other: SessionHours) -> SessionHours:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "lost"}
-        return SessionHours(**sums, lost=Counter(self.lost) + Counter(other.lost))
+        return SessionHours(**sums, lost=dict(Counter(self.lost) + Counter(other.lost)))
 
 
 class Usage(dict[str, SessionHours]):
