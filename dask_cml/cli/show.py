@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -143,6 +142,7 @@ async def ended(name: str | None, since: str | None, by: str | None, as_json: bo
 
 
 def _print_ended(found: Sequence[EndedCluster]) -> None:
+    from dask_cml.display.words import moment
     from dask_cml.records.usage import SessionHours
 
     if not found:
@@ -151,7 +151,7 @@ def _print_ended(found: Sequence[EndedCluster]) -> None:
     rows = []
     for each in found:
         lasted = _shown("age", each.duration)
-        row = [each.name, each.user or "-", _minute(each.ended), lasted, *_hours(each.usage.total), each.why]
+        row = [each.name, each.user or "-", moment(each.ended), lasted, *_hours(each.usage.total), each.why]
         rows.append(row)
     total = sum((each.usage.total for each in found), SessionHours())
     rows.append(["total", "", "", "", *_hours(total), ""])
@@ -167,11 +167,8 @@ def _hours(used: SessionHours) -> list[str]:
     return [str(used.sessions), *(f"{each:,.2f}" for each in amounts if each is not None)]
 
 
-def _minute(moment: float) -> str:
-    return datetime.fromtimestamp(moment, timezone.utc).strftime("%Y-%m-%d %H:%M")
-
-
 def _print_one(one: EndedCluster) -> None:
+    from dask_cml.display.words import moment
     from dask_cml.records.history import cost_of
 
     cost = cost_of(one.usage.total)
@@ -179,8 +176,8 @@ def _print_one(one: EndedCluster) -> None:
         "name": one.name,
         "by": one.user,
         "session": one.session,
-        "created": _minute(one.created),
-        "ended": f"{_minute(one.ended)}, after {_shown('age', one.duration)}",
+        "created": moment(one.created),
+        "ended": f"{moment(one.ended)}, after {_shown('age', one.duration)}",
         "why": one.why,
         "tasks": f"{one.tasks_done:,} done",
         "workers": f"{one.most_workers} at most; {one.idle_words}",

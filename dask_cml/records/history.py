@@ -151,11 +151,6 @@ class EndedCluster:
         return max(0.0, self.ended - self.created)
 
     @property
-    def day(self) -> str:
-        """The day of its end, in UTC."""
-        return _iso(self.ended)[:10]
-
-    @property
     def idle(self) -> float | None:
         """The share of its workers' time without tasks. None if no worker was connected."""
         return max(0.0, 1 - self.busy_seconds / self.session_seconds) if self.session_seconds else None
