@@ -167,7 +167,7 @@ def usage() -> Usage:
 
 
 def ended() -> list[EndedCluster]:
-    """Ended clusters, the last one first: with a long time line, with hostile texts, and one that did nothing."""
+    """Ended clusters: one with a long time line, one with hostile texts, and one that did nothing."""
     end = 1795401000.0
     samples = []
     for i in range(120):
