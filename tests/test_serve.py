@@ -176,11 +176,8 @@ async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(serv
 
 
 async def test_the_history_has_dead_clusters_that_nobody_has_removed(server):
-    nobody, state = (
-        Maker("elsewhere", 1, 1.0, "gone"),
-        SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1"),
-    )
-    write_record(Record("dead", maker=nobody, scheduler=state))
+    state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1")
+    write_record(Record("dead", maker=Maker("elsewhere", 1, 1.0, "gone"), scheduler=state))
     os.utime(newest(state_directory() / "dead"), (time.time() - 3600,) * 2)
     await server.until("dead", lambda cluster: cluster["status"] == "stale")
     [found] = (await server.get("/api/history"))["clusters"]
@@ -190,17 +187,20 @@ async def test_the_history_has_dead_clusters_that_nobody_has_removed(server):
 async def test_metrics_are_those_of_real_clusters(server):
     await server.post("/api/clusters", name="night", n_workers=1)
     await server.until("night", running)
+    expected = (
+        'dask_cml_sessions{cluster="night",group="default",state="connected"} 1.0',
+        'dask_cml_launches_total{cluster="night",group="default"} 1.0',
+        'dask_cml_start_seconds_bucket{le="+Inf"} 1.0',
+    )
 
-    async def counted():
+    async def shown():
         while True:
             text = (await server.ask("GET", "/metrics")).text
-            if 'dask_cml_launches_total{cluster="night",group="default"} 1.0' in text:
-                return text
+            if all(line in text for line in expected):
+                return
             await asyncio.sleep(0.1)
 
-    text = await asyncio.wait_for(counted(), 120)
-    assert 'dask_cml_sessions{cluster="night",group="default",state="connected"} 1.0' in text
-    assert 'dask_cml_start_seconds_bucket{le="+Inf"} 1.0' in text
+    await asyncio.wait_for(shown(), 120)
 
 
 async def test_cluster_of_the_page_is_used_from_another_process(server):

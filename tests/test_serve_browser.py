@@ -436,8 +436,8 @@ def over(server):
 
 
 COLOURS = """() => {
-    const colours = (selector, name) => getComputedStyle(document.querySelector(selector))[name];
-    return [colours("body", "backgroundColor"), colours("rect.busy", "fill"), colours("rect.starting", "fill")];
+    const colour = (selector, name) => getComputedStyle(document.querySelector(selector))[name];
+    return [colour("body", "backgroundColor"), colour("rect.busy", "fill"), colour("rect.starting", "fill")];
 }"""
 
 

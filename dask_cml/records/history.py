@@ -14,8 +14,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,13 @@ from dask_cml.private_files import check_folder, make_folder, open_folder, read_
 from dask_cml.records import store
 from dask_cml.records.ignored import report
 from dask_cml.records.record import Record
-from dask_cml.records.usage import SessionHours, Usage, amount, usage_of
+from dask_cml.records.usage import SessionHours, Usage, amount, read_usage, usage_of
 
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
 _LONGEST_TEXT, _MOST_SAMPLES = 300, 1000
 _DAY = 86400.0
-#: What the scheduler has counted, see :class:`dask_cml.scheduler.activity.Activity`.
-_SUMS = ("tasks_done", "most_workers", "session_seconds", "busy_seconds")
 #: The reason if no process has seen the end.
 UNSEEN = "its session ended"
 
@@ -78,8 +76,8 @@ class EndedCluster:
     usage: Usage
     tasks_done: float = 0
     most_workers: float = 0
-    session_seconds: float = 0.0
-    busy_seconds: float = 0.0
+    session_seconds: float = 0
+    busy_seconds: float = 0
     samples: Sequence[tuple[float, ...]] = ()
 
     @classmethod
@@ -93,15 +91,20 @@ class EndedCluster:
         why : str
             Why it ended, if the scheduler has written no reason.
         """
-        ended, maker, activity = _end_of(record), record.maker, record.scheduler.activity
-        session = maker.session if isinstance(maker.session, str) else None
-        why = first_line(record.scheduler.closed or why)
-        created, usage = datetime.fromisoformat(record.created).timestamp(), usage_of(record, ended)
-        found = cls(record.name, record.id, maker.user, session, created, ended, why, usage)
-        counted = {name: activity[name] for name in (*_SUMS, "samples") if name in activity}
-        with contextlib.suppress(ValueError):  # another process has written these
-            return cls.from_json({**found.to_json(), **counted})
-        return cls.from_json(found.to_json())
+        ended = _end_of(record)
+        own = {
+            "name": record.name,
+            "id": record.id,
+            "user": record.maker.user,
+            "session": record.maker.session,
+            "created": datetime.fromisoformat(record.created).timestamp(),
+            "ended": ended,
+            "why": first_line(record.scheduler.closed or why),
+            "usage": usage_of(record, ended).to_json(),
+        }
+        with contextlib.suppress(ValueError):  # another process has written the activity
+            return cls.from_json({**record.scheduler.activity, **own})
+        return cls.from_json(own)
 
     @classmethod
     def from_json(cls, content: Any) -> EndedCluster:
@@ -113,19 +116,7 @@ class EndedCluster:
             If it describes no cluster.
         """
         try:
-            values = {each.name: content[each.name] for each in fields(cls)}
-            if not is_session_id(values["id"]):  # the name of its file
-                raise ValueError(f"invalid id {values['id']!r:.100}")
-            values |= {name: _text(values[name]) for name in ("name", "why")}
-            values |= {
-                name: _text(each) for name in ("user", "session") if (each := values[name]) is not None
-            }
-            values |= {name: amount(values[name]) for name in ("created", "ended", *_SUMS)}
-            samples = (
-                (t, wanted, there, busy) for t, wanted, there, busy in values["samples"][:_MOST_SAMPLES]
-            )
-            values["samples"] = sorted(tuple(map(amount, each)) for each in samples)
-            return cls(**{**values, "usage": Usage.from_json(values["usage"])})
+            return cls(**{name: read(content[name]) for name, read in _READ.items() if name in content})
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"it is not the history of a cluster: {error!r}") from None
 
@@ -163,10 +154,34 @@ class EndedCluster:
         return f"{100 * self.idle:.0f} % of {self.session_seconds / 3600:.1f} worker hours were idle"
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {type(value).__name__}")
-    return printable(value[:_LONGEST_TEXT])
+def _text(value: str) -> str:
+    return printable(value)[:_LONGEST_TEXT]
+
+
+def _text_or_none(value: str | None) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _id(value: Any) -> str:
+    if not is_session_id(value):  # it is the name of a file
+        raise ValueError("its id is invalid")
+    return value
+
+
+def _samples(value: Any) -> list[tuple[float, ...]]:
+    return sorted((amount(t), amount(n), amount(m), amount(k)) for t, n, m, k in value[:_MOST_SAMPLES])
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "name": _text,
+    "id": _id,
+    **dict.fromkeys(("user", "session"), _text_or_none),
+    **dict.fromkeys(("created", "ended"), amount),
+    "why": _text,
+    "usage": read_usage,
+    **dict.fromkeys(("tasks_done", "most_workers", "session_seconds", "busy_seconds"), amount),
+    "samples": _samples,
+}
 
 
 def _iso(moment: float) -> str:
@@ -241,7 +256,14 @@ def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
     for record in dead:
         with contextlib.suppress(ValueError):
             found[record.id] = EndedCluster.of(store.last(record) or record)
-    for file in _files(folder):
+    try:
+        check_folder(folder)
+        files = [*folder.glob(f"[!.]*{_SUFFIX}")]
+    except OSError as error:
+        files = []
+        if not isinstance(error, FileNotFoundError):
+            report(folder, str(error))
+    for file in files:
         try:
             found[file.stem] = _read(file)
         except FileNotFoundError:  # forgotten meanwhile
@@ -249,17 +271,6 @@ def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
         except (OSError, ValueError, RecursionError) as error:
             report(file, str(error))
     return sorted(found.values(), key=lambda each: (each.ended, each.id), reverse=True)
-
-
-def _files(folder: Path) -> list[Path]:
-    try:
-        check_folder(folder)
-        return [file for file in folder.glob(f"*{_SUFFIX}") if not file.name.startswith(".")]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        report(folder, str(error))
-        return []
 
 
 @functools.lru_cache(maxsize=1000)

@@ -69,23 +69,6 @@ class Usage(dict[str, SessionHours]):
     total             4   6.50       20.00      76.00       0.00
     """
 
-    @classmethod
-    def from_json(cls, content: Any) -> Usage:
-        """Return what :meth:`to_json` describes, and check it.
-
-        Raises
-        ------
-        AttributeError, KeyError, TypeError, ValueError
-            If it is no usage.
-        """
-        read = {}
-        for group, each in content["groups"].items():
-            names = [one.name for one in fields(SessionHours) if one.name != "lost"]
-            sums: dict[str, Any] = {name: amount(each[name]) for name in names}
-            lost = {printable(cause): int(amount(n)) for cause, n in each["lost"].items()}
-            read[printable(group)] = SessionHours(**sums, lost=lost)
-        return cls(read)
-
     def to_json(self) -> dict[str, Any]:
         """Return the hours of each group, and in total, for JSON."""
         return {"groups": {group: asdict(each) for group, each in self.items()}, "total": asdict(self.total)}
@@ -116,6 +99,23 @@ def amount(value: Any) -> float:
     if not 0 <= value < _MOST:
         raise ValueError(f"expected a number from 0 to {_MOST}")
     return value
+
+
+def read_usage(content: Any) -> Usage:
+    """Return the usage that :meth:`Usage.to_json` describes, and check it.
+
+    Raises
+    ------
+    AttributeError, KeyError, TypeError, ValueError
+        If it is no usage.
+    """
+    read = {}
+    for group, each in content["groups"].items():
+        names = [one.name for one in fields(SessionHours) if one.name != "lost"]
+        sums: dict[str, Any] = {name: amount(each[name]) for name in names}
+        lost = {printable(cause): int(amount(n)) for cause, n in each["lost"].items()}
+        read[printable(group)] = SessionHours(**sums, lost=lost)
+    return Usage(read)
 
 
 def _hours_of(launch: Launch, now: float) -> SessionHours:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from datetime import datetime, timezone
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tornado.web import HTTPError
 
-from dask_cml.cluster import CMLCluster
 from dask_cml.layout import SCHEDULER
 from dask_cml.serve.access import Handler
 
 if TYPE_CHECKING:
     from dask_cml.serve.clusters import ProjectClusters
 
-#: The upper limits of start times, in seconds.
-_BUCKETS = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, math.inf)
 #: The families of metrics by name: the type, the help and the labels.
 _FAMILIES = {
     "clusters": ("gauge", "Number of clusters.", "status"),
@@ -30,34 +23,6 @@ _FAMILIES = {
     "losses": ("counter", "Number of sessions lost so far.", "cluster", "group", "cause"),
     "session_seconds": ("counter", "Sum of the times of all sessions so far.", "cluster", "group"),
 }
-
-
-class StartTimes:
-    """Counts how long worker sessions took from their launch until they were connected."""
-
-    def __init__(self) -> None:
-        self._starting: set[str] = set()
-        self._counts = [0] * len(_BUCKETS)
-        self.total = 0.0
-
-    def look(self, clusters: Iterable[CMLCluster]) -> None:
-        """Count the sessions that have connected since the last look."""
-        now, before, self._starting = datetime.now(timezone.utc), self._starting, set()
-        for cluster in clusters:
-            connected = cluster.manager.fleet.arrived()
-            for each in cluster.sessions:
-                if each.role == "worker" and each.name not in connected:
-                    self._starting.add(each.id)
-                elif each.id in before:
-                    took = max(0.0, (now - each.since).total_seconds())
-                    self._counts[bisect_left(_BUCKETS, took)] += 1
-                    self.total += took
-
-    @property
-    def buckets(self) -> list[tuple[str, int]]:
-        """Upper limits, each with the number of sessions that took no longer."""
-        limits = ["+Inf" if math.isinf(each) else f"{each:g}" for each in _BUCKETS]
-        return [*zip(limits, accumulate(self._counts), strict=True)]
 
 
 class Metrics(Handler):
