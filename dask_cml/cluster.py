@@ -24,14 +24,14 @@ from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 from dask_cml.checks import message
 from dask_cml.dashboard.forwarder import DashboardForwarder
 from dask_cml.display.group import WorkerGroup
-from dask_cml.display.html import escaped, first_line, render, status_of
+from dask_cml.display.html import escaped, render, status_of
 from dask_cml.errors import CMLError
 from dask_cml.manager.adaptive import CMLAdaptive
 from dask_cml.manager.manager import Manager
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options
 from dask_cml.options.arguments import arguments_of, refuse_unexpected
-from dask_cml.printable import printable, printable_lines
+from dask_cml.printable import first_line, printable, printable_lines
 from dask_cml.records import store
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import Session

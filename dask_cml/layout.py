@@ -1,4 +1,4 @@
-"""The names of the files in a cluster's folder on the project file system.
+"""The names of the files on the project file system, most of them in a cluster's folder.
 
 Each file has one writer: ``record.json`` the cluster's creator, once; ``wanted-<n>.json`` the manager that
 launches scheduler number n, once; ``scheduler-<n>.json`` that scheduler. In the folders, each file's name
@@ -12,6 +12,8 @@ import re
 RECORD_FILE = "record.json"
 #: The name of the record while a process removes the cluster's folder.
 REMOVED_FILE = ".removed.json"
+#: The folder in the state directory for what remains of ended clusters. No cluster can have this name.
+HISTORY_FOLDER = ".history"
 #: The files of sessions that are launched, of those that have ended, and the names that sessions have taken.
 SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER = "sessions", "ended", "started"
 #: The name of the scheduler's session in these files. The other names are those of worker sessions.

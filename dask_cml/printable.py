@@ -36,6 +36,17 @@ def table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.
     return ["  ".join([name.ljust(width), *map(align, cells, widths)]).rstrip() for name, *cells in rows]
 
 
+def first_line(text: str) -> str:
+    r"""Return the first line of a text, without the announcement of a session's output.
+
+    Examples
+    --------
+    >>> first_line("its session ended; the last lines of its output:\nKilled")
+    'its session ended'
+    """
+    return text.partition("\n")[0].removesuffix("the last lines of its output:").rstrip(":; ")
+
+
 def printable_lines(text: str) -> str:
     """Return a text of several lines, each as :func:`printable` returns it."""
     return "\n".join(map(printable, text.splitlines()))

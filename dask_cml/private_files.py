@@ -178,6 +178,24 @@ def write_file(name: str, content: bytes, folder: int) -> None:
         raise
 
 
+def write_new_file(name: str, content: bytes, folder: int) -> bool:
+    """Do the same as :func:`write_file`, unless the file exists. Return whether this call has written it.
+
+    If several processes write it at the same time, one succeeds.
+    """
+    mine = f".{name}-{secrets.token_hex(8)}"
+    write_file(mine, content, folder)
+    try:
+        os.link(
+            mine, name, src_dir_fd=folder, dst_dir_fd=folder
+        )  # the complete file gets its name in one step
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(mine, dir_fd=folder)
+    return True
+
+
 def owner_only(path: str, flags: int) -> int:
     """Open a file for :func:`open`. If this creates it, only its owner can read it."""
     return os.open(path, flags, mode=0o600)

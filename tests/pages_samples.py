@@ -7,6 +7,9 @@ import zlib
 from typing import Any
 
 from dask_cml.errors import ClusterExists, LaunchRefused, NoSuchCluster
+from dask_cml.records.history import EndedCluster
+from dask_cml.records.usage import SessionHours, Usage
+from dask_cml.serve.start_times import StartTimes
 
 GIB = 2**30
 QUOTA = "2 of 4 workers launched: exceeded quota: cpu=4, used: 14, limited: 16"
@@ -21,6 +24,7 @@ def group(name: str = "default", wanted: int = 2, arrived: int = 2, **more: Any)
         "name": name,
         "n_workers": wanted,
         "n_arrived": arrived,
+        "n_waiting": 0,
         "cpu": 4.0,
         "memory": 16.0,
         "nvidia_gpu": 0,
@@ -156,12 +160,55 @@ def sessions_of(described: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def usage() -> dict[str, Any]:
-    hours = {"sessions": 4, "hours": 12.5, "vcpu_hours": 50.0, "gib_hours": 200.0, "gpu_hours": 0.0}
-    gpu = {"sessions": 2, "hours": 4.0, "vcpu_hours": 32.0, "gib_hours": 256.0, "gpu_hours": 4.0}
-    scheduler = {"sessions": 1, "hours": 25.0, "vcpu_hours": 25.0, "gib_hours": 50.0, "gpu_hours": 0.0}
-    total = {key: hours[key] + gpu[key] + scheduler[key] for key in hours}
-    return {"groups": {"scheduler": scheduler, "default": hours, "gpu": gpu}, "total": total}
+def usage() -> Usage:
+    return Usage(
+        scheduler=SessionHours(1, 25.0, 25.0, 50.0, 0.0),
+        default=SessionHours(4, 12.5, 50.0, 200.0, 0.0, {"evicted": 2, "out of memory": 1}),
+        gpu=SessionHours(2, 4.0, 32.0, 256.0, 4.0),
+    )
+
+
+def ended() -> list[EndedCluster]:
+    """Ended clusters: one with a long time line, one with hostile texts, and one that did nothing."""
+    end = 1795401000.0
+    samples = []
+    for i in range(120):
+        wanted = 4 if i < 20 else 12 if i < 70 else 6
+        connected = min(wanted, max(0, i - 3) // 2 if i < 60 else wanted)
+        samples.append((end - 6 * 3600 + 180 * i, wanted, connected, min(connected, i * 7 % 13)))
+    known = {"user": "alice", "session": None, "usage": usage()}
+    return [
+        EndedCluster(
+            name="churn-model",
+            id="00000000000000aa",
+            created=end - 6 * 3600 - 60,
+            ended=end,
+            why="idle for 1800 s",
+            tasks_done=12840,
+            most_workers=12,
+            session_seconds=12.3 * 3600,
+            busy_seconds=7.257 * 3600,
+            samples=samples,
+            **known,
+        ),
+        EndedCluster(
+            name="<img src=x>'\"",
+            id="00000000000000bb",
+            created=end - 90000,
+            ended=end - 86400,
+            why="</title><script>alert(1)</script>",
+            samples=[(end - 90000, 1, 0, 0)],
+            **{**known, "user": "<b>bob</b>"},
+        ),
+        EndedCluster(
+            name="failed",
+            id="00000000000000cc",
+            created=end - 90001,
+            ended=end - 90000,
+            why="it did not start: CML refused to launch failed-scheduler: exceeded quota: cpu=4",
+            **{**known, "user": None, "usage": Usage()},
+        ),
+    ]
 
 
 class StandInClusters:
@@ -172,6 +219,15 @@ class StandInClusters:
         self.problem: str | None = None
         self.platform = "local"
         self.created: list[tuple[dict[str, Any], str | None]] = []
+        self.over = ended()
+        self.usages = {each["name"]: self.over[0].usage for each in clusters}
+        self.starts = StartTimes()
+
+    async def ended(self, id: str | None = None) -> list[EndedCluster]:
+        chosen = [each for each in self.over if id in (None, each.id)]
+        if id is not None and not chosen:
+            raise NoSuchCluster(id)
+        return chosen
 
     def describe(self) -> list[dict[str, Any]]:
         return copy.deepcopy(self.found)
@@ -185,7 +241,7 @@ class StandInClusters:
                     **each,
                     "sessions": sessions,
                     "logs": [*logs, f"{name}-90"] if sessions else [],
-                    "usage": usage() if sessions else {"groups": {}, "total": {}},
+                    "usage": (usage() if sessions else Usage()).to_json(),
                     "client": f'Client("cml://{name}")',
                     "security": each["kept"],
                     "dashboard_id": name if each["status"] == "running" else None,

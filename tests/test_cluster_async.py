@@ -14,6 +14,7 @@ from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
+from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import state_directory
 from dask_cml.records import store
 
@@ -125,7 +126,7 @@ async def test_close_while_the_name_is_claimed_leaves_no_record(platform, holds,
     await close
     with pytest.raises(CMLError, match="closed while it started"):
         await start
-    assert [*state_directory().iterdir()] == []
+    assert [each.name for each in state_directory().iterdir()] == [HISTORY_FOLDER]
     assert platform.sessions() == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import dask
 import pytest
-from pages_samples import StandInClusters, cluster, group, many, several
+from pages_samples import StandInClusters, cluster, ended, group, many, several
 from tornado.httpclient import AsyncHTTPClient, HTTPResponse
 
 from dask_cml.dashboard.http_server import LocalServer, local_socket
@@ -21,6 +21,7 @@ from dask_cml.serve.dashboards import Dashboards
 
 Ask = Callable[..., Any]
 PAGES = ["", "new", *(f"clusters/{each['name']}" for each in several())]
+PAGES += ["history", *(f"history/{each.id}" for each in ended())]
 
 
 @asynccontextmanager
@@ -289,3 +290,56 @@ async def test_a_form_without_the_page_s_proof_is_refused():
         answer = await ask("api/form", token=False, method="POST", body="{}")
     assert answer.code == 403
     assert clusters.created == []
+
+
+# -- ended clusters
+
+
+async def test_ended_clusters_are_listed_with_sums_by_day_and_user(ask):
+    text = await text_of(ask("history"))
+    assert "churn-model idle for 1800 s alice 2026-11-23 02:30 6 h 7 107.00 506.00 4.00" in text
+    assert "By day of the end" in text
+    assert "2026-11-22 7 41.50 107.00 506.00 4.00" in text
+    assert "alice 7 41.50 107.00 506.00 4.00" in text
+    assert "Cost" not in text
+    with dask.config.set({"cml.prices.cpu": 0.5}):
+        assert "Cost churn-model" in (text := await text_of(ask("history")))
+    assert "alice 7 41.50 107.00 506.00 4.00 53.50" in text
+
+
+async def test_an_ended_cluster_has_a_page_with_its_time_line(ask):
+    text = await text_of(ask("history/00000000000000aa"))
+    assert "Ended 2026-11-23 02:30 UTC: idle for 1800 s" in text
+    assert "41 % of 12.3 worker hours were idle." in text
+    assert "Most workers 12 Tasks done 12,840 Session hours 41.50" in text
+    assert "Lost sessions: 2 evicted, 1 out of memory" in text
+    html = (await ask("history/00000000000000aa")).body.decode()
+    assert html.count('<rect class="busy"') == 120
+    assert (await ask("history/00000000000000ff")).code == 404
+
+
+async def test_texts_of_ended_clusters_are_text(ask):
+    for path in ("history", "history/00000000000000bb"):
+        html = (await ask(path)).body.decode()
+        assert "&lt;img src=x&gt;&#39;&#34;" in html
+        for tag in ("<img src=x", "<script>alert", "<b>bob"):
+            assert tag not in html
+
+
+async def test_the_api_describes_ended_clusters(ask):
+    found = json.loads((await ask("api/history")).body)["clusters"]
+    assert [each["id"][-2:] for each in found] == ["aa", "bb", "cc"]
+    assert (found[0]["ended"], found[0]["samples"]) == ("2026-11-23T02:30:00+00:00", [])
+    one = json.loads((await ask("api/history/00000000000000aa")).body)
+    assert len(one["samples"]) == 120
+    assert one["usage"]["total"]["lost"] == {"evicted": 2, "out of memory": 1}
+    assert (await ask("api/history/00000000000000ff")).code == 404
+
+
+async def test_readers_see_the_history_and_strangers_do_not():
+    async with served(StandInClusters([]), name="rob", may_change=False) as ask:
+        for path in ("history", "api/history", "metrics"):
+            assert (await ask(path)).code == 200
+    async with served(StandInClusters([])) as ask:
+        for path in ("history", "api/history", "metrics"):
+            assert (await ask(path, token=False)).code == 401

@@ -16,7 +16,7 @@ from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, scheduler_file
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import MOST_BYTES, NotPrivate, make_folder, read_file
-from dask_cml.records import operations, store
+from dask_cml.records import ignored, operations, store
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.records.session_files import Changes
 from dask_cml.sessions.entry import Launch
@@ -146,7 +146,7 @@ async def test_a_planted_record_is_passed_over_with_one_warning_and_nobody_is_as
     with pytest.raises(NotPrivate):
         store.write_sessions(Changes([Launch("session-1", "planted-0", None, 1)]), "planted", id=record.id)
     assert connections == []
-    [warning] = [each.getMessage() for each in caplog.records if each.name == store.__name__]
+    [warning] = [each.getMessage() for each in caplog.records if each.name == ignored.__name__]
     assert warning.startswith(f"{paths[part]} ignored: it ")
 
 
@@ -158,7 +158,7 @@ async def test_a_planted_file_of_a_scheduler_leads_nobody_to_its_address(platfor
         [found] = store.records()
         await operations.describe([found])
     assert (found.scheduler.address, connections) == (None, [])
-    [warning] = [each.getMessage() for each in caplog.records if each.name == store.__name__]
+    [warning] = [each.getMessage() for each in caplog.records if each.name == ignored.__name__]
     assert warning.startswith(f"{file} ignored: it ")
 
 

@@ -278,7 +278,7 @@ async def test_the_end_of_a_scheduler_that_does_not_answer_is_not_waited_for(sch
         await asyncio.Event().wait()
 
     scheduler.handlers["terminate"] = silent
-    await asyncio.wait_for(client.terminate(0.1), 60)
+    await asyncio.wait_for(client.terminate(0.1, "closed"), 60)
 
 
 # -- what adaptive scaling asks

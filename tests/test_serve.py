@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from urllib.parse import quote, urlsplit
 import dask
 import psutil
 import pytest
-from clusters import sessions
+from clusters import sessions, write_record
 from conftest import PATIENCE, configured
 from distributed import Client
 from served import PageServer
@@ -29,12 +30,13 @@ from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 from dask_cml import CMLCluster
 from dask_cml.dashboard.host_guard import Refused
 from dask_cml.dashboard.http_server import LocalServer, local_socket
+from dask_cml.heartbeat import newest
 from dask_cml.options import state_directory
 from dask_cml.records import store
-from dask_cml.records.record import Record, SchedulerState
+from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.serve import clusters as clusters_module
 from dask_cml.serve import views
-from dask_cml.serve.access import Access
+from dask_cml.serve.access import Access, User
 from dask_cml.serve.application import make_application
 from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.serve.dashboards import Dashboards
@@ -155,6 +157,50 @@ async def test_cluster_is_created_described_and_deleted(server, platform):
     assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
     assert (await server.get("/api/clusters"))["clusters"] == []
     assert (await server.ask("GET", "/api/clusters/night")).status == 404
+
+
+async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(server):
+    server.access.user = lambda request: User("ann", may_change=True)
+    await server.post("/api/clusters", name="night")
+    await made_elsewhere("day")
+    for name in ("night", "day"):
+        await server.until(name, running)
+        assert (await server.ask("DELETE", f"/api/clusters/{name}")).status == 200
+    found = (await server.get("/api/history"))["clusters"]
+    assert [(each["name"], each["why"]) for each in found] == [
+        ("day", "deleted by ann"),
+        ("night", "deleted by ann"),
+    ]
+    one = await server.get(f"/api/history/{found[0]['id']}")
+    assert one["usage"]["total"]["sessions"] == 1
+
+
+async def test_the_history_has_dead_clusters_that_nobody_has_removed(server):
+    state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1")
+    write_record(Record("dead", maker=Maker("elsewhere", 1, 1.0, "gone"), scheduler=state))
+    os.utime(newest(state_directory() / "dead"), (time.time() - 3600,) * 2)
+    await server.until("dead", lambda cluster: cluster["status"] == "stale")
+    [found] = (await server.get("/api/history"))["clusters"]
+    assert (found["name"], found["why"]) == ("dead", "its session ended")
+
+
+async def test_metrics_are_those_of_real_clusters(server):
+    await server.post("/api/clusters", name="night", n_workers=1)
+    await server.until("night", running)
+    expected = (
+        'dask_cml_sessions{cluster="night",group="default",state="connected"} 1.0',
+        'dask_cml_launches_total{cluster="night",group="default"} 1.0',
+        'dask_cml_start_seconds_bucket{le="+Inf"} 1.0',
+    )
+
+    async def shown():
+        while True:
+            text = (await server.ask("GET", "/metrics")).text
+            if all(line in text for line in expected):
+                return
+            await asyncio.sleep(0.1)
+
+    await asyncio.wait_for(shown(), 120)
 
 
 async def test_cluster_of_the_page_is_used_from_another_process(server):

@@ -420,3 +420,43 @@ def test_a_page_of_another_origin_changes_nothing_and_does_not_show_the_page(ope
         foreign.shutdown()
         foreign.server_close()
     assert server.clusters[night]["status"] == "running"
+
+
+# -- ended clusters
+
+
+@pytest.fixture(scope="module")
+def over(server):
+    """A cluster that has computed and ended."""
+    server.create("over", n_workers=1)
+    with Client("cml://over") as client:
+        assert client.submit(sum, [1, 2]).result() == 3
+    assert server.ask("DELETE", "api/clusters/over")[0] == 200
+    return "over"
+
+
+COLOURS = """() => {
+    const colour = (selector, name) => getComputedStyle(document.querySelector(selector))[name];
+    return [colour("body", "backgroundColor"), colour("rect.busy", "fill"), colour("rect.starting", "fill")];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_time_line_of_an_ended_cluster_is_drawn(opened, over, tmp_path, width, scheme):
+    page = opened(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 900})
+    page.get_by_role("link", name="Ended clusters").click()
+    page.get_by_text("deleted by ").first.wait_for()
+    page.get_by_role("link", name=over, exact=True).click()
+    line = page.locator(".line svg")
+    line.wait_for()
+    is_drawn_anew(page)
+    boxes = line.locator("rect").evaluate_all("all => all.map(each => each.getBoundingClientRect().toJSON())")
+    assert any(box["width"] > 0 and box["height"] > 10 for box in boxes)
+    frame = line.bounding_box()
+    left, right = frame["x"] - 1, frame["x"] + frame["width"] + 1
+    assert all(left <= box["left"] <= box["right"] <= right for box in boxes)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert len({*page.evaluate(COLOURS)}) == 3
+    page.screenshot(path=tmp_path / "line.png", full_page=True)

@@ -20,7 +20,7 @@ from dask_cml.errors import NoSuchCluster
 from dask_cml.options import SessionSize
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
-from dask_cml.records.usage import usage_of
+from dask_cml.records.usage import read_usage, usage_of
 from dask_cml.sessions.entry import Launch
 
 HOUR = 3600
@@ -65,6 +65,12 @@ def test_the_total_is_the_sum_of_all():
     usage = Usage(a=SessionHours(1, 2, 3, 4, 5), b=SessionHours(10, 20, 30, 40, 50))
     assert usage.total == SessionHours(11, 22, 33, 44, 55)
     assert Usage().total == SessionHours()
+
+
+def test_lost_sessions_of_several_groups_are_summed_up_for_json():
+    usage = Usage(a=SessionHours(lost={"evicted": 1}), b=SessionHours(lost={"evicted": 2, "killed": 1}))
+    assert json.loads(json.dumps(usage.to_json()))["total"]["lost"] == {"evicted": 3, "killed": 1}
+    assert read_usage(usage.to_json()) == usage
 
 
 def test_a_session_that_waited_counts_from_when_it_got_room():

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.printable import printable, table
+from dask_cml.printable import first_line, printable, table
 
 # Dask imports this with each of its commands, so functions import slow modules themselves.
 
@@ -75,8 +75,6 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for p
 
 def first_line_of(error: object) -> str:
     """Return an error's first line, or its class where it has no text."""
-    from dask_cml.display.html import first_line
-
     return printable(first_line(str(error))) or type(error).__name__
 
 

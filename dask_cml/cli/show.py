@@ -1,17 +1,21 @@
-"""The commands that only read: ``dask cml list``, ``info``, ``logs`` and ``doctor``."""
+"""The commands that only read: ``dask cml list``, ``info``, ``history``, ``logs`` and ``doctor``."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dask_cml.cli.console import as_json, cml, complete_names, of_cluster, print_json, print_table
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.printable import printable
+
+if TYPE_CHECKING:
+    from dask_cml.records.history import EndedCluster
+    from dask_cml.records.usage import SessionHours
 
 #: Every log is opened at each look, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
@@ -77,9 +81,11 @@ async def info(name: str, as_json: bool) -> None:
     row["created"], row["folder"] = record.created, str(state_directory() / name)
     sessions = dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1])))
     if as_json:
-        hours = {group: asdict(each) for group, each in usage.items()}
-        row["usage"] = {"groups": hours, "total": asdict(usage.total)}
-        row |= {"security": record.security is not None, "creator": asdict(record.maker)}
+        row |= {
+            "usage": usage.to_json(),
+            "security": record.security is not None,
+            "creator": asdict(record.maker),
+        }
         print_json(row | {"sessions": sessions, "owners": record.owners})
         return
     about = _cells(row) | {
@@ -102,6 +108,85 @@ async def info(name: str, as_json: bool) -> None:
         owner = f"  ends with the session {record.owners[session]}" if session in record.owners else ""
         _print("session", f"{session}  {role}{owner}")
     for line in repr(usage).splitlines():
+        _print("usage", line)
+
+
+@cml.command(name="history")
+@click.argument("name", required=False)
+@click.option("--since", metavar="TIME", help="Only clusters that ended within this time, such as 7d or 12h.")
+@click.option("--by", metavar="USER", help="Only clusters that this user created.")
+@as_json
+async def ended(name: str | None, since: str | None, by: str | None, as_json: bool) -> None:
+    """List the clusters of the project that have ended, or show the last one called NAME.
+
+    Times are in UTC. The hours are those of all sessions. Costs appear if the site has set prices.
+    """
+    from dask_cml.checks import seconds
+    from dask_cml.errors import CMLError
+    from dask_cml.records import operations
+
+    after = 0.0 if since is None else time.time() - seconds("since", since)
+    found = [
+        each
+        for each in await operations.ended_clusters()
+        if each.ended >= after and name in (None, each.name) and by in (None, each.user)
+    ]
+    if as_json:
+        print_json([each.describe(samples=name is not None) for each in found])
+    elif name is None:
+        _print_ended(found)
+    elif found:
+        _print_one(found[0])
+    else:
+        raise CMLError(f"no ended cluster named {name!r}: to list all, run `dask cml history`")
+
+
+def _print_ended(found: Sequence[EndedCluster]) -> None:
+    from dask_cml.display.words import moment
+    from dask_cml.records.usage import SessionHours
+
+    if not found:
+        click.echo("No ended clusters.", err=True)
+        return
+    rows = []
+    for each in found:
+        lasted = _shown("age", each.duration)
+        row = [each.name, each.user or "-", moment(each.ended), lasted, *_hours(each.usage.total), each.why]
+        rows.append(row)
+    total = sum((each.usage.total for each in found), SessionHours())
+    rows.append(["total", "", "", "", *_hours(total), ""])
+    columns = ["name", "by", "ended", "duration", "sessions", "vCPU hours", "GiB hours", "GPU hours"]
+    print_table([*columns, *["cost"] * (len(rows[0]) - len(columns) - 1), "why"], rows)
+
+
+def _hours(used: SessionHours) -> list[str]:
+    """Return the cells of a usage: sessions, hours and, if the site has prices, the cost."""
+    from dask_cml.records.history import cost_of
+
+    amounts = [used.vcpu_hours, used.gib_hours, used.gpu_hours, cost_of(used)]
+    return [str(used.sessions), *(f"{each:,.2f}" for each in amounts if each is not None)]
+
+
+def _print_one(one: EndedCluster) -> None:
+    from dask_cml.display.words import moment
+    from dask_cml.records.history import cost_of
+
+    cost = cost_of(one.usage.total)
+    about = {
+        "name": one.name,
+        "by": one.user,
+        "session": one.session,
+        "created": moment(one.created),
+        "ended": f"{moment(one.ended)}, after {_shown('age', one.duration)}",
+        "why": one.why,
+        "tasks": f"{one.tasks_done:,} done",
+        "workers": f"{one.most_workers} at most; {one.idle_words}",
+        "cost": None if cost is None else f"{cost:,.2f}",
+    }
+    for key, text in about.items():
+        if text:
+            _print(key, text)
+    for line in repr(one.usage).splitlines():
         _print("usage", line)
 
 

@@ -30,8 +30,3 @@ def escaped(value: Any) -> Any:
 def status_of(session: Session) -> str:
     """Return the status of a session; if it waits for room, with the time."""
     return session.status if session.waits_for is None else waiting(session.waits_for)
-
-
-def first_line(text: str) -> str:
-    """Return the first line of a text, without the colon before a session's output."""
-    return text.partition("\n")[0].rstrip(":; ")

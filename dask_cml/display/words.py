@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import datetime, timezone
 
 
 def span(seconds: float) -> str:
@@ -11,6 +12,11 @@ def span(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds // length:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def moment(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
+    """Return a time since 1970 in words, in UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime(form)
 
 
 def waiting(seconds: float) -> str:

@@ -105,6 +105,8 @@ class Manager:
         self._pid = os.getpid()
         if record is None and options.create_mode == "create":
             check_new(options)
+        #: Why the cluster ends if this manager shuts it down, for its history.
+        self.end_reason = "closed"
         self._api = WorkersAPI(load_platform(options.platform))
         self._api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
         for each in (options, *options.groups().values()):
@@ -201,6 +203,7 @@ class Manager:
         except GeneratorExit:  # the event loop has ended, so nothing can be awaited; end_now() stops sessions
             raise
         except BaseException as error:
+            self.end_reason = f"it did not start: {error}"
             await self.close(shutdown=not self.adopts)
             if isinstance(error, LaunchRefused):
                 # Sessions that are stopping must not keep the user from creating a smaller cluster at once.
@@ -307,13 +310,13 @@ class Manager:
             self.fleet.close()
             if shutdown:
                 await self.state.record_keeper.close()
-                await self.state.client.terminate(_GOODBYE_TIMEOUT)
+                await self.state.client.terminate(_GOODBYE_TIMEOUT, self.end_reason)
             await self.state.client.close()
         except Exception:  # whatever fails before, the sessions are stopped
             logger.exception("Cluster %s not closed properly", self.options.name)
         try:
             if shutdown:
-                await self.state.record_keeper.end()
+                await self.state.record_keeper.end(self.end_reason)
             else:
                 await self._api.close()
         except BaseException:
@@ -352,6 +355,7 @@ class Manager:
             if (why := await self._replacing) is not None:
                 break
             await self._reconciler.begin_again()
+        self.end_reason = f"its scheduler was lost: {why}"
         said = "shut down" if ended else "disconnected"
         self._log(f"Cluster {self.options.name} {said}: {why}")
         while self.status != Status.closed:
@@ -377,13 +381,15 @@ class Manager:
                 )
                 closing.result(timeout)
             elif self.status != Status.closed and self.shutdown_on_close:
-                self.state.record_keeper.end_now()  # the event loop has ended, as after asyncio.run
+                self.state.record_keeper.end_now(
+                    self.end_reason
+                )  # the event loop has ended, as after asyncio.run
         except CMLError as error:  # all retries have failed
             logger.error("%s", error)
         except Exception as error:
             logger.info("Sessions of cluster %s stopped without its event loop: %r", self.options.name, error)
             if self.shutdown_on_close:
-                self.state.record_keeper.end_now()
+                self.state.record_keeper.end_now(self.end_reason)
         self.state.status = Status.closed
 
     @property

@@ -146,8 +146,13 @@ class RecordKeeper:
         """
         return self._usage or usage(self._name, "" if self.record is None else self.record.id)
 
-    async def end(self) -> None:
+    async def end(self, why: str) -> None:
         """Stop all sessions of the cluster, from all managers, and then remove the record.
+
+        Parameters
+        ----------
+        why : str
+            Why the cluster ends, for its history.
 
         Raises
         ------
@@ -161,14 +166,14 @@ class RecordKeeper:
                 self._usage = await asyncio.to_thread(self.usage)
                 created = datetime.fromisoformat(self.record.created)
                 self.lasted = (datetime.now(timezone.utc) - created).total_seconds()
-            await stop_and_remove(replace(self.record, launches={}), self._api)
+            await stop_and_remove(replace(self.record, launches={}), self._api, why)
 
-    def end_now(self) -> None:
+    def end_now(self, why: str) -> None:
         """Do the same as :meth:`end` by blocking calls."""
         if self.record is None:
             self._api.end()
         else:
-            stop_and_remove_now(replace(self.record, launches={}), self._api)
+            stop_and_remove_now(replace(self.record, launches={}), self._api, why)
 
     async def _run(self) -> None:
         while True:

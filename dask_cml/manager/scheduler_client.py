@@ -277,11 +277,11 @@ class SchedulerClient(Connection):
         finally:
             asking.cancel()
 
-    async def terminate(self, timeout: float) -> None:
+    async def terminate(self, timeout: float, reason: str) -> None:
         """Ask the scheduler to inform its workers and clients of its end, whatever it answers."""
         if self.address is not None:
             try:
-                await self.call("terminate", timeout)
+                await self.call("terminate", timeout, reason=reason)
             except Exception as error:  # its workers may be frozen, and Dask's errors vary
                 logger.debug("Scheduler of cluster %s gave no answer to its end: %r", self._fleet.name, error)
 

@@ -15,10 +15,11 @@ from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.identity import WorkerIdentity, full_workers
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import state_directory
-from dask_cml.records import liveness, store
+from dask_cml.records import history, liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
+from dask_cml.sessions.owner import this_user
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.tls import connected
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
@@ -61,6 +62,7 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
             raise ClusterExists(old.name, finding.why) from None
     if old.sessions:
         await api.stop(*old.sessions)
+    await asyncio.to_thread(history.remember, old)
     last = await asyncio.to_thread(store.remove, old.name, id=old.id) or {}
     if late := last.keys() - old.sessions.keys():
         await api.stop(*late)
@@ -203,6 +205,14 @@ def usage(name: str, id: str | None = None) -> Usage:
     return usage_of(record, time.time())
 
 
+async def ended_clusters() -> list[history.EndedCluster]:
+    """Return the clusters that have ended, the last one first, also dead ones that nobody has removed."""
+    records = await asyncio.to_thread(store.records)
+    findings = await liveness.judge(records)
+    dead = [each for each in records if findings[each.name].state is State.DEAD]
+    return await asyncio.to_thread(history.ended_clusters, dead)
+
+
 def session_logs(record: Record) -> SessionLogs:
     """Return the logs of a cluster's sessions."""
     groups = {DEFAULT_GROUP: record.options, **record.groups}
@@ -211,7 +221,7 @@ def session_logs(record: Record) -> SessionLogs:
     return SessionLogs(record.name, folder, record.options.get("log_directory"), processes)
 
 
-async def end_all(records: Iterable[Record]) -> dict[str, CMLError | None]:
+async def end_all(records: Iterable[Record], user: str | None = None) -> dict[str, CMLError | None]:
     """Delete clusters, running or not: stop all sessions in their records, and remove the records.
 
     A scheduler that answers first informs its workers, clients and managers. If sessions of a cluster cannot
@@ -221,6 +231,8 @@ async def end_all(records: Iterable[Record]) -> dict[str, CMLError | None]:
     ----------
     records : iterable of Record
         The records of the clusters.
+    user : str, optional
+        The user who deletes them. Default: the user of this process.
 
     Returns
     -------
@@ -230,19 +242,26 @@ async def end_all(records: Iterable[Record]) -> dict[str, CMLError | None]:
     records = [*records]
     # A scheduler that answers for another cluster, because it reuses the address, is left alone.
     answering = await liveness.identities(records, timeout=_GOODBYE_TIMEOUT)
-    return await _end_all(records, answering)
+    return await _end_all(records, answering, deleted_by(user))
 
 
-async def _end_all(records: Collection[Record], answering: Collection[str]) -> dict[str, CMLError | None]:
+def deleted_by(user: str | None) -> str:
+    """Return the reason for the end of a cluster that a user deletes. Default: the user of this process."""
+    return f"deleted by {user or this_user() or 'an unknown user'}"
+
+
+async def _end_all(
+    records: Collection[Record], answering: Collection[str] = (), why: str = history.UNSEEN
+) -> dict[str, CMLError | None]:
     at_once = asyncio.Semaphore(_AT_ONCE)
 
     async def attempt(record: Record) -> CMLError | None:
         async with at_once:
             try:
                 if record.name in answering:
-                    await _say_goodbye(record)
+                    await _say_goodbye(record, why)
                 api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
-                await stop_and_remove(record, api)
+                await stop_and_remove(record, api, why)
             except CMLError as error:
                 return error
             except Exception as error:  # of the file system, for example: the others are deleted nevertheless
@@ -253,16 +272,16 @@ async def _end_all(records: Collection[Record], answering: Collection[str]) -> d
     return {record.name: result for record, result in zip(records, results, strict=True)}
 
 
-async def _say_goodbye(record: Record) -> None:
+async def _say_goodbye(record: Record, why: str) -> None:
     assert record.scheduler.address is not None
     try:
         async with connected(record.scheduler.address, record.get_security(), _GOODBYE_TIMEOUT) as comm:
-            await comm.ask("terminate", _GOODBYE_TIMEOUT)
+            await comm.ask("terminate", _GOODBYE_TIMEOUT, reason=why)
     except Exception as error:  # its workers may be frozen, and Dask's errors vary
         logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 
 
-async def stop_and_remove(record: Record, api: WorkersAPI) -> None:
+async def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
     """Stop all sessions in a cluster's record, and remove the record with the cluster's folder.
 
     Managers may launch sessions meanwhile. This function stops those that they have recorded. Managers stop
@@ -274,16 +293,18 @@ async def stop_and_remove(record: Record, api: WorkersAPI) -> None:
         The last known record of the cluster.
     api : WorkersAPI
         Stops the sessions, including all that it launched itself. This function closes it.
+    why : str
+        Why the cluster ends, for its history.
 
     Raises
     ------
     CMLError
         If sessions could not be stopped. The record remains, unless they were launched at the last moment.
     """
-    await api.close(lambda: stop_and_remove_now(record, api))
+    await api.close(lambda: stop_and_remove_now(record, api, why))
 
 
-def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
+def stop_and_remove_now(record: Record, api: WorkersAPI, why: str) -> None:
     """Do the same as :func:`stop_and_remove` by blocking calls, without an event loop."""
     stopped: set[str] = set()
 
@@ -297,6 +318,7 @@ def stop_and_remove_now(record: Record, api: WorkersAPI) -> None:
     stop({**record.sessions, **(now.sessions if now else {})})
     while (now := current(record)) and now.sessions.keys() - stopped:
         stop(now.sessions)
+    history.remember(record, why)
     if last := store.remove(record.name, id=record.id):
         stop(last)
 
@@ -318,11 +340,11 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     """
     # Another process may be removing these, which this one can do as well.
     removed = await asyncio.to_thread(store.records, removed=True)
-    ended = await _end_all(removed, ())
+    ended = await _end_all(removed)
     records = await asyncio.to_thread(store.records)
     findings = await liveness.judge(records, timeout=timeout)
     dead = [r for r in records if findings[r.name].state is State.DEAD]
     passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
-    ended |= await _end_all(dead, ())
+    ended |= await _end_all(dead)
     await asyncio.to_thread(store.sweep)
     return ended, passed_over

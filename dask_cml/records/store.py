@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -43,22 +42,20 @@ from dask_cml.private_files import (
     open_folder,
     read_file,
     write_file,
+    write_new_file,
 )
 from dask_cml.records import removal, session_files
+from dask_cml.records.ignored import report, report_open
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.records.session_files import Changes
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
-
 
 # Files and folders with names of temporary ones, and of this age in seconds, were left behind by a crash.
 _LEFTOVER_AGE = 600.0
 _LEFTOVERS = (".claim-", ".removed-", f".{RECORD_FILE}-")
 _TRIES = 5
 _PAUSE = 0.01
-_reported: set[tuple[str, str]] = set()
 
 
 def claim(record: Record, wanted: Mapping[str, Any]) -> Path:
@@ -93,8 +90,8 @@ def claim(record: Record, wanted: Mapping[str, Any]) -> Path:
         for each in (SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER):
             make_folder(made / each)
         with open_folder(made) as descriptor:
-            _write(RECORD_FILE, record.to_json(), record.name, descriptor)
-            _write(wanted_file(0), json.dumps(wanted), record.name, descriptor)
+            write_file(RECORD_FILE, _encoded(record.to_json(), record.name), descriptor)
+            write_file(wanted_file(0), _encoded(json.dumps(wanted), record.name), descriptor)
         try:
             os.rename(made, folder)  # replaces only an empty folder
         except OSError:
@@ -111,14 +108,14 @@ def claim(record: Record, wanted: Mapping[str, Any]) -> Path:
     return folder
 
 
-def _write(name: str, text: str, cluster: str, folder: int) -> None:
+def _encoded(text: str, cluster: str) -> bytes:
     content = text.encode()
     if len(content) > MOST_BYTES:
         raise CMLError(
             f"the record of cluster {cluster!r} is too large: expected at most {MOST_BYTES} bytes, got "
             f"{len(content)}; use shorter options"
         )
-    write_file(name, content, folder)
+    return content
 
 
 def claim_scheduler(record: Record, number: int, wanted: Mapping[str, Any]) -> bool:
@@ -138,19 +135,15 @@ def claim_scheduler(record: Record, number: int, wanted: Mapping[str, Any]) -> b
     NoSuchCluster
         If the cluster does not exist any more, or another one has its name.
     """
-    mine = f".claim-{secrets.token_hex(8)}"
-    claimed = []
+    content, claimed = _encoded(json.dumps(wanted), record.name), False
 
     def claim(descriptor: int) -> None:
-        _write(mine, json.dumps(wanted), record.name, descriptor)
-        with contextlib.suppress(FileExistsError):
-            # The complete file gets its name in one step.
-            os.link(mine, wanted_file(number), src_dir_fd=descriptor, dst_dir_fd=descriptor)
-            claimed.append(number)
-        os.unlink(mine, dir_fd=descriptor)
+        nonlocal claimed
+        # A second attempt finds the file of the first one.
+        claimed = write_new_file(wanted_file(number), content, descriptor) or claimed
 
     _write_in(_folder(record.name), record.id, claim)
-    return bool(claimed)
+    return claimed
 
 
 def write_sessions(changes: Changes, name: str, *, id: str) -> None:
@@ -226,6 +219,16 @@ def find(name: str, *, ended: bool = False) -> Record | None:
     return None
 
 
+def last(record: Record) -> Record | None:
+    """Read a cluster's record with its ended sessions, also if the removal of the cluster has begun.
+
+    Return None if the cluster was deleted.
+    """
+    folder = _folder(record.name)
+    found = (_load(folder, file, ended=True) for file in (RECORD_FILE, REMOVED_FILE))
+    return next((each for each in found if each is not None and each.id == record.id), None)
+
+
 def records(*, removed: bool = False) -> list[Record]:
     """Read all records, sorted by name. Ignore damaged records and those that are not private; warn once.
 
@@ -240,7 +243,7 @@ def records(*, removed: bool = False) -> list[Record]:
         check_folder(directory)
         names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     except NotPrivate as error:
-        _report_open(error)
+        report_open(error)
         return []
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -315,9 +318,9 @@ def _load(folder: Path, file: str = RECORD_FILE, *, ended: bool = False) -> Reco
     try:
         return _until_settled(lambda: _read(folder, file, ended), folder)
     except NotPrivate as error:
-        _report_open(error)
+        report_open(error)
     except (OSError, ValueError, RecursionError) as error:
-        _report(folder / file, str(error))
+        report(folder / file, str(error))
     return None
 
 
@@ -339,7 +342,7 @@ def _read(folder: Path, file: str, ended: bool) -> Record | None:
             raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
         found, strays = session_files.parse_all(session_files.names_in(folder, descriptor), folder.name)
         for stray in strays:
-            _report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
+            report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
         over = session_files.names_in(folder, descriptor, ENDED_FOLDER) if ended else []
         return replace(
             record,
@@ -358,9 +361,9 @@ def _read_scheduler(folder: Path, names: list[str], descriptor: int) -> Schedule
         except FileNotFoundError:
             continue
         except NotPrivate as error:
-            _report_open(error)
+            report_open(error)
         except (ValueError, RecursionError) as error:
-            _report(folder / each, str(error))
+            report(folder / each, str(error))
     return None
 
 
@@ -383,13 +386,3 @@ def _until_settled(attempt: Callable[[], T], folder: Path) -> T | None:
                 raise
         time.sleep(_PAUSE)
     return None
-
-
-def _report_open(error: NotPrivate) -> None:
-    _report(error.path, f"it {error.why}", f": run `{error.command}`")
-
-
-def _report(path: Path | str, why: str, remedy: str = "") -> None:
-    if (str(path), why) not in _reported:
-        _reported.add((str(path), why))
-        logger.warning("%s ignored: %s%s", path, why, remedy)

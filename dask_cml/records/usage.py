@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import SessionSize
-from dask_cml.printable import table
+from dask_cml.printable import printable, table
 from dask_cml.records.record import Record
 from dask_cml.sessions.entry import Launch
 
 _HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours")
 _LOST = "lost"
+#: As seconds since 1970, it is in the year 6325.
+_MOST = 2**37
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class SessionHours:
 
     def __add__(self, other: SessionHours) -> SessionHours:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "lost"}
-        return SessionHours(**sums, lost=Counter(self.lost) + Counter(other.lost))
+        return SessionHours(**sums, lost=dict(Counter(self.lost) + Counter(other.lost)))
 
 
 class Usage(dict[str, SessionHours]):
@@ -66,6 +69,10 @@ class Usage(dict[str, SessionHours]):
     total             4   6.50       20.00      76.00       0.00
     """
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the hours of each group, and in total, for JSON."""
+        return {"groups": {group: asdict(each) for group, each in self.items()}, "total": asdict(self.total)}
+
     @property
     def total(self) -> SessionHours:
         """The sum of all groups and the scheduler."""
@@ -77,6 +84,38 @@ class Usage(dict[str, SessionHours]):
             losses = [_LOST, *(_lost(hours) for hours in [*self.values(), self.total])]
             rows = [(*row, lost) for row, lost in zip(rows, losses, strict=True)]
         return "\n".join(table(rows, str.rjust))
+
+
+def amount(value: Any) -> float:
+    """Return a number that another process has written, and check it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no number, or too large for any amount or time.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"expected a number, got {type(value).__name__}")
+    if not 0 <= value < _MOST:
+        raise ValueError(f"expected a number from 0 to {_MOST}")
+    return value
+
+
+def read_usage(content: Any) -> Usage:
+    """Return the usage that :meth:`Usage.to_json` describes, and check it.
+
+    Raises
+    ------
+    AttributeError, KeyError, TypeError, ValueError
+        If it is no usage.
+    """
+    read = {}
+    for group, each in content["groups"].items():
+        names = [one.name for one in fields(SessionHours) if one.name != "lost"]
+        sums: dict[str, Any] = {name: amount(each[name]) for name in names}
+        lost = {printable(cause): int(amount(n)) for cause, n in each["lost"].items()}
+        read[printable(group)] = SessionHours(**sums, lost=lost)
+    return Usage(read)
 
 
 def _hours_of(launch: Launch, now: float) -> SessionHours:

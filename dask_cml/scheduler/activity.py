@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 #: Seconds between two samples at first, and the maximum number of samples. Of more, every second one stays.
-_INTERVAL, _MOST_SAMPLES = 15.0, 240
+_INTERVAL, _MOST_SAMPLES = 5.0, 240
 
 
 class Activity:

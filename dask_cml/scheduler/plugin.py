@@ -110,6 +110,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             for each in (self._look, lambda: spread(scheduler), lambda: relieve(scheduler))
         ]
         self._periodic.append(PeriodicCallback(self._note_activity, _ACTIVITY_INTERVAL * 1000))
+        self._note_activity()
         for each in self._periodic:
             each.start()
         self._writing = asyncio.create_task(self._keep_file())
@@ -150,10 +151,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     async def _keep_file(self) -> None:
         self._shut_down(await self._file.run(self._state))
 
-    async def terminate(self, **arguments: Any) -> None:
-        """Close the scheduler for good, as ``Client.shutdown`` and managers ask for."""
-        self._closed = "shut down"
-        await self._scheduler.close(**arguments)
+    async def terminate(self, reason: str = "shut down by a client", **arguments: Any) -> None:
+        """Close the scheduler for good, as ``Client.shutdown`` and managers ask for. These give a reason."""
+        self._closed = self._closed or str(reason)
+        await self._scheduler.close(reason=self._closed, **arguments)
 
     # -- managers
 

@@ -77,6 +77,23 @@ class Clusters(ApiHandler):
         await self.create(self.body())
 
 
+class History(ApiHandler):
+    """``/api/history``."""
+
+    async def get(self) -> None:
+        """Describe the clusters that have ended."""
+        self.answer({"clusters": [each.describe() for each in await self.clusters.ended()]})
+
+
+class Ended(ApiHandler):
+    """``/api/history/ID``."""
+
+    async def get(self, id: str) -> None:
+        """Describe a cluster that has ended, with the samples of its time line."""
+        [one] = await self.clusters.ended(id)
+        self.answer(one.describe(samples=True))
+
+
 class Form(ApiHandler):
     """``/api/form``, for the page alone."""
 
@@ -94,7 +111,7 @@ class Cluster(ApiHandler):
 
     async def delete(self, name: str) -> None:
         """Stop all sessions of a cluster."""
-        await self.clusters.delete(name)
+        await self.clusters.delete(name, self.current_user.name)
         self.answer({})
 
 
@@ -147,6 +164,8 @@ class Logs(ApiHandler):
 ROUTES = [
     (r"/api/clusters", Clusters),
     (r"/api/form", Form),
+    (r"/api/history", History),
+    (r"/api/history/([^/]+)", Ended),
     (r"/api/clusters/([^/]+)", Cluster),
     (r"/api/clusters/([^/]+)/scale", Scale),
     (r"/api/clusters/([^/]+)/adapt", Adapt),

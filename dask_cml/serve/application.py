@@ -17,7 +17,7 @@ from pathlib import Path
 from tornado.web import Application
 
 from dask_cml.dashboard.http_server import LocalServer, local_socket
-from dask_cml.serve import api, pages
+from dask_cml.serve import api, metrics, pages
 from dask_cml.serve.access import Access
 from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.serve.dashboards import Dashboards
@@ -54,7 +54,7 @@ def make_application(clusters: ProjectClusters, access: Access, dashboards: Dash
         Serves the dashboards of the clusters.
     """
     return Application(
-        [*api.ROUTES, *pages.ROUTES],
+        [*api.ROUTES, *metrics.ROUTES, *pages.ROUTES],
         clusters=clusters,
         access=access,
         dashboards=dashboards,

@@ -21,10 +21,12 @@ from dask_cml.observers import EXPECTED, Observed, Observers
 from dask_cml.options import OPTION_NAMES, Options, setting
 from dask_cml.options.unattended import unattended
 from dask_cml.records import liveness, operations
+from dask_cml.records.history import EndedCluster, ended_clusters
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Maker, Record
 from dask_cml.records.usage import Usage
 from dask_cml.serve import views
+from dask_cml.serve.start_times import StartTimes
 from dask_cml.sessions.workers_api import load_platform
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,9 @@ class ProjectClusters(Observers):
     def __init__(self, interval: float = 2.0) -> None:
         super().__init__(interval)
         self._created: dict[str, CreatedCluster] = {}
-        self._usages: dict[str, Usage] = {}
+        #: The usage of each running cluster, as it was read last.
+        self.usages: dict[str, Usage] = {}
+        self.starts = StartTimes()
         self._usages_read_at = self._asked_at = -math.inf
         #: Why the page can create no clusters, or None.
         self.problem: str | None = None
@@ -139,10 +143,11 @@ class ProjectClusters(Observers):
                     del self._created[name]
                 else:
                     each.cluster, each.failure = None, CMLError(problem)
+        self.starts.look(self._managers().values())
         now = time.monotonic()
         if now - self._asked_at < _ASKED_LATELY and now - self._usages_read_at > _USAGE_AGE:
             self._usages_read_at = now
-            self._usages = await asyncio.to_thread(_usages, [*self._managers()])
+            self.usages = await asyncio.to_thread(_usages, [*self._managers()])
 
     # -- lookups
 
@@ -203,7 +208,7 @@ class ProjectClusters(Observers):
         return described
 
     def _describe(self, name: str, each: Observed) -> dict[str, Any]:
-        usage = self._usages.get(name)
+        usage = self.usages.get(name)
         if isinstance(each, CreatedCluster) and each.failure is not None:
             return views.unmanaged(each.record, "failed", str(each.failure))
         if each.cluster is not None and (
@@ -227,7 +232,7 @@ class ProjectClusters(Observers):
         usage, logs, sessions = Usage(), list[str](), list[dict[str, Any]]()
         if record is not None:
             with contextlib.suppress(*EXPECTED):
-                usage = self._usages[name] = await asyncio.to_thread(operations.usage, name)
+                usage = self.usages[name] = await asyncio.to_thread(operations.usage, name)
             logs = [*await asyncio.to_thread(operations.session_logs(record).paths)]
             sessions = views.recorded_sessions(record)
         if (cluster := each.cluster) is not None:
@@ -238,11 +243,32 @@ class ProjectClusters(Observers):
             **description,
             "sessions": sessions,
             "logs": logs,
-            "usage": views.usage_as_json(usage),
+            "usage": usage.to_json(),
             "client": f'Client("{description["address"]}")',
             "security": record is not None and record.security is not None,
             "dashboard_id": record.id if record is not None and has_dashboard else None,
         }
+
+    async def ended(self, id: str | None = None) -> list[EndedCluster]:
+        """Return the clusters that have ended, the last one first.
+
+        Parameters
+        ----------
+        id : str, optional
+            The id of the only one.
+
+        Raises
+        ------
+        NoSuchCluster
+            If no ended cluster has this id.
+        """
+        observed = [each for each in self.observed.values() if each.cluster is None and each.finding]
+        dead = [each.record for each in observed if each.finding and each.finding.state is State.DEAD]
+        found = await asyncio.to_thread(ended_clusters, dead)
+        chosen = [each for each in found if id in (None, each.id)]
+        if id is not None and not chosen:
+            raise NoSuchCluster(id)
+        return chosen
 
     # -- changes
 
@@ -292,8 +318,15 @@ class ProjectClusters(Observers):
             with contextlib.suppress(CMLError):
                 await self._close(cluster)
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, user: str | None = None) -> None:
         """Stop all sessions of a cluster, or forget a failed cluster.
+
+        Parameters
+        ----------
+        name : str
+            The name of the cluster.
+        user : str, optional
+            The user who deletes it.
 
         Raises
         ------
@@ -303,13 +336,15 @@ class ProjectClusters(Observers):
             If CML did not stop some sessions.
         """
         each = self._one(name)
+        if each.cluster is not None:
+            each.cluster.manager.end_reason = operations.deleted_by(user)
         if isinstance(each, CreatedCluster):
             if each.cluster is not None:
                 await self._close(each.cluster)
             self._created.pop(name, None)
         elif each.cluster is not None and each.cluster.status == Status.running:
             await self._close(each.cluster)
-        elif (error := (await operations.end_all([each.record]))[name]) is not None:
+        elif (error := (await operations.end_all([each.record], user))[name]) is not None:
             raise error
 
 

@@ -11,7 +11,9 @@ import jinja2
 from markupsafe import Markup, escape
 from tornado.web import HTTPError
 
-from dask_cml.display.words import span
+from dask_cml.display.words import moment, span
+from dask_cml.records.history import cost_of
+from dask_cml.records.usage import SessionHours
 from dask_cml.serve import form
 from dask_cml.serve.access import POLICY, Handler
 
@@ -99,6 +101,30 @@ class ClusterPage(Page):
         self.show("cluster", cluster=cluster, shown_sessions=sessions, live=live, panes=_PANES)
 
 
+class HistoryPage(Page):
+    """The list of ended clusters."""
+
+    async def get(self) -> None:
+        """Show the list, with sums by day and user."""
+        clusters = await self.clusters.ended()
+        sums: dict[str, dict[str, SessionHours]] = {"Day": {}, "User": {}}
+        for each in clusters:
+            for title, key in (("Day", moment(each.ended, "%Y-%m-%d")), ("User", each.user or _UNKNOWN)):
+                sums[title][key] = sums[title].get(key, SessionHours()) + each.usage.total
+        self.show("history", clusters=clusters, sums=sums)
+
+
+class EndedPage(Page):
+    """One ended cluster."""
+
+    root = "../"
+
+    async def get(self, id: str) -> None:
+        """Show the cluster, with its time line."""
+        [cluster] = await self.clusters.ended(id)
+        self.show("ended", cluster=cluster, usage=cluster.usage.to_json())
+
+
 class NotFound(Page):
     """Answers requests for unknown addresses."""
 
@@ -113,6 +139,8 @@ ROUTES: list[Any] = [
     (r"/", ClustersPage),
     (r"/new", NewClusterPage),
     (r"/clusters/([^/]+)", ClusterPage),
+    (r"/history", HistoryPage),
+    (r"/history/([^/]+)", EndedPage),
 ]
 
 
@@ -131,9 +159,11 @@ def _templates() -> jinja2.Environment:
     environment.filters.update(
         amounts=lambda values: " ".join(f"{name}={amount:g}" for name, amount in values.items()) or None,
         bytes=_bytes,
+        cost=cost_of,
         hours=lambda value: _UNKNOWN if value is None else f"{value:,.2f}",
         known=lambda value: _UNKNOWN if value is None else value,
         marked=_marked,
+        moment=moment,
         count=lambda value: _UNKNOWN if value is None else f"{value:,}",
         number=lambda value: _UNKNOWN if value is None else f"{value:g}",
         quoted=lambda name: quote(name, safe=""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -45,10 +46,12 @@ def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[st
     elif cluster.status not in (Status.running, Status.closing, Status.closed):
         status = "starting"
     groups = [*cluster.worker_groups.values()]
+    fleet = cluster.manager.fleet
+    waiting = Counter(each.group for each in fleet.members if each.name in fleet.waits)
     return {
         **unmanaged(record, status, problem, usage),
         "words": ", ".join(filter(None, [status, state.scheduler_words, state.pending])),
-        "groups": [_group(each, state.limits(each.name)) for each in groups],
+        "groups": [_group(each, state.limits(each.name), waiting[each.name]) for each in groups],
         "n_workers": sum(each.n_workers for each in groups),
         "n_arrived": sum(each.n_arrived for each in groups),
         "threads": sum(each.nthreads for each in workers),
@@ -82,12 +85,12 @@ def unmanaged(record: Record, status: str, problem: str | None, usage: Usage | N
     }
 
 
-def _group(group: WorkerGroup, limits: Mapping[str, float] | None) -> dict[str, Any]:
+def _group(group: WorkerGroup, limits: Mapping[str, float] | None, waiting: int) -> dict[str, Any]:
     adapts = None
     if limits is not None:
         adapts = {each: None if math.isinf(n) else int(n) for each, n in limits.items()}
     described = asdict(group)
-    return {**described, **described.pop("size"), "adapts": adapts}
+    return {**described, **described.pop("size"), "n_waiting": waiting, "adapts": adapts}
 
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
@@ -128,8 +131,3 @@ def recorded_sessions(record: Record) -> list[dict[str, Any]]:
 
 def _link(url: Any) -> str | None:
     return url if isinstance(url, str) and url.startswith(("https://", "http://")) else None
-
-
-def usage_as_json(usage: Usage) -> dict[str, Any]:
-    """Return the usage of a cluster, by worker group and in total."""
-    return {"groups": {group: asdict(hours) for group, hours in usage.items()}, "total": asdict(usage.total)}

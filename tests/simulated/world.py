@@ -17,6 +17,7 @@ import dask
 from distributed import SpecCluster
 
 from dask_cml import heartbeat, observers, private_files, wrapper
+from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.manager import manager, startup
 from dask_cml.records import liveness, operations, record, removal, session_files, store
 from dask_cml.scheduler import lifetime, plugin, state_file
@@ -86,7 +87,7 @@ class World:
     @property
     def clusters(self) -> list[str]:
         """The names of the folders of clusters, also of what removed them in part."""
-        return sorted(each.name for each in self.directory.iterdir())
+        return sorted({each.name for each in self.directory.iterdir()} - {HISTORY_FOLDER})
 
 
 @contextlib.contextmanager

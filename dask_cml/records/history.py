@@ -1,0 +1,282 @@
+"""The history of clusters: one small file remains of each cluster that has ended.
+
+Each file is named after the id of the cluster's record. The process that removes the record writes the file
+first. No process changes it.
+
+Functions block while they wait for the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from dask_cml import heartbeat
+from dask_cml.checks import is_session_id
+from dask_cml.layout import HISTORY_FOLDER
+from dask_cml.options import setting, state_directory
+from dask_cml.printable import first_line, printable
+from dask_cml.private_files import check_folder, make_folder, open_folder, read_file, write_new_file
+from dask_cml.records import store
+from dask_cml.records.ignored import report
+from dask_cml.records.record import Record
+from dask_cml.records.usage import SessionHours, Usage, amount, read_usage, usage_of
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".json"
+_LONGEST_TEXT, _MOST_SAMPLES = 300, 1000
+_DAY = 86400.0
+#: The reason if no process has seen the end.
+UNSEEN = "its session ended"
+
+
+@dataclass(frozen=True)
+class EndedCluster:
+    """A cluster that has ended.
+
+    Parameters
+    ----------
+    name, id : str
+        The cluster's name, and the id of its record.
+    user, session : str or None
+        The user and the session that created it.
+    created, ended : float
+        When it was created and when it ended, in seconds since 1970.
+    why : str
+        Why it ended.
+    usage : Usage
+        The hours of its sessions.
+    tasks_done : float
+        Number of tasks that it has completed.
+    most_workers : float
+        The largest number of worker sessions that were connected at the same time.
+    session_seconds, busy_seconds : float
+        Sums of the times for which worker sessions were connected, and had tasks.
+    samples : sequence of tuples
+        Times in seconds since 1970, each with the numbers of requested, connected and busy worker sessions.
+    """
+
+    name: str
+    id: str
+    user: str | None
+    session: str | None
+    created: float
+    ended: float
+    why: str
+    usage: Usage
+    tasks_done: float = 0
+    most_workers: float = 0
+    session_seconds: float = 0
+    busy_seconds: float = 0
+    samples: Sequence[tuple[float, ...]] = ()
+
+    @classmethod
+    def of(cls, record: Record, why: str = UNSEEN) -> EndedCluster:
+        """Return what remains of a cluster that does not run any more.
+
+        Parameters
+        ----------
+        record : Record
+            Its record, with its ended sessions.
+        why : str
+            Why it ended, if the scheduler has written no reason.
+        """
+        ended = _end_of(record)
+        own = {
+            "name": record.name,
+            "id": record.id,
+            "user": record.maker.user,
+            "session": record.maker.session,
+            "created": datetime.fromisoformat(record.created).timestamp(),
+            "ended": ended,
+            "why": first_line(record.scheduler.closed or why),
+            "usage": usage_of(record, ended).to_json(),
+        }
+        with contextlib.suppress(ValueError):  # another process has written the activity
+            return cls.from_json({**record.scheduler.activity, **own})
+        return cls.from_json(own)
+
+    @classmethod
+    def from_json(cls, content: Any) -> EndedCluster:
+        """Return what :meth:`to_json` describes, and check it.
+
+        Raises
+        ------
+        ValueError
+            If it describes no cluster.
+        """
+        try:
+            return cls(**{name: read(content[name]) for name, read in _READ.items() if name in content})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"it is not the history of a cluster: {error!r}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {**vars(self), "usage": self.usage.to_json()}
+
+    def describe(self, samples: bool = False) -> dict[str, Any]:
+        """Describe it for programs.
+
+        Parameters
+        ----------
+        samples : bool
+            Whether to include the samples.
+        """
+        times = {name: _iso(getattr(self, name)) for name in ("created", "ended")}
+        derived = {"duration": self.duration, "idle": self.idle, "cost": cost_of(self.usage.total)}
+        return {**self.to_json(), **times, **derived, "samples": self.samples if samples else []}
+
+    @property
+    def duration(self) -> float:
+        """Seconds from its creation to its end."""
+        return max(0.0, self.ended - self.created)
+
+    @property
+    def idle(self) -> float | None:
+        """The share of its workers' time without tasks. None if no worker was connected."""
+        return max(0.0, 1 - self.busy_seconds / self.session_seconds) if self.session_seconds else None
+
+    @property
+    def idle_words(self) -> str:
+        """The text for the share of idle time."""
+        if self.idle is None:
+            return "no worker was connected"
+        return f"{100 * self.idle:.0f} % of {self.session_seconds / 3600:.1f} worker hours were idle"
+
+
+def _text(value: str) -> str:
+    return printable(value)[:_LONGEST_TEXT]
+
+
+def _text_or_none(value: str | None) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _id(value: Any) -> str:
+    if not is_session_id(value):  # it is the name of a file
+        raise ValueError("its id is invalid")
+    return value
+
+
+def _samples(value: Any) -> list[tuple[float, ...]]:
+    return sorted((amount(t), amount(n), amount(m), amount(k)) for t, n, m, k in value[:_MOST_SAMPLES])
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "name": _text,
+    "id": _id,
+    **dict.fromkeys(("user", "session"), _text_or_none),
+    **dict.fromkeys(("created", "ended"), amount),
+    "why": _text,
+    "usage": read_usage,
+    **dict.fromkeys(("tasks_done", "most_workers", "session_seconds", "busy_seconds"), amount),
+    "samples": _samples,
+}
+
+
+def _iso(moment: float) -> str:
+    return datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="seconds")
+
+
+def cost_of(used: SessionHours) -> float | None:
+    """Return the cost of sessions by the prices below ``cml.prices``. Return None if all are missing."""
+    amounts = {"cpu": used.vcpu_hours, "memory": used.gib_hours, "gpu": used.gpu_hours}
+    prices = {name: price for name in amounts if (price := setting(f"prices.{name}")) is not None}
+    return sum(price * amounts[name] for name, price in prices.items()) if prices else None
+
+
+def _end_of(record: Record) -> float:
+    """Return now. If the cluster is dead, return the time of its last sign of life."""
+    now, silence = time.time(), heartbeat.silence(state_directory() / record.name)
+    if silence is not None:
+        return now - silence if record.scheduler.closed or silence > heartbeat.LONGEST_SILENCE else now
+    if record.maker.lives():
+        return now
+    launches = {**record.launches, **record.ended}.values()
+    created = datetime.fromisoformat(record.created).timestamp()
+    return max(created, *(each.ended or each.began or each.launched for each in launches), 0)
+
+
+def remember(record: Record, why: str = UNSEEN) -> None:
+    """Write the file of a cluster whose record is about to be removed. Log errors.
+
+    Do nothing if another process has written the file, or has removed the record.
+
+    Parameters
+    ----------
+    record : Record
+        Its last known record.
+    why : str
+        Why it ended, as a clause.
+    """
+    try:
+        keep, folder = setting("history.keep"), state_directory() / HISTORY_FOLDER
+        if keep and (last := store.last(record)) is not None:
+            make_folder(folder)
+            content = json.dumps(EndedCluster.of(last, why).to_json()).encode()
+            with open_folder(folder) as descriptor:
+                write_new_file(f"{record.id}{_SUFFIX}", content, descriptor)
+        _forget(folder, keep, time.time() - setting("history.days") * _DAY)
+    except Exception as error:  # the cluster must end, whatever its record contains
+        logger.warning("History of cluster %s not written: %r", record.name, error)
+
+
+def _forget(folder: Path, keep: int, oldest: float) -> None:
+    """Remove all files but the newest ones."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        dated = sorted(
+            ((each.stat(follow_symlinks=False).st_mtime, each.path) for each in entries), reverse=True
+        )
+        for number, (written, path) in enumerate(dated):
+            if number >= keep or written < oldest:
+                with contextlib.suppress(OSError):  # another process removes it, too
+                    os.unlink(path)
+
+
+def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
+    """Return the clusters that have ended, the last one first. Ignore damaged files; warn once.
+
+    Parameters
+    ----------
+    dead : iterable of Record
+        The records of dead clusters, which no process has removed yet.
+    """
+    folder = state_directory() / HISTORY_FOLDER
+    found: dict[str, EndedCluster] = {}
+    for record in dead:
+        with contextlib.suppress(ValueError):
+            found[record.id] = EndedCluster.of(store.last(record) or record)
+    try:
+        check_folder(folder)
+        files = [*folder.glob(f"[!.]*{_SUFFIX}")]
+    except OSError as error:
+        files = []
+        if not isinstance(error, FileNotFoundError):
+            report(folder, str(error))
+    for file in files:
+        try:
+            found[file.stem] = _read(file)
+        except FileNotFoundError:  # forgotten meanwhile
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            report(file, str(error))
+    return sorted(found.values(), key=lambda each: (each.ended, each.id), reverse=True)
+
+
+@functools.lru_cache(maxsize=1000)
+def _read(file: Path) -> EndedCluster:
+    """Read a file, which no process changes."""
+    ended = EndedCluster.from_json(json.loads(read_file(file)))
+    if ended.id != file.stem:
+        raise ValueError(f"it is the history of another cluster, {ended.id!r}")
+    return ended

@@ -1,0 +1,92 @@
+"""The metrics of the project's clusters, for Prometheus, from what the page knows already."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tornado.web import HTTPError
+
+from dask_cml.layout import SCHEDULER
+from dask_cml.serve.access import Handler
+
+if TYPE_CHECKING:
+    from dask_cml.serve.clusters import ProjectClusters
+
+#: The families of metrics by name: the type, the help and the labels.
+_FAMILIES = {
+    "clusters": ("gauge", "Number of clusters.", "status"),
+    "wanted_workers": ("gauge", "Number of requested worker sessions.", "cluster", "group"),
+    "sessions": ("gauge", "Number of sessions.", "cluster", "group", "state"),
+    "launches": ("counter", "Number of sessions launched so far.", "cluster", "group"),
+    "losses": ("counter", "Number of sessions lost so far.", "cluster", "group", "cause"),
+    "session_seconds": ("counter", "Sum of the times of all sessions so far.", "cluster", "group"),
+}
+
+
+class Metrics(Handler):
+    """``/metrics``."""
+
+    def get(self) -> None:
+        """Answer in Prometheus' text format."""
+        try:
+            from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+        except ImportError:
+            words = "The page has no metrics: to add them, run `pip install prometheus-client`."
+            raise HTTPError(501, words) from None
+        self.set_header("Content-Type", CONTENT_TYPE_LATEST)
+        self.finish(generate_latest(_Collector(self.clusters)))
+
+    def answer_error(self, words: str) -> None:
+        """Answer with the reason of an error."""
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(words)
+
+
+class _Collector:
+    """Describes the clusters as families of metrics."""
+
+    def __init__(self, clusters: ProjectClusters) -> None:
+        self._clusters = clusters
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        families = {
+            name: kinds[kind](f"dask_cml_{name}", words, labels=labels)
+            for name, (kind, words, *labels) in _FAMILIES.items()
+        }
+        for name, labels, value in _samples(self._clusters):
+            families[name].add_metric(labels, value)
+        yield from families.values()
+        words = "Time from the launch of a worker session to its connection."
+        times = HistogramMetricFamily("dask_cml_start_seconds", words)
+        times.add_metric([], self._clusters.starts.buckets, self._clusters.starts.total)
+        yield times
+
+
+def _samples(clusters: ProjectClusters) -> Iterator[tuple[str, list[str], float]]:
+    """Yield families of metrics, each with the values of its labels, and its value."""
+    described = clusters.describe()
+    for status, n in Counter(each["status"] for each in described).items():
+        yield "clusters", [status], n
+    for cluster in described:
+        name, status = cluster["name"], cluster["status"]
+        if status in ("running", "starting"):
+            state = "connected" if status == "running" else "starting"
+            yield "sessions", [name, SCHEDULER, state], 1
+        for group in cluster["groups"]:
+            wanted, waiting, connected = group["n_workers"], group["n_waiting"], group["n_arrived"]
+            states = {"waiting": waiting, "connected": connected, "starting": wanted - waiting - connected}
+            yield "wanted_workers", [name, group["name"]], wanted
+            yield from (("sessions", [name, group["name"], each], max(0, n)) for each, n in states.items())
+    for name, usage in clusters.usages.items():
+        for label, used in usage.items():
+            yield "launches", [name, label], used.sessions
+            yield "session_seconds", [name, label], used.hours * 3600
+            yield from (("losses", [name, label, cause], n) for cause, n in used.lost.items())
+
+
+ROUTES: list[Any] = [(r"/metrics", Metrics)]

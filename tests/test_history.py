@@ -1,0 +1,515 @@
+"""The history of clusters: what remains after each kind of end, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import dask
+import pytest
+from click.testing import CliRunner
+from clusters import (
+    LAUNCHED,
+    arrived,
+    end,
+    launch,
+    live,
+    make,
+    name_of,
+    sessions,
+    write_record,
+    write_scheduler,
+)
+from distributed import Client
+from distributed.core import Status
+
+from dask_cml import cli
+from dask_cml.errors import CMLError
+from dask_cml.heartbeat import newest
+from dask_cml.layout import RECORD_FILE, REMOVED_FILE
+from dask_cml.options import state_directory
+from dask_cml.records import history, operations, store
+from dask_cml.records.history import EndedCluster, ended_clusters
+from dask_cml.records.record import Maker, Record, SchedulerState
+
+HOUR = 3600
+GONE = Maker("elsewhere", 1, 1.0, "session-of-ann", "ann")
+ACTIVITY = {
+    "tasks_done": 7,
+    "most_workers": 2,
+    "session_seconds": 2 * HOUR,
+    "busy_seconds": HOUR,
+    "samples": [[LAUNCHED, 2, 0, 0], [LAUNCHED + 60, 2, 2, 1]],
+}
+
+
+def the_only_one():
+    [found] = ended_clusters()
+    return found
+
+
+def files():
+    return sorted((state_directory() / ".history").glob("*.json"))
+
+
+# -- each kind of end, with real processes
+
+
+@pytest.fixture
+def locally(platform, light, monkeypatch):
+    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
+    with dask.config.set({"cml.platform": "local", "cml.api.poll-interval": "200ms"}):
+        yield platform
+
+
+def scheduler_of(platform):
+    [session] = [each["id"] for each in live(platform) if name_of(each).endswith("-scheduler")]
+    return session
+
+
+async def test_a_closed_cluster_leaves_what_it_has_used_and_done(locally, holds):
+    begun = time.time()
+    async with make(name="lab", n_workers=2, cpu=1, memory=1) as cluster:
+        await holds(lambda: arrived(cluster) == 2)
+        async with Client(cluster, asynchronous=True) as client:
+            assert await client.gather(client.map(abs, range(5))) == [*range(5)]
+        assert ended_clusters() == []
+    found = the_only_one()
+    assert (found.name, found.why, found.user) == ("lab", "closed", Maker.this_process().user)
+    assert begun - 2 < found.created <= found.ended <= time.time()
+    assert {group: used.sessions for group, used in found.usage.items()} == {"scheduler": 1, "default": 2}
+    assert 0 < found.usage.total.hours * HOUR < 3 * (time.time() - begun + 1)
+    assert (found.tasks_done, found.most_workers) == (5, 2)
+    assert found.session_seconds > found.busy_seconds
+    assert store.records() == []
+
+
+async def test_a_cluster_that_is_deleted_from_the_shell_names_its_user(locally, monkeypatch):
+    monkeypatch.setenv("CDSW_CREATOR", "ben")
+    async with make(name="lab") as cluster:
+        await asyncio.to_thread(CliRunner().invoke, cli.cml, ["delete", "lab"], catch_exceptions=False)
+        await cluster.close()
+    assert the_only_one().why == "deleted by ben"
+
+
+async def test_an_idle_cluster_says_for_how_long_it_was_idle(locally, holds):
+    cluster = await make(name="lab", idle_timeout="5s")
+    await holds(lambda: cluster.status == Status.closed)
+    assert the_only_one().why == "idle for 5 s"
+
+
+async def test_a_client_shuts_a_cluster_down(locally, holds):
+    cluster = await make(name="lab")
+    async with Client("cml://lab", asynchronous=True) as client:
+        await client.shutdown()
+    await holds(lambda: cluster.status == Status.closed)
+    assert the_only_one().why == "shut down by a client"
+
+
+KILLED = """
+import os, signal
+from dask_cml import CMLCluster
+
+if __name__ == "__main__":
+    cluster = CMLCluster(name="lab", n_workers=1, quiet=True, orphan_timeout="{orphan_timeout}")
+    while cluster.n_pending:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def make_and_kill(orphan_timeout="10 minutes"):
+    code = KILLED.format(orphan_timeout=orphan_timeout)
+    process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+
+
+async def test_the_orphan_of_a_killed_creator_ended_when_it_closed_and_not_when_it_was_found(locally, holds):
+    await asyncio.to_thread(make_and_kill, "1s")
+    await holds(lambda: not live(locally))
+    last = newest(state_directory() / "lab").stat().st_mtime
+    os.utime(newest(state_directory() / "lab"), (last - 30, last - 30))
+    assert await operations.prune() == ({"lab": None}, {})
+    found = the_only_one()
+    assert found.why == "orphaned: no manager and no client for 1 s"
+    assert found.ended == pytest.approx(last - 30, abs=2)
+
+
+async def test_a_lost_scheduler_without_a_replacement_ends_the_cluster(locally, holds):
+    with dask.config.set({"cml.scheduler-restarts": 0}):
+        cluster = await make(name="lab")
+        session = scheduler_of(locally)
+        locally.evict(session)
+        await holds(lambda: cluster.status == Status.closed)
+    said = f"its scheduler was lost: the scheduler's session {session} ended, its status is failed"
+    assert the_only_one().why.startswith(said)
+    assert "last lines" not in the_only_one().why
+
+
+async def test_pruning_remembers_a_cluster_whose_session_ended(locally):
+    await asyncio.to_thread(make_and_kill)
+    for each in live(locally):
+        locally.evict(each["id"])
+    [listed] = ended_clusters([store.read("lab")])
+    assert not files()
+    assert await operations.prune() == ({"lab": None}, {})
+    found = the_only_one()
+    assert (found.why, found.id) == ("its session ended", listed.id)
+    assert found.usage["default"].sessions == 1
+
+
+async def test_the_next_cluster_with_its_name_remembers_a_dead_one(locally):
+    await asyncio.to_thread(make_and_kill)
+    dead = store.read("lab").id
+    locally.evict(scheduler_of(locally))
+    async with make(name="lab") as cluster:
+        assert the_only_one().id == dead
+        new = cluster.manager.state.record.id
+    assert [each.id for each in ended_clusters()] == [new, dead]
+
+
+async def test_a_cluster_that_did_not_start_is_remembered_with_the_reason(locally):
+    locally.configure(quota={"cpu": 0.5})
+    with pytest.raises(CMLError):
+        await make(name="lab")
+    locally.configure(quota={})
+    assert the_only_one().why.startswith("it did not start: CML refused to launch")
+    assert the_only_one().usage.total.hours == 0
+
+
+# -- what is written
+
+
+def dead_record(name="lab", ago=5 * HOUR, **scheduler):
+    """Write the record of a cluster that ran for an hour, until `ago` seconds ago."""
+    silent = time.time() - ago
+    created = datetime.fromtimestamp(silent - HOUR, timezone.utc).isoformat(timespec="seconds")
+    state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1", **scheduler)
+    record = Record(name, maker=GONE, created=created, options={"platform": "local"}, scheduler=state)
+    launched = sessions(**{"session-0": "scheduler", "session-1": f"{name}-0"})
+    launched = {id: replace(each, launched=int(silent - HOUR)) for id, each in launched.items()}
+    folder = write_record(replace(record, launches=launched))
+    os.utime(newest(folder), (silent, silent))
+    return store.read(name)
+
+
+def test_hours_of_a_dead_cluster_count_until_its_last_sign_of_life(state):
+    record = dead_record(activity=ACTIVITY)
+    history.remember(record)
+    found = the_only_one()
+    assert found.duration == pytest.approx(HOUR, abs=2)
+    assert found.usage["default"].hours == pytest.approx(1, abs=0.01)
+    assert (found.user, found.session, found.why) == ("ann", "session-of-ann", "its session ended")
+    assert (found.tasks_done, found.most_workers, found.idle) == (7, 2, 0.5)
+    assert found.idle_words == "50 % of 2.0 worker hours were idle"
+    assert [*map(list, found.samples)] == ACTIVITY["samples"]
+
+
+def test_a_cluster_whose_scheduler_never_answered_ended_with_its_last_launch(state):
+    record = Record(
+        "lab", maker=GONE, created="2026-09-21T00:00:00+00:00", launches=sessions(**{"session-1": "lab-0"})
+    )
+    write_record(record)
+    history.remember(store.read("lab"))
+    assert the_only_one().ended == LAUNCHED
+    assert the_only_one().usage.total.hours == 0
+
+
+def test_sessions_that_ended_before_count_too(state):
+    record = dead_record()
+    launch(record, "session-9", key="lab-9")
+    end(record, "session-9", at=LAUNCHED + HOUR)
+    history.remember(record)
+    assert the_only_one().usage["default"].sessions == 2
+
+
+def test_the_first_writer_wins(state):
+    record = dead_record()
+    history.remember(record, "deleted by ann")
+    history.remember(record, "deleted by ben")
+    assert the_only_one().why == "deleted by ann"
+
+
+def test_what_the_scheduler_said_counts_more_than_what_others_found(state):
+    history.remember(dead_record(closed="idle for 60 s"), "deleted by ann")
+    assert the_only_one().why == "idle for 60 s"
+
+
+def test_a_removal_that_a_crash_left_half_done_is_remembered(platform):
+    record = dead_record()
+    folder = state_directory() / "lab"
+    os.rename(folder / RECORD_FILE, folder / REMOVED_FILE)
+    assert asyncio.run(operations.prune())[0] == {"lab": None}
+    assert the_only_one().id == record.id
+    assert the_only_one().usage["default"].hours == pytest.approx(1, abs=0.01)
+    assert not folder.exists()
+
+
+def test_a_cluster_that_another_process_has_removed_leaves_no_second_file(state):
+    record = dead_record()
+    store.remove("lab")
+    history.remember(record, "closed")
+    assert ended_clusters() == []
+
+
+@pytest.mark.parametrize(
+    "activity",
+    [
+        {"samples": 3},
+        {"samples": [[1, 2]]},
+        {"tasks_done": "<b>"},
+        {"session_seconds": -1},
+        {"busy_seconds": 1e300},
+    ],
+)
+def test_what_a_scheduler_counted_wrong_is_left_out(state, activity):
+    history.remember(dead_record(activity={**ACTIVITY, **activity}))
+    assert (the_only_one().tasks_done, the_only_one().idle, the_only_one().samples) == (0, None, [])
+    assert the_only_one().usage.total.sessions == 2
+
+
+def test_a_history_that_cannot_be_written_does_not_keep_a_cluster_from_ending(platform, caplog):
+    dead_record()
+    (state_directory() / ".history").write_text("no folder")
+    assert asyncio.run(operations.end_all(store.records())) == {"lab": None}
+    assert store.records() == []
+    assert "History of cluster lab not written" in caplog.text
+    assert ended_clusters() == []
+
+
+def test_the_id_of_a_record_is_no_path(state, caplog):
+    record = replace(dead_record(), id="../../outside")
+    folder = state / "lab"
+    (folder / RECORD_FILE).write_text(record.to_json())
+    write_scheduler(record, folder)
+    history.remember(store.read("lab"))
+    assert ended_clusters() == []
+    assert not [*state.parent.rglob("outside*")]
+
+
+# -- retention
+
+
+def remembered(name, ago=0.0):
+    record = dead_record(name)
+    history.remember(record)
+    store.remove(name)
+    file = state_directory() / ".history" / f"{record.id}.json"
+    written = time.time() - ago
+    os.utime(file, (written, written))
+
+
+def test_only_the_newest_are_kept(state):
+    with dask.config.set({"cml.history.keep": 2}):
+        for number, name in enumerate("abc"):
+            remembered(name, ago=100 - number)
+        assert {each.name for each in ended_clusters()} == {"b", "c"}
+
+
+def test_they_are_kept_for_so_many_days(state):
+    with dask.config.set({"cml.history.days": 7}):
+        remembered("old", ago=8 * 24 * HOUR)
+        leftover = state / ".history" / ".half-written"
+        leftover.touch(0o600)
+        os.utime(leftover, (1, 1))
+        remembered("young", ago=6 * 24 * HOUR)
+        assert [each.name for each in ended_clusters()] == ["young"]
+        assert not leftover.exists()
+
+
+def test_no_history_is_kept_if_the_site_wants_none(state):
+    with dask.config.set({"cml.history.keep": 0}):
+        remembered_nothing = dead_record()
+        history.remember(remembered_nothing)
+    assert not (state / ".history").exists()
+
+
+# -- hostile files
+
+
+def write(content, name="0123456789abcdef.json"):
+    folder = state_directory() / ".history"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.parent.chmod(0o700)
+    (folder / name).touch(0o600)
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def valid(**more):
+    usage = {"groups": {}, "total": {}}
+    content = {"name": "lab", "id": "0123456789abcdef", "user": "ann", "session": None, "why": "closed"}
+    return {**content, **ACTIVITY, "created": LAUNCHED, "ended": LAUNCHED + HOUR, "usage": usage, **more}
+
+
+HOURS = {"sessions": 1, "hours": 1.0, "vcpu_hours": 1.0, "gib_hours": 1.0, "gpu_hours": 0.0, "lost": {}}
+HOSTILE = {
+    "no JSON": "{",
+    "no object": "[]",
+    "null": "null",
+    "empty": "{}",
+    "nested": "[" * 100_000,
+    "NaN": json.dumps(valid(created=float("nan"))),
+    "infinite": json.dumps(valid()).replace(str(LAUNCHED + HOUR), "1e999"),
+    "far": valid(ended=1e15),
+    "huge": valid(ended=10**400),
+    "negative": valid(busy_seconds=-1),
+    "boolean": valid(tasks_done=True),
+    "name": valid(name=["lab"]),
+    "user": valid(user=0),
+    "other id": valid(id="0123456789abcdee"),
+    "path": valid(id="../0123456789abcdef"),
+    "usage": valid(usage=[]),
+    "hours": valid(usage={"groups": {"default": {**HOURS, "hours": "1"}}}),
+    "lost": valid(usage={"groups": {"default": {**HOURS, "lost": {"killed": "x"}}}}),
+    "samples": valid(samples={"a": 1}),
+    "sample": valid(samples=[[1, 2, 3]]),
+    "large": json.dumps(valid(why="x" * 1_100_000)),
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_file_spoils_no_list(state, caplog, content):
+    write(content)
+    write(valid(id="fedcba9876543210", name="good"), "fedcba9876543210.json")
+    for _ in range(2):
+        assert [each.name for each in ended_clusters()] == ["good"]
+    assert caplog.text.count("0123456789abcdef.json ignored") == 1
+
+
+def test_texts_of_a_file_steer_no_terminal_and_no_page_and_are_short(state):
+    write(valid(name="\x1b[31mlab\ud800", why="\x07\u202e" + 1000 * "x", user="a\nb"))
+    found = the_only_one()
+    assert (found.name, found.user) == (r"\x1b[31mlab\ud800", r"a\nb")
+    assert found.why.startswith(r"\x07\u202e")
+    assert len(found.why) < 400
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "writable"])
+def test_only_private_regular_files_are_read(state, tmp_path, kind):
+    write(valid())
+    [file] = files()
+    content = file.read_text()
+    if kind == "writable":
+        file.chmod(0o666)
+    else:
+        file.unlink()
+        (tmp_path / "elsewhere").write_text(content)
+        {
+            "link": lambda: file.symlink_to(tmp_path / "elsewhere"),
+            "pipe": lambda: os.mkfifo(file),
+            "folder": file.mkdir,
+        }[kind]()
+    assert ended_clusters() == []
+
+
+def test_a_folder_to_which_others_can_write_is_not_read(state, caplog):
+    write(valid())
+    (state / ".history").chmod(0o777)
+    assert ended_clusters() == []
+    assert "chmod 700" in caplog.text
+
+
+# -- prices
+
+
+@pytest.mark.parametrize(
+    ("prices", "cost"),
+    [({}, None), ({"cpu": 0.1}, 0.4), ({"cpu": 0.1, "memory": 0.01, "gpu": 2}, 0.4 + 0.16 + 4.0)],
+)
+def test_hours_times_prices_of_the_site_are_the_cost(state, prices, cost):
+    used = {**HOURS, "vcpu_hours": 4.0, "gib_hours": 16.0, "gpu_hours": 2.0}
+    found = EndedCluster.from_json(valid(usage={"groups": {"default": used}}))
+    with dask.config.set({f"cml.prices.{name}": price for name, price in prices.items()}):
+        assert history.cost_of(found.usage.total) == (None if cost is None else pytest.approx(cost))
+
+
+@pytest.mark.parametrize("price", [0, -1, "cheap", True])
+def test_a_bad_price_is_refused_with_its_origin(state, price):
+    with (
+        dask.config.set({"cml.prices.gpu": price}),
+        pytest.raises((TypeError, ValueError), match=r"cml\.prices\.gpu"),
+    ):
+        history.cost_of(the_usage().total)
+
+
+def the_usage():
+    return EndedCluster.from_json(valid(usage={"groups": {"default": HOURS}})).usage
+
+
+# -- `dask cml history`
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(cli.cml, ["history", *arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def write_two():
+    """Write two ended clusters: one of ann's that ended an hour ago, and one of ben's of last month."""
+    now = time.time()
+    usage = {"groups": {"scheduler": HOURS, "default": {**HOURS, "sessions": 3, "lost": {"evicted": 1}}}}
+    write(valid(created=now - 3 * HOUR, ended=now - HOUR, usage=usage))
+    month = 30 * 24 * HOUR
+    more = {"id": "fedcba9876543210", "name": "night", "user": "ben", "why": "idle for 60 s"}
+    write(valid(created=now - month - HOUR, ended=now - month, usage=usage, **more), "fedcba9876543210.json")
+
+
+def test_the_command_lists_ended_clusters_with_their_hours(platform):
+    write_two()
+    head, lab, night, total = run().splitlines()
+    columns = "name  by  ended  duration  sessions  vCPU hours  GiB hours  GPU hours  why"
+    assert head.split() == columns.split()
+    assert lab.split()[:2] == ["lab", "ann"]
+    assert lab.split()[4:] == ["2", "h", "4", "2.00", "2.00", "0.00", "closed"]
+    assert night.endswith("idle for 60 s")
+    assert total.split() == ["total", "8", "4.00", "4.00", "0.00"]
+
+
+def test_the_list_is_limited_to_a_time_and_a_user(platform):
+    write_two()
+    assert [each["name"] for each in json.loads(run("--since", "7d", "--json"))] == ["lab"]
+    assert [each["name"] for each in json.loads(run("--by", "ben", "--json"))] == ["night"]
+    assert json.loads(run("--since", "7d", "--by", "ben", "--json")) == []
+    assert run("--by", "carl") == "No ended clusters.\n"
+    assert "invalid since='soon': expected seconds" in run("--since", "soon", code=1)
+
+
+def test_one_cluster_is_shown_in_detail(platform):
+    write_two()
+    with dask.config.set({"cml.prices.cpu": 0.5}):
+        lines = [" ".join(line.split()) for line in run("lab").splitlines()]
+    assert lines[:3] == ["name lab", "by ann", lines[2]]
+    assert lines[3].endswith(", after 2 h")
+    assert lines[4:8] == [
+        "why closed",
+        "tasks 7 done",
+        "workers 2 at most; 50 % of 2.0 worker hours were idle",
+        "cost 1.00",
+    ]
+    assert lines[-1] == "usage total 4 2.00 2.00 2.00 0.00 1 evicted"
+    [described] = json.loads(run("lab", "--json"))
+    assert (described["idle"], described["cost"], described["samples"]) == (0.5, None, ACTIVITY["samples"])
+    assert described["usage"]["total"]["lost"] == {"evicted": 1}
+    assert "no ended cluster named 'day'" in run("day", code=1)
+
+
+def test_the_list_has_costs_if_the_site_has_prices(platform):
+    write_two()
+    with dask.config.set({"cml.prices.cpu": 0.5, "cml.prices.memory": 0.25}):
+        assert run().splitlines()[0].split()[-2:] == ["cost", "why"]
+        assert run().splitlines()[-1].split()[-1] == "3.00"
+
+
+def test_dead_clusters_are_listed_before_anybody_removes_them(platform):
+    dead_record()
+    [found] = json.loads(run("--json"))
+    assert (found["name"], found["why"]) == ("lab", "its session ended")
+    assert not files()

@@ -1,0 +1,143 @@
+"""`/metrics` of the page, read by Prometheus' own parser, and the Grafana dashboard that asks for them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from pages_samples import StandInClusters, several
+from prometheus_client.parser import text_string_to_metric_families
+from test_pages import served
+
+from dask_cml.serve.start_times import StartTimes
+
+DASHBOARD = Path(__file__).parents[1] / "docs" / "_static" / "grafana.json"
+LABELS = {"cluster", "group", "state", "status", "cause", "le"}
+
+
+def families(text):
+    return {each.name: each for each in text_string_to_metric_families(text)}
+
+
+def values(family, *labels):
+    """Return the values of a family's samples by some of their labels."""
+    return {tuple(each.labels[label] for label in labels): each.value for each in family.samples}
+
+
+@pytest.fixture
+async def found():
+    clusters = StandInClusters(several())
+    clusters.starts = started(7.0, 45.0, 5000.0)
+    async with served(clusters) as ask:
+        answer = await ask("metrics")
+    assert answer.code == 200
+    assert answer.headers["Content-Type"].startswith("text/plain; version=")
+    return families(answer.body.decode())
+
+
+def look(starts, *sessions, connected=()):
+    """Look at the sessions of a cluster, some of which are connected."""
+    fleet = SimpleNamespace(arrived=lambda: {*connected})
+    starts.look([SimpleNamespace(manager=SimpleNamespace(fleet=fleet), sessions=sessions)])
+
+
+def worker(name, age):
+    since = datetime.now(timezone.utc) - timedelta(seconds=age)
+    return SimpleNamespace(role="worker", name=name, id=f"session-{name}", since=since)
+
+
+def started(*ages):
+    starts, sessions = StartTimes(), [worker(str(i), age) for i, age in enumerate(ages)]
+    for connected in ([], [each.name for each in sessions]):
+        look(starts, *sessions, connected=connected)
+    return starts
+
+
+async def test_sessions_are_counted_by_cluster_group_and_state(found):
+    sessions = values(found["dask_cml_sessions"], "cluster", "group", "state")
+    assert sessions["etl", "default", "connected"] == 24
+    assert sessions["churn-model", "gpu", "connected"] == sessions["churn-model", "gpu", "starting"] == 1
+    assert sessions["etl", "scheduler", "connected"] == 1
+    assert values(found["dask_cml_wanted_workers"], "cluster", "group")["churn-model", "gpu"] == 2
+    assert values(found["dask_cml_clusters"], "status")[("running",)] == 3
+
+
+async def test_counters_count_launches_losses_and_the_sessions_time(found):
+    assert values(found["dask_cml_launches"], "cluster", "group")["etl", "default"] == 4
+    assert values(found["dask_cml_losses"], "cluster", "group", "cause")["etl", "default", "evicted"] == 2
+    assert values(found["dask_cml_session_seconds"], "cluster", "group")["etl", "default"] == 12.5 * 3600
+    assert {each.name for each in found["dask_cml_launches"].samples} == {"dask_cml_launches_total"}
+
+
+async def test_start_times_are_a_histogram(found):
+    family = found["dask_cml_start_seconds"]
+    buckets = {each.labels["le"]: each.value for each in family.samples if each.name.endswith("_bucket")}
+    assert family.type == "histogram"
+    assert [buckets[limit] for limit in ("5", "10", "60", "1800", "+Inf")] == [0, 1, 2, 2, 3]
+    [total] = [each.value for each in family.samples if each.name.endswith("_sum")]
+    assert total == pytest.approx(5052, abs=30)
+
+
+def test_only_sessions_that_were_seen_to_start_have_a_start_time():
+    starts = StartTimes()
+    look(starts, worker("known", 900), connected=["known"])
+    look(starts, worker("known", 900), connected=["known"])
+    look(starts, worker("lost", 900))
+    look(starts)
+    assert starts.buckets[-1] == ("+Inf", 0)
+
+
+async def test_the_labels_have_no_values_without_a_limit(found):
+    assert {label for each in found.values() for one in each.samples for label in one.labels} == LABELS
+
+
+async def test_without_prometheus_client_the_page_says_how_to_add_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client.exposition", None)
+    async with served(StandInClusters([])) as ask:
+        answer = await ask("metrics")
+    assert answer.code == 501
+    assert (
+        answer.body.decode() == "The page has no metrics: to add them, run `pip install prometheus-client`."
+    )
+
+
+# -- the dashboard
+
+
+def test_the_dashboard_has_what_grafana_needs_to_import_it():
+    board = json.loads(DASHBOARD.read_text())
+    assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= board.keys()
+    panels = board["panels"]
+    assert len({each["id"] for each in panels}) == len(panels)
+    places = set()
+    for each in panels:
+        assert {"title", "type", "gridPos", "targets", "datasource", "fieldConfig", "options"} <= each.keys()
+        place = each["gridPos"]
+        columns, rows = (range(place[at], place[at] + place[size]) for at, size in ("xw", "yh"))
+        taken = {(x, y) for x in columns for y in rows}
+        assert max(x for x, _ in taken) < 24
+        assert not taken & places, each["title"]
+        places |= taken
+        assert len({one["refId"] for one in each["targets"]}) == len(each["targets"])
+    variables = {each["name"] for each in board["templating"]["list"]}
+    assert {*re.findall(r"\$\{?(\w+)", DASHBOARD.read_text())} <= variables
+
+
+async def test_the_dashboard_asks_for_metrics_and_labels_that_exist(found):
+    board = json.loads(DASHBOARD.read_text())
+    queries = [one["expr"] for each in board["panels"] for one in each["targets"]]
+    queries += [each["query"]["query"] for each in board["templating"]["list"] if each["type"] == "query"]
+    names = {one.name: {*one.labels} for each in found.values() for one in each.samples}
+    for query in queries:
+        [name] = re.findall(r"\bdask_cml_\w+", query)
+        assert name in names, query
+        labels = re.findall(r"by \(([^)]*)\)|[{](\w+)=|_sessions, (\w+)", query)
+        used = {label.strip() for group in labels for each in group for label in each.split(",") if label}
+        assert used <= names[name], query
+    shown = {family for family in found if any(family in query for query in queries)}
+    assert shown == {*found}
