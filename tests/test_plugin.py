@@ -381,7 +381,7 @@ async def test_the_file_says_that_a_client_shut_the_cluster_down(folder):
         with contextlib.suppress(OSError):  # the answer is the end of the connection
             await comm.terminate()
         await scheduler.finished()
-    assert file_of(folder)["closed"] == "shut down"
+    assert file_of(folder)["closed"] == "shut down by a client"
 
 
 async def test_the_file_says_that_the_cluster_was_idle(folder):

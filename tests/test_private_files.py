@@ -55,12 +55,12 @@ def test_a_folder_is_made_private_whatever_the_umask(tmp_path, umask):
     make_folder(tmp_path / "state")
 
 
-async def test_the_prototypes_functions_make_the_state_directory_private(platform, umask):
+def test_the_prototypes_functions_make_the_state_directory_private(platform, umask):
     async def start(api, place):
         return mode(place.folder)
 
     options = Options.read(name="a", platform="local")
-    assert await dask_utils._launching(options, start) == mode(state_directory()) == 0o700
+    assert dask_utils._launching(options, start) == mode(state_directory()) == 0o700
 
 
 def test_a_folder_that_others_can_write_to_is_refused_with_the_command_that_mends_it(tmp_path, open_up):

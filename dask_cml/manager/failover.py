@@ -54,9 +54,11 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
     begun, refused = time.monotonic(), False
     while True:
         record = await _read(state)
-        if record is None or record.scheduler.closed:
+        if record is None:
             return why
         last = record.scheduler
+        if last.closed is not None:
+            return last.closed
         try:
             if last.number > state.launcher.place.number and await _answers(state, last.number):
                 return None

@@ -381,9 +381,8 @@ class Manager:
                 )
                 closing.result(timeout)
             elif self.status != Status.closed and self.shutdown_on_close:
-                self.state.record_keeper.end_now(
-                    self.end_reason
-                )  # the event loop has ended, as after asyncio.run
+                # The event loop has ended, as after asyncio.run.
+                self.state.record_keeper.end_now(self.end_reason)
         except CMLError as error:  # all retries have failed
             logger.error("%s", error)
         except Exception as error:

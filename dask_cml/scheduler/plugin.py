@@ -105,10 +105,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "terminate": self.terminate,
         }
         await unless_stale(lambda: self._file.write(self._state()))
-        self._periodic = [
-            PeriodicCallback(each, _LOOK_INTERVAL * 1000)
-            for each in (self._look, lambda: spread(scheduler), lambda: relieve(scheduler))
-        ]
+        looks = (self._look, lambda: spread(scheduler), lambda: relieve(scheduler))
+        self._periodic = [PeriodicCallback(each, _LOOK_INTERVAL * 1000) for each in looks]
         self._periodic.append(PeriodicCallback(self._note_activity, _ACTIVITY_INTERVAL * 1000))
         self._note_activity()
         for each in self._periodic:
