@@ -738,8 +738,8 @@ class CMLCluster(SpecCluster):
 
         Examples
         --------
-        >>> CMLCluster.open()
-        [CMLCluster(mine, 'cml://mine', workers=2, threads=2, memory=3.18 GiB)]
+        >>> [each.name for each in CMLCluster.open()]
+        ['mine']
         """
         known = [each for each in [*SpecCluster._instances] if isinstance(each, cls)]
         return [each for each in known if each.status not in (Status.created, Status.closed)]
@@ -900,7 +900,7 @@ def close_all() -> None:
     Examples
     --------
     >>> import dask_cml
-    >>> dask_cml.close_all()
+    >>> dask_cml.close_all()  # doctest: +SKIP
     """
     errors = []
     for cluster in CMLCluster.open():

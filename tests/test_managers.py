@@ -138,7 +138,9 @@ async def test_sessions_that_end_with_the_leaders_session_are_replaced_by_the_ne
             assert await second.wait() == -signal.SIGKILL
             await holds(lambda: again.manager.state.leads and arrived(again) == target(again) == 3)
             await holds(lambda: owners(again) == ["first"] * 4)
-            assert {each["id"] for each in live(platform)} == {each.id for each in again.sessions}
+            await holds(
+                lambda: {each["id"] for each in live(platform)} == {each.id for each in again.sessions}
+            )
             await again.close()
         assert not live(platform)
 
