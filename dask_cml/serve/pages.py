@@ -35,6 +35,10 @@ _PANES = {
 }
 
 
+#: The titles of error pages by status. For others, the name of the status.
+_TITLES = {401: "You are not logged in", 403: "Request refused", 404: "No such cluster"}
+
+
 class Page(Handler):
     """A page of HTML."""
 
@@ -63,7 +67,8 @@ class Page(Handler):
 
     def answer_error(self, words: str) -> None:
         """Answer with a page that explains the error."""
-        self.show("error", title=self._reason, words=words, problem=None)  # the user may be unknown
+        title = _TITLES.get(self.get_status(), self._reason)
+        self.show("error", title=title, words=words, problem=None)  # the user may be unknown
 
 
 class ClustersPage(Page):
