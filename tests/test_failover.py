@@ -71,6 +71,7 @@ async def test_clients_compute_again_after_the_scheduler_was_lost(platform, hold
             await waits
         assert "connected to another scheduler after" in log_of(cluster)
         assert ", scheduler restarted " in repr(cluster)
+        assert ", scheduler restarted " in cluster._repr_html_()
         assert cluster.status == Status.running
         await holds(lambda: cluster.manager.state.record_keeper.usage()["scheduler"].lost)
         assert (await cluster.usage())["scheduler"].lost == {"killed": 1}

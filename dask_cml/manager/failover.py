@@ -141,15 +141,17 @@ async def _launch(state: ClusterState, record: Record, why: str, restarts: int) 
     if not await asyncio.to_thread(store.claim_scheduler, record, number, wanted):
         return False
     state.launcher.place = replace(state.launcher.place, number=number)
-    row = f"{restarts} of {setting('scheduler-restarts')} in a row"
-    state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
-    state.log(f"Cluster {record.name} launching another scheduler ({row})")
     if (lost := state.launcher.scheduler) is not None:
         said = str(lost.info.get("status"))
         loss = find_cause(
             None, await lost.last_lines(), connected=True, noticed=False, closed=False, said=said
         )
         lost.loss = loss.cause.value
+        if lost.session_id == last.session:  # of others, the reason says why they did not start
+            why = loss.words
+    row = f"{restarts} of {setting('scheduler-restarts')} in a row"
+    state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
+    state.log(f"Cluster {record.name} launching another scheduler ({row})")
     await state.client.leave()
     await _stop(state, record)
     first = Wanted(record.name, state.fleet.manager, groups)
