@@ -81,7 +81,8 @@ class CMLConnector(Connector):
             record = await _running(unquote(address))
         except NoSuchCluster:
             for client in _clients(address):
-                if client.status == "connecting" and client.loop:  # again: otherwise, it tries on and on
+                # It was connected before. Otherwise, it would try until its long time-out.
+                if client.status == "connecting" and client._timeout == RECONNECT_TIMEOUT and client.loop:
                     client.loop.add_callback(client._close, fast=True)
             raise
         scheduler = record.scheduler.address
