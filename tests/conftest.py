@@ -135,11 +135,15 @@ def local_platform() -> Iterator[None]:
         for thread in threading.enumerate():
             if thread.name == "cml-api":  # a call that hung until now may still write
                 thread.join(PATIENCE)
+        from dask_cml.manager import at_exit  # imports distributed
+
+        unclosed = [each.options.name for each in at_exit.unclosed()]
         leaked = [each for each in local.sessions() if each["status"] not in ENDED]
         leaked = [each for each in leaked if not each["stop_requested"]]
         processes = end_all(directory / "local")
         groups = cgroups_left()
         shutil.rmtree(directory)
+    assert not unclosed, "the test left clusters open"
     assert not leaked, "the test left sessions live"
     assert not processes, "stopped sessions left processes"
     assert not groups, "sessions left cgroups"

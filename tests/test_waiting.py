@@ -74,7 +74,8 @@ async def test_twenty_workers_where_two_have_room(platform, room, holds):
             row, text = await listed(cluster.name)
         assert (row["workers"], row["waiting"]) == (2, 18)
         assert "2 (18 waiting for room, " in text
-        assert log_of(cluster).count("waiting for room for 18 of 20 worker sessions") == 1
+        await holds(lambda: "waiting for room for 18 of 20 worker sessions" in log_of(cluster))
+        assert log_of(cluster).count("waiting for room for") == 1
         assert "failed" not in log_of(cluster)
         assert {each.id for each in cluster.sessions} == before
         assert len(platform.sessions()) == 21
