@@ -114,6 +114,9 @@ def separate_networks() -> None:
 
 @contextlib.contextmanager
 def local_platform() -> Iterator[None]:
+    from dask_cml.manager import at_exit  # imports distributed
+
+    before = at_exit.unclosed()  # of fixtures that several tests share
     # Not tmp_path, whose length with that of a socket's name may be more than sockets can have.
     directory = Path(tempfile.mkdtemp(prefix="cml-"))
     state_directory = str(directory / "state")
@@ -135,9 +138,7 @@ def local_platform() -> Iterator[None]:
         for thread in threading.enumerate():
             if thread.name == "cml-api":  # a call that hung until now may still write
                 thread.join(PATIENCE)
-        from dask_cml.manager import at_exit  # imports distributed
-
-        unclosed = [each.options.name for each in at_exit.unclosed()]
+        unclosed = [each.options.name for each in at_exit.unclosed() if each not in before]
         leaked = [each for each in local.sessions() if each["status"] not in ENDED]
         leaked = [each for each in leaked if not each["stop_requested"]]
         processes = end_all(directory / "local")
