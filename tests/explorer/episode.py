@@ -371,11 +371,9 @@ class Episode:
             wanted = {group: max(n, targets.get(group, n)) for group, n in wanted.items()}
         found: list[str] = []
         live = {each.id: each.key for each in self.sessions("worker") if not each.stop_requested}
-        by_group = dict.fromkeys(wanted, 0)
-        for key in live.values():
-            group = "default" if key.count("-") == 1 else key.split("-")[1]
-            by_group[group] = by_group.get(group, 0) + 1
-        if +Counter(by_group) != +Counter(wanted):
+        # A half-made session whose refusal was lost is listed like one that waits for room, for ever.
+        runs = [key for each, key in live.items() if not self.platform.all[each].half_made]
+        if Counter(map(_group_of, live.values())) != +Counter(wanted):
             found.append(f"sessions {sorted(live.values())}")
         if recorded := {key for key in record.sessions.values() if key != "scheduler"} ^ {*live.values()}:
             found.append(f"the record differs in {sorted(recorded)}")
@@ -388,14 +386,14 @@ class Episode:
         if len(schedulers) != 1:
             return [*found, f"{len(schedulers)} schedulers"]
         connected = {str(worker.name) for worker in schedulers[0].workers.values()}
-        expected = {worker for key in live.values() for worker in self._dask_names(record, key)}
+        expected = {worker for key in runs for worker in self._dask_names(record, key)}
         if connected != expected:
             found.append(f"Dask workers {sorted(connected)}")
         for actor in [*self.actors.values()]:
             if isinstance(actor, Keeper) and (cluster := actor.open) is not None:
                 known = {name: group.n_arrived for name, group in cluster.worker_groups.items()}
                 # A group may be deleted instead of empty.
-                if +Counter(known) != +Counter(wanted):
+                if +Counter(known) != Counter(map(_group_of, runs)):
                     found.append(f"{actor.name} knows of {known}")
         return found
 
@@ -405,7 +403,7 @@ class Episode:
         return any("kept: no other worker can take its data" in each for each in (*lines, *self.log.lines))
 
     def _dask_names(self, record: Record, key: str) -> list[str]:
-        group = "default" if key.count("-") == 1 else key.split("-")[1]
+        group = _group_of(key)
         options = {**record.options, **(record.groups.get(group) or {})}
         n = options.get("processes") or 1
         return [key] if n == 1 else [f"{key}-{i}" for i in range(n)]
@@ -536,3 +534,8 @@ class Episode:
 
     def _tasks(self, actor: Actor) -> list[str]:
         return [text for each in actor.process.tasks if "dask_cml" in (text := str(each.get_coro()))]
+
+
+def _group_of(key: str) -> str:
+    """Return the worker group of a session."""
+    return "default" if key.count("-") == 1 else key.split("-")[1]
