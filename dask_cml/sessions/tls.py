@@ -20,15 +20,8 @@ from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
-_FIELDS = (
-    "tls_ca_file",
-    "tls_client_cert",
-    "tls_client_key",
-    "tls_scheduler_cert",
-    "tls_scheduler_key",
-    "tls_worker_cert",
-    "tls_worker_key",
-)
+_ROLES = ("client", "scheduler", "worker")
+_FIELDS = ("tls_ca_file", *(f"tls_{role}_{part}" for role in _ROLES for part in ("cert", "key")))
 
 
 def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, dict[Path, str]]:
@@ -52,7 +45,7 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
         return None, {}
     given = Security.temporary() if security is True else security
     values = {field: getattr(given, field) for field in _FIELDS}
-    for role in ("client", "scheduler", "worker"):
+    for role in _ROLES:
         if values[f"tls_{role}_key"] is None:
             values[f"tls_{role}_key"] = _with_key(values[f"tls_{role}_cert"])
     if missing := [field for field, value in values.items() if value is None]:
