@@ -173,7 +173,7 @@ async def test_a_scheduler_answers_several_times(keys, security):
             assert identity["id"] == running.id
             assert [each["name"] for each in identity["workers"].values()] == [7]
         assert await comm.ask("get_metadata", keys=["a", "b"], default={}) == {}
-        await comm.close()
+        comm.abort()
 
 
 async def test_an_answer_with_more_than_plain_data_is_read(hostile):
@@ -217,7 +217,7 @@ async def test_bytes_go_both_ways():
     await comm.write(None)
     with pytest.raises(ConnectionError):
         await comm.read()
-    await comm.close()
+    comm.abort()
     listener.stop()
 
 

@@ -19,7 +19,7 @@ from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine,
 from tornado.iostream import IOStream, StreamClosedError
 from tornado.web import Application, RequestHandler
 
-from dask_cml.dashboard.connection import OpenComm, carry, dashboard_stream, reading
+from dask_cml.dashboard.connection import OpenComm, carry
 from dask_cml.dashboard.host_guard import HostGuard, Refused
 
 logger = logging.getLogger(__name__)
@@ -126,8 +126,11 @@ class DashboardProxy(RequestHandler):
             return
         self._forwarding = asyncio.current_task()
         try:
-            async with dashboard_stream(open_comm) as stream:
-                await self._exchange(stream, path)
+            comm = await open_comm()
+            try:
+                await self._exchange(comm.stream, path)
+            finally:
+                comm.abort()
         except OSError as error:
             self.refuse(502, str(error))
         except asyncio.CancelledError:  # the browser is gone, or the server closes
@@ -168,7 +171,7 @@ class DashboardProxy(RequestHandler):
         lines += [f"{name}: {value}" for name, value in _allowed(headers, _SOCKET_HEADERS).items()]
         with contextlib.closing(browser), contextlib.suppress(OSError):  # the browser has closed it
             await browser.write("\r\n".join([*lines, "", ""]).encode())
-            await carry((reading(browser), stream.write), (reading(stream), browser.write))
+            await carry(browser, stream)
 
     def on_connection_close(self) -> None:
         """Receive no more of the answer."""

@@ -1,9 +1,9 @@
 """The state of sessions: one folder for each session, which every function reads anew.
 
 ``plan.json`` describes the launch and never changes. The session's supervisor writes its status to
-``status.json``. The file ``end.json`` requests that the session stops, or that it fails. The folder ``tmp`` is
-the session's TMPDIR. The supervisor holds the file ``lock`` while it runs. If it dies, the kernel releases the
-lock.
+``status.json``. The file ``end.json`` requests that the session stops, or that it fails. The folder ``tmp``
+is the session's TMPDIR. The supervisor holds the file ``lock`` while it runs. If it dies, the kernel releases
+the lock.
 """
 
 from __future__ import annotations
