@@ -6,11 +6,10 @@ Sessions get the paths, so no key is in code, command lines, environments or log
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import errno
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +96,34 @@ def connection_args(security: Security | None) -> dict[str, Any]:
     return security.get_connection_args("client")
 
 
-@contextlib.asynccontextmanager
-async def connected(address: str, security: Security | None, timeout: float) -> AsyncIterator[MsgpackComm]:
-    """Connect to a scheduler with a cluster's keys, for the time of an ``async with`` block.
+async def ask(address: str, security: Security | None, op: str, timeout: float, **arguments: Any) -> Any:
+    """Call a handler of a scheduler with a cluster's keys, over a connection of its own.
+
+    Parameters
+    ----------
+    address : str
+        The scheduler's address.
+    security : Security or None
+        The cluster's keys, in files.
+    op : str
+        The handler's name.
+    timeout : float
+        Time limit for the connection, and for the answer, in seconds.
+    **arguments
+        The handler's arguments, plain data.
 
     Raises
     ------
     OSError, asyncio.TimeoutError
-        If the scheduler does not accept the connection, or a key file is missing.
+        If the scheduler does not accept the connection or does not answer, or a key file is missing.
+    HandlerFailed
+        If the handler raises an exception.
     ValueError
         If the address is invalid.
     """
     comm = await MsgpackComm.connect(address, await asyncio.to_thread(connection_args, security), timeout)
     try:
-        yield comm
+        return await comm.ask(op, timeout, **arguments)
     finally:
         comm.abort()
 
