@@ -11,16 +11,13 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from tornado.iostream import IOStream
-
-from dask_cml.cancellation import cancel
 from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.protocol import FORWARD
 
 #: Opens a comm on which a scheduler serves its dashboard. Raises OSError.
 OpenComm = Callable[[], Awaitable[MsgpackComm]]
-#: Bytes that are read at once, and characters of a scheduler's error.
-_CHUNK, _MOST_CHARACTERS = 2**16, 1000
+#: Characters of a scheduler's error.
+_MOST_CHARACTERS = 1000
 
 
 async def open_comm(
@@ -56,18 +53,3 @@ async def open_comm(
             raise OSError(f"cannot reach the dashboard of the scheduler at {address}: {why}") from error
         stack.pop_all()
     return comm
-
-
-async def carry(one: IOStream, other: IOStream) -> None:
-    """Carry bytes in both directions until one connection is closed."""
-    copies = [asyncio.create_task(_copy(one, other)), asyncio.create_task(_copy(other, one))]
-    try:
-        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await cancel(*copies)
-
-
-async def _copy(source: IOStream, target: IOStream) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            await target.write(await source.read_bytes(_CHUNK, partial=True))
