@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 from distributed.comm.addressing import parse_address
+from distributed.comm.core import CommClosedError
 from distributed.comm.tcp import TCP, TCPConnector, TLSConnector
 from tornado.iostream import IOStream, StreamClosedError
 
@@ -89,7 +90,12 @@ class MsgpackComm:
             raise ValueError(f"invalid address {address!r}: expected tcp://, or tls:// and keys")
         if scheme == "tcp" and connection_args.get("require_encryption"):
             raise OSError(f"{address} is not encrypted, but Dask's configuration requires encryption")
-        comm = cls(await _CONNECTORS[scheme]().connect(location, **connection_args))
+        try:
+            comm = cls(await _CONNECTORS[scheme]().connect(location, **connection_args))
+        except CommClosedError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            raise
         try:
             python = tuple(sys.version_info)[:3]
             # Dask's listeners expect these keys. The other side pickles nothing that this side reads.

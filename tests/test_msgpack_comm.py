@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import socket
 import struct
 
 import msgpack
@@ -232,6 +233,14 @@ async def test_required_encryption_is_not_skipped():
     async with scheduler() as running:
         with pytest.raises(OSError, match="requires encryption"):
             await MsgpackComm.connect(running.address, {"require_encryption": True})
+
+
+async def test_a_refused_connection_is_the_system_s_error():
+    """Dask's own error names an object of Dask, and users read it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ConnectionRefusedError):
+        await MsgpackComm.connect(address)
 
 
 @pytest.mark.parametrize(

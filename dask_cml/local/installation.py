@@ -44,6 +44,6 @@ def install(force: bool = False) -> None:
 
 
 def _is_real(name: str) -> bool:
-    """Return whether a package is installed. A folder with its name, without an origin, is none."""
+    """Return whether a package is installed. A folder that only has its name is none."""
     spec = importlib.util.find_spec(name)
     return bool(spec and (spec.origin or importlib.util.find_spec(f"{name}.workers_v1")))
