@@ -22,8 +22,9 @@ def report(path: Path | str, why: Exception | str) -> None:
     why : Exception or str
         Why, as a clause. An error of :mod:`dask_cml.private_files` names the file itself, and what to do.
     """
-    if isinstance(why, NotPrivate):
-        path, why = why.path, f"it {why.why}: run `{why.command}`"
+    remedy = ""
+    if isinstance(why, NotPrivate):  # each such error names another command
+        path, why, remedy = why.path, f"it {why.why}", f": run `{why.command}`"
     if (str(path), str(why)) not in _reported:
         _reported.add((str(path), str(why)))
-        logger.warning("%s ignored: %s", path, why)
+        logger.warning("%s ignored: %s%s", path, why, remedy)
