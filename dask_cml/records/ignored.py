@@ -23,8 +23,9 @@ def report(path: Path | str, why: Exception | str) -> None:
         Why, as a clause. An error of :mod:`dask_cml.private_files` names the file itself, and what to do.
     """
     remedy = ""
-    if isinstance(why, NotPrivate):  # each such error names another command
-        path, why, remedy = why.path, f"it {why.why}", f": run `{why.command}`"
+    if isinstance(why, NotPrivate):
+        path, remedy = why.path, f": run `{why.command}`"  # each such error has another command
+        why = f"it {why.why}"
     if (str(path), str(why)) not in _reported:
         _reported.add((str(path), str(why)))
         logger.warning("%s ignored: %s%s", path, why, remedy)
