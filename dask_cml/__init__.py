@@ -8,53 +8,43 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 
 if TYPE_CHECKING:
-    from dask_cml.cluster import CMLCluster
-    from dask_cml.display.group import WorkerGroup
-    from dask_cml.errors import (
-        ClusterExists,
-        CMLError,
-        LaunchRefused,
-        NoSuchCluster,
-        NotOnCML,
-        SchedulerTimeout,
-        SessionFailed,
-    )
-    from dask_cml.manager.adaptive import CMLAdaptive
-    from dask_cml.records.usage import SessionHours, Usage
-    from dask_cml.sessions.process import CMLScheduler, CMLWorker
-    from dask_cml.sessions.session import Session
+    from dask_cml.cluster import CMLCluster as CMLCluster
+    from dask_cml.cluster import close_all as close_all
+    from dask_cml.display.group import WorkerGroup as WorkerGroup
+    from dask_cml.errors import ClusterExists as ClusterExists
+    from dask_cml.errors import CMLError as CMLError
+    from dask_cml.errors import LaunchRefused as LaunchRefused
+    from dask_cml.errors import NoSuchCluster as NoSuchCluster
+    from dask_cml.errors import NotOnCML as NotOnCML
+    from dask_cml.errors import SchedulerTimeout as SchedulerTimeout
+    from dask_cml.errors import SessionFailed as SessionFailed
+    from dask_cml.manager.adaptive import CMLAdaptive as CMLAdaptive
+    from dask_cml.records.usage import SessionHours as SessionHours
+    from dask_cml.records.usage import Usage as Usage
+    from dask_cml.sessions.process import CMLScheduler as CMLScheduler
+    from dask_cml.sessions.process import CMLWorker as CMLWorker
+    from dask_cml.sessions.session import Session as Session
 
-__all__ = [
-    "CMLAdaptive",
-    "CMLCluster",
-    "CMLError",
-    "CMLScheduler",
-    "CMLWorker",
-    "ClusterExists",
-    "LaunchRefused",
-    "NoSuchCluster",
-    "NotOnCML",
-    "SchedulerTimeout",
-    "Session",
-    "SessionFailed",
-    "SessionHours",
-    "Usage",
-    "WorkerGroup",
-    "close_all",
-]
-
+#: The modules of what the package offers.
 _HOMES = {
     "CMLAdaptive": "manager.adaptive",
     "CMLCluster": "cluster",
+    "CMLError": "errors",
     "CMLScheduler": "sessions.process",
     "CMLWorker": "sessions.process",
+    "ClusterExists": "errors",
+    "LaunchRefused": "errors",
+    "NoSuchCluster": "errors",
+    "NotOnCML": "errors",
+    "SchedulerTimeout": "errors",
     "Session": "sessions.session",
+    "SessionFailed": "errors",
     "SessionHours": "records.usage",
     "Usage": "records.usage",
     "WorkerGroup": "display.group",
     "close_all": "cluster",
 }
-
+__all__ = [*_HOMES]
 
 # Clients find a cluster's keys by its plain address. One of Dask's defaults would not last: the default of
 # distributed, which may be imported later, would replace it.
@@ -66,9 +56,9 @@ def __getattr__(name: str) -> Any:
     """Import an attribute on demand, because the command line and the local platform need only a few."""
     if name == "__version__":
         return import_module("importlib.metadata").version("dask-cml")
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"dask_cml.{_HOMES.get(name, 'errors')}"), name)
+    return getattr(import_module(f"dask_cml.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

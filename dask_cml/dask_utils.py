@@ -33,7 +33,7 @@ from dask_cml.private_files import make_folder
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess
-from dask_cml.sessions.tls import connected
+from dask_cml.sessions.tls import ask
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 __all__ = [
@@ -302,8 +302,7 @@ async def _start_workers(
             if what := worker.late("connect", options.worker_timeout):
                 raise CMLError(await worker.failure(what))
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            async with connected(url, None, _ANSWER_TIMEOUT) as comm:
-                identity = Identity.read(await comm.ask("identity", _ANSWER_TIMEOUT))
+            identity = Identity.read(await ask(url, None, "identity", _ANSWER_TIMEOUT))
             for each in identity.workers:
                 missing.pop(each.name, None)
     return [dict(worker.info) for worker in workers]

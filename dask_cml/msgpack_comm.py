@@ -1,14 +1,13 @@
 """A connection to a scheduler that reads plain data only, so that no answer can run code in this process.
 
 Dask's own comms unpickle what the other side sends, from the handshake on. So a program that answers at a
-scheduler's address runs code in every process that connects. This one reads messages in the format of Dask's
-TCP comm, but only their part in msgpack. It drops the other parts, which contain pickles.
+scheduler's address runs code in every process that connects. This one connects like Dask's TCP comm, and
+reads messages in its format, but only their part in msgpack. It drops the other parts, which contain pickles.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import pickle
 import struct
@@ -17,15 +16,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgpack
-from distributed.comm.addressing import get_address_host_port, parse_address
+from distributed.comm.addressing import parse_address
+from distributed.comm.core import CommClosedError
+from distributed.comm.tcp import TCP, TCPConnector, TLSConnector
+from tornado.iostream import IOStream, StreamClosedError
 
 #: Bytes, parts and mappings of the largest message: the identity of a scheduler with 10,000 workers.
 _MOST_BYTES, _MOST_PARTS, _MOST_MAPPINGS = 2**24, 2**12, 2**18
-#: Bytes that :meth:`MsgpackComm.receive` returns at once.
-_MOST_AT_ONCE = 2**16
 #: Characters of an error in a scheduler that this process repeats.
 _MOST_CHARACTERS = 1000
-_CLOSE_TIMEOUT = 1.0
+#: Dask's connectors send and receive nothing yet.
+_CONNECTORS = {"tcp": TCPConnector, "tls": TLSConnector}
 
 
 class InvalidMessage(OSError):
@@ -52,9 +53,11 @@ class MsgpackComm:
     ...         comm.abort()
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, comm: TCP) -> None:
+        self._comm = comm
+        assert comm.stream is not None
+        #: The connection itself, for bytes that are no messages.
+        self.stream: IOStream = comm.stream
 
     @classmethod
     async def connect(
@@ -82,14 +85,17 @@ class MsgpackComm:
 
     @classmethod
     async def _connect(cls, address: str, connection_args: Mapping[str, Any]) -> MsgpackComm:
-        scheme, _ = parse_address(address)
-        context = connection_args.get("ssl_context") if scheme == "tls" else None
-        if scheme not in ("tcp", "tls") or (scheme == "tls" and context is None):
+        scheme, location = parse_address(address)
+        if scheme not in _CONNECTORS or (scheme == "tls" and not connection_args.get("ssl_context")):
             raise ValueError(f"invalid address {address!r}: expected tcp://, or tls:// and keys")
-        if context is None and connection_args.get("require_encryption"):
+        if scheme == "tcp" and connection_args.get("require_encryption"):
             raise OSError(f"{address} is not encrypted, but Dask's configuration requires encryption")
-        host, port = get_address_host_port(address)
-        comm = cls(*await asyncio.open_connection(host, port, ssl=context))
+        try:
+            comm = cls(await _CONNECTORS[scheme]().connect(location, **connection_args))
+        except CommClosedError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            raise
         try:
             python = tuple(sys.version_info)[:3]
             # Dask's listeners expect these keys. The other side pickles nothing that this side reads.
@@ -135,12 +141,7 @@ class MsgpackComm:
         """Send a message of plain data, and wait until it is on its way."""
         content = msgpack.packb(message)
         head = struct.pack("3Q", 16 + len(content), 1, len(content))
-        await self.send(head + content)
-
-    async def send(self, content: bytes) -> None:
-        """Send bytes that are no message, and wait until they are on their way."""
-        self._writer.write(content)
-        await self._writer.drain()
+        await self.stream.write(head + content)
 
     async def read(self) -> Any:
         """Receive a message.
@@ -152,39 +153,20 @@ class MsgpackComm:
         """
         try:
             # The first number is the size of the parts that Dask reads at once.
-            _, n = struct.unpack("2Q", await self._reader.readexactly(16))
+            _, n = struct.unpack("2Q", await self.stream.read_bytes(16))
             if not 0 < n <= _MOST_PARTS:
                 raise InvalidMessage(f"a message has {n} parts: expected 1 to {_MOST_PARTS}")
-            sizes = struct.unpack(f"{n}Q", await self._reader.readexactly(8 * n))
+            sizes = struct.unpack(f"{n}Q", await self.stream.read_bytes(8 * n))
             if sum(sizes) > _MOST_BYTES:
                 raise InvalidMessage(f"a message has {sum(sizes)} bytes: expected at most {_MOST_BYTES}")
-            content = await self._reader.readexactly(sum(sizes))
-        except asyncio.IncompleteReadError:
-            raise ConnectionResetError("the other side closed the connection") from None
+            content = await self.stream.read_bytes(sum(sizes))
+        except StreamClosedError as error:
+            raise ConnectionResetError("the other side closed the connection") from error
         return _unpack(content[: sizes[0]])
-
-    async def receive(self) -> bytes:
-        """Receive some bytes that are no message.
-
-        Raises
-        ------
-        OSError
-            If the connection ends.
-        """
-        if content := await self._reader.read(_MOST_AT_ONCE):
-            return content
-        raise ConnectionResetError("the other side closed the connection")
-
-    async def close(self) -> None:
-        """Send what is left, for a second at most, and close the connection."""
-        self._writer.close()
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._writer.wait_closed(), _CLOSE_TIMEOUT)
-        self.abort()
 
     def abort(self) -> None:
         """Close the connection at once."""
-        self._writer.transport.abort()
+        self._comm.abort()
 
 
 def _unpack(content: bytes) -> Any:

@@ -17,8 +17,9 @@ from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.tcpclient import TCPClient
 from tornado.websocket import websocket_connect
 
-from dask_cml.dashboard.connection import carry, open_comm, reading
+from dask_cml.dashboard.connection import open_comm
 from dask_cml.dashboard.forwarder import DashboardForwarder
+from dask_cml.dashboard.proxy import carry
 from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
@@ -177,7 +178,7 @@ class Lead:
         self.comms += 1
         stream = await TCPClient().connect("127.0.0.1", self._port)
         try:
-            await carry((reading(comm.stream), stream.write), (reading(stream), comm.stream.write))
+            await carry(comm.stream, stream)
         finally:
             stream.close()
             comm.abort()

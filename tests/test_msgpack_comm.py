@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import socket
 import struct
 
 import msgpack
@@ -173,7 +174,7 @@ async def test_a_scheduler_answers_several_times(keys, security):
             assert identity["id"] == running.id
             assert [each["name"] for each in identity["workers"].values()] == [7]
         assert await comm.ask("get_metadata", keys=["a", "b"], default={}) == {}
-        await comm.close()
+        comm.abort()
 
 
 async def test_an_answer_with_more_than_plain_data_is_read(hostile):
@@ -217,7 +218,7 @@ async def test_bytes_go_both_ways():
     await comm.write(None)
     with pytest.raises(ConnectionError):
         await comm.read()
-    await comm.close()
+    comm.abort()
     listener.stop()
 
 
@@ -232,6 +233,14 @@ async def test_required_encryption_is_not_skipped():
     async with scheduler() as running:
         with pytest.raises(OSError, match="requires encryption"):
             await MsgpackComm.connect(running.address, {"require_encryption": True})
+
+
+async def test_a_refused_connection_is_the_system_s_error():
+    """Dask's own error names an object of Dask, and users read it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ConnectionRefusedError):
+        await MsgpackComm.connect(address)
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,11 @@ async def test_pages_are_shown_to_users_only(ask):
 async def test_an_unknown_cluster_or_address_has_an_error_page(ask):
     unknown = await ask("clusters/none")
     assert unknown.code == 404
+    assert "<h1>No such cluster</h1>" in unknown.body.decode()
     assert "no cluster named &#39;none&#39;" in unknown.body.decode()
     other = await ask("nowhere/at/all")
     assert other.code == 404
+    assert "<h1>No such page</h1>" in other.body.decode()
     assert "No page is at this address" in other.body.decode()
 
 

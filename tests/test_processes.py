@@ -100,13 +100,13 @@ def clock(monkeypatch):
 def connects_to(monkeypatch):
     """The addresses at which a scheduler was looked for."""
     addresses = []
-    real = tls.connected
+    real = tls.ask
 
-    def connected(address, *rest, **more):
+    def ask(address, *rest, **more):
         addresses.append(address)
         return real(address, *rest, **more)
 
-    monkeypatch.setattr(tls, "connected", connected)
+    monkeypatch.setattr(tls, "ask", ask)
     return addresses
 
 

@@ -12,7 +12,7 @@ from dashboards import Lead, arguments, scheduler, stand_in
 from distributed.protocol.serialize import ToPickle
 from tornado.iostream import StreamClosedError
 
-from dask_cml.dashboard.connection import dashboard_stream, open_comm
+from dask_cml.dashboard.connection import open_comm
 from dask_cml.protocol import FORWARD
 
 
@@ -22,9 +22,10 @@ async def carried(serve, security=None):
     async with (
         stand_in(serve) as server,
         Lead(server.port, security) as lead,
-        dashboard_stream(lead.open) as stream,
     ):
-        yield stream, lead
+        comm = await lead.open()
+        yield comm.stream, lead
+        comm.abort()
 
 
 async def test_bytes_arrive_as_they_were_sent_in_both_directions_at_once(security):
@@ -101,6 +102,6 @@ async def test_a_pickle_in_a_tunnel_runs_nothing(hostile):
 
         running.handlers[FORWARD] = forward
         comm = await open_comm(running.address, arguments(None))
-        assert await comm.receive()
+        assert await comm.stream.read_bytes(16)
         comm.abort()
     assert not hostile.ran

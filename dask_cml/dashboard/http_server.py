@@ -58,7 +58,7 @@ class LocalServer(HTTPServer):
             max_header_size=_MOST_HEADERS,
         )
         self._streams: list[IOStream] = []
-        # A connection that is carried to a dashboard needs four descriptors, and a page has two servers.
+        # A connection that is carried to a dashboard needs two descriptors, and a page has two servers.
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = 500 if descriptors == resource.RLIM_INFINITY else min(500, max(descriptors // 8, 8))
         #: The port at 127.0.0.1.

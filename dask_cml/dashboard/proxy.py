@@ -19,7 +19,8 @@ from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine,
 from tornado.iostream import IOStream, StreamClosedError
 from tornado.web import Application, RequestHandler
 
-from dask_cml.dashboard.connection import OpenComm, carry, dashboard_stream, reading
+from dask_cml.cancellation import cancel
+from dask_cml.dashboard.connection import OpenComm
 from dask_cml.dashboard.host_guard import HostGuard, Refused
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ _CLOSED = {"proxy", "jupyter", ".", ".."}
 _MOST_ENCODED = 3
 #: Seconds for the head of an answer, and for the whole of it. Bytes of an answer.
 _HEAD_TIMEOUT, _ANSWER_TIMEOUT, _MOST_BYTES = 60.0, 600.0, 2**30
+#: Bytes of a WebSocket that are read at once.
+_CHUNK = 2**16
 
 
 def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) -> Application:
@@ -126,8 +129,11 @@ class DashboardProxy(RequestHandler):
             return
         self._forwarding = asyncio.current_task()
         try:
-            async with dashboard_stream(open_comm) as stream:
-                await self._exchange(stream, path)
+            comm = await open_comm()
+            try:
+                await self._exchange(comm.stream, path)
+            finally:
+                comm.abort()
         except OSError as error:
             self.refuse(502, str(error))
         except asyncio.CancelledError:  # the browser is gone, or the server closes
@@ -168,7 +174,7 @@ class DashboardProxy(RequestHandler):
         lines += [f"{name}: {value}" for name, value in _allowed(headers, _SOCKET_HEADERS).items()]
         with contextlib.closing(browser), contextlib.suppress(OSError):  # the browser has closed it
             await browser.write("\r\n".join([*lines, "", ""]).encode())
-            await carry((reading(browser), stream.write), (reading(stream), browser.write))
+            await carry(browser, stream)
 
     def on_connection_close(self) -> None:
         """Receive no more of the answer."""
@@ -242,3 +248,18 @@ def _is_served(path: str) -> bool:
 
 def _allowed(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
     return {each: headers[each] for each in names if each in headers and _HEADER.fullmatch(headers[each])}
+
+
+async def carry(one: IOStream, other: IOStream) -> None:
+    """Carry bytes in both directions until one connection is closed."""
+    copies = [asyncio.create_task(_copy(one, other)), asyncio.create_task(_copy(other, one))]
+    try:
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel(*copies)
+
+
+async def _copy(source: IOStream, target: IOStream) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            await target.write(await source.read_bytes(_CHUNK, partial=True))

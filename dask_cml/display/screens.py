@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from dask_cml.display.html import render
 from dask_cml.printable import printable, table
@@ -20,18 +20,8 @@ _NO_WIDTH = 80
 _terminal = threading.Lock()
 
 
-class Screen(Protocol):
-    """Shows one table in place, and then one line."""
-
-    def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Replace the table."""
-
-    def end(self, line: str) -> None:
-        """Replace the table by a line. An empty line only removes the table."""
-
-
-def open_screen() -> Screen:
-    """Return the screen of this process. A terminal is taken until :meth:`Screen.end`."""
+def open_screen() -> Line | Notebook:
+    """Return the screen of this process. A terminal is taken until :meth:`Terminal.end`."""
     if _is_notebook():
         return Notebook()
     out = sys.stderr

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 
 from dask_cml.display.html import status_of
-from dask_cml.display.screens import Row, Screen, open_screen
+from dask_cml.display.screens import Line, Notebook, Row, open_screen
 from dask_cml.display.words import span
 from dask_cml.sessions.session import CMLProcess
 
@@ -41,7 +41,7 @@ class StartDisplay:
         self._ran_after: dict[str, float] = {}
         # Threads use the following attributes, and hold the lock.
         self._lock = threading.Lock()
-        self._screen: Screen | None = None
+        self._screen: Line | Notebook | None = None
         self._last: str | None = None
 
     async def run(self) -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from dask_cml.doctor import clusters, packages, session
 from dask_cml.doctor.finding import Finding, dask_command
+from dask_cml.sessions.calls import start
 
 __all__ = ["Finding", "examine"]
 
@@ -56,16 +56,7 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
 
 
 def _run(name: str, check: Check, timeout: float) -> list[Finding]:
-    future: concurrent.futures.Future[Finding | list[Finding]] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(check())
-        except BaseException as error:
-            future.set_exception(error)
-
-    # At exit, Python waits for the threads of a pool, but not for daemon threads.
-    threading.Thread(target=run, name=f"doctor: {name}", daemon=True).start()
+    future = start(check)
     concurrent.futures.wait([future], timeout)
     if not future.done():
         again = f"{dask_command()} cml doctor --timeout {3 * timeout:g}"

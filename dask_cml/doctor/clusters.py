@@ -78,12 +78,12 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
 
 async def _ask(record: Record, timeout: float) -> list[Versions]:
     """Return the versions in the scheduler, and in each worker that responds."""
-    from dask_cml.sessions.tls import connected
+    from dask_cml.sessions.tls import ask
 
-    assert record.scheduler.address is not None
-    async with connected(record.scheduler.address, record.get_security(), timeout) as comm:
-        own = await comm.ask("versions", timeout)
-        workers = await comm.ask("broadcast", timeout, msg={"op": "versions"}, on_error="ignore")
+    address, security = record.scheduler.address, record.get_security()
+    assert address is not None
+    own = await ask(address, security, "versions", timeout)
+    workers = await ask(address, security, "broadcast", timeout, msg={"op": "versions"}, on_error="ignore")
     try:
         found = [each["packages"] for each in (own, *workers.values())]
         return [{name: str(packages.get(name))[:50] for name in _SHARED} for packages in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from typing import Any
 
 from dask_cml.local import session_state, state
@@ -89,7 +90,12 @@ def evict(session_id: str, *, notice: bool = False) -> None:
     >>> [session] = local.launch_workers(1, cpu=1, memory=2, code=code)
     >>> local.evict(session["id"], notice=True)
     """
-    session_state.evict(session_id, notice)
+    session = session_state.request_end(session_id, "failed", session_state.EVICTED, notice)
+    while session and session.live:
+        time.sleep(0.01)
+        session = session_state.read(session_id)
+    if session is None:
+        raise LookupError(f"no session {session_id!r}")
 
 
 def prune() -> list[str]:

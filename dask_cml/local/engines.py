@@ -60,7 +60,7 @@ def engine(name: str) -> Iterator[None]:
         # Before their supervisors notice that the engine has ended.
         for session in session_state.read_all():
             if session.plan["owner"] == name:
-                session_state.stop(session.id)
+                session_state.request_end(session.id)
 
 
 def become(name: str) -> int:

@@ -31,7 +31,7 @@ def install(force: bool = False) -> None:
     platform = sys.modules["dask_cml.local"]
     if sys.modules.get("cml.workers_v1") is platform:
         return
-    real = [name for name in ("cml", "cdsw") if importlib.util.find_spec(name)]
+    real = [name for name in ("cml", "cdsw") if _is_real(name)]
     if real and not force:
         raise RuntimeError(
             f"{real[0]} is installed, so this may be CML itself; to hide it, call install(force=True)"
@@ -41,3 +41,9 @@ def install(force: bool = False) -> None:
     package.workers_v1 = platform  # type: ignore[attr-defined]
     sys.modules["cml"] = package
     sys.modules["cml.workers_v1"] = sys.modules["cdsw"] = platform
+
+
+def _is_real(name: str) -> bool:
+    """Return whether a package is installed. A folder that only has its name is none."""
+    spec = importlib.util.find_spec(name)
+    return bool(spec and (spec.origin or importlib.util.find_spec(f"{name}.workers_v1")))

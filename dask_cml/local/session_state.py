@@ -1,9 +1,9 @@
 """The state of sessions: one folder for each session, which every function reads anew.
 
 ``plan.json`` describes the launch and never changes. The session's supervisor writes its status to
-``status.json``. The file ``stop`` requests that the session stops, and ``eviction.json`` that it fails. The
-folder ``tmp`` is the session's TMPDIR. The supervisor holds the file ``lock`` while it runs. If it dies, the
-kernel releases the lock.
+``status.json``. The file ``end.json`` requests that the session stops, or that it fails. The folder ``tmp``
+is the session's TMPDIR. The supervisor holds the file ``lock`` while it runs. If it dies, the kernel releases
+the lock.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SessionState:
     @property
     def stop_requested(self) -> bool:
         """Whether the session was asked to stop."""
-        return (self.folder / "stop").exists()
+        return (state.read_json(self.folder / "end.json") or {}).get("how") == "stopped"
 
 
 def new_id() -> str:
@@ -175,41 +175,32 @@ def free(session: SessionState, group: int | None = None) -> None:
         remove(session.plan)
 
 
-def stop(session_id: str) -> bool:
-    """Ask a session to stop, without waiting for it. Return whether a session has this id."""
+def request_end(
+    session_id: str, how: str = "stopped", reason: str | None = None, notice: bool = True
+) -> SessionState | None:
+    """Ask a session to end, without waiting for it. Return its last state, or None if it does not exist.
+
+    Parameters
+    ----------
+    session_id : str
+        The session's id.
+    how : str
+        Its last status.
+    reason : str, optional
+        Why it fails.
+    notice : bool
+        Whether its main process gets SIGTERM first.
+    """
     session = read(session_id)
     if session and session.live:
         with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
-            (session.folder / "stop").touch(mode=0o600)
+            state.write_json(session.folder / "end.json", {"how": how, "reason": reason, "notice": notice})
         if session.half_made:
-            _end(session, "stopped")
-        else:
-            _wake(session)
-    return session is not None
-
-
-def _wake(session: SessionState) -> None:
-    """Send a signal to the supervisor of a session that was live a moment ago, if it is ready for signals."""
-    if "supervisor" in session.status:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(session.status["supervisor"], signal.SIGUSR1)
-
-
-def evict(session_id: str, notice: bool) -> None:
-    """Let a session fail, and wait until it has."""
-    session = read(session_id)
-    if session and session.live:
-        with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
-            state.write_json(session.folder / "eviction.json", {"notice": notice})
-    while session and session.live:
-        if session.half_made:
-            _end(session, "failed", EVICTED)
-        else:
-            _wake(session)
-        time.sleep(0.01)
-        session = read(session_id)
-    if session is None:
-        raise LookupError(f"no session {session_id!r}")
+            _end(session, how, reason)
+        elif "supervisor" in session.status:  # otherwise, it looks for the file when it is ready
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(session.status["supervisor"], signal.SIGUSR1)
+    return session
 
 
 def public(session: SessionState) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Supervisor:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         for signum in (signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: (self.folder / "stop").touch(mode=0o600))
+        signal.signal(signal.SIGTERM, lambda *_: session_state.request_end(self.folder.name))
         # The shell that started this process ignores these signals, and the session would inherit that.
         for signum in (signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_DFL)
@@ -81,11 +81,12 @@ class Supervisor:
     def find_end(self) -> str | None:
         """Return the session's last status if it has ended or must end."""
         exit_status = self.child.poll() if self.child else None
-        if eviction := state.read_json(self.folder / "eviction.json"):
-            self.reason, self.notice = session_state.EVICTED, eviction["notice"]
-        elif (self.folder / "stop").exists() or engines.has_ended(self.plan["owner"]):
+        if request := state.read_json(self.folder / "end.json"):
+            self.reason, self.notice = request["reason"], request["notice"]
+            return str(request["how"])
+        if engines.has_ended(self.plan["owner"]):
             return "stopped"
-        elif self.out_of_memory:
+        if self.out_of_memory:
             self.reason, self.notice = session_state.OUT_OF_MEMORY, False
         if self.reason or exit_status:
             return "failed"

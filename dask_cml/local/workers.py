@@ -230,7 +230,7 @@ def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
         plan = session.plan if session else {"name": "", "code": ""}
 
         def stop() -> Response:
-            return Response(204 if session_state.stop(session_id) else 404)
+            return Response(204 if session_state.request_end(session_id) else 404)
 
         return _request(stop, "stop_workers", plan["name"], plan["code"])
 

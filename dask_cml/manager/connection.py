@@ -118,7 +118,7 @@ class Connection:
     async def close(self) -> None:
         """Close all connections."""
         for comm in self._idle:
-            await comm.close()
+            comm.abort()
         self._idle = []
         if self._rpc is not None:
             with contextlib.suppress(Exception):

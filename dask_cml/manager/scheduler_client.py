@@ -178,7 +178,7 @@ class SchedulerClient(Connection):
         await cancel(*self._tasks, self._asked)
         self.connected = False
         if self._watched is not None:
-            await self._watched.close()
+            self._watched.abort()
         self._watched = None
         await super().close()
 

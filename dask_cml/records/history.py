@@ -262,14 +262,14 @@ def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
     except OSError as error:
         files = []
         if not isinstance(error, FileNotFoundError):
-            report(folder, str(error))
+            report(folder, error)
     for file in files:
         try:
             found[file.stem] = _read(file)
         except FileNotFoundError:  # forgotten meanwhile
             continue
         except (OSError, ValueError, RecursionError) as error:
-            report(file, str(error))
+            report(file, error)
     return sorted(found.values(), key=lambda each: (each.ended, each.id), reverse=True)
 
 

@@ -12,23 +12,20 @@ logger = logging.getLogger(__name__)
 _reported: set[tuple[str, str]] = set()
 
 
-def report(path: Path | str, why: str, remedy: str = "") -> None:
+def report(path: Path | str, why: Exception | str) -> None:
     """Log that a file is ignored, unless it is known.
 
     Parameters
     ----------
     path : Path or str
         The file.
-    why : str
-        Why, as a clause.
-    remedy : str
-        What to do, with a colon before it.
+    why : Exception or str
+        Why, as a clause. An error of :mod:`dask_cml.private_files` names the file itself, and what to do.
     """
-    if (str(path), why) not in _reported:
-        _reported.add((str(path), why))
+    remedy = ""
+    if isinstance(why, NotPrivate):
+        path, remedy = why.path, f": run `{why.command}`"  # each such error has another command
+        why = f"it {why.why}"
+    if (str(path), str(why)) not in _reported:
+        _reported.add((str(path), str(why)))
         logger.warning("%s ignored: %s%s", path, why, remedy)
-
-
-def report_open(error: NotPrivate) -> None:
-    """Log that a file or folder is ignored that is not private."""
-    report(error.path, f"it {error.why}", f": run `{error.command}`")

@@ -17,7 +17,7 @@ from dask_cml.layout import SCHEDULER
 from dask_cml.msgpack_comm import InvalidMessage
 from dask_cml.options import state_directory
 from dask_cml.records.record import Record
-from dask_cml.sessions.tls import connected
+from dask_cml.sessions.tls import ask
 from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 logger = logging.getLogger(__name__)
@@ -248,8 +248,7 @@ def why_not_contacted(record: Record) -> str | None:
 
 
 async def _ask(record: Record, address: str, timeout: float) -> Finding:
-    async with connected(address, record.get_security(), timeout) as comm:
-        identity = Identity.read(await comm.ask("identity", timeout))
+    identity = Identity.read(await ask(address, record.get_security(), "identity", timeout))
     if identity.id == record.scheduler.id:
         return Finding(State.ALIVE, identity=identity)
     return Finding(State.DEAD, f"another scheduler answers at {address}")

@@ -21,7 +21,7 @@ from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions.owner import this_user
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.sessions.tls import connected
+from dask_cml.sessions.tls import ask
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -273,10 +273,10 @@ async def _end_all(
 
 
 async def _say_goodbye(record: Record, why: str) -> None:
-    assert record.scheduler.address is not None
+    address = record.scheduler.address
+    assert address is not None
     try:
-        async with connected(record.scheduler.address, record.get_security(), _GOODBYE_TIMEOUT) as comm:
-            await comm.ask("terminate", _GOODBYE_TIMEOUT, reason=why)
+        await ask(address, record.get_security(), "terminate", _GOODBYE_TIMEOUT, reason=why)
     except Exception as error:  # its workers may be frozen, and Dask's errors vary
         logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 

@@ -45,7 +45,7 @@ from dask_cml.private_files import (
     write_new_file,
 )
 from dask_cml.records import removal, session_files
-from dask_cml.records.ignored import report, report_open
+from dask_cml.records.ignored import report
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.records.session_files import Changes
 
@@ -243,7 +243,7 @@ def records(*, removed: bool = False) -> list[Record]:
         check_folder(directory)
         names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     except NotPrivate as error:
-        report_open(error)
+        report(directory, error)
         return []
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -317,10 +317,8 @@ def _load(folder: Path, file: str = RECORD_FILE, *, ended: bool = False) -> Reco
     """Read the record in a folder. Return None if the folder contains no valid record."""
     try:
         return _until_settled(lambda: _read(folder, file, ended), folder)
-    except NotPrivate as error:
-        report_open(error)
     except (OSError, ValueError, RecursionError) as error:
-        report(folder / file, str(error))
+        report(folder / file, error)
     return None
 
 
@@ -360,10 +358,8 @@ def _read_scheduler(folder: Path, names: list[str], descriptor: int) -> Schedule
             return SchedulerState.from_json(number, read_file(folder / each, descriptor))
         except FileNotFoundError:
             continue
-        except NotPrivate as error:
-            report_open(error)
-        except (ValueError, RecursionError) as error:
-            report(folder / each, str(error))
+        except (NotPrivate, ValueError, RecursionError) as error:
+            report(folder / each, error)
     return None
 
 

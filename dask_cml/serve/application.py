@@ -121,12 +121,9 @@ async def serve(
 @contextlib.contextmanager
 def _opened(link: str) -> Iterator[None]:
     """Open a link in a browser by a private file, because other users can read a browser's command line."""
-    descriptor, path = tempfile.mkstemp(prefix="dask-cml-", suffix=".html")
-    try:
-        with open(descriptor, "w") as file:
-            file.write(_REDIRECT.format(link=html.escape(link)))
+    with tempfile.NamedTemporaryFile("w", prefix="dask-cml-", suffix=".html") as file:
+        file.write(_REDIRECT.format(link=html.escape(link)))
+        file.flush()
         # A daemon thread, because a browser in a terminal returns only when its user quits it.
-        threading.Thread(target=webbrowser.open, args=(Path(path).as_uri(),), daemon=True).start()
+        threading.Thread(target=webbrowser.open, args=(Path(file.name).as_uri(),), daemon=True).start()
         yield
-    finally:
-        os.unlink(path)

@@ -44,6 +44,7 @@ class Page(Handler):
 
     #: The relative path of the list, because a proxy may serve the pages below any path.
     root = ""
+    titles = _TITLES
 
     def show(self, template: str, **values: Any) -> None:
         """Answer with a page.
@@ -67,7 +68,7 @@ class Page(Handler):
 
     def answer_error(self, words: str) -> None:
         """Answer with a page that explains the error."""
-        title = _TITLES.get(self.get_status(), self._reason)
+        title = self.titles.get(self.get_status(), self._reason)
         self.show("error", title=title, words=words, problem=None)  # the user may be unknown
 
 
@@ -132,6 +133,8 @@ class EndedPage(Page):
 
 class NotFound(Page):
     """Answers requests for unknown addresses."""
+
+    titles = _TITLES | {404: "No such page"}
 
     def prepare(self) -> None:
         """Answer with 404."""

@@ -12,13 +12,15 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from dask_cml.errors import CMLError
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import CallFailed, NoAnswer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
 
@@ -102,7 +104,7 @@ class Calls:
         async with self._slots:
             if len(self._hanging) >= _MOST_HANGING:
                 raise NoAnswer(f"{len(self._hanging)} earlier calls have not returned")
-            future = self.start(function)
+            future = start(function)
             # Not wait_for: if the waiting task is cancelled, the thread goes on, and nobody may see its
             # error.
             wrapped = asyncio.wrap_future(future)
@@ -112,7 +114,7 @@ class Calls:
 
     def run_all(self, functions: Collection[Callable[[], Any]], limit: float) -> list[Exception]:
         """Call functions concurrently, block until they return, and return the errors."""
-        futures = [self.start(function) for function in functions]
+        futures = [start(function) for function in functions]
         wait(futures, timeout=max(0.0, limit))
         errors = []
         for future in futures:
@@ -121,32 +123,6 @@ class Calls:
             except Exception as error:
                 errors.append(error)
         return errors
-
-    def start(self, function: Callable[[], Any]) -> Future[Any]:
-        """Start a call in a thread.
-
-        Raises
-        ------
-        CMLError
-            If the interpreter is shutting down.
-        """
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-
-        def call() -> None:
-            try:
-                result = function()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        try:
-            # Threads of the platform's own pools inherit that they are daemons.
-            threading.Thread(target=call, name="cml-api", daemon=True).start()
-        except RuntimeError as error:
-            raise CMLError(f"Workers API not called: {error}") from error
-        return future
 
     def _result(self, future: Future[Any], limit: float) -> Any:
         if future.done():
@@ -169,3 +145,30 @@ class Calls:
             )
             if thread.daemon and names & self._modules:
                 executors._threads_queues.pop(thread, None)  # type: ignore[attr-defined]
+
+
+def start(function: Callable[[], T]) -> Future[T]:
+    """Start a call in a daemon thread, for which the interpreter does not wait when it exits.
+
+    Raises
+    ------
+    CMLError
+        If the interpreter is shutting down.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def call() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    try:
+        # Threads of the platform's own pools inherit that they are daemons.
+        threading.Thread(target=call, name="cml-api", daemon=True).start()
+    except RuntimeError as error:
+        raise CMLError(f"Workers API not called: {error}") from error
+    return future

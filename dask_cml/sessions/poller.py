@@ -11,7 +11,7 @@ from typing import Any
 from dask_cml.errors import CMLError
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import SessionInfo, has_ended
-from dask_cml.sessions.calls import Calls
+from dask_cml.sessions.calls import Calls, start
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Poller:
         try:
             while (left := deadline - time.monotonic()) > 0:
                 # Not next(), which fails after cancel().
-                listed = await asyncio.wait_for(asyncio.wrap_future(self._calls.start(self.now)), left)
+                listed = await asyncio.wait_for(asyncio.wrap_future(start(self.now)), left)
                 if all(has_ended(session) for session in listed if session["id"] in ids):
                     return True
                 await asyncio.sleep(self._interval)

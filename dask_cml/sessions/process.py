@@ -150,8 +150,8 @@ class CMLScheduler(CMLProcess):
         """Return whether this cluster's scheduler answers at an address."""
         record = self.place.record
         try:
-            async with tls.connected(address, self.security, _ANSWER_TIMEOUT) as comm:
-                answer = await comm.ask("identity" if record is None else HELLO, _ANSWER_TIMEOUT)
+            op = "identity" if record is None else HELLO
+            answer = await tls.ask(address, self.security, op, _ANSWER_TIMEOUT)
         except Exception as error:  # a program at this address may speak another protocol
             logger.debug("Scheduler at %s did not answer: %r", address, error)
             return False

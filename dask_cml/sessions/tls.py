@@ -6,11 +6,10 @@ Sessions get the paths, so no key is in code, command lines, environments or log
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import errno
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,8 @@ from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
-_FIELDS = (
-    "tls_ca_file",
-    "tls_client_cert",
-    "tls_client_key",
-    "tls_scheduler_cert",
-    "tls_scheduler_key",
-    "tls_worker_cert",
-    "tls_worker_key",
-)
+_ROLES = ("client", "scheduler", "worker")
+_FIELDS = ("tls_ca_file", *(f"tls_{role}_{part}" for role in _ROLES for part in ("cert", "key")))
 
 
 def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, dict[Path, str]]:
@@ -52,7 +44,7 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
         return None, {}
     given = Security.temporary() if security is True else security
     values = {field: getattr(given, field) for field in _FIELDS}
-    for role in ("client", "scheduler", "worker"):
+    for role in _ROLES:
         if values[f"tls_{role}_key"] is None:
             values[f"tls_{role}_key"] = _with_key(values[f"tls_{role}_cert"])
     if missing := [field for field, value in values.items() if value is None]:
@@ -104,20 +96,34 @@ def connection_args(security: Security | None) -> dict[str, Any]:
     return security.get_connection_args("client")
 
 
-@contextlib.asynccontextmanager
-async def connected(address: str, security: Security | None, timeout: float) -> AsyncIterator[MsgpackComm]:
-    """Connect to a scheduler with a cluster's keys, for the time of an ``async with`` block.
+async def ask(address: str, security: Security | None, op: str, timeout: float, **arguments: Any) -> Any:
+    """Call a handler of a scheduler with a cluster's keys, over a connection of its own.
+
+    Parameters
+    ----------
+    address : str
+        The scheduler's address.
+    security : Security or None
+        The cluster's keys, in files.
+    op : str
+        The handler's name.
+    timeout : float
+        Time limit for the connection, and for the answer, in seconds.
+    **arguments
+        The handler's arguments, plain data.
 
     Raises
     ------
     OSError, asyncio.TimeoutError
-        If the scheduler does not accept the connection, or a key file is missing.
+        If the scheduler does not accept the connection or does not answer, or a key file is missing.
+    HandlerFailed
+        If the handler raises an exception.
     ValueError
         If the address is invalid.
     """
     comm = await MsgpackComm.connect(address, await asyncio.to_thread(connection_args, security), timeout)
     try:
-        yield comm
+        return await comm.ask(op, timeout, **arguments)
     finally:
         comm.abort()
 

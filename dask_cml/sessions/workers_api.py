@@ -21,7 +21,7 @@ from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import SessionSize, setting
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import NoAnswer, SessionInfo, has_ended, ip_address, may_pass
-from dask_cml.sessions.calls import Calls
+from dask_cml.sessions.calls import Calls, start
 from dask_cml.sessions.live import LiveSessions, check_id
 from dask_cml.sessions.loading import load_platform
 from dask_cml.sessions.poller import Poller
@@ -316,7 +316,7 @@ class WorkersAPI(LiveSessions):
     async def close(self, end: Callable[[], None] | None = None) -> None:
         """Call :meth:`end`, or `end`, without blocking the event loop."""
         self._listing.cancel()
-        await asyncio.wrap_future(self._calls.start(end or self.end))
+        await asyncio.wrap_future(start(end or self.end))
 
     async def wait_until_ended(self, ids: Collection[str], timeout: float = _STOPPED_WITHIN) -> bool:
         """Wait until the platform lists stopped sessions as ended. Until then they count against the quota.

@@ -223,4 +223,5 @@ def _show(session: dict[str, Any], hidden: Mapping[str, float]) -> dict[str, Any
 
 
 def _stops(session: Mapping[str, Any]) -> bool:
-    return (state.directory() / "sessions" / session["id"] / "stop").exists()
+    end = state.read_json(state.directory() / "sessions" / session["id"] / "end.json") or {}
+    return bool(end.get("how") == "stopped")

@@ -47,6 +47,13 @@ def test_a_real_module_is_not_hidden_unless_forced(platform, real):
     assert importlib.import_module(real) is platform
 
 
+def test_a_folder_named_cml_without_modules_is_no_real_module(platform, no_cml, monkeypatch, tmp_path):
+    (tmp_path / "cml").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    platform.install()
+    assert importlib.import_module("cml.workers_v1") is platform
+
+
 class HandmadeCluster:
     """A cluster as helpers before dask-cml made it: by the older module, with no more than it offers."""
 

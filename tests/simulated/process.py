@@ -18,8 +18,6 @@ from weakref import WeakSet
 
 from distributed.comm.tcp import TCP, BaseTCPListener
 
-from dask_cml.msgpack_comm import MsgpackComm
-
 from .clock import VirtualLoop
 
 _process: contextvars.ContextVar[SimulatedProcess | None] = contextvars.ContextVar("process", default=None)
@@ -214,7 +212,6 @@ def processes_in(loop: VirtualLoop) -> Iterator[None]:
     loop.guard = _guard
     with (
         mock.patch.object(TCP, "__init__", _owned(TCP.__init__)),
-        mock.patch.object(MsgpackComm, "__init__", _owned(MsgpackComm.__init__)),
         mock.patch.object(BaseTCPListener, "start", _owned(BaseTCPListener.start)),
     ):
         yield
