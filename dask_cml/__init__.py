@@ -52,7 +52,7 @@ _HOMES = {
     "SessionHours": "records.usage",
     "Usage": "records.usage",
     "WorkerGroup": "display.group",
-    "close_all": "cluster",
+    "close_all": "process_clusters",
 }
 
 

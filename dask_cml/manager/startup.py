@@ -46,10 +46,8 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     await record_keeper.take_name(record, {**wanted, "groups": options.first_groups(), **lifetime})
     check_new(options)  # only now it is known that no running cluster is to be connected to
     record_keeper.start()
-    for other in [each for each in unclosed() if each.options.name != options.name and each.scheduler]:
-        age = (datetime.now(timezone.utc) - other.scheduler.since).total_seconds()
-        close = f"from dask_cml import CMLCluster; CMLCluster.from_name({other.options.name!r}).close()"
-        state.log(f"This process has another cluster, open for {span(age)}. To close it, run: {close}")
+    if not maker.serves:  # the page creates clusters for several users
+        _tell_others(state)
     await launcher.launch(record.id, files, show)
     await join(state, record, options.scheduler_timeout)
     # Until now, the scheduler has waited for a manager for some time.
@@ -58,6 +56,17 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     await record_keeper.write()
     if not options.shutdown_on_close:
         state.log(owner.lifetime(options.name))
+
+
+def _tell_others(state: ClusterState) -> None:
+    """Name the user's other clusters in this process. A cell that runs again may have left them."""
+    opened = [each.state for each in unclosed() if not each.state.observes]
+    for other in opened:
+        name, scheduler = other.fleet.name, other.launcher.scheduler
+        if name != state.fleet.name and scheduler is not None:
+            age = (datetime.now(timezone.utc) - scheduler.since).total_seconds()
+            close = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).close()"
+            state.log(f"This process has another cluster, open for {span(age)}. To close it, run: {close}")
 
 
 async def adopt(state: ClusterState, record: Record) -> None:
