@@ -31,8 +31,6 @@ _OBSERVER_PATIENCE = 60.0
 _LOOK_INTERVAL = 1.0
 #: Seconds for which a record may be unreadable while the cluster's folder exists.
 _UNREADABLE_FOR = 30.0
-#: Seconds within which the platform usually stops sessions.
-_STOPS_WITHIN = 5.0
 
 
 async def replace_scheduler(state: ClusterState, why: str) -> str | None:
@@ -178,6 +176,6 @@ async def _stop(state: ClusterState, record: Record) -> None:
     if not state.api.live:
         return
     try:
-        await state.launcher.stop(state.api.live, _STOPS_WITHIN)
+        await state.launcher.stop(state.api.live)
     except CMLError as error:  # the leader tries again
         logger.warning("Old sessions of cluster %s not stopped yet: %s", record.name, error)

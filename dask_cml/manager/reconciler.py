@@ -34,8 +34,6 @@ _OBSERVER_INTERVAL = 7.5
 _SHARE, _LONGEST_PAUSE = 0.01, 1.0
 #: Characters of a cause that the scheduler logs.
 _LONGEST_CAUSE = 300
-#: Seconds within which the platform usually stops sessions. Until then nothing is launched, to free quota.
-_STOPS_WITHIN = 5.0
 
 
 class Reconciler:
@@ -336,7 +334,7 @@ class Reconciler:
         # before.
         used = self._state.launcher.used_sessions()
         if stopping := {each for each in api.live if each in ids or each not in used}:
-            await self._state.launcher.stop(stopping, _STOPS_WITHIN)
+            await self._state.launcher.stop(stopping)
         over = [each.name for each in closing if each.worker and each.worker.session_id not in api.live]
         for name in over:
             if (worker := fleet.detach(name)) is not None:
