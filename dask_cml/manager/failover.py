@@ -19,7 +19,6 @@ from dask_cml.manager.state import ClusterState
 from dask_cml.options import setting
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Maker, Record
-from dask_cml.scheduler.wanted import Wanted
 from dask_cml.sessions.causes import find_cause
 
 logger = logging.getLogger(__name__)
@@ -152,8 +151,7 @@ async def _launch(state: ClusterState, record: Record, why: str, restarts: int) 
     state.log(f"Cluster {record.name} launching another scheduler ({row})")
     await state.client.leave()
     await _stop(state, record)
-    first = Wanted(record.name, state.fleet.manager, groups)
-    state.fleet.update({**first.since(0), "workers": {}})
+    state.fleet.begin(groups)
     state.launcher.detach([each.name for each in state.fleet.members if each.gone])
     patience = state.options.scheduler_timeout
 

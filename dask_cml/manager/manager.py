@@ -26,7 +26,6 @@ from dask_cml.options import Options
 from dask_cml.options.limits import check_new
 from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
-from dask_cml.scheduler.wanted import Wanted
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
@@ -169,8 +168,7 @@ class Manager:
         self._reconciler = Reconciler(self.state)
         self.wishes = Wishes(self.state, self._reconciler)
         if record is None:
-            first = Wanted(self.options.name, self.fleet.manager, self.options.first_groups())
-            self.fleet.update({**first.since(0), "workers": {}})
+            self.fleet.begin(self.options.first_groups())
 
     # -- start
 
