@@ -11,10 +11,9 @@ import contextlib
 import logging
 import time
 from dataclasses import asdict, replace
-from typing import Any
 
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.manager.startup import follow, join
+from dask_cml.manager.startup import first_state, follow, join
 from dask_cml.manager.state import ClusterState
 from dask_cml.options import setting
 from dask_cml.records import liveness, store
@@ -123,18 +122,16 @@ async def _launch(state: ClusterState, record: Record, why: str, restarts: int) 
     newer = last.number == state.launcher.place.number and state.fleet.revision > last.revision
     groups = state.fleet.to_json() if newer else dict(last.groups)
     number = last.number + 1
-    wanted: dict[str, Any] = {
-        "cluster": record.name,
-        "record": record.id,
-        "leader": state.fleet.manager,
-        "groups": groups,
-        "created": record.created,
-        "hours": last.hours,
-        "restarts": restarts,
-        "orphan_timeout": last.orphan_timeout,
-        "activity": dict(last.activity),
-        "maker": asdict(Maker.this_process()),
-    }
+    wanted = first_state(
+        state,
+        record,
+        groups,
+        last.hours,
+        restarts=restarts,
+        orphan_timeout=last.orphan_timeout,
+        activity=dict(last.activity),
+        maker=asdict(Maker.this_process()),
+    )
     if not await asyncio.to_thread(store.claim_scheduler, record, number, wanted):
         return False
     state.launcher.place = replace(state.launcher.place, number=number)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from collections.abc import Mapping
 from datetime import datetime, timezone
+from typing import Any
 
 import dask.config
 from dask.utils import parse_timedelta
@@ -41,9 +43,8 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     files = await launcher.prepare()
     keys = tls.paths(launcher.security)
     record = Record(options.name, maker=maker, options=options.arguments(), security=keys)
-    wanted = {"cluster": options.name, "record": record.id, "leader": state.fleet.manager}
-    lifetime = {"created": record.created, "hours": limits().get("hours")}
-    await record_keeper.take_name(record, {**wanted, "groups": options.first_groups(), **lifetime})
+    wanted = first_state(state, record, options.first_groups(), limits().get("hours"))
+    await record_keeper.take_name(record, wanted)
     check_new(options)  # only now it is known that no running cluster is to be connected to
     record_keeper.start()
     if not maker.serves:  # the page creates clusters for several users
@@ -56,6 +57,25 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     await record_keeper.write()
     if not options.shutdown_on_close:
         state.log(owner.lifetime(options.name))
+
+
+def first_state(
+    state: ClusterState,
+    record: Record,
+    groups: Mapping[str, Mapping[str, Any]],
+    hours: float | None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return what the next scheduler begins with: the content of its file ``wanted-<number>.json``."""
+    return {
+        "cluster": record.name,
+        "record": record.id,
+        "leader": state.fleet.manager,
+        "groups": groups,
+        "created": record.created,
+        "hours": hours,
+        **more,
+    }
 
 
 def _tell_others(state: ClusterState) -> None:
