@@ -70,7 +70,7 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
             pause = _PAUSES[min(last.restarts, len(_PAUSES) - 1)]
             await asyncio.sleep(setting("quota-retry") if refused else pause)
             # A refused scheduler was not lost.
-            if await _launch(state, record, why, last.restarts + (not refused)):
+            if await _launch(state, record, why, last.restarts + (not refused), limit):
                 return None
             refused = False
         except LaunchRefused as error:
@@ -115,7 +115,7 @@ async def _answers(state: ClusterState, number: int) -> bool:
     return False
 
 
-async def _launch(state: ClusterState, record: Record, why: str, restarts: int) -> bool:
+async def _launch(state: ClusterState, record: Record, why: str, restarts: int, limit: int) -> bool:
     """Launch the next scheduler and all workers. Return False if another manager does."""
     begun, last = time.monotonic(), record.scheduler
     # The last answer may be newer than the scheduler's file.
@@ -143,9 +143,8 @@ async def _launch(state: ClusterState, record: Record, why: str, restarts: int) 
         lost.loss = loss.cause.value
         if lost.session_id == last.session:  # of others, the reason says why they did not start
             why = loss.words
-    row = f"{restarts} of {setting('scheduler-restarts')} in a row"
     state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
-    state.log(f"Cluster {record.name} launching another scheduler ({row})")
+    state.log(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
     await state.client.leave()
     await _stop(state, record)
     state.fleet.begin(groups)
