@@ -136,10 +136,8 @@ async def _launch(state: ClusterState, record: Record, why: str, restarts: int, 
         return False
     state.launcher.place = replace(state.launcher.place, number=number)
     if (lost := state.launcher.scheduler) is not None:
-        said = str(lost.info.get("status"))
-        loss = find_cause(
-            None, await lost.last_lines(), connected=True, noticed=False, closed=False, said=said
-        )
+        log, said = await lost.last_lines(), lost.reported
+        loss = find_cause(None, log, connected=True, noticed=False, closed=False, said=said)
         lost.loss = loss.cause.value
         if lost.session_id == last.session:  # of others, the reason says why they did not start
             why = loss.words

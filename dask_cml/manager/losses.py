@@ -125,14 +125,13 @@ class LossFinder:
             return late
         # A session that succeeds after it was connected was closed on purpose, for example by a client.
         closed = worker.was_closed or (bool(member.seen) and worker.info.get("status") == "succeeded")
-        words = worker.info.get("message") or worker.info.get("k8sMessage") or worker.info.get("status")
         return find_cause(
             member.last,
             await worker.last_lines(),
             connected=bool(member.seen),
             noticed=member.leaving,
             closed=closed,
-            said=" ".join(str(words).split()),
+            said=worker.reported,
         )
 
     async def _drop_ended(self, listing: Mapping[str, SessionInfo]) -> None:

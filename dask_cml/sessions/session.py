@@ -155,6 +155,12 @@ class CMLProcess(ProcessInterface):
         )
 
     @property
+    def reported(self) -> str:
+        """What the platform says of the session: its reason in one line or, without one, the status."""
+        reason = self.info.get("message") or self.info.get("k8sMessage") or self.info.get("status")
+        return " ".join(str(reason or "unknown").split())
+
+    @property
     def ip_address(self) -> str | None:
         """The session's IP address. None until it is known."""
         return ip_address(self.info)
@@ -228,8 +234,7 @@ class CMLProcess(ProcessInterface):
         """
         status = self.info.get("status", "unknown")
         tail = await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)
-        words = self.info.get("message") or self.info.get("k8sMessage")
-        said = f" ({' '.join(words.split())})" if words else ""
+        said = f" ({self.reported})" if self.reported != status else ""
         session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}"
         output = f"the last lines of its output:\n{tail}" if tail else "it wrote no output"
         return f"{session}; {output}"
