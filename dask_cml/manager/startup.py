@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from typing import Any
 
 import dask.config
@@ -82,11 +81,11 @@ def _tell_others(state: ClusterState) -> None:
     """Name the user's other clusters in this process. A cell that runs again may have left them."""
     opened = [each.state for each in unclosed() if not each.state.observes]
     for other in opened:
-        name, scheduler = other.fleet.name, other.launcher.scheduler
-        if name != state.fleet.name and scheduler is not None:
-            age = (datetime.now(timezone.utc) - scheduler.since).total_seconds()
+        name, sessions = other.fleet.name, other.sessions
+        if name != state.fleet.name and sessions:
+            age = span(sessions[0].age)
             close = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).close()"
-            state.log(f"This process has another cluster, open for {span(age)}. To close it, run: {close}")
+            state.log(f"This process has another cluster, open for {age}. To close it, run: {close}")
 
 
 async def adopt(state: ClusterState, record: Record) -> None:

@@ -65,6 +65,11 @@ class Session:
     owner: str | None = None
     waits_for: float | None = None
 
+    @property
+    def age(self) -> float:
+        """Time since its launch, in seconds."""
+        return max(0.0, (datetime.now(timezone.utc) - self.since).total_seconds())
+
 
 class CMLProcess(ProcessInterface):
     """A session that is launched, watched and stopped. The base of scheduler and worker."""
