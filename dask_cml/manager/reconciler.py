@@ -21,6 +21,7 @@ from dask_cml.protocol import SET
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import Cause
+from dask_cml.sessions.process import CMLWorker
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
@@ -194,13 +195,15 @@ class Reconciler:
 
     async def _tell_states(self) -> None:
         """Tell the scheduler which sessions wait for room and which run, for its log of events."""
-        launched = [(each.name, each.worker) for each in self._state.fleet.members if each.worker]
-        states = {name: "running" for name, worker in launched if worker.is_known_to_run}
-        states |= {name: "waiting" for name, worker in launched if worker.waits_for is not None}
-        new = {name: each for name, each in states.items() if self._told_states.get(name) != each}
-        if new and self._state.client.leads:
+        if not self._state.client.leads:
+            return
+        told, fleet = self._told_states, self._state.fleet
+        starting = [each for each in fleet.members if each.worker and told.get(each.name) != "running"]
+        states = {each.name: _state_of(each.worker) for each in starting if each.worker}
+        if new := {name: state for name, state in states.items() if state and told.get(name) != state}:
             await self._state.client.decide("found", states=new)
-            self._told_states = states
+            known = {name: state for name, state in told.items() if fleet.member(name) is not None}
+            self._told_states = {**known, **new}
 
     async def _find_losses(self) -> Losses:
         now = time.monotonic()
@@ -375,3 +378,10 @@ class Reconciler:
         elif not found:
             members = self._state.fleet.members
             backoff.granted(sum(each.group == group and each.worker is not None for each in members))
+
+
+def _state_of(worker: CMLWorker) -> str | None:
+    """Return what the scheduler logs of a session. None: it starts, and has not waited long."""
+    if worker.waits_for is not None:
+        return "waiting"
+    return "running" if worker.is_known_to_run else None
