@@ -22,6 +22,9 @@ NOTICE = "cml_notice"
 #: Asks for the dashboard. After the answer ``{"status": "OK"}``, the connection carries HTTP.
 FORWARD = "cml_forward"
 
+#: The topic of the cluster's events in ``Client.get_events``.
+TOPIC = "cml"
+
 #: Seconds between two messages of a manager, at most, and of a manager that only observes.
 HEARTBEAT, OBSERVER_HEARTBEAT = 2.0, 10.0
 #: Seconds without a message after which a manager counts as disconnected, and does not lead any more.
