@@ -80,13 +80,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._scheduler = scheduler
         self._forwards = Forwards(scheduler)
         self._record = begin["record"]
-        self._presence = Presence(scheduler.clients, self._orphan_timeout)
+        self._presence = Presence(scheduler.clients, self._orphan_timeout, begin["leader"])
         self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
         self._restarts = int(begin.get("restarts", 0))
         self._activity = Activity(begin.get("activity", {}))
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
-        #: The creator leads at first. It may be gone, but not before this time.
-        self._leader_until = time.monotonic() + protocol.LEASE
         scheduler.handlers |= {
             protocol.HELLO: self.hello,
             protocol.WATCH: self.watch,
@@ -185,8 +183,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             If the message is invalid. Nothing changes then.
         """
         messages.check_watch(observes, manager=manager, lease=lease, since=since, wait=wait)
-        if self._presence.hear(manager, observes, lease, comm):
-            self._choose_leader()
+        self._presence.hear(manager, observes, lease, comm)
+        self._choose_leader()
         changes = self._wanted.changes
         if since == changes.revision:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -315,20 +313,16 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._told.notify_all()
 
     def _choose_leader(self) -> None:
-        leader, now = self._wanted.leader, time.monotonic()
-        if self._presence.has(leader):
-            self._leader_until = now
-        elif leader is not None and now < self._leader_until:
-            return
-        self._wanted.lead(self._presence.next_leader(leader))
-        self._changed()
+        leader = self._presence.next_leader(self._wanted.leader)
+        if leader != self._wanted.leader:
+            self._wanted.lead(leader)
+            self._changed()
 
     def _look(self) -> None:
         now = time.monotonic()
         self._find_paused()
         self._presence.look(now)
-        if self._presence.next_leader(self._wanted.leader) != self._wanted.leader:
-            self._choose_leader()
+        self._choose_leader()
         if self._presence.is_orphan(now):
             self._shut_down(f"orphaned: no manager and no client for {self._presence.timeout:g} s")
         elif (reason := self._lifetime.look(now)) is not None:
