@@ -8,6 +8,7 @@ import os
 import secrets
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from distributed.core import Status
@@ -112,8 +113,7 @@ class Manager:
             self._api.check_options(each.launch_options)
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._looking: asyncio.Task[Losses] | None = None
-        self._replacing: asyncio.Task[str | None] | None = None
+        self._watching: asyncio.Task[Losses] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self.event_loop: asyncio.AbstractEventLoop | None = None
         self._assemble(record, Status.created)
@@ -301,7 +301,7 @@ class Manager:
         self.wishes.close()
         self.state.status = Status.closing
         try:
-            await cancel(self._starting, self._looking, self._replacing)
+            await cancel(self._starting, self._watching)
             await self._reconciler.close()
             if not shutdown:
                 await self._hand_over()
@@ -343,25 +343,27 @@ class Manager:
 
     async def _keep(self) -> None:
         """Keep the cluster until it ends, and close. Try again if sessions were not stopped."""
-        while True:
-            self._looking = looking = asyncio.create_task(self._reconciler.run())
-            losses = await looking
-            why, ended = losses.why, losses.outcome == Outcome.ENDED
-            if not ended:
-                break
-            self._replacing = asyncio.create_task(replace_scheduler(self.state, str(why)))
-            if (why := await self._replacing) is not None:
-                break
-            await self._reconciler.begin_again()
-        self.end_reason = f"its scheduler was lost: {why}"
+        self._watching = asyncio.create_task(self._watch())
+        losses = await self._watching
+        ended = losses.outcome == Outcome.ENDED
+        self.end_reason = f"its scheduler was lost: {losses.why}"
         said = "shut down" if ended else "disconnected"
-        self._log(f"Cluster {self.options.name} {said}: {why}")
+        self._log(f"Cluster {self.options.name} {said}: {losses.why}")
         while self.status != Status.closed:
             try:
                 await self.close(shutdown=ended)
             except Exception as error:
                 logger.error("%s", error)
                 await asyncio.sleep(_RETRY_INTERVAL)
+
+    async def _watch(self) -> Losses:
+        """Keep the cluster, with other schedulers instead of lost ones. Return why it cannot be kept."""
+        while (losses := await self._reconciler.run()).outcome == Outcome.ENDED:
+            why = await replace_scheduler(self.state, str(losses.why))
+            if why is not None:
+                return replace(losses, why=why)
+            await self._reconciler.begin_again()
+        return losses
 
     def end_now(self, timeout: float) -> None:
         """Close when the interpreter exits. Blocks.
