@@ -55,7 +55,8 @@ class Reconciler:
         self._begun = self._ended = 0
         self._closed = False
         self._looked = asyncio.Condition()
-        self._told_waiting = self._told_full = self._told_age = False
+        #: The lines that are true now, and were told.
+        self._told: set[str] = set()
         self._changed = asyncio.Event()
         self._strays = Strays(state)
         self._unrunnable = UnrunnableTasks(state)
@@ -218,19 +219,21 @@ class Reconciler:
         return losses
 
     def _tell_waiting(self) -> None:
-        waits = self._state.fleet.waits
-        if waits and not self._told_waiting:
-            n = f"{len(waits)} of {len(self._state.fleet.names)} worker sessions"
-            self._state.log(f"Cluster {self._state.fleet.name} waiting for room for {n}")
-        self._told_waiting = bool(waits)
-        if (full := self._state.fleet.full) and not self._told_full:
-            self._state.log(f"Cluster {self._state.fleet.name}: {full}")
-        self._told_full = bool(full)
-        left = self._state.fleet.most_age - self._state.fleet.age
-        if self._state.age and left <= NOTICE and not self._told_age:
-            self._told_age = True
-            when = f"in {math.ceil(left / 60)} min: its age is {self._state.age}"
-            self._state.log(f"Cluster {self._state.fleet.name} shuts down {when}")
+        fleet, age = self._state.fleet, self._state.age
+        waits, full, left = len(fleet.waits), fleet.full, fleet.most_age - fleet.age
+        room = f" waiting for room for {waits} of {len(fleet.names)} worker sessions" if waits else None
+        ends = f" shuts down in {math.ceil(left / 60)} min: its age is {age}"
+        self._tell("room", room)
+        self._tell("memory", f": {full}" if full else None)
+        self._tell("end", ends if age and left <= NOTICE else None)
+
+    def _tell(self, what: str, line: str | None) -> None:
+        """Log a line about the cluster when it becomes true."""
+        if line is None:
+            self._told.discard(what)
+        elif what not in self._told:
+            self._told.add(what)
+            self._state.log(f"Cluster {self._state.fleet.name}{line}")
 
     # -- what the leader does
 
