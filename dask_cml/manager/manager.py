@@ -372,24 +372,25 @@ class Manager:
         ----------
         timeout : float
             Maximum time to wait for the event loop, in seconds.
+
+        Raises
+        ------
+        CMLError
+            If the platform did not stop some sessions. The message names them.
         """
-        running = self.event_loop is not None and self.event_loop.is_running()
         try:
-            if self.event_loop is not None and running and self.status != Status.closed:
-                closing = asyncio.run_coroutine_threadsafe(
-                    self.close(self.shutdown_on_close), self.event_loop
-                )
-                closing.result(timeout)
-            elif self.status != Status.closed and self.shutdown_on_close:
-                # The event loop has ended, as after asyncio.run.
-                self.state.record_keeper.end_now(self.end_reason)
-        except CMLError as error:  # all retries have failed
-            logger.error("%s", error)
+            if self.event_loop is not None and self.event_loop.is_running():
+                closing = self.close(self.shutdown_on_close)
+                asyncio.run_coroutine_threadsafe(closing, self.event_loop).result(timeout)
+        except CMLError:
+            self.state.status = Status.closed  # so that Dask does not close it again
+            raise
         except Exception as error:
-            logger.info("Sessions of cluster %s stopped without its event loop: %r", self.options.name, error)
-            if self.shutdown_on_close:
-                self.state.record_keeper.end_now(self.end_reason)
-        self.state.status = Status.closed
+            logger.info("Event loop of cluster %s not used to close it: %r", self.options.name, error)
+        # The event loop may have ended, as after asyncio.run.
+        left, self.state.status = self.status != Status.closed, Status.closed
+        if left and self.shutdown_on_close:
+            self.state.record_keeper.end_now(self.end_reason)
 
     @property
     def is_forks_copy(self) -> bool:
