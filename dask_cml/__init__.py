@@ -42,7 +42,7 @@ _HOMES = {
     "SessionHours": "records.usage",
     "Usage": "records.usage",
     "WorkerGroup": "display.group",
-    "close_all": "cluster",
+    "close_all": "process_clusters",
 }
 __all__ = [*_HOMES]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Managers and plugins of another version leave each other alone.
-PROTOCOL = 4
+PROTOCOL = 5
 
 #: Asks which cluster a scheduler belongs to.
 HELLO = "cml_hello"
@@ -21,6 +21,9 @@ HELD = "cml_held"
 NOTICE = "cml_notice"
 #: Asks for the dashboard. After the answer ``{"status": "OK"}``, the connection carries HTTP.
 FORWARD = "cml_forward"
+
+#: The topic of the cluster's events in ``Client.get_events``.
+TOPIC = "cml"
 
 #: Seconds between two messages of a manager, at most, and of a manager that only observes.
 HEARTBEAT, OBSERVER_HEARTBEAT = 2.0, 10.0

@@ -40,7 +40,7 @@ class Scheduler:
         if self.errors:
             raise self.errors.pop()
         work = [
-            {"resources": resources, "unrunnable": 0, "queued": n, "processing": 0, "seconds": 1000.0 * n}
+            {"resources": resources, "tasks": n, "unrunnable": 0, "seconds": 1000.0 * n}
             for resources, n in (({}, self.wanted), ({"GPU": 1}, self.wanted_gpus))
             if n
         ]

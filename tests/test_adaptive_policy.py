@@ -127,8 +127,8 @@ class Simulation:
 
     async def demand(self, max_age):
         tasks = self.waiting + len(self.ends)
-        queue = {"unrunnable": 0, "queued": self.waiting, "processing": len(self.ends)}
-        work = {"resources": {}, **queue, "seconds": tasks * (self.task if self.known else 0.5)}
+        seconds = tasks * (self.task if self.known else 0.5)
+        work = {"resources": {}, "tasks": tasks, "unrunnable": 0, "seconds": seconds}
         sessions = {"sessions": len(self.here), "busy": len(self.ends), "managed": 0, "limit": 0}
         return {"work": [work] if tasks else [], "restricted": [], "groups": {"default": sessions}}
 

@@ -62,12 +62,9 @@ def leave_thread(event):
     Event(event).wait()
 
 
-def states(answer):
-    """The numbers of tasks that are unrunnable, queued and processing, by the resources that they need."""
-    return {
-        tuple(work["resources"].items()): (work["unrunnable"], work["queued"], work["processing"])
-        for work in answer["work"]
-    }
+def tasks(answer):
+    """The numbers of tasks, and of unrunnable ones, by the resources that they need."""
+    return {tuple(work["resources"].items()): (work["tasks"], work["unrunnable"]) for work in answer["work"]}
 
 
 def seconds(answer):
@@ -85,8 +82,8 @@ async def test_tasks_without_workers_are_told_by_the_resources_that_they_need(sc
     await holds(lambda: len(scheduler.unrunnable) + len(scheduler.queued) == 35)
     answer = known_demand(scheduler, "mine")
     both = (("GPU", 1), ("LICENSE", 2))
-    assert {needs: sum(n) for needs, n in states(answer).items()} == {PLAIN: 30, GPU: 3, both: 2}
-    assert states(answer)[GPU] == (3, 0, 0)
+    assert {needs: n for needs, (n, _) in tasks(answer).items()} == {PLAIN: 30, GPU: 3, both: 2}
+    assert tasks(answer)[GPU] == (3, 3)
     # Dask takes a task of which it knows nothing to last 0.5 s.
     assert seconds(answer) == {PLAIN: 15.0, GPU: 1.5, both: 1.0}
     assert answer["groups"] == {}
@@ -115,8 +112,8 @@ async def test_processing_and_queued_tasks_and_sessions_by_group(scheduler, clie
         answer = known_demand(scheduler, "mine")
         foreign = len(next(w for w in scheduler.workers.values() if w.name == "other-0").processing)
         assert foreign
-        assert sum(states(answer)[PLAIN]) == 40 - foreign
-        assert states(answer)[GPU] == (0, 0, 5)
+        assert tasks(answer)[PLAIN] == (40 - foreign, 0)
+        assert tasks(answer)[GPU] == (5, 0)
         assert seconds(answer)[GPU] == pytest.approx(2.5)
         assert {group: (each["sessions"], each["busy"]) for group, each in answer["groups"].items()} == {
             "default": (2, 2),
@@ -198,7 +195,7 @@ async def test_tasks_for_certain_workers_are_told_apart_unless_others_may_run_th
         {"names": ["mine-7"], "tasks": 3},
         {"names": ["tcp://127.0.0.1:9"], "tasks": 1},
     ]
-    assert states(answer) == {PLAIN: (1, 0, 0)}
+    assert tasks(answer) == {PLAIN: (1, 1)}
     async with workers(scheduler, mine_7={}, mine_8={}):
         await holds(lambda: all(future.done() for future in futures[:3]))
         assert [each["tasks"] for each in known_demand(scheduler, "mine")["restricted"]] == [1]
@@ -236,19 +233,19 @@ def known(unrunnable=(), queued=(), processing=()):
 def test_of_very_many_tasks_few_are_looked_at_and_all_are_counted(monkeypatch):
     looked = []
     monkeypatch.setattr(demand, "duration_of", lambda _, task: looked.append(task) or 1.0)
-    tasks = [Task(resources={"GPU": 1} if i % 3 else None) for i in range(50_000)]
-    answer = known(unrunnable=tasks * 4, queued=[Task()] * 50_000, processing=tasks * 6)
+    both = [Task(resources={"GPU": 1} if i % 3 else None) for i in range(50_000)]
+    answer = known(unrunnable=both * 4, queued=[Task()] * 50_000, processing=both * 6)
     assert len(looked) <= 2 * demand._MOST_OTHERS + demand._MOST_QUEUED
-    counted = states(answer)
-    assert counted[PLAIN][1] == 50_000
-    assert sum(n[0] for n in counted.values()) == pytest.approx(200_000, rel=0.01)
-    assert sum(n[2] for n in counted.values()) == pytest.approx(300_000, rel=0.01)
+    counted = tasks(answer)
+    assert counted[PLAIN][0] == pytest.approx(50_000 + 500_000 / 3, rel=0.01)
+    assert sum(unrunnable for _, unrunnable in counted.values()) == pytest.approx(200_000, rel=0.01)
+    assert sum(n for n, _ in counted.values()) == pytest.approx(550_000, rel=0.01)
     assert sum(seconds(answer).values()) == pytest.approx(550_000, rel=0.01)
 
 
 def test_a_sample_sees_tasks_that_come_at_regular_intervals():
     answer = known(unrunnable=[Task(resources={"GPU": 1} if i % 10 == 5 else None) for i in range(200_000)])
-    assert states(answer)[GPU][0] == pytest.approx(20_000, rel=0.1)
+    assert tasks(answer)[GPU] == (pytest.approx(20_000, rel=0.1),) * 2
 
 
 def test_an_answer_has_a_limit_however_different_the_tasks_are():

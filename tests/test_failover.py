@@ -213,6 +213,15 @@ async def lose_and_recover(it, cluster):
 
 
 @simulated
+async def test_the_line_about_a_lost_scheduler_says_what_the_platform_says(it):
+    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.platform.set(cluster.manager.scheduler.session_id, k8sMessage="OOMKilled")
+        await lose_and_recover(it, cluster)
+        assert "with tasks and results: out of memory, the platform says OOMKilled" in log_of(cluster)
+
+
+@simulated
 async def test_a_refused_scheduler_is_launched_again(it):
     async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
         await eventually(lambda: arrived(cluster) == 1)

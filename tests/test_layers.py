@@ -13,7 +13,7 @@ PACKAGE = Path(dask_cml.__file__).parent
 #: A module imports from its own layer or from a lower one, which stands further down.
 LAYERS = (
     ("cli", "serve", "discovery", "doctor", "jupyter", "dask_utils", "address"),
-    ("observers",),
+    ("observers", "process_clusters"),
     ("cluster",),
     ("manager",),
     ("display", "records", "scheduler"),
@@ -44,7 +44,7 @@ ALONE = {
     "wrapper": set(),
     "worker": {"layout", "protocol"},
 }
-MOST_LINES = {"cluster.py": 920}
+MOST_LINES = {"cluster.py": 900}
 
 
 def part(module: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,8 +46,7 @@ def look(starts, *sessions, connected=()):
 
 
 def worker(name, age):
-    since = datetime.now(timezone.utc) - timedelta(seconds=age)
-    return SimpleNamespace(role="worker", name=name, id=f"session-{name}", since=since)
+    return SimpleNamespace(role="worker", name=name, id=f"session-{name}", age=age)
 
 
 def started(*ages):

@@ -263,7 +263,7 @@ def test_tasks_that_run_and_plain_ones_are_no_trouble():
 
 def test_a_snapshot_is_what_the_scheduler_and_the_fleet_say():
     answer = {
-        "work": [{"resources": GPU, "unrunnable": 2, "queued": 0, "processing": 1, "seconds": 1.5}],
+        "work": [{"resources": GPU, "tasks": 3, "unrunnable": 2, "seconds": 1.5}],
         "restricted": [{"names": ("mine-7",), "tasks": 4}],
         "groups": {"default": {"sessions": 2, "busy": 1, "managed": 5, "limit": 50}},
     }

@@ -158,14 +158,17 @@ def test_after_it_stood_still_a_scheduler_first_hears_what_was_sent_meanwhile(wo
 # -- managers
 
 
-def test_a_manager_is_new_once(world):
-    assert world.hear("one")
-    assert not world.hear("one")
+def test_a_manager_is_new_once(world, caplog):
+    caplog.set_level("INFO", logger="distributed.scheduler.dask_cml")
+    world.hear("one")
+    world.hear("one")
     assert world.presence.managers == 1
+    assert caplog.text.count("Manager one connected") == 1
     world.leave("one")
     assert world.presence.managers == 0
     world.after(STEP)
-    assert world.hear("one")
+    world.hear("one")
+    assert caplog.text.count("Manager one connected") == 2
 
 
 def test_nobody_unknown_is_connected(world):
@@ -182,6 +185,24 @@ def test_the_first_manager_leads_and_goes_on_when_others_come(world):
     assert world.presence.next_leader(None) == "one"
     world.hear("other")
     assert world.presence.next_leader("one") == "one"
+
+
+def test_another_manager_leads_before_the_creator_comes_only_if_it_does_not_come_in_time(world):
+    presence = Presence({}, None, creator="one")
+    presence.hear("other", False, 15.0, Comm())
+    assert presence.next_leader("one") == "one"
+    world.now += 14.0
+    assert presence.next_leader("one") == "one"
+    world.now += 1.0
+    assert presence.next_leader("one") == "other"
+
+
+def test_another_manager_leads_at_once_after_the_creator_has_left(world):
+    presence, comm = Presence({}, None, creator="one"), Comm()
+    presence.hear("one", False, 15.0, comm)
+    presence.hear("other", False, 15.0, Comm())
+    comm.is_closed = True
+    assert presence.next_leader("one") == "other"
 
 
 def test_another_manager_leads_when_the_leader_has_left(world):

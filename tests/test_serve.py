@@ -159,6 +159,27 @@ async def test_cluster_is_created_described_and_deleted(server, platform):
     assert (await server.ask("GET", "/api/clusters/night")).status == 404
 
 
+async def log_of(cluster):
+    """The lines that a cluster tells its user."""
+    return (await cluster.get_logs(scheduler=False, workers=False))["Cluster"]
+
+
+async def test_the_page_is_not_told_of_the_clusters_that_it_created_before(server):
+    for name in ("night", "noon"):
+        await server.post("/api/clusters", name=name)
+        await server.until(name, running)
+    for name in ("night", "noon"):
+        assert "another cluster" not in await log_of(server.clusters.manager_of(name))
+
+
+async def test_a_user_is_not_told_of_the_clusters_that_their_process_only_observes(server):
+    await made_elsewhere("day")
+    await server.until("day", running)
+    async with CMLCluster(name="mine", asynchronous=True, quiet=True) as mine:
+        assert "another cluster" not in await log_of(mine)
+    assert (await server.ask("DELETE", "/api/clusters/day")).status == 200
+
+
 async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(server):
     server.access.user = lambda request: User("ann", may_change=True)
     await server.post("/api/clusters", name="night")

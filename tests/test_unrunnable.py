@@ -19,7 +19,7 @@ class Client:
     async def demand(self, max_age):
         self.looks += 1
         work = [
-            {"resources": resources, "unrunnable": n, "queued": 0, "processing": 0, "seconds": 0.5 * n}
+            {"resources": resources, "tasks": n, "unrunnable": n, "seconds": 0.5 * n}
             for n, resources in self.needs
         ]
         restricted = [{"names": names, "tasks": n} for n, names in self.restricted]

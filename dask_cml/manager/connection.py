@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from distributed.core import rpc
@@ -22,17 +22,17 @@ _PAUSE = 0.5
 class Connection:
     """Requests to one scheduler. As many run at once as are made.
 
-    Parameters
+    Attributes
     ----------
-    address : str, optional
-        The scheduler's address. Default: it is not known yet, and requests fail.
-    connection_args : mapping, optional
+    address : str or None
+        The scheduler's address. None: it is not known yet, and requests fail.
+    connection_args : dict
         The result of ``Security.get_connection_args("client")``.
     """
 
-    def __init__(self, address: str | None = None, connection_args: Mapping[str, Any] | None = None) -> None:
-        self.address = address
-        self.connection_args = dict(connection_args or {})
+    def __init__(self) -> None:
+        self.address: str | None = None
+        self.connection_args: dict[str, Any] = {}
         #: Comms without a request.
         self._idle: list[MsgpackComm] = []
         self._rpc: Any = None

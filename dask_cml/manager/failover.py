@@ -11,15 +11,13 @@ import contextlib
 import logging
 import time
 from dataclasses import asdict, replace
-from typing import Any
 
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.manager.startup import follow, join
+from dask_cml.manager.startup import first_state, follow, join
 from dask_cml.manager.state import ClusterState
 from dask_cml.options import setting
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Maker, Record
-from dask_cml.scheduler.wanted import Wanted
 from dask_cml.sessions.causes import find_cause
 
 logger = logging.getLogger(__name__)
@@ -31,8 +29,6 @@ _OBSERVER_PATIENCE = 60.0
 _LOOK_INTERVAL = 1.0
 #: Seconds for which a record may be unreadable while the cluster's folder exists.
 _UNREADABLE_FOR = 30.0
-#: Seconds within which the platform usually stops sessions.
-_STOPS_WITHIN = 5.0
 
 
 async def replace_scheduler(state: ClusterState, why: str) -> str | None:
@@ -74,7 +70,7 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
             pause = _PAUSES[min(last.restarts, len(_PAUSES) - 1)]
             await asyncio.sleep(setting("quota-retry") if refused else pause)
             # A refused scheduler was not lost.
-            if await _launch(state, record, why, last.restarts + (not refused)):
+            if await _launch(state, record, why, last.restarts + (not refused), limit):
                 return None
             refused = False
         except LaunchRefused as error:
@@ -119,43 +115,37 @@ async def _answers(state: ClusterState, number: int) -> bool:
     return False
 
 
-async def _launch(state: ClusterState, record: Record, why: str, restarts: int) -> bool:
+async def _launch(state: ClusterState, record: Record, why: str, restarts: int, limit: int) -> bool:
     """Launch the next scheduler and all workers. Return False if another manager does."""
     begun, last = time.monotonic(), record.scheduler
     # The last answer may be newer than the scheduler's file.
     newer = last.number == state.launcher.place.number and state.fleet.revision > last.revision
     groups = state.fleet.to_json() if newer else dict(last.groups)
     number = last.number + 1
-    wanted: dict[str, Any] = {
-        "cluster": record.name,
-        "record": record.id,
-        "leader": state.fleet.manager,
-        "groups": groups,
-        "created": record.created,
-        "hours": last.hours,
-        "restarts": restarts,
-        "orphan_timeout": last.orphan_timeout,
-        "activity": dict(last.activity),
-        "maker": asdict(Maker.this_process()),
-    }
+    wanted = first_state(
+        state,
+        record,
+        groups,
+        last.hours,
+        restarts=restarts,
+        orphan_timeout=last.orphan_timeout,
+        activity=dict(last.activity),
+        maker=asdict(Maker.this_process()),
+    )
     if not await asyncio.to_thread(store.claim_scheduler, record, number, wanted):
         return False
     state.launcher.place = replace(state.launcher.place, number=number)
     if (lost := state.launcher.scheduler) is not None:
-        said = str(lost.info.get("status"))
-        loss = find_cause(
-            None, await lost.last_lines(), connected=True, noticed=False, closed=False, said=said
-        )
+        log, said = await lost.last_lines(), lost.reported
+        loss = find_cause(None, log, connected=True, noticed=False, closed=False, said=said)
         lost.loss = loss.cause.value
         if lost.session_id == last.session:  # of others, the reason says why they did not start
             why = loss.words
-    row = f"{restarts} of {setting('scheduler-restarts')} in a row"
     state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
-    state.log(f"Cluster {record.name} launching another scheduler ({row})")
+    state.log(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
     await state.client.leave()
     await _stop(state, record)
-    first = Wanted(record.name, state.fleet.manager, groups)
-    state.fleet.update({**first.since(0), "workers": {}})
+    state.fleet.begin(groups)
     state.launcher.detach([each.name for each in state.fleet.members if each.gone])
     patience = state.options.scheduler_timeout
 
@@ -178,6 +168,6 @@ async def _stop(state: ClusterState, record: Record) -> None:
     if not state.api.live:
         return
     try:
-        await state.launcher.stop(state.api.live, _STOPS_WITHIN)
+        await state.launcher.stop(state.api.live)
     except CMLError as error:  # the leader tries again
         logger.warning("Old sessions of cluster %s not stopped yet: %s", record.name, error)

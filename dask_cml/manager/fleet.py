@@ -71,6 +71,11 @@ class Fleet:
         self._last_wish = 0
         self._closed = False
 
+    def begin(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        """Begin with these groups, as the next scheduler will. This manager leads until it answers."""
+        first = Wanted(self.name, self.manager, groups)
+        self.update({**first.since(0), "workers": {}})
+
     # -- answers of the scheduler
 
     def update(self, answer: Mapping[str, Any]) -> None:

@@ -32,6 +32,9 @@ from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
+#: Seconds within which the platform usually stops sessions. Until then nothing is launched, to free quota.
+_STOPS_WITHIN = 5.0
+
 
 class Launcher:
     """Creates the sessions of one cluster, with the cluster's options, folder and keys.
@@ -312,7 +315,7 @@ class Launcher:
         used = {str(each.session_id) for each in self.processes}
         return used.union(*self._stops.values())
 
-    async def stop(self, ids: Collection[str], patience: float) -> None:
+    async def stop(self, ids: Collection[str]) -> None:
         """Stop sessions in a task, so that a call that hangs blocks no other. Wait for it for some seconds.
 
         Raises
@@ -323,7 +326,7 @@ class Launcher:
         task = asyncio.create_task(self.api.stop(*sorted(ids)))
         self._stops[task] = {*ids}
         task.add_done_callback(self._stopped)
-        await asyncio.wait([task], timeout=patience)
+        await asyncio.wait([task], timeout=_STOPS_WITHIN)
         if task.done():
             task.result()
 

@@ -98,11 +98,15 @@ class LossFinder:
         self._missing = {each.name for each in missing}
         gone = [each.name for each in missing if each.has_registered]
         self._gone_since = {name: self._gone_since.get(name, now) for name in gone}
-        unsettled = any(each.worker and not each.worker.is_known_to_run for each in wanted)
+        starting = [
+            each
+            for each in wanted
+            if each.worker and (each.name in self._missing or not each.worker.is_known_to_run)
+        ]
         # A node that fails closes no connections: the scheduler notices it only after
         # ``distributed.comm.timeouts.tcp``, the platform within a second.
         watches = not self._state.observes and now - self._watched >= self._watch_interval
-        if not missing and not unsettled and not watches and self._state.client.connected:
+        if not starting and not watches and self._state.client.connected:
             return Losses()
         listing = await self._state.api.sessions()
         if not self._state.client.connected:
@@ -110,7 +114,8 @@ class LossFinder:
         if watches:
             self._watched = now
             await self._drop_ended(listing)
-        ended = {each.name for each in wanted if each.worker and each.worker.update(listing)}
+        # The watch updates the others.
+        ended = {each.name for each in starting if each.worker and each.worker.update(listing)}
         lost = {each.name: loss for each in missing if (loss := await self._loss(each, each.name in ended))}
         return Losses(lost)
 
@@ -125,14 +130,13 @@ class LossFinder:
             return late
         # A session that succeeds after it was connected was closed on purpose, for example by a client.
         closed = worker.was_closed or (bool(member.seen) and worker.info.get("status") == "succeeded")
-        words = worker.info.get("message") or worker.info.get("k8sMessage") or worker.info.get("status")
         return find_cause(
             member.last,
             await worker.last_lines(),
             connected=bool(member.seen),
             noticed=member.leaving,
             closed=closed,
-            said=" ".join(str(words).split()),
+            said=worker.reported,
         )
 
     async def _drop_ended(self, listing: Mapping[str, SessionInfo]) -> None:

@@ -8,6 +8,7 @@ import os
 import secrets
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from distributed.core import Status
@@ -26,7 +27,6 @@ from dask_cml.options import Options
 from dask_cml.options.limits import check_new
 from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
-from dask_cml.scheduler.wanted import Wanted
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
@@ -113,8 +113,7 @@ class Manager:
             self._api.check_options(each.launch_options)
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._looking: asyncio.Task[Losses] | None = None
-        self._replacing: asyncio.Task[str | None] | None = None
+        self._watching: asyncio.Task[Losses] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self.event_loop: asyncio.AbstractEventLoop | None = None
         self._assemble(record, Status.created)
@@ -169,8 +168,7 @@ class Manager:
         self._reconciler = Reconciler(self.state)
         self.wishes = Wishes(self.state, self._reconciler)
         if record is None:
-            first = Wanted(self.options.name, self.fleet.manager, self.options.first_groups())
-            self.fleet.update({**first.since(0), "workers": {}})
+            self.fleet.begin(self.options.first_groups())
 
     # -- start
 
@@ -303,7 +301,7 @@ class Manager:
         self.wishes.close()
         self.state.status = Status.closing
         try:
-            await cancel(self._starting, self._looking, self._replacing)
+            await cancel(self._starting, self._watching)
             await self._reconciler.close()
             if not shutdown:
                 await self._hand_over()
@@ -345,25 +343,27 @@ class Manager:
 
     async def _keep(self) -> None:
         """Keep the cluster until it ends, and close. Try again if sessions were not stopped."""
-        while True:
-            self._looking = looking = asyncio.create_task(self._reconciler.run())
-            losses = await looking
-            why, ended = losses.why, losses.outcome == Outcome.ENDED
-            if not ended:
-                break
-            self._replacing = asyncio.create_task(replace_scheduler(self.state, str(why)))
-            if (why := await self._replacing) is not None:
-                break
-            await self._reconciler.begin_again()
-        self.end_reason = f"its scheduler was lost: {why}"
+        self._watching = asyncio.create_task(self._watch())
+        losses = await self._watching
+        ended = losses.outcome == Outcome.ENDED
+        self.end_reason = f"its scheduler was lost: {losses.why}"
         said = "shut down" if ended else "disconnected"
-        self._log(f"Cluster {self.options.name} {said}: {why}")
+        self._log(f"Cluster {self.options.name} {said}: {losses.why}")
         while self.status != Status.closed:
             try:
                 await self.close(shutdown=ended)
             except Exception as error:
                 logger.error("%s", error)
                 await asyncio.sleep(_RETRY_INTERVAL)
+
+    async def _watch(self) -> Losses:
+        """Keep the cluster, with other schedulers instead of lost ones. Return why it cannot be kept."""
+        while (losses := await self._reconciler.run()).outcome == Outcome.ENDED:
+            why = await replace_scheduler(self.state, str(losses.why))
+            if why is not None:
+                return replace(losses, why=why)
+            await self._reconciler.begin_again()
+        return losses
 
     def end_now(self, timeout: float) -> None:
         """Close when the interpreter exits. Blocks.
@@ -372,24 +372,25 @@ class Manager:
         ----------
         timeout : float
             Maximum time to wait for the event loop, in seconds.
+
+        Raises
+        ------
+        CMLError
+            If the platform did not stop some sessions. The message names them.
         """
-        running = self.event_loop is not None and self.event_loop.is_running()
         try:
-            if self.event_loop is not None and running and self.status != Status.closed:
-                closing = asyncio.run_coroutine_threadsafe(
-                    self.close(self.shutdown_on_close), self.event_loop
-                )
-                closing.result(timeout)
-            elif self.status != Status.closed and self.shutdown_on_close:
-                # The event loop has ended, as after asyncio.run.
-                self.state.record_keeper.end_now(self.end_reason)
-        except CMLError as error:  # all retries have failed
-            logger.error("%s", error)
+            if self.event_loop is not None and self.event_loop.is_running():
+                closing = self.close(self.shutdown_on_close)
+                asyncio.run_coroutine_threadsafe(closing, self.event_loop).result(timeout)
+        except CMLError:
+            self.state.status = Status.closed  # so that Dask does not close it again
+            raise
         except Exception as error:
-            logger.info("Sessions of cluster %s stopped without its event loop: %r", self.options.name, error)
-            if self.shutdown_on_close:
-                self.state.record_keeper.end_now(self.end_reason)
-        self.state.status = Status.closed
+            logger.info("Event loop of cluster %s not used to close it: %r", self.options.name, error)
+        # The event loop may have ended, as after asyncio.run.
+        left, self.state.status = self.status != Status.closed, Status.closed
+        if left and self.shutdown_on_close:
+            self.state.record_keeper.end_now(self.end_reason)
 
     @property
     def is_forks_copy(self) -> bool:

@@ -122,15 +122,7 @@ class Snapshot:
     def of(cls, answer: Mapping[str, Any], groups: Iterable[GroupState]) -> Snapshot:
         """Return the snapshot of a scheduler's answer, see ``known_demand``, and the groups of a fleet."""
         return cls(
-            work=[
-                Work(
-                    resources=each["resources"],
-                    tasks=each["unrunnable"] + each["queued"] + each["processing"],
-                    seconds=each["seconds"],
-                    unrunnable=each["unrunnable"],
-                )
-                for each in answer["work"]
-            ],
+            work=[Work(**each) for each in answer["work"]],
             supplies=[
                 Supply(
                     name=group.name,

@@ -21,6 +21,7 @@ from dask_cml.protocol import SET
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import Cause
+from dask_cml.sessions.process import CMLWorker
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
@@ -34,8 +35,6 @@ _OBSERVER_INTERVAL = 7.5
 _SHARE, _LONGEST_PAUSE = 0.01, 1.0
 #: Characters of a cause that the scheduler logs.
 _LONGEST_CAUSE = 300
-#: Seconds within which the platform usually stops sessions. Until then nothing is launched, to free quota.
-_STOPS_WITHIN = 5.0
 
 
 class Reconciler:
@@ -56,7 +55,8 @@ class Reconciler:
         self._begun = self._ended = 0
         self._closed = False
         self._looked = asyncio.Condition()
-        self._told_waiting = self._told_full = self._told_age = False
+        #: The lines that are true now, and were told.
+        self._told: set[str] = set()
         self._changed = asyncio.Event()
         self._strays = Strays(state)
         self._unrunnable = UnrunnableTasks(state)
@@ -196,13 +196,15 @@ class Reconciler:
 
     async def _tell_states(self) -> None:
         """Tell the scheduler which sessions wait for room and which run, for its log of events."""
-        launched = [(each.name, each.worker) for each in self._state.fleet.members if each.worker]
-        states = {name: "running" for name, worker in launched if worker.is_known_to_run}
-        states |= {name: "waiting" for name, worker in launched if worker.waits_for is not None}
-        new = {name: each for name, each in states.items() if self._told_states.get(name) != each}
-        if new and self._state.client.leads:
+        if not self._state.client.leads:
+            return
+        told, fleet = self._told_states, self._state.fleet
+        starting = [each for each in fleet.members if each.worker and told.get(each.name) != "running"]
+        states = {each.name: _state_of(each.worker) for each in starting if each.worker}
+        if new := {name: state for name, state in states.items() if state and told.get(name) != state}:
             await self._state.client.decide("found", states=new)
-            self._told_states = states
+            known = {name: state for name, state in told.items() if fleet.member(name) is not None}
+            self._told_states = {**known, **new}
 
     async def _find_losses(self) -> Losses:
         now = time.monotonic()
@@ -217,19 +219,21 @@ class Reconciler:
         return losses
 
     def _tell_waiting(self) -> None:
-        waits = self._state.fleet.waits
-        if waits and not self._told_waiting:
-            n = f"{len(waits)} of {len(self._state.fleet.names)} worker sessions"
-            self._state.log(f"Cluster {self._state.fleet.name} waiting for room for {n}")
-        self._told_waiting = bool(waits)
-        if (full := self._state.fleet.full) and not self._told_full:
-            self._state.log(f"Cluster {self._state.fleet.name}: {full}")
-        self._told_full = bool(full)
-        left = self._state.fleet.most_age - self._state.fleet.age
-        if self._state.age and left <= NOTICE and not self._told_age:
-            self._told_age = True
-            when = f"in {math.ceil(left / 60)} min: its age is {self._state.age}"
-            self._state.log(f"Cluster {self._state.fleet.name} shuts down {when}")
+        fleet, age = self._state.fleet, self._state.age
+        waits, full, left = len(fleet.waits), fleet.full, fleet.most_age - fleet.age
+        room = f" waiting for room for {waits} of {len(fleet.names)} worker sessions" if waits else None
+        ends = f" shuts down in {math.ceil(left / 60)} min: its age is {age}"
+        self._tell("room", room)
+        self._tell("memory", f": {full}" if full else None)
+        self._tell("end", ends if age and left <= NOTICE else None)
+
+    def _tell(self, what: str, line: str | None) -> None:
+        """Log a line about the cluster when it becomes true."""
+        if line is None:
+            self._told.discard(what)
+        elif what not in self._told:
+            self._told.add(what)
+            self._state.log(f"Cluster {self._state.fleet.name}{line}")
 
     # -- what the leader does
 
@@ -336,7 +340,7 @@ class Reconciler:
         # before.
         used = self._state.launcher.used_sessions()
         if stopping := {each for each in api.live if each in ids or each not in used}:
-            await self._state.launcher.stop(stopping, _STOPS_WITHIN)
+            await self._state.launcher.stop(stopping)
         over = [each.name for each in closing if each.worker and each.worker.session_id not in api.live]
         for name in over:
             if (worker := fleet.detach(name)) is not None:
@@ -377,3 +381,10 @@ class Reconciler:
         elif not found:
             members = self._state.fleet.members
             backoff.granted(sum(each.group == group and each.worker is not None for each in members))
+
+
+def _state_of(worker: CMLWorker) -> str | None:
+    """Return what the scheduler logs of a session. None: it starts, and has not waited long."""
+    if worker.waits_for is not None:
+        return "waiting"
+    return "running" if worker.is_known_to_run else None

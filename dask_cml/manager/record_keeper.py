@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Any
 
 from dask_cml.cancellation import cancel
@@ -164,8 +163,7 @@ class RecordKeeper:
         else:
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
                 self._usage = await asyncio.to_thread(self.usage)
-                created = datetime.fromisoformat(self.record.created)
-                self.lasted = (datetime.now(timezone.utc) - created).total_seconds()
+                self.lasted = self.record.age
             await stop_and_remove(replace(self.record, launches={}), self._api, why)
 
     def end_now(self, why: str) -> None:

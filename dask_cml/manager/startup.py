@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from datetime import datetime, timezone
+from collections.abc import Mapping
+from typing import Any
 
 import dask.config
 from dask.utils import parse_timedelta
@@ -41,15 +42,12 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     files = await launcher.prepare()
     keys = tls.paths(launcher.security)
     record = Record(options.name, maker=maker, options=options.arguments(), security=keys)
-    wanted = {"cluster": options.name, "record": record.id, "leader": state.fleet.manager}
-    lifetime = {"created": record.created, "hours": limits().get("hours")}
-    await record_keeper.take_name(record, {**wanted, "groups": options.first_groups(), **lifetime})
+    wanted = first_state(state, record, options.first_groups(), limits().get("hours"))
+    await record_keeper.take_name(record, wanted)
     check_new(options)  # only now it is known that no running cluster is to be connected to
     record_keeper.start()
-    for other in [each for each in unclosed() if each.options.name != options.name and each.scheduler]:
-        age = (datetime.now(timezone.utc) - other.scheduler.since).total_seconds()
-        close = f"from dask_cml import CMLCluster; CMLCluster.from_name({other.options.name!r}).close()"
-        state.log(f"This process has another cluster, open for {span(age)}. To close it, run: {close}")
+    if not maker.serves:  # the page creates clusters for several users
+        _tell_others(state)
     await launcher.launch(record.id, files, show)
     await join(state, record, options.scheduler_timeout)
     # Until now, the scheduler has waited for a manager for some time.
@@ -58,6 +56,36 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     await record_keeper.write()
     if not options.shutdown_on_close:
         state.log(owner.lifetime(options.name))
+
+
+def first_state(
+    state: ClusterState,
+    record: Record,
+    groups: Mapping[str, Mapping[str, Any]],
+    hours: float | None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return what the next scheduler begins with: the content of its file ``wanted-<number>.json``."""
+    return {
+        "cluster": record.name,
+        "record": record.id,
+        "leader": state.fleet.manager,
+        "groups": groups,
+        "created": record.created,
+        "hours": hours,
+        **more,
+    }
+
+
+def _tell_others(state: ClusterState) -> None:
+    """Name the user's other clusters in this process. A cell that runs again may have left them."""
+    opened = [each.state for each in unclosed() if not each.state.observes]
+    for other in opened:
+        name, sessions = other.fleet.name, other.sessions
+        if name != state.fleet.name and sessions:
+            age = span(sessions[0].age)
+            close = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).close()"
+            state.log(f"This process has another cluster, open for {age}. To close it, run: {close}")
 
 
 async def adopt(state: ClusterState, record: Record) -> None:

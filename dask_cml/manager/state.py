@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 
 from distributed.core import Status
@@ -195,13 +194,12 @@ class ClusterState:
     @property
     def scheduler_words(self) -> str:
         """The text for a scheduler that waits for room, or that has replaced a lost one."""
-        scheduler = self.launcher.scheduler
-        if scheduler is not None and scheduler.waits_for is not None:
-            return f"scheduler {waiting(scheduler.waits_for)}"
-        if scheduler is None or not self.launcher.place.number or not self.connected:
+        session = None if self.launcher.scheduler is None else self.launcher.scheduler.session
+        if session is not None and session.waits_for is not None:
+            return f"scheduler {waiting(session.waits_for)}"
+        if session is None or not self.launcher.place.number or not self.connected:
             return ""
-        age = (datetime.now(timezone.utc) - scheduler.since).total_seconds()
-        return f"scheduler restarted {span(age)} ago"
+        return f"scheduler restarted {span(session.age)} ago"
 
     @property
     def age(self) -> str:

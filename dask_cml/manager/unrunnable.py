@@ -34,7 +34,8 @@ class UnrunnableTasks:
         found: dict[str, str] = {}
         if self._state.client.leads:
             answer = await self._state.client.demand(max_age=_INTERVAL)
-            found = unrunnable(Snapshot.of(answer, self._state.fleet.states), self._expected)
+            expected = self._expected if answer["restricted"] else ()
+            found = unrunnable(Snapshot.of(answer, self._state.fleet.states), expected)
         self._state.unrunnable = "; ".join(found.values()) or None
         # The numbers of tasks change often: log each reason once.
         for reason in found.keys() - self._told:

@@ -8,7 +8,6 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from datetime import datetime, timezone
 from typing import Any
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
@@ -143,7 +142,6 @@ async def describe(
 
 
 def _describe(record: Record, finding: Finding) -> dict[str, Any]:
-    age = datetime.now(timezone.utc) - datetime.fromisoformat(record.created)
     workers = finding.identity.workers if finding.identity else None
     return {
         "name": record.name,
@@ -154,7 +152,7 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
         "groups": _groups(record, workers),
         "threads": sum(each.nthreads for each in workers) if workers is not None else None,
         "memory": sum(each.memory_limit for each in workers) if workers is not None else None,
-        "age": age.total_seconds(),
+        "age": record.age,
         "dashboard": f"{record.scheduler.app_url.rstrip('/')}/status" if record.scheduler.app_url else None,
         "scheduler": record.scheduler.address,
         **_waiting(record, {each.name for each in workers or ()}),

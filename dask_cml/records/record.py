@@ -215,6 +215,11 @@ class Record:
     ended: Mapping[str, Launch] = field(default_factory=dict)
 
     @property
+    def age(self) -> float:
+        """Time since the cluster's creation, in seconds."""
+        return (datetime.now(timezone.utc) - datetime.fromisoformat(self.created)).total_seconds()
+
+    @property
     def sessions(self) -> dict[str, str]:
         """For the id of each session, its key: the name of its worker, or ``"scheduler"``."""
         return {session: launch.key for session, launch in self.launches.items()}

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Generic, TypeVar
-
-K = TypeVar("K", bound=Hashable)
+#: What has changed: its kind, and its name.
+Key = tuple[str, str]
 
 #: Maximum number of keys to remember in addition to twice the existing ones.
 _MOST_FORGOTTEN = 10_000
 
 
-class ChangeLog(Generic[K]):
+class ChangeLog:
     """The keys that have changed, the last one at the end.
 
     Examples
     --------
     >>> log = ChangeLog()
-    >>> log.touch("a"), log.touch("b"), log.touch("a")
-    (None, None, None)
+    >>> for name in "a", "b", "a":
+    ...     log.touch(("session", name))
     >>> log.since(0), log.since(2), log.since(3)
-    (['a', 'b'], ['a'], [])
+    ([('session', 'a'), ('session', 'b')], [('session', 'a')], [])
     """
 
     def __init__(self) -> None:
         self.revision = 0
-        self._changed: dict[K, int] = {}
+        self._changed: dict[Key, int] = {}
         #: Changes up to this revision are forgotten.
         self._forgotten = 0
 
-    def touch(self, key: K) -> None:
+    def touch(self, key: Key) -> None:
         """Record a change of this key."""
         self.revision += 1
         self._changed.pop(key, None)
         self._changed[key] = self.revision
 
-    def since(self, revision: int) -> list[K] | None:
+    def since(self, revision: int) -> list[Key] | None:
         """Return the keys that have changed since a revision. None: not known, so look at everything."""
         if not self._forgotten <= revision <= self.revision:
             return None

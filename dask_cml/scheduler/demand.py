@@ -30,8 +30,6 @@ _MOST_NAMES = 3
 #: this many seconds.
 _MOST_LENT, _LENT_SECONDS = 100, 10.0
 
-_STATES = ("unrunnable", "queued", "processing")
-
 #: Resources and amounts.
 Needs = tuple[tuple[str, float], ...]
 
@@ -42,21 +40,22 @@ class _Work:
     def __init__(self) -> None:
         self._known: dict[Needs, dict[str, float]] = {}
 
-    def add(self, needs: Needs, state: str, tasks: float, seconds: float) -> None:
+    def add(self, needs: Needs, tasks: float, seconds: float, unrunnable: float = 0.0) -> None:
         if needs not in self._known and len(self._known) >= _MOST_NEEDS:
             names = [name for name, _ in needs]
             alike = (other for other in self._known if [name for name, _ in other] == names)
             needs = next(alike, needs)
-        work = self._known.setdefault(needs, dict.fromkeys((*_STATES, "seconds"), 0.0))
-        work[state] += tasks
+        work = self._known.setdefault(needs, {"tasks": 0.0, "seconds": 0.0, "unrunnable": 0.0})
+        work["tasks"] += tasks
         work["seconds"] += seconds
+        work["unrunnable"] += unrunnable
 
     def described(self) -> list[dict[str, Any]]:
         return [
             {
+                **work,
                 "resources": dict(needs),
-                **{state: round(work[state]) for state in _STATES},
-                "seconds": work["seconds"],
+                **{name: round(work[name]) for name in ("tasks", "unrunnable")},
             }
             for needs, work in self._known.items()
         ]
@@ -75,9 +74,9 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``work`` lists, for each need of resources: ``resources`` by name; the numbers of tasks that are
-        ``unrunnable`` because no connected worker can run them, ``queued``, and ``processing``; and their
-        duration in ``seconds`` by Dask's own estimates.
+        ``work`` lists, for each need of resources: ``resources`` by name; the number of ``tasks`` that run or
+        could run now; the number of those that are ``unrunnable`` because no connected worker can run them;
+        and their duration in ``seconds`` by Dask's own estimates.
         ``restricted`` lists unrunnable tasks that only certain workers may run, which are not in ``work``:
         ``names`` of some of these workers or hosts, and the number of ``tasks``.
         ``groups`` contains, for each worker group with sessions: the number of ``sessions``; the number of
@@ -90,14 +89,14 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     restricted: dict[tuple[str, ...], float] = {}
     tasks, weight = _sample(scheduler.queued, _MOST_QUEUED)
     for task in tasks:
-        work.add(needs_of(task), "queued", weight, weight * duration_of(scheduler, task))
+        work.add(needs_of(task), weight, weight * duration_of(scheduler, task))
     tasks, weight = _sample(scheduler.unrunnable, _MOST_OTHERS)
     for task in tasks:
         if names := restriction_of(task):
             if names in restricted or len(restricted) < _MOST_RESTRICTIONS:
                 restricted[names] = restricted.get(names, 0) + weight
         else:
-            work.add(needs_of(task), "unrunnable", weight, weight * duration_of(scheduler, task))
+            work.add(needs_of(task), weight, weight * duration_of(scheduler, task), weight)
     sessions: dict[str, dict[int, list[WorkerState]]] = {}
     for worker in scheduler.workers.values():
         if (name := read_name(cluster, str(worker.name))) is not None:
@@ -126,7 +125,7 @@ def _add_processing(work: _Work, scheduler: Scheduler, worker: WorkerState) -> N
         # The occupancy includes the time of transfers.
         seconds = worker.occupancy * duration / total if total else 0.0
         if not restriction_of(task):
-            work.add(needs_of(task), "processing", running / len(durations), seconds)
+            work.add(needs_of(task), running / len(durations), seconds)
 
 
 def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""How long a scheduler runs: the limit of its cluster's hours, and its end."""
+"""When and why a scheduler ends: at its limit of hours, if it is idle, or because it is asked to."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -10,32 +11,76 @@ from datetime import datetime
 
 from distributed.scheduler import Scheduler
 
+from dask_cml.protocol import TOPIC
+
+logger = logging.getLogger("distributed.scheduler.dask_cml")
+
 #: Seconds before a cluster reaches its limit, when its users are told.
 NOTICE = 600
 #: Seconds after which a scheduler that shuts down exits, even if its shutdown does not finish.
 _EXIT_WITHIN = 30.0
 
 
-def end_of(created: str, hours: float | None) -> float:
-    """Return the monotonic time at which a cluster reaches its limit. The clock may be set until then.
+class Lifetime:
+    """The limit of a cluster's hours, and the end of its scheduler.
 
     Parameters
     ----------
+    scheduler : Scheduler
+        The scheduler.
     created : str
         When the cluster was created, in ISO 8601.
     hours : float or None
         The limit ``cml.limits.hours`` of its creator. None: no limit.
+
+    Attributes
+    ----------
+    closed : str or None
+        Why the cluster ended, if it was not lost: then, no other scheduler replaces this one.
     """
-    if hours is None:
-        return math.inf
-    age = time.time() - datetime.fromisoformat(created).timestamp()
-    return time.monotonic() + hours * 3600 - max(0.0, age)
 
+    def __init__(self, scheduler: Scheduler, created: str, hours: float | None) -> None:
+        self.hours = hours
+        self.closed: str | None = None
+        self._scheduler = scheduler
+        self._told = False
+        #: The monotonic time of the limit. The clock may be set until then.
+        self._end = math.inf
+        if hours is not None:
+            age = max(0.0, time.time() - datetime.fromisoformat(created).timestamp())
+            self._end = time.monotonic() + hours * 3600 - age
 
-async def close_within(scheduler: Scheduler, reason: str) -> None:
-    """Close a scheduler. Dask may fail to, for example while it connects to a frozen worker."""
-    timer = threading.Timer(_EXIT_WITHIN, os._exit, [1])
-    timer.daemon = True
-    timer.start()
-    await scheduler.close(reason=reason)
-    timer.cancel()
+    @property
+    def age(self) -> dict[str, int]:
+        """The cluster's ``age`` and its limit ``most_age``, in seconds. Empty without a limit."""
+        if self.hours is None:
+            return {}
+        most = self.hours * 3600
+        return {"age": int(most - self._end + time.monotonic()), "most_age": int(most)}
+
+    def look(self, now: float) -> str | None:
+        """Return why the cluster must end now. Tell its users some time before."""
+        left = self._end - now
+        if left <= 0:
+            return f"reached its limit of {self.hours:g} h"
+        if left <= NOTICE and not self._told:
+            self._told = True
+            logger.warning("Cluster shuts down in %.0f s, at its limit of %g h", left, self.hours)
+            self._scheduler.log_event(TOPIC, {"action": "shuts down", "session": None, "seconds": left})
+        return None
+
+    def note_idle(self) -> None:
+        """Note why Dask closes the scheduler, if it was idle for too long."""
+        timeout, since = self._scheduler.idle_timeout, self._scheduler.idle_since
+        if timeout and since and time.time() - since > timeout:
+            self.closed = self.closed or f"idle for {timeout:g} s"
+
+    async def end(self, reason: str) -> None:
+        """Close the scheduler. Dask may fail to, for example while it connects to a frozen worker."""
+        logger.warning("Scheduler closed: %s", reason)
+        self.closed = reason
+        timer = threading.Timer(_EXIT_WITHIN, os._exit, [1])
+        timer.daemon = True
+        timer.start()
+        await self._scheduler.close(reason=reason)
+        timer.cancel()

@@ -33,7 +33,7 @@ from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.forwards import Forwards
 from dask_cml.scheduler.last_state import last_state
-from dask_cml.scheduler.lifetime import NOTICE, close_within, end_of
+from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.presence import Presence
 from dask_cml.scheduler.state_file import StateFile, unless_stale
 from dask_cml.scheduler.wanted import Wanted
@@ -42,9 +42,6 @@ from dask_cml.scheduler.wanted import Wanted
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 NAME = "dask-cml"
-
-#: The topic of the events in ``Client.get_events``.
-TOPIC = "cml"
 
 _LOOK_INTERVAL, _ACTIVITY_INTERVAL = 0.5, 5.0
 #: Seconds for which changes are collected before managers are told.
@@ -71,8 +68,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._file = StateFile(folder, number)
         self._orphan_timeout = orphan_timeout
         self._app_url: str | None = None
-        #: Why the cluster ended, if it was not lost: then, no other scheduler replaces this one.
-        self._closed: str | None = None
         self._told = asyncio.Condition()
         self._telling: asyncio.Task[None] | None = None
         self._retiring: set[asyncio.Future[Any]] = set()
@@ -85,14 +80,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._scheduler = scheduler
         self._forwards = Forwards(scheduler)
         self._record = begin["record"]
-        self._presence = Presence(scheduler.clients, self._orphan_timeout)
+        self._presence = Presence(scheduler.clients, self._orphan_timeout, begin["leader"])
         self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
         self._restarts = int(begin.get("restarts", 0))
         self._activity = Activity(begin.get("activity", {}))
-        self._hours: float | None = begin.get("hours")
-        self._end, self._told_end = end_of(begin.get("created", ""), self._hours), False
-        #: The creator leads at first. It may be gone, but not before this time.
-        self._leader_until = time.monotonic() + protocol.LEASE
+        self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
         scheduler.handlers |= {
             protocol.HELLO: self.hello,
             protocol.WATCH: self.watch,
@@ -115,9 +107,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     async def before_close(self) -> None:
         """Note why the scheduler closes, if it closes by itself."""
-        timeout, since = self._scheduler.idle_timeout, self._scheduler.idle_since
-        if timeout and since and time.time() - since > timeout:
-            self._closed = self._closed or f"idle for {timeout:g} s"
+        self._lifetime.note_idle()
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
@@ -139,9 +129,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "protocol": protocol.PROTOCOL,
             "revision": self._wanted.changes.revision,
             "orphan_timeout": self._presence.timeout,
-            "hours": self._hours,
+            "hours": self._lifetime.hours,
             "restarts": 0 if self._tasks_done() else self._restarts,
-            "closed": self._closed,
+            "closed": self._lifetime.closed,
             "groups": self._wanted.to_json(),
             "activity": self._activity.to_json(),
         }
@@ -151,8 +141,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     async def terminate(self, reason: str = "shut down by a client", **arguments: Any) -> None:
         """Close the scheduler for good, as ``Client.shutdown`` and managers ask for. These give a reason."""
-        self._closed = self._closed or str(reason)
-        await self._scheduler.close(reason=self._closed, **arguments)
+        self._lifetime.closed = self._lifetime.closed or str(reason)
+        await self._scheduler.close(reason=self._lifetime.closed, **arguments)
 
     # -- managers
 
@@ -193,8 +183,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             If the message is invalid. Nothing changes then.
         """
         messages.check_watch(observes, manager=manager, lease=lease, since=since, wait=wait)
-        if self._presence.hear(manager, observes, lease, comm):
-            self._choose_leader()
+        self._presence.hear(manager, observes, lease, comm)
+        self._choose_leader()
         changes = self._wanted.changes
         if since == changes.revision:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -293,10 +283,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         }
         changes["tasks_done"] = self._tasks_done()
         changes["managers"] = self._presence.managers
-        if self._hours is not None:
-            most = self._hours * 3600
-            changes |= {"age": int(most - self._end + time.monotonic()), "most_age": int(most)}
-        return changes
+        return changes | self._lifetime.age
 
     def _tasks_done(self) -> int:
         states = [prefix.state_counts for prefix in self._scheduler.task_prefixes.values()]
@@ -315,7 +302,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Tell managers soon, and write the scheduler's file."""
         self._wanted.changes.forget(len(self._wanted.sessions) + len(self._scheduler.workers))
         while self._wanted.events:
-            self._scheduler.log_event(TOPIC, self._wanted.events.popleft())
+            self._scheduler.log_event(protocol.TOPIC, self._wanted.events.popleft())
         self._file.changed()
         if self._telling is None or self._telling.done():
             self._telling = asyncio.create_task(self._tell())
@@ -326,35 +313,25 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._told.notify_all()
 
     def _choose_leader(self) -> None:
-        leader, now = self._wanted.leader, time.monotonic()
-        if self._presence.has(leader):
-            self._leader_until = now
-        elif leader is not None and now < self._leader_until:
-            return
-        self._wanted.lead(self._presence.next_leader(leader))
-        self._changed()
+        leader = self._presence.next_leader(self._wanted.leader)
+        if leader != self._wanted.leader:
+            self._wanted.lead(leader)
+            self._changed()
 
     def _look(self) -> None:
         now = time.monotonic()
         self._find_paused()
         self._presence.look(now)
-        if self._presence.next_leader(self._wanted.leader) != self._wanted.leader:
-            self._choose_leader()
+        self._choose_leader()
         if self._presence.is_orphan(now):
             self._shut_down(f"orphaned: no manager and no client for {self._presence.timeout:g} s")
-        elif (left := self._end - now) <= 0:
-            self._shut_down(f"reached its limit of {self._hours:g} h")
-        elif left <= NOTICE and not self._told_end:
-            self._told_end = True
-            logger.warning("Cluster shuts down in %.0f s, at its limit of %g h", left, self._hours)
-            self._scheduler.log_event(TOPIC, {"action": "shuts down", "session": None, "seconds": left})
+        elif (reason := self._lifetime.look(now)) is not None:
+            self._shut_down(reason)
 
     def _shut_down(self, reason: str) -> None:
         for each in self._periodic:
             each.stop()
-        logger.warning("Scheduler closed: %s", reason)
-        self._closed = reason
-        self._closing = asyncio.create_task(close_within(self._scheduler, reason))
+        self._closing = asyncio.create_task(self._lifetime.end(reason))
 
     # -- Dask workers
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from distributed.comm.core import Comm
 from distributed.scheduler import ClientState
 
+from dask_cml import protocol
+
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
@@ -41,18 +43,24 @@ class Presence:
         The scheduler's clients, which may change.
     timeout : float or None
         Time without a manager and a client after which a cluster is an orphan, in seconds. None: never.
+    creator : str, optional
+        The manager that launched the scheduler.
     """
 
-    def __init__(self, clients: Mapping[str, ClientState], timeout: float | None) -> None:
+    def __init__(
+        self, clients: Mapping[str, ClientState], timeout: float | None, creator: str | None = None
+    ) -> None:
         self.timeout = timeout
         self._scheduler_clients = clients
         self._managers: dict[str, _Manager] = {}
         self._clients: dict[str, tuple[float, float]] = {}
         self._alone_since: float | None = None
         self._looked = time.monotonic()
+        #: The creator leads at first. Until this time it may come later than others.
+        self._creator, self._creator_until = creator, time.monotonic() + protocol.LEASE
 
-    def hear(self, manager: str, observes: bool, lease: float, comm: Comm) -> bool:
-        """Record a manager's message. Return whether the manager is new.
+    def hear(self, manager: str, observes: bool, lease: float, comm: Comm) -> None:
+        """Record a manager's message.
 
         Parameters
         ----------
@@ -65,13 +73,13 @@ class Presence:
         comm : Comm
             The manager's connection. When it closes, the manager is disconnected.
         """
-        is_new = manager not in self._managers
-        if is_new:
+        if manager not in self._managers:
             logger.info("Manager %s connected from %s", manager, comm.peer_address)
         self._managers[manager] = _Manager(observes, lease, comm, time.monotonic())
+        if manager == self._creator:
+            self._creator = None
         if not observes:
             self._alone_since = None
-        return is_new
 
     def has(self, manager: str | None) -> bool:
         """Return whether the manager with this id is connected."""
@@ -85,6 +93,8 @@ class Presence:
     def next_leader(self, leader: str | None) -> str | None:
         """Return the manager that should lead, given the current leader."""
         now = time.monotonic()
+        if leader is not None and leader == self._creator and now < self._creator_until:
+            return leader
         here = {key: each for key, each in self._managers.items() if each.is_here(now)}
         keepers = [key for key, each in here.items() if not each.observes]
         candidates = keepers or [*here]

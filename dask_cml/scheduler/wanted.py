@@ -56,7 +56,7 @@ class Wanted:
     ) -> None:
         self.cluster = cluster
         self.leader = leader
-        self.changes: ChangeLog[tuple[str, str]] = ChangeLog()
+        self.changes = ChangeLog()
         self.sessions: dict[str, Entry] = {}
         #: What has happened to sessions, for Dask's log of events.
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)

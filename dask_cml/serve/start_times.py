@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable
-from datetime import datetime, timezone
 from itertools import accumulate
 
 from dask_cml.cluster import CMLCluster
@@ -24,14 +23,14 @@ class StartTimes:
 
     def look(self, clusters: Iterable[CMLCluster]) -> None:
         """Count the sessions that have connected since the last look."""
-        now, before, self._starting = datetime.now(timezone.utc), self._starting, set()
+        before, self._starting = self._starting, set()
         for cluster in clusters:
             connected = cluster.manager.fleet.arrived()
             for each in cluster.sessions:
                 if each.role == "worker" and each.name not in connected:
                     self._starting.add(each.id)
                 elif each.id in before:
-                    took = max(0.0, (now - each.since).total_seconds())
+                    took = each.age
                     self._counts[bisect_left(_BUCKETS, took)] += 1
                     self.total += took
 

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import datetime, timezone
 from typing import Any
 
 from distributed.core import Status
@@ -69,7 +68,7 @@ def unmanaged(record: Record, status: str, problem: str | None, usage: Usage | N
         "address": cluster_address(record.name),
         "created": record.created,
         "most_age": None,
-        "age": (datetime.now(timezone.utc) - datetime.fromisoformat(record.created)).total_seconds(),
+        "age": record.age,
         "owner": record.maker.user,
         "session_hours": None if usage is None else usage.total.hours,
         "status": status,
@@ -95,14 +94,13 @@ def _group(group: WorkerGroup, limits: Mapping[str, float] | None, waiting: int)
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
     """Describe a cluster's sessions from its manager's state."""
-    now = datetime.now(timezone.utc)
     return [
         {
             "role": each.role,
             "name": each.name,
             "id": each.id,
             "status": status_of(each),
-            "age": (now - each.since).total_seconds(),
+            "age": each.age,
             **asdict(each.size),
             "link": _link(each.app_url),
         }

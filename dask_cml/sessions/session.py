@@ -65,6 +65,11 @@ class Session:
     owner: str | None = None
     waits_for: float | None = None
 
+    @property
+    def age(self) -> float:
+        """Time since its launch, in seconds."""
+        return max(0.0, (datetime.now(timezone.utc) - self.since).total_seconds())
+
 
 class CMLProcess(ProcessInterface):
     """A session that is launched, watched and stopped. The base of scheduler and worker."""
@@ -155,6 +160,12 @@ class CMLProcess(ProcessInterface):
         )
 
     @property
+    def reported(self) -> str:
+        """What the platform says of the session: its reason in one line or, without one, the status."""
+        reason = self.info.get("message") or self.info.get("k8sMessage") or self.info.get("status")
+        return " ".join(str(reason or "unknown").split())
+
+    @property
     def ip_address(self) -> str | None:
         """The session's IP address. None until it is known."""
         return ip_address(self.info)
@@ -228,8 +239,7 @@ class CMLProcess(ProcessInterface):
         """
         status = self.info.get("status", "unknown")
         tail = await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)
-        words = self.info.get("message") or self.info.get("k8sMessage")
-        said = f" ({' '.join(words.split())})" if words else ""
+        said = f" ({self.reported})" if self.reported != status else ""
         session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}"
         output = f"the last lines of its output:\n{tail}" if tail else "it wrote no output"
         return f"{session}; {output}"

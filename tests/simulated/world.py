@@ -155,7 +155,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         (lifetime, "threading", _with(threading, Timer=_Timer)),
         (plugin, "setting", lambda _: float(files.environ[PATIENCE])),
         *((module, "wait", it.loop.wait) for module in (calls, workers_api)),
-        *((module, "datetime", _Datetime) for module in (operations, record, sessions)),
+        *((module, "datetime", _Datetime) for module in (record, sessions)),
         (manager, "end_at_exit", lambda each: _clusters().append(each)),
         (manager, "no_longer_end_at_exit", lambda each: each in _clusters() and _clusters().remove(each)),
         *((module, "unclosed", _clusters) for module in (startup, observers)),
