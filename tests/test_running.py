@@ -107,6 +107,7 @@ def test_widget_and_representations(cluster, client):
     assert "workers=2" in repr(cluster)
     assert cluster.dashboard_link in cluster._repr_html_()
     assert "<strong>Status:</strong> running" in cluster._repr_html_()
+    assert cluster._repr_html_().count(">connected</td>") == 2
 
 
 def test_job_script_is_what_is_launched(shared_platform, cluster):

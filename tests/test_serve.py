@@ -151,7 +151,8 @@ async def test_cluster_is_created_described_and_deleted(server, platform):
     assert (found["address"], found["client"]) == ("cml://night", 'Client("cml://night")')
     assert (found["threads"], found["kept"]) == (2, True)
     assert 2**29 < found["memory"] < 2**30  # other processes of the session need the rest
-    assert [each["role"] for each in found["sessions"]] == ["scheduler", "worker"]
+    shown = [(each["role"], each["status"]) for each in found["sessions"]]
+    assert shown == [("scheduler", "running"), ("worker", "connected")]
     assert {each["id"] for each in found["sessions"]} == {*store.read("night").sessions}
     assert found["usage"]["total"]["sessions"] == 2
     assert (await server.ask("DELETE", "/api/clusters/night")).status == 200

@@ -63,6 +63,10 @@ def process(n=0, status="starting", role="worker", waits_for=None, launched_at=0
     )
 
 
+def start_display(processes, name="c", connected=()):
+    return StartDisplay(name, processes, lambda: connected)
+
+
 @pytest.fixture(autouse=True)
 def free_terminal(monkeypatch):
     monkeypatch.setattr(screens, "_terminal", threading.Lock())
@@ -80,20 +84,25 @@ def clock(monkeypatch):
 
 
 def test_each_session_has_a_row_with_its_status_and_time(clock):
-    display = StartDisplay(
-        "c", [process(0, "running"), process(1, "scheduling", waits_for=200), process(2, None)]
-    )
+    processes = [
+        process(0, "running"),
+        process(1, "running"),
+        process(2, "scheduling", waits_for=200),
+        process(3, None),
+    ]
+    display = start_display(processes, connected=["c-0"])
     clock.now = 200.0
     assert display.rows() == [
-        ("c-0", "id0", "running", "3 min"),
-        ("c-1", "id1", "waiting for room, 3 min", "3 min"),
-        ("c-2", "", "not launched yet", ""),
+        ("c-0", "id0", "connected", "3 min"),
+        ("c-1", "id1", "running", "3 min"),
+        ("c-2", "id2", "waiting for room, 3 min", "3 min"),
+        ("c-3", "", "not launched yet", ""),
     ]
 
 
 def test_the_time_of_a_session_stops_when_it_runs(clock):
     starting = process(0)
-    display = StartDisplay("c", [starting])
+    display = start_display([starting])
     clock.now = 5.0
     assert display.rows()[0][2:] == ("starting", "5 s")
     starting.session.status = "running"
@@ -105,25 +114,27 @@ def test_the_time_of_a_session_stops_when_it_runs(clock):
 
 def test_many_sessions_are_counted_in_one_row(clock):
     waiting = [process(i, "scheduling", waits_for=60 + i) for i in range(900, 930)]
-    display = StartDisplay("c", [process(n, "running") for n in range(900)] + waiting)
+    running = [process(n, "running") for n in range(900)]
+    display = start_display(running + waiting, connected=[f"c-{n}" for n in range(500)])
     *rows, last = display.rows()
     assert [row[0] for row in rows] == [f"c-{n}" for n in range(11)]
-    assert last == ("919 more", "", "889 running, 30 waiting for room", "")
+    assert last == ("919 more", "", "489 connected, 400 running, 30 waiting for room", "")
 
 
 # -- the display
 
 
 @pytest.mark.parametrize(
-    ("has_started", "line"), [(True, "Cluster c started in 0 s; 1 of 2 worker sessions running"), (False, "")]
+    ("has_started", "line"),
+    [(True, "Cluster c started in 0 s; 1 of 2 worker sessions connected"), (False, "")],
 )
 async def test_the_end_of_a_start_takes_the_place_of_the_sessions(
     holds, clock, monkeypatch, has_started, line
 ):
     screen = Screen()
     monkeypatch.setattr("dask_cml.display.start.open_screen", lambda: screen)
-    processes = [process(0, role="scheduler"), process(1), process(2, "running")]
-    display = StartDisplay("c", processes)
+    processes = [process(0, role="scheduler"), process(1, "running"), process(2, "running")]
+    display = start_display(processes, connected=["c-2"])
     showing = asyncio.create_task(display.run())
     await holds(lambda: len(screen.tables) > 1)
     assert screen.tables[0][0] == TITLE
@@ -145,7 +156,7 @@ async def test_a_terminal_that_takes_nothing_holds_up_neither_the_loop_nor_the_s
     screen = Stopped()
     monkeypatch.setattr("dask_cml.display.start.open_screen", lambda: screen)
     monkeypatch.setattr("dask_cml.display.start._PATIENCE", 0.01)
-    display = StartDisplay("c", [process()])
+    display = start_display([process()])
     showing = asyncio.create_task(display.run())
     await holds(stopped.is_set)
     await cancel(showing)
@@ -189,7 +200,7 @@ ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
 def test_texts_of_others_do_not_steer_a_terminal(monkeypatch, clock):
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
-    display = StartDisplay(f"c{STEERING}", [process(status=STEERING)])
+    display = start_display([process(status=STEERING)], f"c{STEERING}")
     screen = screens.open_screen()
     screen.show(f"Starting cluster c{STEERING}", display.rows())
     title, row = out.seen()
@@ -258,7 +269,7 @@ def test_a_process_without_streams_shows_nothing(monkeypatch):
 
 # -- whole starts
 
-ENDED = r"Cluster c started in .+; [01] of 1 worker session running"
+ENDED = r"Cluster c started in .+; [01] of 1 worker session connected"
 PROGRAM = (
     "from dask_cml import CMLCluster; CMLCluster(n_workers=1, name='c', platform='local', quiet={quiet})"
 )

@@ -50,8 +50,7 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
         age = (datetime.now(timezone.utc) - other.scheduler.since).total_seconds()
         close = f"from dask_cml import CMLCluster; CMLCluster.from_name({other.options.name!r}).close()"
         state.log(f"This process has another cluster, open for {span(age)}. To close it, run: {close}")
-    await launcher.launch(record.id, files, show)
-    await join(state, record, options.scheduler_timeout)
+    await launcher.launch(record.id, files, show, lambda: join(state, record, options.scheduler_timeout))
     # Until now, the scheduler has waited for a manager for some time.
     timeout = options.orphan_timeout if options.shutdown_on_close else None
     await state.client.change_within(options.scheduler_timeout, orphan_timeout=timeout)
