@@ -1,4 +1,4 @@
-"""A stand-in for the clusters of ``dask cml serve``, with clusters in every state that the pages draw."""
+"""A stand-in for the clusters of ``dask cml serve``, with clusters in every state that the pages show."""
 
 from __future__ import annotations
 
