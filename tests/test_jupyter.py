@@ -214,6 +214,18 @@ def test_shutdown_in_the_sidebar_ends_the_cluster_of_another_program(server, lea
     assert server.clusters == {}
 
 
+def test_shutdown_in_the_sidebar_refuses_a_cluster_of_another_user(server, monkeypatch, leaves_no_session):
+    monkeypatch.setenv("CDSW_CREATOR", "ann")
+    with CMLCluster(name="of ann", platform="local", quiet=True) as cluster:
+        until(lambda: "of ann" in server.clusters)
+        status, answer = server.ask("DELETE", f"dask/clusters/{server.clusters['of ann']['id']}")
+        assert status == 500
+        assert "user ann created cluster 'of ann'" in str(answer)
+        assert "dask cml delete 'of ann'" in str(answer)
+        assert cluster.status == Status.running
+        assert "of ann" in server.clusters
+
+
 @pytest.mark.slow
 def test_what_the_sidebar_makes_is_listed_once(server, new, leaves_no_session):
     with CMLCluster(name="first", platform="local", quiet=True):
