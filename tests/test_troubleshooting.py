@@ -223,7 +223,7 @@ def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, 
         fails(seen, CMLError, cluster.close)
     finally:
         faults.clear()
-        platform.stop_workers(*[each["id"] for each in platform.sessions()])
+        cluster.close()
     shown("When CML does not answer")
 
 
