@@ -727,7 +727,7 @@ class CMLCluster(SpecCluster):
         # Dask's template escapes neither the cluster's name nor those of workers.
         shown = {
             "name": escaped(self.name),
-            "dashboard_link": escaped(self.dashboard_link),
+            "dashboard_link": escaped(self.dashboard_link) if self.status != Status.closed else "",
             "scheduler_info": SchedulerInfo(escaped(self.scheduler_info)),
         }
         stand_in = type(type(self).__name__, (), shown)()
