@@ -93,7 +93,7 @@ async def info(name: str, as_json: bool) -> None:
         "scheduler": row["scheduler"],
         "created": row["created"],
         "folder": row["folder"],
-        "security": "none" if record.security is None else "keys of its own",
+        "security": "none" if record.security is None else "TLS with its own keys",
         "creator": f"process {record.maker.pid} on {record.maker.host}",
     }
     for key, text in about.items():
