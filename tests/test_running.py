@@ -41,7 +41,7 @@ def test_one_session_for_the_scheduler_and_one_for_each_worker(shared_platform, 
     }
 
 
-def test_sessions_are_told_as_running_with_their_address(cluster, client, until):
+def test_running_sessions_have_their_status_and_address(cluster, client, until):
     until(lambda: all(each.status == "running" for each in cluster.sessions))
     assert {each.address for each in cluster.sessions} == {"127.0.0.1"}
 
