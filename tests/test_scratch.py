@@ -123,7 +123,7 @@ async def test_a_full_worker_is_reported_and_resumes_after_results_are_released(
         assert "is paused: scale up" in mine._repr_html_()
         await holds(lambda: "Cluster mine: worker mine-0 has spilled" in log_of(mine))
         info = await asyncio.to_thread(
-            CliRunner(catch_exceptions=False).invoke, cli.cml, ["info", "mine", "--json"]
+            CliRunner().invoke, cli.cml, ["info", "mine", "--json"], catch_exceptions=False
         )
         assert "worker mine-0 has spilled" in json.loads(info.output)["problem"]
         mine.adapt(minimum=1, maximum=3, interval="200 ms")

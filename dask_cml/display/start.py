@@ -87,21 +87,22 @@ class StartDisplay:
         """Return a row for each session, the scheduler's first. The last row counts further sessions."""
         processes = [*self._processes]
         n = _MOST_ROWS if len(processes) <= _MOST_ROWS else _MOST_ROWS - 1
-        rows = [self._row(process) for process in processes[:n]]
+        connected = self._connected()
+        rows = [self._row(process, connected) for process in processes[:n]]
         if others := processes[n:]:
-            counts = Counter(self._word(process) for process in others)
+            counts = Counter(_word(process, connected) for process in others)
             words = ", ".join(f"{n} {word}" for word, n in counts.most_common())
             rows.append((f"{len(others)} more", "", words, ""))
         return rows
 
-    def _row(self, process: CMLProcess) -> Row:
+    def _row(self, process: CMLProcess, connected: Collection[str]) -> Row:
         session = process.session
         if session is None or process.launched_at is None:
-            return process.name, "", self._word(process), ""
+            return process.name, "", _word(process, connected), ""
         took = time.monotonic() - process.launched_at
         if session.status == "running":
             took = self._ran_after.setdefault(session.id, took)
-        return session.name, session.id, status_of(session, self._connected()), span(took)
+        return session.name, session.id, status_of(session, connected), span(took)
 
     def _summary(self) -> str:
         text = f"Cluster {self._name} started in {span(time.monotonic() - self._started)}"
@@ -109,12 +110,9 @@ class StartDisplay:
         noun = f"worker session{'s' * (n != 1)}"
         return f"{text}; {len(self._connected())} of {n} {noun} connected" if n else text
 
-    def _word(self, process: CMLProcess) -> str:
-        """Return the status of a session without the time."""
-        if process.session is None:
-            return "not launched yet"
-        return (
-            "waiting for room"
-            if process.waits_for is not None
-            else status_of(process.session, self._connected())
-        )
+
+def _word(process: CMLProcess, connected: Collection[str]) -> str:
+    """Return the status of a session without the time."""
+    if process.session is None:
+        return "not launched yet"
+    return status_of(process.session, connected) if process.waits_for is None else "waiting for room"
