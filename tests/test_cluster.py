@@ -336,6 +336,7 @@ def test_close_all_closes_what_a_rerun_cell_has_left(platform):
         assert re.search(closed, repr(cluster))
         assert re.search(closed, cluster._repr_html_())
         assert "Sessions:" not in cluster._repr_html_()
+        assert 'colspan="2"' not in cluster._repr_html_()
         assert '<strong>Dashboard:</strong> <a href=""' in cluster._repr_html_()
 
 
