@@ -9,7 +9,6 @@ import dask.config
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster as CMLCluster
-    from dask_cml.cluster import close_all as close_all
     from dask_cml.display.group import WorkerGroup as WorkerGroup
     from dask_cml.errors import ClusterExists as ClusterExists
     from dask_cml.errors import CMLError as CMLError
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from dask_cml.errors import SchedulerTimeout as SchedulerTimeout
     from dask_cml.errors import SessionFailed as SessionFailed
     from dask_cml.manager.adaptive import CMLAdaptive as CMLAdaptive
+    from dask_cml.process_clusters import close_all as close_all
     from dask_cml.records.usage import SessionHours as SessionHours
     from dask_cml.records.usage import Usage as Usage
     from dask_cml.sessions.process import CMLScheduler as CMLScheduler

@@ -68,7 +68,7 @@ class CMLConnector(Connector):
         deserialize : bool
             As in all connectors.
         **connection_args
-            Used if the cluster has no keys of its own.
+            Used if the cluster has no keys.
 
         Raises
         ------
@@ -193,7 +193,7 @@ def load_security(info: dict[str, Any]) -> Security | None:
     Returns
     -------
     Security or None
-        None if no cluster of the project has this address and keys of its own.
+        None if no cluster of the project has this address and keys.
     """
     scheme, location = parse_address(info["address"])
     if scheme not in ("tls", SCHEME):  # others need no keys, so read no records

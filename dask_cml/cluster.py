@@ -722,11 +722,12 @@ class CMLCluster(SpecCluster):
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         state, address = self.manager.state, self.scheduler_address
-        rows = render("cml_sessions.html.j2", state=state, address=address, status_of=status_of)
+        values = {"state": state, "address": address, "status_of": status_of}
+        rows = render("cml_sessions.html.j2", **values, connected=state.fleet.arrived())
         # Dask's template escapes neither the cluster's name nor those of workers.
         shown = {
             "name": escaped(self.name),
-            "dashboard_link": escaped(self.dashboard_link),
+            "dashboard_link": escaped(self.dashboard_link) if self.status != Status.closed else "",
             "scheduler_info": SchedulerInfo(escaped(self.scheduler_info)),
         }
         stand_in = type(type(self).__name__, (), shown)()

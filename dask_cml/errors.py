@@ -59,7 +59,8 @@ class ClusterExists(CMLError):
     def __init__(self, name: str, why: str = "") -> None:
         doubt = f" ({why})" if why else ""
         super().__init__(
-            f"a cluster named {name!r} exists already{doubt}: choose another name, or delete the cluster, "
+            f"a cluster named {name!r} exists already{doubt}: to connect to it, pass "
+            f"create_mode='create-or-connect' or call CMLCluster.from_name({name!r}); to delete it, run "
             f"`dask cml delete {shlex.quote(name)}`"
         )
         self.name = name

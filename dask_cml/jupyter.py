@@ -6,10 +6,11 @@ notebooks, ``dask cml`` and other Jupyter servers. Each has a manager of its own
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from distributed.core import Status
@@ -18,8 +19,10 @@ from tornado.ioloop import IOLoop
 from traitlets import Float
 
 from dask_cml.cluster import CMLCluster
+from dask_cml.errors import CMLError
 from dask_cml.observers import Observed, Observers
 from dask_cml.records.record import Record
+from dask_cml.sessions.owner import this_user
 
 #: Seconds for which a closed cluster stays listed, because the sidebar removes it itself after SHUTDOWN.
 _GRACE = 2.0
@@ -78,6 +81,26 @@ def find_manager(settings: Mapping[str, Any]) -> Any:
     return manager if all(isinstance(part, dict) for part in parts) else None
 
 
+class ListedCluster(CMLCluster):
+    """A cluster of another process. SHUTDOWN calls :meth:`close` without asking the user."""
+
+    def close(self, timeout: float | None = None) -> Awaitable[None] | None:
+        """Shut the cluster down.
+
+        Raises
+        ------
+        CMLError
+            If another user created the cluster.
+        """
+        record, user = self.manager.state.record, this_user()
+        if record is not None and record.maker.user not in (None, user):
+            command = f"dask cml delete {shlex.quote(record.name)}"
+            raise CMLError(
+                f"user {record.maker.user} created cluster {record.name!r}: to shut it down, run `{command}`"
+            )
+        return super().close(timeout)
+
+
 class Sidebar(Observers):
     """Keeps dask-labextension's list in step with the records of the project's clusters.
 
@@ -94,6 +117,8 @@ class Sidebar(Observers):
     >>> sidebar.start()  # doctest: +SKIP
     >>> await sidebar.close()  # doctest: +SKIP
     """
+
+    cluster_class = ListedCluster
 
     def __init__(self, manager: Any, interval: float = 2.0) -> None:
         super().__init__(interval)

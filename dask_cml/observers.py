@@ -68,6 +68,8 @@ class Observers:
         The clusters, by the ids of their records.
     """
 
+    cluster_class = CMLCluster
+
     def __init__(self, interval: float = 2.0) -> None:
         self.observed: dict[str, Observed] = {}
         self._interval = interval
@@ -93,7 +95,7 @@ class Observers:
         def adopt(**more: Any) -> Manager:
             return Manager.adopt(record, **{"observes": True, **arguments, **more})
 
-        return CMLCluster.of_manager(adopt, asynchronous=True, quiet=True)
+        return self.cluster_class.of_manager(adopt, asynchronous=True, quiet=True)
 
     def joined(self, observed: Observed) -> None:
         """Show a cluster, which now has a manager."""

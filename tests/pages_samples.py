@@ -1,4 +1,4 @@
-"""A stand-in for the clusters of ``dask cml serve``, with clusters in every state that the pages draw."""
+"""A stand-in for the clusters of ``dask cml serve``, with clusters in every state that the pages show."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def sessions_of(described: dict[str, Any]) -> list[dict[str, Any]]:
             key = f"{name}-{i}" if each["name"] == "default" else f"{name}-{each['name']}-{i}"
             size = {"cpu": each["cpu"], "memory": each["memory"], "nvidia_gpu": each["nvidia_gpu"]}
             here = i < each["n_arrived"]
-            found.append(session(key, "running" if here else "waiting for room, 3 min", **size))
+            found.append(session(key, "connected" if here else "waiting for room, 3 min", **size))
             if not here:
                 found[-1].update(link=None, age=190.0)
     return found

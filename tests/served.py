@@ -65,7 +65,7 @@ class PageServer(ServerProcess):
         self.url = self.link.partition("?")[0]
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """Make a request with the token; return the answer's status and what it says, JSON parsed."""
+        """Send a request with the token. Return the status and the parsed JSON of the answer."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE)
         data = None if body is None else json.dumps(body).encode()
         try:
@@ -81,7 +81,7 @@ class PageServer(ServerProcess):
 
     @property
     def clusters(self) -> dict[str, dict[str, Any]]:
-        """What the page lists, by name."""
+        """The clusters on the page, by name."""
         status, found = self.ask("GET", "api/clusters")
         assert status == 200, found
         return {each["name"]: each for each in found["clusters"]}
@@ -93,7 +93,7 @@ class PageServer(ServerProcess):
         self.until_runs(name, options.get("n_workers", 0))
 
     def until_runs(self, name: str, n: int) -> None:
-        """Wait until a cluster runs with n workers and no others."""
+        """Wait until a cluster runs with exactly n workers."""
 
         def runs() -> bool:
             found = self.clusters.get(name, {})

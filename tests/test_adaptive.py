@@ -105,6 +105,11 @@ def adaptive(wishes, **options):
     return adapting
 
 
+async def test_the_repr_shows_the_cluster_the_group_and_the_limits():
+    adapting = adaptive(Wishes(), minimum=1)
+    assert repr(adapting) == "CMLAdaptive('mine', worker_group='default', minimum=1, maximum=inf)"
+
+
 async def test_plan_requested_and_observed_are_sessions():
     adapting = adaptive(Wishes(processes=4, planned=3, arrived=1))
     assert adapting.plan == adapting.requested == {"mine-0", "mine-1", "mine-2"}

@@ -73,7 +73,7 @@ def live(server):
     return store.records()
 
 
-def test_sidebar_makes_steers_and_ends_a_cluster(opened, server):
+def test_the_sidebar_creates_scales_and_shuts_down_a_cluster(opened, server):
     lab = opened()
     lab.open()
     lab.new_button.click()
@@ -150,7 +150,7 @@ def run(*command):
     assert done.returncode == 0, done.stderr
 
 
-def test_refused_cluster_is_a_dialog_with_the_platform_s_words(opened, sessions):
+def test_a_dialog_shows_why_the_platform_refused_a_cluster(opened, sessions):
     lab = opened()
     lab.open()
     sessions.configure(quota={"sessions": 1})

@@ -331,10 +331,13 @@ def test_close_all_closes_what_a_rerun_cell_has_left(platform):
     assert second.dashboard_link == ""
     dask_cml.close_all()
     assert CMLCluster.open() == []
-    closed = r"closed after \d+ (s|min); 1 sessions, 0\.\d\d vCPU hours"
+    closed = r"closed after \d+ (s|min); 1 session, 0\.\d\d vCPU hours"
     for cluster in first, second:
         assert re.search(closed, repr(cluster))
         assert re.search(closed, cluster._repr_html_())
+        assert "Sessions:" not in cluster._repr_html_()
+        assert 'colspan="2"' not in cluster._repr_html_()
+        assert '<strong>Dashboard:</strong> <a href=""' in cluster._repr_html_()
 
 
 def test_another_session_of_the_user_survives(platform, until):

@@ -35,7 +35,8 @@ async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsy
             assert "Connected to running cluster lab; it keeps its cpu, processes" in capsys.readouterr().out
             other.scale(2)
             await holds(lambda: len(first.scheduler_info["workers"]) == 2)
-        with pytest.raises(ClusterExists):
+        words = r"pass create_mode='create-or-connect' or call CMLCluster\.from_name\('lab'\); to delete it"
+        with pytest.raises(ClusterExists, match=words):
             await make()
         assert first.status == Status.running
         assert len(first.sessions) == 3

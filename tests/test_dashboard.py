@@ -67,7 +67,7 @@ async def test_panes_get_their_documents_and_updates_by_websocket(security):
         assert content["doc"]["roots"]
 
 
-async def test_dashboard_of_a_scheduler_s_process_is_forwarded_with_its_keys(tmp_path, holds):
+async def test_the_dashboard_of_a_scheduler_is_forwarded_with_its_keys(tmp_path, holds):
     pytest.importorskip("cryptography")
     security = Security.temporary()
     folder = prepare(tmp_path / "mine")
@@ -152,7 +152,7 @@ async def test_hosts_of_this_machine_of_cml_and_of_proxies_get_the_dashboard(por
     assert {host: await ask(port, Host=host) for host in hosts} == dict.fromkeys(hosts, (200, "ok"))
 
 
-async def test_other_hosts_are_refused_in_words(port):
+async def test_requests_for_other_hosts_are_refused_with_a_reason(port):
     hosts = [
         "evil.example.com",
         "127.0.0.1.evil.example.com",

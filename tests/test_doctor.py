@@ -34,7 +34,7 @@ CHECKS = [
 
 @pytest.fixture
 def cml(monkeypatch):
-    """The environment of a CML session. A test sets what its platform module answers."""
+    """The environment of a CML session. A test sets the answers of the platform module."""
     module = ModuleType("cml.workers_v1")
     module.launch_workers = None
     module.answer = list
@@ -191,7 +191,7 @@ def test_warnings_exit_with_0_and_wrong_findings_with_1(monkeypatch):
         assert CliRunner().invoke(cli.cml, ["doctor"]).exit_code == code
 
 
-def test_a_finding_is_one_line_and_its_command_another():
+def test_a_finding_is_one_line_and_its_command_is_on_the_next():
     finding = Finding("wrong", "many words " * 20, "pip uninstall --yes dask", "image")
     first, last = finding.render().splitlines()
     assert first.endswith("image            " + finding.words)
@@ -413,7 +413,7 @@ def test_a_missing_bokeh_is_a_warning(monkeypatch):
 
 @pytest.fixture
 def importable(install, monkeypatch):
-    """Replace packages by such of one line of code, in the processes that this one starts."""
+    """Replace packages with one line of code, in child processes."""
 
     def importable(**code):
         for name in ("bokeh", "pandas", "pyarrow"):
@@ -447,7 +447,7 @@ def test_doctor_imports_the_packages_that_computations_use():
     ],
     ids=["error", "crash", "silent exit", "long message"],
 )
-def test_doctor_says_why_a_package_fails_to_import(importable, code, words):
+def test_doctor_shows_why_a_package_fails_to_import(importable, code, words):
     importable(pyarrow=code)
     finding = packages.imports(120)
     assert finding.state == "warning"
@@ -459,7 +459,7 @@ def test_doctor_says_why_a_package_fails_to_import(importable, code, words):
     assert (finding.command and shlex.split(finding.command)[-1]) == expected
 
 
-def test_an_import_that_hangs_is_ended(importable):
+def test_an_import_that_hangs_is_stopped(importable):
     importable(pyarrow="import time; time.sleep(3600)")
     assert "pyarrow 99.0 fails to import: the import timed out." in packages.imports(0).words
     assert [each for each in psutil.Process().children() if "pyarrow" in each.cmdline()[-1]] == []

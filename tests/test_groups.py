@@ -248,7 +248,7 @@ def test_the_shell_adds_scales_lists_and_deletes_groups(until):
         assert head.split() == ["group", "workers", "cpu", "memory", "gpus", "resources"]
         assert big.split() == ["big", "2", "of", "2", "1", "2", "GiB", "0", "BIG=1"]
         assert json.loads(run("info", "mine", "--json"))["groups"] == {"default": 0, "big": 2}
-        assert "big  2 Dask workers cpu=1 memory=2 nvidia_gpu=0" in run("info", "mine")
+        assert "big  2 Dask workers connected, cpu=1 memory=2 nvidia_gpu=0" in run("info", "mine")
         assert run("group", "delete", "mine", "big") == "Worker group big deleted from cluster mine\n"
         until(lambda: cluster.worker_groups.keys() == {"default"})
         assert "invalid name='big': expected" in run("group", "delete", "mine", "big", code=1)

@@ -1,4 +1,4 @@
-"""The history of clusters: what remains after each kind of end, and for how long."""
+"""The history of clusters: its entry after each kind of end, and how long the history keeps it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def scheduler_of(platform):
     return session
 
 
-async def test_a_closed_cluster_leaves_what_it_has_used_and_done(locally, holds):
+async def test_the_history_of_a_closed_cluster_shows_its_usage_and_tasks(locally, holds):
     begun = time.time()
     async with make(name="lab", n_workers=2, cpu=1, memory=1) as cluster:
         await holds(lambda: arrived(cluster) == 2)
@@ -91,7 +91,7 @@ async def test_a_closed_cluster_leaves_what_it_has_used_and_done(locally, holds)
     assert store.records() == []
 
 
-async def test_a_cluster_that_is_deleted_from_the_shell_names_its_user(locally, monkeypatch):
+async def test_the_history_names_the_user_who_deleted_a_cluster_in_the_shell(locally, monkeypatch):
     monkeypatch.setenv("CDSW_CREATOR", "ben")
     async with make(name="lab") as cluster:
         await asyncio.to_thread(CliRunner().invoke, cli.cml, ["delete", "lab"], catch_exceptions=False)
@@ -99,13 +99,13 @@ async def test_a_cluster_that_is_deleted_from_the_shell_names_its_user(locally, 
     assert the_only_one().why == "deleted by ben"
 
 
-async def test_an_idle_cluster_says_for_how_long_it_was_idle(locally, holds):
+async def test_the_history_shows_how_long_a_cluster_was_idle(locally, holds):
     cluster = await make(name="lab", idle_timeout="5s")
     await holds(lambda: cluster.status == Status.closed)
     assert the_only_one().why == "idle for 5 s"
 
 
-async def test_a_client_shuts_a_cluster_down(locally, holds):
+async def test_the_history_shows_that_a_client_shut_the_cluster_down(locally, holds):
     cluster = await make(name="lab")
     async with Client("cml://lab", asynchronous=True) as client:
         await client.shutdown()
@@ -131,7 +131,7 @@ def make_and_kill(orphan_timeout="10 minutes"):
     assert process.returncode == -signal.SIGKILL, process.stderr
 
 
-async def test_the_orphan_of_a_killed_creator_ended_when_it_closed_and_not_when_it_was_found(locally, holds):
+async def test_an_orphan_ended_when_it_closed_and_not_when_it_was_found(locally, holds):
     await asyncio.to_thread(make_and_kill, "1s")
     await holds(lambda: not live(locally))
     last = newest(state_directory() / "lab").stat().st_mtime
@@ -153,7 +153,7 @@ async def test_a_lost_scheduler_without_a_replacement_ends_the_cluster(locally, 
     assert "last lines" not in the_only_one().why
 
 
-async def test_pruning_remembers_a_cluster_whose_session_ended(locally):
+async def test_prune_adds_a_cluster_whose_session_ended_to_the_history(locally):
     await asyncio.to_thread(make_and_kill)
     for each in live(locally):
         locally.evict(each["id"])
@@ -165,7 +165,7 @@ async def test_pruning_remembers_a_cluster_whose_session_ended(locally):
     assert found.usage["default"].sessions == 1
 
 
-async def test_the_next_cluster_with_its_name_remembers_a_dead_one(locally):
+async def test_a_new_cluster_adds_a_dead_one_of_its_name_to_the_history(locally):
     await asyncio.to_thread(make_and_kill)
     dead = store.read("lab").id
     locally.evict(scheduler_of(locally))
@@ -175,7 +175,7 @@ async def test_the_next_cluster_with_its_name_remembers_a_dead_one(locally):
     assert [each.id for each in ended_clusters()] == [new, dead]
 
 
-async def test_a_cluster_that_did_not_start_is_remembered_with_the_reason(locally):
+async def test_the_history_shows_why_a_cluster_did_not_start(locally):
     locally.configure(quota={"cpu": 0.5})
     with pytest.raises(CMLError):
         await make(name="lab")
@@ -184,7 +184,7 @@ async def test_a_cluster_that_did_not_start_is_remembered_with_the_reason(locall
     assert the_only_one().usage.total.hours == 0
 
 
-# -- what is written
+# -- entries
 
 
 def dead_record(name="lab", ago=5 * HOUR, **scheduler):
@@ -222,7 +222,7 @@ def test_a_cluster_whose_scheduler_never_answered_ended_with_its_last_launch(sta
     assert the_only_one().usage.total.hours == 0
 
 
-def test_sessions_that_ended_before_count_too(state):
+def test_sessions_that_ended_earlier_count(state):
     record = dead_record()
     launch(record, "session-9", key="lab-9")
     end(record, "session-9", at=LAUNCHED + HOUR)
@@ -230,19 +230,19 @@ def test_sessions_that_ended_before_count_too(state):
     assert the_only_one().usage["default"].sessions == 2
 
 
-def test_the_first_writer_wins(state):
+def test_the_first_reason_of_an_end_is_kept(state):
     record = dead_record()
     history.remember(record, "deleted by ann")
     history.remember(record, "deleted by ben")
     assert the_only_one().why == "deleted by ann"
 
 
-def test_what_the_scheduler_said_counts_more_than_what_others_found(state):
+def test_the_reason_of_the_scheduler_takes_precedence_over_that_of_others(state):
     history.remember(dead_record(closed="idle for 60 s"), "deleted by ann")
     assert the_only_one().why == "idle for 60 s"
 
 
-def test_a_removal_that_a_crash_left_half_done_is_remembered(platform):
+def test_a_half_removed_cluster_is_added_to_the_history(platform):
     record = dead_record()
     folder = state_directory() / "lab"
     os.rename(folder / RECORD_FILE, folder / REMOVED_FILE)
@@ -252,7 +252,7 @@ def test_a_removal_that_a_crash_left_half_done_is_remembered(platform):
     assert not folder.exists()
 
 
-def test_a_cluster_that_another_process_has_removed_leaves_no_second_file(state):
+def test_a_removed_cluster_is_not_added_to_the_history_again(state):
     record = dead_record()
     store.remove("lab")
     history.remember(record, "closed")
@@ -269,13 +269,13 @@ def test_a_cluster_that_another_process_has_removed_leaves_no_second_file(state)
         {"busy_seconds": 1e300},
     ],
 )
-def test_what_a_scheduler_counted_wrong_is_left_out(state, activity):
+def test_invalid_numbers_of_a_scheduler_are_left_out(state, activity):
     history.remember(dead_record(activity={**ACTIVITY, **activity}))
     assert (the_only_one().tasks_done, the_only_one().idle, the_only_one().samples) == (0, None, [])
     assert the_only_one().usage.total.sessions == 2
 
 
-def test_a_history_that_cannot_be_written_does_not_keep_a_cluster_from_ending(platform, caplog):
+def test_a_cluster_ends_even_if_the_history_cannot_be_written(platform, caplog):
     dead_record()
     (state_directory() / ".history").write_text("no folder")
     assert asyncio.run(operations.end_all(store.records())) == {"lab": None}
@@ -284,7 +284,7 @@ def test_a_history_that_cannot_be_written_does_not_keep_a_cluster_from_ending(pl
     assert ended_clusters() == []
 
 
-def test_the_id_of_a_record_is_no_path(state, caplog):
+def test_the_id_of_a_record_cannot_be_a_path(state, caplog):
     record = replace(dead_record(), id="../../outside")
     folder = state / "lab"
     (folder / RECORD_FILE).write_text(record.to_json())
@@ -306,14 +306,14 @@ def remembered(name, ago=0.0):
     os.utime(file, (written, written))
 
 
-def test_only_the_newest_are_kept(state):
+def test_only_the_newest_clusters_are_kept(state):
     with dask.config.set({"cml.history.keep": 2}):
         for number, name in enumerate("abc"):
             remembered(name, ago=100 - number)
         assert {each.name for each in ended_clusters()} == {"b", "c"}
 
 
-def test_they_are_kept_for_so_many_days(state):
+def test_clusters_are_kept_for_a_limited_number_of_days(state):
     with dask.config.set({"cml.history.days": 7}):
         remembered("old", ago=8 * 24 * HOUR)
         leftover = state / ".history" / ".half-written"
@@ -324,7 +324,7 @@ def test_they_are_kept_for_so_many_days(state):
         assert not leftover.exists()
 
 
-def test_no_history_is_kept_if_the_site_wants_none(state):
+def test_a_site_can_disable_the_history(state):
     with dask.config.set({"cml.history.keep": 0}):
         remembered_nothing = dead_record()
         history.remember(remembered_nothing)
@@ -375,7 +375,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_file_spoils_no_list(state, caplog, content):
+def test_a_hostile_file_does_not_hide_the_other_clusters(state, caplog, content):
     write(content)
     write(valid(id="fedcba9876543210", name="good"), "fedcba9876543210.json")
     for _ in range(2):
@@ -383,7 +383,7 @@ def test_a_hostile_file_spoils_no_list(state, caplog, content):
     assert caplog.text.count("0123456789abcdef.json ignored") == 1
 
 
-def test_texts_of_a_file_steer_no_terminal_and_no_page_and_are_short(state):
+def test_texts_of_a_file_are_shortened_and_escaped(state):
     write(valid(name="\x1b[31mlab\ud800", why="\x07\u202e" + 1000 * "x", user="a\nb"))
     found = the_only_one()
     assert (found.name, found.user) == (r"\x1b[31mlab\ud800", r"a\nb")
@@ -423,7 +423,7 @@ def test_a_folder_to_which_others_can_write_is_not_read(state, caplog):
     ("prices", "cost"),
     [({}, None), ({"cpu": 0.1}, 0.4), ({"cpu": 0.1, "memory": 0.01, "gpu": 2}, 0.4 + 0.16 + 4.0)],
 )
-def test_hours_times_prices_of_the_site_are_the_cost(state, prices, cost):
+def test_the_cost_is_the_sum_of_hours_times_prices(state, prices, cost):
     used = {**HOURS, "vcpu_hours": 4.0, "gib_hours": 16.0, "gpu_hours": 2.0}
     found = EndedCluster.from_json(valid(usage={"groups": {"default": used}}))
     with dask.config.set({f"cml.prices.{name}": price for name, price in prices.items()}):
@@ -431,7 +431,7 @@ def test_hours_times_prices_of_the_site_are_the_cost(state, prices, cost):
 
 
 @pytest.mark.parametrize("price", [0, -1, "cheap", True])
-def test_a_bad_price_is_refused_with_its_origin(state, price):
+def test_an_invalid_price_is_refused_with_its_origin(state, price):
     with (
         dask.config.set({"cml.prices.gpu": price}),
         pytest.raises((TypeError, ValueError), match=r"cml\.prices\.gpu"),
@@ -501,14 +501,14 @@ def test_one_cluster_is_shown_in_detail(platform):
     assert "no ended cluster named 'day'" in run("day", code=1)
 
 
-def test_the_list_has_costs_if_the_site_has_prices(platform):
+def test_the_list_shows_costs_if_the_site_sets_prices(platform):
     write_two()
     with dask.config.set({"cml.prices.cpu": 0.5, "cml.prices.memory": 0.25}):
         assert run().splitlines()[0].split()[-2:] == ["cost", "why"]
         assert run().splitlines()[-1].split()[-1] == "3.00"
 
 
-def test_dead_clusters_are_listed_before_anybody_removes_them(platform):
+def test_dead_clusters_are_listed_before_they_are_removed(platform):
     dead_record()
     [found] = json.loads(run("--json"))
     assert (found["name"], found["why"]) == ("lab", "its session ended")

@@ -118,7 +118,9 @@ def assert_has_panes(server, cluster_id):
         assert re.search("<title>(Bokeh|Dask)", page), pane
 
 
-def test_refused_launch_is_told_in_the_platform_s_words(server, shared_platform, leaves_no_session):
+def test_a_refused_launch_is_answered_with_the_reason_of_the_platform(
+    server, shared_platform, leaves_no_session
+):
     shared_platform.configure(quota={"sessions": 1})
     try:
         status, answer = server.ask("PUT", "dask/clusters")
@@ -158,9 +160,7 @@ def live_sessions_of(platform):
 
 
 @pytest.mark.slow
-def test_cluster_of_a_shell_is_listed_by_its_name_steered_and_shut_down(
-    server, environment, leaves_no_session
-):
+def test_a_cluster_of_a_shell_is_listed_scaled_and_shut_down(server, environment, leaves_no_session):
     run("create", "--name", "of a shell")
     until(lambda: "of a shell" in server.clusters)
     model = server.clusters["of a shell"]
@@ -214,8 +214,20 @@ def test_shutdown_in_the_sidebar_ends_the_cluster_of_another_program(server, lea
     assert server.clusters == {}
 
 
+def test_shutdown_in_the_sidebar_refuses_a_cluster_of_another_user(server, monkeypatch, leaves_no_session):
+    monkeypatch.setenv("CDSW_CREATOR", "ann")
+    with CMLCluster(name="of ann", platform="local", quiet=True) as cluster:
+        until(lambda: "of ann" in server.clusters)
+        status, answer = server.ask("DELETE", f"dask/clusters/{server.clusters['of ann']['id']}")
+        assert status == 500
+        assert "user ann created cluster 'of ann'" in str(answer)
+        assert "dask cml delete 'of ann'" in str(answer)
+        assert cluster.status == Status.running
+        assert "of ann" in server.clusters
+
+
 @pytest.mark.slow
-def test_what_the_sidebar_makes_is_listed_once(server, new, leaves_no_session):
+def test_a_cluster_of_the_sidebar_is_listed_once(server, new, leaves_no_session):
     with CMLCluster(name="first", platform="local", quiet=True):
         model = new()
         until(lambda: "first" in server.clusters)
@@ -226,7 +238,7 @@ def test_what_the_sidebar_makes_is_listed_once(server, new, leaves_no_session):
 
 
 @pytest.mark.slow
-def test_scheduler_that_hangs_holds_nobody_up(server, shared_platform, leaves_no_session):
+def test_a_scheduler_that_hangs_delays_no_other_cluster(server, shared_platform, leaves_no_session):
     with (
         CMLCluster(name="hangs", platform="local", quiet=True) as cluster,
         CMLCluster(name="hangs, listed", platform="local", quiet=True) as listed,
@@ -264,7 +276,7 @@ def scheduler_processes(cluster):
 
 
 @pytest.mark.slow
-def test_server_s_end_ends_what_its_sidebar_made_and_nothing_else(platform, tmp_path, environment):
+def test_the_end_of_the_server_shuts_down_only_the_clusters_of_its_sidebar(platform, tmp_path, environment):
     initial = [{"name": "at the start", "workers": 1}]
     with JupyterServer(tmp_path, FACTORY, {"initial": initial}) as server:
         until(lambda: "at the start" in server.clusters)
@@ -281,7 +293,9 @@ def test_server_s_end_ends_what_its_sidebar_made_and_nothing_else(platform, tmp_
 
 
 @pytest.mark.slow
-def test_two_servers_list_each_other_s_clusters(server, shared_platform, new, tmp_path, leaves_no_session):
+def test_two_servers_list_the_clusters_of_each_other(
+    server, shared_platform, new, tmp_path, leaves_no_session
+):
     with JupyterServer(tmp_path, FACTORY) as other:
         model = new()
         [record] = store.records()
@@ -296,7 +310,7 @@ def test_two_servers_list_each_other_s_clusters(server, shared_platform, new, tm
 # -- without dask-labextension
 
 
-def test_server_without_labextension_is_told_so_once(platform, tmp_path):
+def test_a_server_without_labextension_logs_this_once(platform, tmp_path):
     disabled = "--ServerApp.jpserver_extensions=dask_labextension=False"
     with JupyterServer(tmp_path, FACTORY, arguments=[disabled]) as server:
         until(lambda: "dask-labextension is missing" in server.log)
@@ -381,7 +395,7 @@ async def test_id_is_the_same_for_another_server(sidebar, holds):
         await other.close()
 
 
-async def test_what_the_sidebar_made_and_what_ended_goes_after_a_while(sidebar, platform, holds):
+async def test_closed_clusters_disappear_from_the_list(sidebar, platform, holds):
     manager = sidebar._manager
     cluster = await CMLCluster(platform="local", quiet=True, asynchronous=True)
     manager._clusters["a"], manager._cluster_names["a"], manager._adaptives["a"] = cluster, "A", None

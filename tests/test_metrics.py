@@ -1,4 +1,4 @@
-"""`/metrics` of the page, read by Prometheus' own parser, and the Grafana dashboard that asks for them."""
+"""`/metrics` of the page, read by Prometheus' own parser, and the Grafana dashboard of these metrics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def found():
 
 
 def look(starts, *sessions, connected=()):
-    """Look at the sessions of a cluster, some of which are connected."""
+    """Count the start times of a cluster with these sessions."""
     fleet = SimpleNamespace(arrived=lambda: {*connected})
     starts.look([SimpleNamespace(manager=SimpleNamespace(fleet=fleet), sessions=sessions)])
 
@@ -81,7 +81,7 @@ async def test_start_times_are_a_histogram(found):
     assert total == pytest.approx(5052, abs=30)
 
 
-def test_only_sessions_that_were_seen_to_start_have_a_start_time():
+def test_only_sessions_that_the_page_saw_starting_get_a_start_time():
     starts = StartTimes()
     look(starts, worker("known", 900), connected=["known"])
     look(starts, worker("known", 900), connected=["known"])
@@ -90,24 +90,25 @@ def test_only_sessions_that_were_seen_to_start_have_a_start_time():
     assert starts.buckets[-1] == ("+Inf", 0)
 
 
-async def test_the_labels_have_no_values_without_a_limit(found):
+async def test_the_labels_take_a_limited_number_of_values(found):
     assert {label for each in found.values() for one in each.samples for label in one.labels} == LABELS
 
 
-async def test_without_prometheus_client_the_page_says_how_to_add_it(monkeypatch):
+async def test_without_prometheus_client_the_page_shows_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.exposition", None)
     async with served(StandInClusters([])) as ask:
         answer = await ask("metrics")
     assert answer.code == 501
     assert (
-        answer.body.decode() == "The page has no metrics: to add them, run `pip install prometheus-client`."
+        answer.body.decode()
+        == "/metrics needs a package that is not installed: run `pip install prometheus-client`."
     )
 
 
 # -- the dashboard
 
 
-def test_the_dashboard_has_what_grafana_needs_to_import_it():
+def test_grafana_can_import_the_dashboard():
     board = json.loads(DASHBOARD.read_text())
     assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= board.keys()
     panels = board["panels"]
@@ -126,7 +127,7 @@ def test_the_dashboard_has_what_grafana_needs_to_import_it():
     assert {*re.findall(r"\$\{?(\w+)", DASHBOARD.read_text())} <= variables
 
 
-async def test_the_dashboard_asks_for_metrics_and_labels_that_exist(found):
+async def test_the_dashboard_uses_existing_metrics_and_labels(found):
     board = json.loads(DASHBOARD.read_text())
     queries = [one["expr"] for each in board["panels"] for one in each["targets"]]
     queries += [each["query"]["query"] for each in board["templating"]["list"] if each["type"] == "query"]

@@ -166,7 +166,7 @@ def test_what_users_begin_with_has_an_example(name):
     assert ">>> " in sections(getattr(dask_cml, name))["Examples"]
 
 
-def test_the_package_tells_type_checkers_that_it_is_typed():
+def test_the_package_declares_that_it_is_typed():
     [path] = dask_cml.__path__
     assert importlib.util.find_spec("dask_cml").origin.startswith(path)
     assert pkgutil.get_data("dask_cml", "py.typed") == b""

@@ -1,4 +1,4 @@
-"""The pages of ``dask cml serve``, with clusters of a stand-in."""
+"""The pages of ``dask cml serve``, with stand-ins for clusters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGES += ["history", *(f"history/{each.id}" for each in ended())]
 
 @asynccontextmanager
 async def served(clusters: StandInClusters, **user: Any) -> AsyncIterator[Ask]:
-    """Serve the pages to a user, or to whoever sends the token."""
+    """Serve the pages to a user of CML, or without one, to requests with the token."""
     listener = local_socket(0)
     access = Access(listener.getsockname()[1])
     if user:
@@ -53,7 +53,7 @@ async def ask() -> AsyncIterator[Ask]:
 
 
 async def text_of(answer: Any) -> str:
-    """The words of a page, without tags."""
+    """Return the text of a page, without tags."""
     html = re.sub(r"<[^>]+>", " ", (await answer).body.decode())
     return " ".join(html.split())
 
@@ -83,7 +83,7 @@ async def test_a_problem_of_the_platform_is_shown_above_the_list():
         assert "CML does not answer" not in await text_of(ask(token=False))
 
 
-async def test_a_cluster_s_page_has_its_sessions_groups_logs_and_usage(ask):
+async def test_the_page_of_a_cluster_shows_its_sessions_groups_logs_and_usage(ask):
     text = await text_of(ask("clusters/churn-model"))
     assert "Client( &#34;cml://churn-model&#34;)".replace(" ", "") in text.replace(" ", "")
     assert "worker waiting for room, 3 min 8 CPU · 64 GiB · 1 GPU 3 min" in text
@@ -95,14 +95,14 @@ async def test_a_cluster_s_page_has_its_sessions_groups_logs_and_usage(ask):
     assert "This page created the cluster" in text
 
 
-async def test_a_failed_cluster_s_page_shows_the_reason_and_deletes_it(ask):
+async def test_the_page_of_a_failed_cluster_shows_the_reason_and_deletes_it(ask):
     text = await text_of(ask("clusters/night"))
     assert "exceeded quota: memory=64Gi" in text
     assert "Delete…" in text
     assert "Client(" not in text
 
 
-async def test_of_many_sessions_the_first_are_shown_and_starting_ones_come_first():
+async def test_the_page_shows_the_first_of_many_sessions_and_starting_ones_before_connected_ones():
     clusters = StandInClusters([cluster("big", group(wanted=1000, arrived=999))])
     async with served(clusters) as ask:
         text = await text_of(ask("clusters/big"))
@@ -111,7 +111,7 @@ async def test_of_many_sessions_the_first_are_shown_and_starting_ones_come_first
 
 
 @pytest.mark.parametrize("name", ["<b>", "a b", "100%", 'x"y', "ü", "a?b#c"])
-async def test_a_cluster_s_name_of_any_characters_links_to_its_page(name):
+async def test_a_name_of_any_characters_links_to_the_page_of_the_cluster(name):
     async with served(StandInClusters([cluster(name, group())])) as ask:
         html = (await ask()).body.decode()
         [link] = re.findall(r'class="name" href="([^"]+)"', html)
@@ -133,7 +133,7 @@ async def test_a_page_loads_nothing_from_other_sites_and_contains_no_code_or_sty
 
 
 @pytest.mark.parametrize("path", PAGES)
-async def test_ids_are_unique_and_labels_name_fields(ask, path):
+async def test_ids_are_unique_and_each_label_names_a_field(ask, path):
     html = (await ask(path)).body.decode()
     ids = re.findall(r'\sid="([^"]+)"', html)
     assert len(ids) == len({*ids})
@@ -142,7 +142,7 @@ async def test_ids_are_unique_and_labels_name_fields(ask, path):
 
 
 @pytest.mark.parametrize("path", PAGES)
-async def test_a_read_only_user_sees_no_forms_and_the_reason(path):
+async def test_a_read_only_user_sees_the_reason_instead_of_forms(path):
     async with served(StandInClusters(several()), name="eve", may_change=False) as ask:
         html = (await ask(path)).body.decode()
     assert "<form" not in html
@@ -151,7 +151,7 @@ async def test_a_read_only_user_sees_no_forms_and_the_reason(path):
     assert "your role in the project is read-only" in html
 
 
-async def test_pages_are_shown_to_users_only(ask):
+async def test_only_users_see_pages(ask):
     for path in PAGES:
         answer = await ask(path, token=False)
         assert answer.code == 401
@@ -159,7 +159,7 @@ async def test_pages_are_shown_to_users_only(ask):
     assert "Open the link that dask cml serve printed" in await text_of(ask(token=False))
 
 
-async def test_an_unknown_cluster_or_address_has_an_error_page(ask):
+async def test_an_unknown_cluster_or_address_shows_an_error_page(ask):
     unknown = await ask("clusters/none")
     assert unknown.code == 404
     assert "<h1>No such cluster</h1>" in unknown.body.decode()
@@ -185,7 +185,7 @@ async def test_a_list_of_fifty_clusters_is_complete():
 # -- the form of a new cluster
 
 
-def test_the_form_has_the_options_of_the_command_line():
+def test_the_form_offers_the_options_of_the_command_line():
     from dask_cml.cli.create import create
 
     fields = [field for fields in form.sections().values() for field in fields]
@@ -194,7 +194,7 @@ def test_the_form_has_the_options_of_the_command_line():
     assert sorted(each.argument for each in fields) == sorted(options)
 
 
-def test_the_usual_fields_come_first_and_others_in_the_groups_of_the_configuration():
+def test_the_form_shows_the_usual_fields_first_and_the_others_by_heading():
     sections = form.sections()
     assert [each.argument for each in sections[""]][:3] == ["name", "n_workers", "cpu"]
     assert [*sections][:3] == ["", "One worker session", "The scheduler's session"]
@@ -220,7 +220,7 @@ async def test_no_page_shows_environment_variables(ask):
             assert "TOKEN" not in html
 
 
-def test_a_filled_form_is_read_as_arguments():
+def test_the_texts_of_a_form_become_arguments():
     texts = {
         "name": " night ",
         "n_workers": "3",
@@ -257,7 +257,7 @@ def test_a_filled_form_is_read_as_arguments():
         ({"create_mode": "connect"}, "invalid option 'create_mode'"),
     ],
 )
-def test_an_invalid_text_is_refused_and_not_repeated(texts, words):
+def test_an_invalid_text_is_refused_without_repeating_it(texts, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         form.arguments(texts)
     assert "s3cr3t" not in str(error.value)
@@ -280,13 +280,13 @@ async def test_the_form_creates_a_cluster_for_its_user():
         ({"nvidia_gpu": "1"}, 503, "exceeded quota"),
     ],
 )
-async def test_the_answer_to_a_refused_form_is_the_reason(ask, texts, status, words):
+async def test_a_refused_form_is_answered_with_the_reason(ask, texts, status, words):
     answer = await ask("api/form", method="POST", body=json.dumps(texts))
     assert answer.code == status, answer.body
     assert words in json.loads(answer.body)["error"]
 
 
-async def test_a_form_without_the_page_s_proof_is_refused():
+async def test_a_form_without_an_xsrf_token_is_refused():
     clusters = StandInClusters([])
     async with served(clusters, name="alice", may_change=True) as ask:
         answer = await ask("api/form", token=False, method="POST", body="{}")
@@ -309,7 +309,7 @@ async def test_ended_clusters_are_listed_with_sums_by_day_and_user(ask):
     assert "alice 7 41.50 107.00 506.00 4.00 53.50" in text
 
 
-async def test_an_ended_cluster_has_a_page_with_its_time_line(ask):
+async def test_the_page_of_an_ended_cluster_shows_its_time_line(ask):
     text = await text_of(ask("history/00000000000000aa"))
     assert "Ended 2026-11-23 02:30 UTC: idle for 1800 s" in text
     assert "41 % of 12.3 worker hours were idle." in text
@@ -320,7 +320,7 @@ async def test_an_ended_cluster_has_a_page_with_its_time_line(ask):
     assert (await ask("history/00000000000000ff")).code == 404
 
 
-async def test_texts_of_ended_clusters_are_text(ask):
+async def test_texts_of_ended_clusters_are_escaped(ask):
     for path in ("history", "history/00000000000000bb"):
         html = (await ask(path)).body.decode()
         assert "&lt;img src=x&gt;&#39;&#34;" in html
@@ -338,7 +338,7 @@ async def test_the_api_describes_ended_clusters(ask):
     assert (await ask("api/history/00000000000000ff")).code == 404
 
 
-async def test_readers_see_the_history_and_strangers_do_not():
+async def test_read_only_users_see_the_history_and_others_do_not():
     async with served(StandInClusters([]), name="rob", may_change=False) as ask:
         for path in ("history", "api/history", "metrics"):
             assert (await ask(path)).code == 200

@@ -41,7 +41,7 @@ def test_one_session_for_the_scheduler_and_one_for_each_worker(shared_platform, 
     }
 
 
-def test_sessions_are_told_as_running_with_their_address(cluster, client, until):
+def test_running_sessions_have_their_status_and_address(cluster, client, until):
     until(lambda: all(each.status == "running" for each in cluster.sessions))
     assert {each.address for each in cluster.sessions} == {"127.0.0.1"}
 
@@ -107,6 +107,7 @@ def test_widget_and_representations(cluster, client):
     assert "workers=2" in repr(cluster)
     assert cluster.dashboard_link in cluster._repr_html_()
     assert "<strong>Status:</strong> running" in cluster._repr_html_()
+    assert cluster._repr_html_().count(">connected</td>") == 2
 
 
 def test_job_script_is_what_is_launched(shared_platform, cluster):

@@ -31,7 +31,7 @@ def words_of(*workers):
     return full_workers(read_workers(dict(enumerate(workers))))
 
 
-def test_full_workers_are_told_with_what_to_do():
+def test_the_problem_names_full_workers_and_a_remedy():
     what = "paused: scale up, or give workers more memory"
     assert words_of(FULL) == f"worker lab-3 has spilled 8.0 of 8.0 GB and is {what}"
     assert words_of(FULL, FULL) == f"2 workers have spilled 16.0 of 16.0 GB and are {what}"
@@ -106,7 +106,7 @@ async def mine(platform, no_nannies):
 
 
 @pytest.mark.slow
-async def test_a_full_worker_is_told_grows_the_cluster_and_goes_on(mine, holds):
+async def test_a_full_worker_is_reported_and_resumes_after_results_are_released(mine, holds):
     def block(n):
         import numpy as np
 
@@ -123,7 +123,7 @@ async def test_a_full_worker_is_told_grows_the_cluster_and_goes_on(mine, holds):
         assert "is paused: scale up" in mine._repr_html_()
         await holds(lambda: "Cluster mine: worker mine-0 has spilled" in log_of(mine))
         info = await asyncio.to_thread(
-            CliRunner(catch_exceptions=False).invoke, cli.cml, ["info", "mine", "--json"]
+            CliRunner().invoke, cli.cml, ["info", "mine", "--json"], catch_exceptions=False
         )
         assert "worker mine-0 has spilled" in json.loads(info.output)["problem"]
         mine.adapt(minimum=1, maximum=3, interval="200 ms")

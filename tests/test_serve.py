@@ -1,4 +1,4 @@
-"""The JSON API of `dask cml serve`: what it answers, whom, and what it manages."""
+"""The JSON API of `dask cml serve`: its answers, its users, and the clusters that it manages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass
 class Server:
-    """The page, and a program that asks it."""
+    """The page, and a client of its API."""
 
     clusters: ProjectClusters
     access: Access
@@ -94,7 +94,7 @@ class Server:
         return found
 
     async def until(self, name: str, condition) -> Any:
-        """Wait until what is said of a cluster fulfils a condition."""
+        """Wait until the description of a cluster meets a condition."""
 
         async def wait() -> Any:
             while True:
@@ -126,7 +126,7 @@ async def server(local_clusters):
 
 
 async def made_elsewhere(name, **options):
-    """A cluster that nobody manages any more in this process."""
+    """Create a cluster, and close its manager in this process."""
     options = {"shutdown_on_close": False, "quiet": True, **options}
     await (await CMLCluster(name=name, asynchronous=True, **options)).close()
 
@@ -142,7 +142,7 @@ def running(cluster):
 # -- clusters of the page
 
 
-async def test_cluster_is_created_described_and_deleted(server, platform):
+async def test_a_cluster_is_created_described_and_deleted(server, platform):
     created = await server.post("/api/clusters", name="night", n_workers=1, cpu=2, memory="1 GiB")
     assert created.status in (201, 202)
     assert created.headers["Location"] == "/api/clusters/night"
@@ -151,7 +151,8 @@ async def test_cluster_is_created_described_and_deleted(server, platform):
     assert (found["address"], found["client"]) == ("cml://night", 'Client("cml://night")')
     assert (found["threads"], found["kept"]) == (2, True)
     assert 2**29 < found["memory"] < 2**30  # other processes of the session need the rest
-    assert [each["role"] for each in found["sessions"]] == ["scheduler", "worker"]
+    shown = [(each["role"], each["status"]) for each in found["sessions"]]
+    assert shown == [("scheduler", "running"), ("worker", "connected")]
     assert {each["id"] for each in found["sessions"]} == {*store.read("night").sessions}
     assert found["usage"]["total"]["sessions"] == 2
     assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
@@ -196,7 +197,7 @@ async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(serv
     assert one["usage"]["total"]["sessions"] == 1
 
 
-async def test_the_history_has_dead_clusters_that_nobody_has_removed(server):
+async def test_the_history_lists_dead_clusters_before_they_are_removed(server):
     state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1")
     write_record(Record("dead", maker=Maker("elsewhere", 1, 1.0, "gone"), scheduler=state))
     os.utime(newest(state_directory() / "dead"), (time.time() - 3600,) * 2)
@@ -205,7 +206,7 @@ async def test_the_history_has_dead_clusters_that_nobody_has_removed(server):
     assert (found["name"], found["why"]) == ("dead", "its session ended")
 
 
-async def test_metrics_are_those_of_real_clusters(server):
+async def test_metrics_describe_real_clusters(server):
     await server.post("/api/clusters", name="night", n_workers=1)
     await server.until("night", running)
     expected = (
@@ -224,7 +225,7 @@ async def test_metrics_are_those_of_real_clusters(server):
     await asyncio.wait_for(shown(), 120)
 
 
-async def test_cluster_of_the_page_is_used_from_another_process(server):
+async def test_another_process_connects_to_a_cluster_of_the_page(server):
     await server.post("/api/clusters", name="night", n_workers=1)
     await server.until("night", running)
     code = 'from distributed import Client; print(Client("cml://night").submit(sum, [1, 2]).result())'
@@ -251,7 +252,7 @@ async def test_invalid_options_are_refused_with_a_reason(server, platform, optio
     assert platform.sessions() == []
 
 
-async def test_limits_of_the_site_refuse_more_with_a_reason(server, platform):
+async def test_requests_above_the_limits_of_the_site_are_refused_with_a_reason(server, platform):
     with dask.config.set({"cml.limits": {**dask.config.get("cml.limits"), "sessions": 2, "hours": 48}}):
         words = "expected at most 1, because cml.limits.sessions is 2, in Dask's configuration"
         for path, body in (("clusters", {"name": "big", "n_workers": 2}), ("form", {"n_workers": "2"})):
@@ -267,7 +268,9 @@ async def test_limits_of_the_site_refuse_more_with_a_reason(server, platform):
         await server.ask("DELETE", "/api/clusters/night")
 
 
-async def test_a_refused_cluster_leaves_nothing_and_the_answer_is_cml_s_reason(server, platform, monkeypatch):
+async def test_a_refused_cluster_leaves_no_session_and_the_answer_is_the_reason_of_cml(
+    server, platform, monkeypatch
+):
     monkeypatch.setattr(clusters_module, "_PATIENCE", 120.0)
     platform.configure(quota={"cpu": 2})
     answer = await server.post("/api/clusters", name="big", n_workers=2, cpu=2)
@@ -291,7 +294,7 @@ async def test_a_cluster_that_fails_later_stays_listed_with_the_reason_until_it_
     assert (await server.get("/api/clusters"))["clusters"] == []
 
 
-async def test_taken_name_is_refused(server):
+async def test_a_name_in_use_is_refused(server):
     await server.post("/api/clusters", name="night")
     await made_elsewhere("day")
     for name in ("night", "day"):
@@ -308,7 +311,7 @@ async def test_a_cluster_has_an_idle_timeout_by_default(server):
     assert store.read("day").options.get("idle_timeout") is None
 
 
-async def test_cluster_that_is_deleted_while_it_starts_leaves_nothing(server, platform, monkeypatch):
+async def test_deleting_a_starting_cluster_leaves_no_session(server, platform, monkeypatch):
     monkeypatch.setattr(clusters_module, "_PATIENCE", 0.0)
     platform.configure(start_delay=60)
     await server.post("/api/clusters", name="night", n_workers=1)
@@ -316,7 +319,7 @@ async def test_cluster_that_is_deleted_while_it_starts_leaves_nothing(server, pl
     assert (await server.get("/api/clusters"))["clusters"] == []
 
 
-async def test_workers_are_scaled_and_adapted_by_group(server):
+async def test_each_worker_group_scales_and_adapts(server):
     await server.post("/api/clusters", name="night", n_workers=1, worker_groups={"big": {"cpu": 2}})
     await server.until("night", running)
     assert (await server.post("/api/clusters/night/scale", n=1, worker_group="big")).status == 200
@@ -382,10 +385,10 @@ async def test_the_page_shows_neither_values_of_variables_nor_keys(server):
         assert "PRIVATE KEY" not in answer.text
 
 
-# -- what is wrong with one cluster
+# -- errors of one cluster
 
 
-async def test_a_scheduler_s_invalid_answer_is_the_problem_of_its_cluster_alone(server):
+async def test_an_invalid_answer_of_a_scheduler_affects_only_its_cluster(server):
     await server.post("/api/clusters", name="night")
     await server.post("/api/clusters", name="day")
     for name in ("night", "day"):
@@ -424,14 +427,14 @@ async def test_a_cluster_that_cannot_be_described_does_not_hide_the_others(serve
     assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
 
 
-def test_a_link_of_another_kind_in_a_record_is_left_out():
+def test_a_session_in_a_record_is_linked_only_by_http():
     scheduler = SchedulerState(app_url="javascript:alert(1)")
     [session] = views.recorded_sessions(Record("a", scheduler=scheduler, launches=sessions(s="scheduler")))
     assert session["link"] is None
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-async def test_a_link_or_a_pipe_in_place_of_a_log_is_refused_with_a_reason(server, kind):
+async def test_a_symbolic_link_or_pipe_in_place_of_a_log_is_refused_with_a_reason(server, kind):
     await server.post("/api/clusters", name="night")
     await server.until("night", running)
     path = state_directory() / "night" / "night-7.log"
@@ -463,7 +466,7 @@ async def dashboard_of(server, name="night"):
     return link
 
 
-async def test_a_dashboard_is_at_a_port_of_its_own_and_needs_no_token(server):
+async def test_dashboards_use_a_separate_port_and_need_no_token(server):
     pytest.importorskip("bokeh")
     for name in ("night", "day"):
         await server.post("/api/clusters", name=name, scheduler_args=[])
@@ -503,14 +506,14 @@ def session(monkeypatch):
     return port
 
 
-async def test_in_a_cml_session_dashboards_are_at_the_second_port(session):
+async def test_in_a_cml_session_dashboards_use_the_second_port(session):
     dashboards = Dashboards(ProjectClusters(), Access(8100))
     assert dashboards.port == session
     assert dashboards.host(None) == "read-only-eng1ne0000000000.ml.example.com"
     await dashboards.close()
 
 
-async def test_a_page_at_the_second_port_or_beside_a_taken_one_has_no_dashboards(session, caplog):
+async def test_without_a_free_second_port_the_page_serves_no_dashboards(session, caplog):
     beside = Dashboards(ProjectClusters(), Access(session))
     assert (beside.port, beside.host(None), beside.link(None, "night", "id")) == (None, None, None)
     with local_socket(session):
@@ -525,8 +528,8 @@ def sent(method, headers):
     )
 
 
-async def test_a_page_of_a_dashboard_changes_no_cluster(session):
-    """In a CML session, the entry may change the Host, so that the Origin alone names the page."""
+async def test_the_pages_of_a_dashboard_cannot_change_clusters(session):
+    """CML's ingress may change the Host header, so only the Origin header names the page."""
     for port, own in ((8100, ""), (session, "read-only-")):
         guard = Access(port).guard
         for prefix in ("", "read-only-"):
@@ -536,10 +539,10 @@ async def test_a_page_of_a_dashboard_changes_no_cluster(session):
                 guard.check_origin(request)
 
 
-# -- clusters of others
+# -- clusters of other processes
 
 
-async def test_cluster_of_another_process_is_listed_scaled_and_deleted(server):
+async def test_a_cluster_of_another_process_is_listed_scaled_and_deleted(server):
     await made_elsewhere("day", n_workers=1)
     found = await server.until("day", running)
     assert (found["kept"], found["threads"]) == (False, 1)
@@ -549,7 +552,7 @@ async def test_cluster_of_another_process_is_listed_scaled_and_deleted(server):
     assert store.records() == []
 
 
-async def test_lost_worker_of_a_cluster_without_a_manager_is_replaced(server, platform):
+async def test_the_page_replaces_a_lost_worker_of_a_cluster_without_a_manager(server, platform):
     await made_elsewhere("day", n_workers=1)
     await server.until("day", running)
     [lost] = [session for session, key in store.read("day").sessions.items() if key != "scheduler"]
@@ -601,7 +604,7 @@ async def gone(server, name):
         await asyncio.sleep(0.05)
 
 
-async def test_cluster_whose_scheduler_does_not_answer_is_described_by_its_record(server):
+async def test_the_record_describes_a_cluster_whose_scheduler_does_not_answer(server):
     await made_elsewhere("day", n_workers=1)
     await server.until("day", running)
     [observed] = server.clusters.observed.values()
@@ -638,7 +641,7 @@ async def test_the_link_with_the_token_sets_a_cookie(server):
     assert (answer.status, "_xsrf" in answer.json["error"]) == (403, True)
 
 
-async def test_cml_s_headers_identify_users_in_cml_sessions_only(server, monkeypatch):
+async def test_the_headers_of_cml_identify_users_only_in_cml_sessions(server, monkeypatch):
     writer = {"REMOTE-USER": "alice", "REMOTE-USER-PERM": "RW"}
     assert (await server.ask("GET", "/api/clusters", token=False, **writer)).status == 401
     monkeypatch.setenv("CDSW_ENGINE_ID", "eng1ne0000000000")
@@ -649,7 +652,7 @@ async def test_cml_s_headers_identify_users_in_cml_sessions_only(server, monkeyp
 
 
 @pytest.mark.parametrize("permission", [{"REMOTE-USER-PERM": "RO"}, {"REMOTE-USER-PERM": ""}, {}])
-async def test_a_read_only_user_changes_nothing(server, permission):
+async def test_a_read_only_user_cannot_change_clusters(server, permission):
     server.access.behind_entry = True
     reader = {"REMOTE-USER": "bob", **permission}
     answer = await server.ask("GET", "/api/clusters", token=False, **reader)
@@ -660,7 +663,7 @@ async def test_a_read_only_user_changes_nothing(server, permission):
 
 
 @pytest.mark.parametrize("permissions", [["RW", "RO"], ["RO", "RW"], ["RW", "RW"], ["rw"]])
-def test_a_permission_that_the_caller_added_grants_nothing(session, permissions):
+def test_a_second_or_unknown_permission_header_grants_nothing(session, permissions):
     request = sent("GET", {"Host": "localhost", "REMOTE-USER": "bob"})
     for each in permissions:
         request.headers.add("REMOTE-USER-PERM", each)
@@ -678,7 +681,7 @@ async def test_a_cluster_belongs_to_the_user_who_created_it(server):
 
 
 async def xsrf(server, headers):
-    """Return the headers by which the page proves that it sent a change."""
+    """Return the headers with the XSRF token of the page."""
     answer = await server.ask("GET", "/", token=False, **headers)
     [cookie] = [each for each in answer.headers.get_list("Set-Cookie") if "xsrf" in each]
     name, _, value = cookie.partition(";")[0].partition("=")
@@ -717,7 +720,7 @@ def test_each_start_has_a_new_token(monkeypatch):
         pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
     ],
 )
-def test_the_page_shuts_down_its_own_clusters_when_it_ends(local_clusters, tmp_path, number):
+def test_a_signal_shuts_down_the_page_and_its_own_clusters(local_clusters, tmp_path, number):
     with PageServer(tmp_path) as page:
         asyncio.run(made_elsewhere("day"))
         page.create("night", n_workers=1)
@@ -728,7 +731,7 @@ def test_the_page_shuts_down_its_own_clusters_when_it_ends(local_clusters, tmp_p
     CMLCluster.from_name("day", quiet=True).close()
 
 
-def test_the_token_is_on_no_command_line_and_in_no_file_of_others(platform, tmp_path, until):
+def test_other_users_cannot_read_the_token_from_a_command_line_or_file(platform, tmp_path, until):
     seen = tmp_path / "seen"
     browser = tmp_path / "browser"
     browser.write_text(
@@ -752,7 +755,7 @@ def test_the_token_is_on_no_command_line_and_in_no_file_of_others(platform, tmp_
     assert not Path(argument.removeprefix("file://")).exists()
 
 
-def test_a_browser_in_a_terminal_does_not_hold_up_the_end(platform, tmp_path, until):
+def test_a_browser_in_a_terminal_does_not_delay_the_shutdown(platform, tmp_path, until):
     begun = tmp_path / "begun"
     browser = f"{sys.executable} -c \"open({str(begun)!r}, 'w'); import time; time.sleep(3600)\" %s"
     with PageServer(tmp_path, variables={"BROWSER": browser}, arguments=["--open"]) as page:
@@ -764,7 +767,7 @@ def test_a_browser_in_a_terminal_does_not_hold_up_the_end(platform, tmp_path, un
         child.kill()
 
 
-def test_idle_connections_do_not_stop_the_page(platform, tmp_path):
+def test_the_page_answers_despite_more_idle_connections_than_it_can_accept(platform, tmp_path):
     with PageServer(tmp_path, descriptors=200) as page:
         host = urlsplit(page.url)
         idle = [socket.create_connection((host.hostname, host.port)) for _ in range(210)]
@@ -775,7 +778,7 @@ def test_idle_connections_do_not_stop_the_page(platform, tmp_path):
         assert "Traceback" not in page.log
 
 
-def test_a_pipe_in_place_of_a_log_does_not_hold_up_the_end(local_clusters, tmp_path):
+def test_a_pipe_in_place_of_a_log_does_not_delay_the_shutdown(local_clusters, tmp_path):
     with PageServer(tmp_path) as page:
         page.create("night")
         os.mkfifo(state_directory() / "night" / "night-7.log")
@@ -804,7 +807,7 @@ async def test_without_a_platform_the_page_shows_the_reason(monkeypatch, tmp_pat
     assert "not in a CML session" in clusters.problem
 
 
-async def test_the_page_refuses_an_invalid_platform_in_words(monkeypatch, tmp_path):
+async def test_the_page_shows_that_the_platform_is_invalid(monkeypatch, tmp_path):
     monkeypatch.setenv("DASK_CML__STATE_DIRECTORY", str(tmp_path))
     with dask.config.set({"cml.platform": "kubernetes"}):
         clusters = ProjectClusters()

@@ -37,14 +37,14 @@ def server(shared_platform, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def night(server):
-    """A cluster that the tests share; each leaves it with one worker."""
+    """A cluster that the tests share. Each test scales it back to one worker."""
     server.create("night", n_workers=1)
     return "night"
 
 
 @pytest.fixture
 def opened(chrome, server, request, tmp_path):
-    """Open a page; when the test fails, there are pictures of what it was like."""
+    """Open a page. If the test fails, save screenshots."""
     pages = []
     with pictured(request, tmp_path, server) as contexts:
 
@@ -70,13 +70,13 @@ def row(page, name):
 
 
 def has_workers(page, n):
-    """Wait until all of n workers of the default group are there, and no others."""
+    """Wait until exactly n workers of the default group are connected."""
     cell = page.locator('#group-default [data-label="Workers"]')
     cell.filter(has_text=re.compile(rf"^\s*{n}\s*$")).wait_for()
 
 
 def is_drawn_anew(page):
-    """Wait until the page has looked twice, so that what the first look found is drawn."""
+    """Wait for two refreshes of the page, after which it shows the first one."""
     for _ in range(2):
         with page.expect_response(page.url):
             pass
@@ -99,7 +99,7 @@ def test_the_list_refreshes_itself(opened, server):
     assert page.evaluate("window.opened") == "once"
 
 
-def test_a_cluster_s_page_has_its_sessions_and_connects_a_client(opened, night, server):
+def test_the_page_of_a_cluster_lists_its_sessions_and_connects_a_client(opened, night, server):
     page = opened()
     row(page, night).get_by_role("link", name=night).click()
     ids = {*store.read(night).sessions}
@@ -113,7 +113,7 @@ def test_a_cluster_s_page_has_its_sessions_and_connects_a_client(opened, night, 
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_pane_of_the_dashboard_draws_what_runs(opened, night, width):
+def test_a_pane_of_the_dashboard_draws_running_tasks(opened, night, width):
     page = opened(f"clusters/{night}")
     page.set_viewport_size({"width": width, "height": 900})
     page.get_by_text("Dashboard", exact=True).last.click()
@@ -129,7 +129,7 @@ def test_a_pane_of_the_dashboard_draws_what_runs(opened, night, width):
     page.locator("#view iframe").wait_for(state="detached")
 
 
-def test_all_panes_are_drawn_in_a_tab_of_their_own(opened, night):
+def test_the_dashboard_opens_in_a_new_tab_with_all_panes(opened, night):
     page = opened(f"clusters/{night}")
     with page.context.expect_page() as opening:
         page.get_by_role("link", name="Dashboard of night").click()
@@ -146,7 +146,7 @@ def test_all_panes_are_drawn_in_a_tab_of_their_own(opened, night):
     tab.get_by_text(f"{night}-").first.wait_for()
 
 
-def test_a_dashboard_reaches_neither_the_page_nor_cookies_nor_other_dashboards(opened, night, server):
+def test_a_dashboard_cannot_reach_the_page_cookies_or_other_dashboards(opened, night, server):
     page = opened(f"clusters/{night}")
     page.locator("#dashboard summary").click()
     page.locator("#view iframe").wait_for()
@@ -166,7 +166,9 @@ def test_a_dashboard_reaches_neither_the_page_nor_cookies_nor_other_dashboards(o
     assert server.clusters[night]["n_workers"] == 1
 
 
-def test_in_a_cml_session_dashboards_are_drawn_from_the_second_port(chrome, shared_platform, tmp_path, night):
+def test_in_a_cml_session_the_page_draws_dashboards_from_the_second_port(
+    chrome, shared_platform, tmp_path, night
+):
     headers = {"REMOTE-USER": "ann", "REMOTE-USER-PERM": "RW"}
     with PageServer(tmp_path, "application") as application:
         rule = f"--host-resolver-rules=MAP *.ml.test 127.0.0.1:{application.dashboard_port}"
@@ -187,7 +189,7 @@ def test_in_a_cml_session_dashboards_are_drawn_from_the_second_port(chrome, shar
             browser.close()
 
 
-def test_logs_are_followed_and_those_of_ended_sessions_stay(opened, night, server):
+def test_the_page_follows_logs_and_keeps_those_of_ended_sessions(opened, night, server):
     page = opened(f"clusters/{night}")
     page.get_by_role("button", name=f"Log of {night}-0").click()
     log = page.locator("#log-text")
@@ -215,7 +217,7 @@ def test_no_page_scrolls_sideways(opened, night, width, mode):
         assert page.evaluate(f"{root}.scrollWidth - {root}.clientWidth") == 0
 
 
-def test_a_page_that_lost_its_server_says_so_and_recovers(opened, shared_platform, tmp_path):
+def test_the_page_shows_a_lost_connection_and_reconnects(opened, shared_platform, tmp_path):
     with PageServer(tmp_path, "application") as lonely:
         page = opened(server=lonely, extra_http_headers={"REMOTE-USER": "ann", "REMOTE-USER-PERM": "RW"})
         page.get_by_role("heading", name="Clusters").wait_for()
@@ -263,7 +265,7 @@ def test_a_group_adapts_until_it_is_stopped(opened, night, server):
     server.until_runs(night, 1)
 
 
-def test_a_refused_form_shows_the_reason_and_then_creates_the_cluster(opened, server, shared_platform):
+def test_a_refused_form_shows_the_reason_and_can_be_corrected(opened, server, shared_platform):
     page = opened("new")
     before = len(shared_platform.sessions())
     page.get_by_label("Name name").fill("created")
@@ -314,11 +316,11 @@ def test_a_cluster_is_deleted_after_confirmation(opened, server, shared_platform
     until(lambda: all(each["status"] in ENDED for each in shared_platform.sessions() if each["id"] in ids))
 
 
-def test_the_keyboard_suffices(opened, server):
+def test_the_page_works_with_the_keyboard_alone(opened, server):
     page = opened()
 
     def press_tab_until(locator):
-        """Move the focus as people do, to what must be seen to have it."""
+        """Move the focus with Tab to an element, and check that the focus is visible."""
         element = locator.element_handle()
         for _ in range(60):
             page.keyboard.press("Tab")
@@ -365,7 +367,7 @@ def test_the_keyboard_suffices(opened, server):
 # -- users
 
 
-def test_a_read_only_user_changes_nothing_in_a_browser(opened, shared_platform, tmp_path, night):
+def test_the_page_offers_no_changes_to_a_read_only_user(opened, shared_platform, tmp_path, night):
     with PageServer(tmp_path, "readers") as application:
         headers = {"REMOTE-USER": "eve", "REMOTE-USER-PERM": "RO"}
         page = opened(server=application, extra_http_headers=headers)
@@ -383,7 +385,7 @@ def test_a_read_only_user_changes_nothing_in_a_browser(opened, shared_platform, 
     assert night in [record.name for record in store.records()]
 
 
-def test_other_hosts_and_origins_are_refused(server, night):
+def test_requests_of_other_hosts_and_origins_are_refused(server, night):
     for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
         status, words = server.ask("POST", f"api/clusters/{night}/scale", {"n": 0}, **headers)
         assert (status, "evil.example" in str(words)) == (403, True)
@@ -393,7 +395,7 @@ def test_other_hosts_and_origins_are_refused(server, night):
     assert "cml://" not in page
 
 
-def test_a_page_of_another_origin_changes_nothing_and_does_not_show_the_page(opened, server, night):
+def test_another_origin_can_neither_change_clusters_nor_embed_the_page(opened, server, night):
     class Foreign(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -427,7 +429,7 @@ def test_a_page_of_another_origin_changes_nothing_and_does_not_show_the_page(ope
 
 @pytest.fixture(scope="module")
 def over(server):
-    """A cluster that has computed and ended."""
+    """A cluster that has run tasks and ended."""
     server.create("over", n_workers=1)
     with Client("cml://over") as client:
         assert client.submit(sum, [1, 2]).result() == 3
@@ -443,7 +445,7 @@ COLOURS = """() => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_time_line_of_an_ended_cluster_is_drawn(opened, over, tmp_path, width, scheme):
+def test_the_page_draws_the_time_line_of_an_ended_cluster(opened, over, tmp_path, width, scheme):
     page = opened(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
     page.get_by_role("link", name="Ended clusters").click()

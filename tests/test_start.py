@@ -66,13 +66,13 @@ def test_an_error_of_a_running_cluster_is_shown_without_the_event_loop(platform)
 
 
 @pytest.mark.parametrize("granted", [0, 3])
-def test_quota_says_the_platforms_words(platform, start, granted):
+def test_the_error_shows_the_reason_of_an_exhausted_quota(platform, start, granted):
     """It refuses the scheduler, or the third of three workers."""
     platform.configure(quota={"sessions": granted})
     assert "exceeded quota" in str(start(LaunchRefused))
 
 
-def test_a_half_made_session_of_a_refused_launch_is_stopped(platform, start):
+def test_a_half_created_session_of_a_refused_launch_is_stopped(platform, start):
     platform.inject("refused", match="The scheduler of")
     start(LaunchRefused)
     assert platform.sessions()
@@ -87,7 +87,7 @@ def test_an_ended_scheduler_session_is_named_with_its_status(platform, start, fa
     assert f"its status is {status}" in message
 
 
-def test_a_scheduler_that_cannot_run_is_told_with_its_output(start):
+def test_the_error_shows_the_output_of_a_scheduler_that_cannot_run(start):
     message = str(start(SessionFailed, scheduler_args=["--preload", "no_such_module"]))
     assert "no_such_module" in message
 

@@ -207,7 +207,7 @@ def test_what_is_said_of_tasks_that_wait(platform, seen, shown, until):
     shown("Tasks that wait")
 
 
-def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, until, caplog):
+def test_the_page_lists_the_messages_of_an_outage(platform, seen, shown, until, caplog):
     with dask.config.set({"cml.api.retries": 0}):
         cluster = make()
     try:
@@ -228,7 +228,7 @@ def test_what_is_said_while_the_platform_does_not_answer(platform, seen, shown, 
 
 
 @pytest.mark.slow
-def test_what_a_cluster_without_its_scheduler_says(platform, seen, shown, until, monkeypatch):
+def test_the_page_lists_the_messages_after_a_lost_scheduler(platform, seen, shown, until, monkeypatch):
     def ended(cluster):
         until(lambda: cluster.status.name == "closed")
         seen.append(log_of(cluster))

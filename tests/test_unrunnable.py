@@ -35,7 +35,7 @@ def mine():
     return mine
 
 
-async def test_a_need_is_told_once_however_many_tasks_have_it(mine):
+async def test_a_need_of_many_tasks_is_logged_once(mine):
     await mine.tasks.look()
     assert (mine.state.unrunnable, mine.told) == (None, [])
     for n in 3, 5:
@@ -47,7 +47,7 @@ async def test_a_need_is_told_once_however_many_tasks_have_it(mine):
     ]
 
 
-async def test_a_need_that_was_met_is_told_again_when_it_is_not(mine):
+async def test_a_need_that_was_met_and_returns_is_logged_again(mine):
     mine.client.needs = [(1, {"GPU": 1})]
     words = "1 task needs GPU=1; worker group gpu offers it, but has no workers: "
     words += "call cluster.scale(1, worker_group='gpu')"
@@ -58,7 +58,7 @@ async def test_a_need_that_was_met_is_told_again_when_it_is_not(mine):
     assert mine.told == [f"Cluster mine cannot run all tasks: {words}"] * 2
 
 
-async def test_a_second_need_is_told_alone(mine):
+async def test_a_second_need_is_logged_without_the_first(mine):
     mine.client.needs = [(1, {"FPGA": 1})]
     await mine.tasks.look()
     mine.client.needs.append((2, {"LICENSE": 1}))

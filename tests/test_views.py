@@ -1,4 +1,4 @@
-"""What a terminal, a notebook and a file show while a cluster starts."""
+"""The display of a starting cluster in a terminal, a notebook and a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TITLE = "Starting cluster c, 0 s"
 
 
 class Screen:
-    """Keeps what it is given."""
+    """Keeps the tables and lines."""
 
     def __init__(self):
         self.tables, self.lines = [], []
@@ -42,7 +42,7 @@ class Screen:
 
 
 class Terminal(io.StringIO):
-    """A terminal with a cursor, which knows what the plain table needs."""
+    """A terminal that interprets the cursor movements of the display."""
 
     def isatty(self):
         return True
@@ -63,6 +63,10 @@ def process(n=0, status="starting", role="worker", waits_for=None, launched_at=0
     )
 
 
+def start_display(processes, name="c", connected=()):
+    return StartDisplay(name, processes, lambda: connected)
+
+
 @pytest.fixture(autouse=True)
 def free_terminal(monkeypatch):
     monkeypatch.setattr(screens, "_terminal", threading.Lock())
@@ -70,7 +74,7 @@ def free_terminal(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that is set by hand."""
+    """A clock that the test sets."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("dask_cml.display.start.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
@@ -80,20 +84,25 @@ def clock(monkeypatch):
 
 
 def test_each_session_has_a_row_with_its_status_and_time(clock):
-    display = StartDisplay(
-        "c", [process(0, "running"), process(1, "scheduling", waits_for=200), process(2, None)]
-    )
+    processes = [
+        process(0, "running"),
+        process(1, "running"),
+        process(2, "scheduling", waits_for=200),
+        process(3, None),
+    ]
+    display = start_display(processes, connected=["c-0"])
     clock.now = 200.0
     assert display.rows() == [
-        ("c-0", "id0", "running", "3 min"),
-        ("c-1", "id1", "waiting for room, 3 min", "3 min"),
-        ("c-2", "", "not launched yet", ""),
+        ("c-0", "id0", "connected", "3 min"),
+        ("c-1", "id1", "running", "3 min"),
+        ("c-2", "id2", "waiting for room, 3 min", "3 min"),
+        ("c-3", "", "not launched yet", ""),
     ]
 
 
 def test_the_time_of_a_session_stops_when_it_runs(clock):
     starting = process(0)
-    display = StartDisplay("c", [starting])
+    display = start_display([starting])
     clock.now = 5.0
     assert display.rows()[0][2:] == ("starting", "5 s")
     starting.session.status = "running"
@@ -105,25 +114,25 @@ def test_the_time_of_a_session_stops_when_it_runs(clock):
 
 def test_many_sessions_are_counted_in_one_row(clock):
     waiting = [process(i, "scheduling", waits_for=60 + i) for i in range(900, 930)]
-    display = StartDisplay("c", [process(n, "running") for n in range(900)] + waiting)
+    running = [process(n, "running") for n in range(900)]
+    display = start_display(running + waiting, connected=[f"c-{n}" for n in range(500)])
     *rows, last = display.rows()
     assert [row[0] for row in rows] == [f"c-{n}" for n in range(11)]
-    assert last == ("919 more", "", "889 running, 30 waiting for room", "")
+    assert last == ("919 more", "", "489 connected, 400 running, 30 waiting for room", "")
 
 
 # -- the display
 
 
 @pytest.mark.parametrize(
-    ("has_started", "line"), [(True, "Cluster c started in 0 s; 1 of 2 worker sessions running"), (False, "")]
+    ("has_started", "line"),
+    [(True, "Cluster c started in 0 s; 1 of 2 worker sessions connected"), (False, "")],
 )
-async def test_the_end_of_a_start_takes_the_place_of_the_sessions(
-    holds, clock, monkeypatch, has_started, line
-):
+async def test_one_line_replaces_the_table_when_the_start_ends(holds, clock, monkeypatch, has_started, line):
     screen = Screen()
     monkeypatch.setattr("dask_cml.display.start.open_screen", lambda: screen)
-    processes = [process(0, role="scheduler"), process(1), process(2, "running")]
-    display = StartDisplay("c", processes)
+    processes = [process(0, role="scheduler"), process(1, "running"), process(2, "running")]
+    display = start_display(processes, connected=["c-2"])
     showing = asyncio.create_task(display.run())
     await holds(lambda: len(screen.tables) > 1)
     assert screen.tables[0][0] == TITLE
@@ -134,7 +143,7 @@ async def test_the_end_of_a_start_takes_the_place_of_the_sessions(
     assert "late" not in dict(screen.tables)
 
 
-async def test_a_terminal_that_takes_nothing_holds_up_neither_the_loop_nor_the_start(holds, monkeypatch):
+async def test_a_blocked_terminal_delays_neither_the_event_loop_nor_the_start(holds, monkeypatch):
     stopped, continued = threading.Event(), threading.Event()
 
     class Stopped(Screen):
@@ -145,7 +154,7 @@ async def test_a_terminal_that_takes_nothing_holds_up_neither_the_loop_nor_the_s
     screen = Stopped()
     monkeypatch.setattr("dask_cml.display.start.open_screen", lambda: screen)
     monkeypatch.setattr("dask_cml.display.start._PATIENCE", 0.01)
-    display = StartDisplay("c", [process()])
+    display = start_display([process()])
     showing = asyncio.create_task(display.run())
     await holds(stopped.is_set)
     await cancel(showing)
@@ -186,10 +195,10 @@ STEERING = "\x1b]0;title\x07\x1b[2J\u202e"
 ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
 
 
-def test_texts_of_others_do_not_steer_a_terminal(monkeypatch, clock):
+def test_control_characters_of_others_do_not_reach_a_terminal(monkeypatch, clock):
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
-    display = StartDisplay(f"c{STEERING}", [process(status=STEERING)])
+    display = start_display([process(status=STEERING)], f"c{STEERING}")
     screen = screens.open_screen()
     screen.show(f"Starting cluster c{STEERING}", display.rows())
     title, row = out.seen()
@@ -202,7 +211,7 @@ def test_texts_of_others_do_not_steer_a_terminal(monkeypatch, clock):
     assert out.seen()[-1].isprintable()
 
 
-async def test_a_refusal_does_not_steer_a_terminal(platform):
+async def test_control_characters_of_a_refusal_do_not_reach_a_terminal(platform):
     reason = f"exceeded quota: {STEERING}\nask for less{STEERING}"
     faults.inject("answer", status=403, function="launch_workers", message=reason, times=9)
     with pytest.raises(LaunchRefused) as refused:
@@ -212,7 +221,7 @@ async def test_a_refusal_does_not_steer_a_terminal(platform):
     assert all(line.isprintable() for line in lines)
 
 
-async def test_tasks_do_not_steer_a_terminal(platform, light, holds):
+async def test_control_characters_of_a_task_do_not_reach_a_terminal(platform, light, holds):
     async with (
         CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True) as cluster,
         Client(cluster, asynchronous=True) as client,
@@ -239,7 +248,7 @@ def test_two_clusters_that_start_at_once_show_one_table(monkeypatch):
 
 
 @pytest.mark.parametrize("terminal", ["xterm", "dumb"])
-def test_where_nobody_watches_the_last_line_alone_is_written(monkeypatch, terminal):
+def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(monkeypatch, terminal):
     monkeypatch.setenv("TERM", terminal)
     out = io.StringIO() if terminal == "xterm" else Terminal()
     monkeypatch.setattr(sys, "stderr", out)
@@ -258,7 +267,7 @@ def test_a_process_without_streams_shows_nothing(monkeypatch):
 
 # -- whole starts
 
-ENDED = r"Cluster c started in .+; [01] of 1 worker session running"
+ENDED = r"Cluster c started in .+; [01] of 1 worker session connected"
 PROGRAM = (
     "from dask_cml import CMLCluster; CMLCluster(n_workers=1, name='c', platform='local', quiet={quiet})"
 )
@@ -309,7 +318,7 @@ def test_a_terminal_shows_the_sessions_and_then_one_line():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("light")
-def test_a_notebook_keeps_one_output(platform, monkeypatch, tmp_path):
+def test_a_notebook_stores_one_output(platform, monkeypatch, tmp_path):
     for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     options = "n_workers=1, name='c', platform='local'"
@@ -352,7 +361,7 @@ async def test_names_are_escaped_in_html(platform, holds):
 # -- Ctrl-C
 
 
-async def test_a_start_that_is_cancelled_says_what_was_stopped(platform, holds, capsys):
+async def test_a_cancelled_start_says_how_many_sessions_were_stopped(platform, holds, capsys):
     platform.configure(start_delay=60)
     starting = asyncio.ensure_future(CMLCluster(n_workers=2, platform="local", asynchronous=True))
     await holds(lambda: len(platform.sessions()) == 3)

@@ -34,7 +34,7 @@ async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> No
 
 def _tell(link: str, behind_entry: bool) -> None:
     if behind_entry:
-        click.echo(f"The page listens at {link}, where the platform finds it.")
+        click.echo(f"The page listens at {link}, and CML forwards requests to it.")
     else:
         click.echo(f"Open the page: {link}")
         click.echo("To stop it and the clusters created there, press Ctrl-C.", err=True)

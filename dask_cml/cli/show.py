@@ -93,7 +93,7 @@ async def info(name: str, as_json: bool) -> None:
         "scheduler": row["scheduler"],
         "created": row["created"],
         "folder": row["folder"],
-        "security": "none" if record.security is None else "keys of its own",
+        "security": "none" if record.security is None else "TLS with its own keys",
         "creator": f"process {record.maker.pid} on {record.maker.host}",
     }
     for key, text in about.items():
@@ -103,7 +103,7 @@ async def info(name: str, as_json: bool) -> None:
         sizes = {each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu")}
         words = [f"{each}={size:g}" for each, size in sizes.items() if isinstance(size, (int, float))]
         present = (row["groups"] or {}).get(group)
-        _print("group", f"{group}  {_shown('workers', present)} Dask workers {' '.join(words)}")
+        _print("group", f"{group}  {_shown('workers', present)} Dask workers connected, {' '.join(words)}")
     for session, role in sessions.items():
         owner = f"  ends with the session {record.owners[session]}" if session in record.owners else ""
         _print("session", f"{session}  {role}{owner}")

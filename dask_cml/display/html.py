@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ def escaped(value: Any) -> Any:
     return html.escape(value) if isinstance(value, str) else value
 
 
-def status_of(session: Session) -> str:
-    """Return the status of a session; if it waits for room, with the time."""
+def status_of(session: Session, connected: Collection[str] = ()) -> str:
+    """Return the status of a session, or "connected" if its name is one of these. A wait shows its time."""
+    if session.name in connected:
+        return "connected"
     return session.status if session.waits_for is None else waiting(session.waits_for)

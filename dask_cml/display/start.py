@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from dask_cml.display.html import status_of
 from dask_cml.display.screens import Line, Notebook, Row, open_screen
@@ -32,11 +32,16 @@ class StartDisplay:
         The cluster's name.
     processes : collection of CMLProcess
         The scheduler, and the workers launched with it.
+    connected : callable
+        Returns the names of the sessions whose Dask workers are connected.
     """
 
-    def __init__(self, name: str, processes: Collection[CMLProcess]) -> None:
+    def __init__(
+        self, name: str, processes: Collection[CMLProcess], connected: Callable[[], Collection[str]]
+    ) -> None:
         self._name = name
         self._processes = processes
+        self._connected = connected
         self._started = time.monotonic()
         self._ran_after: dict[str, float] = {}
         # Threads use the following attributes, and hold the lock.
@@ -82,31 +87,32 @@ class StartDisplay:
         """Return a row for each session, the scheduler's first. The last row counts further sessions."""
         processes = [*self._processes]
         n = _MOST_ROWS if len(processes) <= _MOST_ROWS else _MOST_ROWS - 1
-        rows = [self._row(process) for process in processes[:n]]
+        connected = self._connected()
+        rows = [self._row(process, connected) for process in processes[:n]]
         if others := processes[n:]:
-            counts = Counter(_word(process) for process in others)
+            counts = Counter(_word(process, connected) for process in others)
             words = ", ".join(f"{n} {word}" for word, n in counts.most_common())
             rows.append((f"{len(others)} more", "", words, ""))
         return rows
 
-    def _row(self, process: CMLProcess) -> Row:
+    def _row(self, process: CMLProcess, connected: Collection[str]) -> Row:
         session = process.session
         if session is None or process.launched_at is None:
-            return process.name, "", _word(process), ""
+            return process.name, "", _word(process, connected), ""
         took = time.monotonic() - process.launched_at
         if session.status == "running":
             took = self._ran_after.setdefault(session.id, took)
-        return session.name, session.id, status_of(session), span(took)
+        return session.name, session.id, status_of(session, connected), span(took)
 
     def _summary(self) -> str:
         text = f"Cluster {self._name} started in {span(time.monotonic() - self._started)}"
-        workers = [_word(process) for process in self._processes if process.role == "worker"]
-        noun = f"worker session{'s' * (len(workers) != 1)}"
-        return f"{text}; {workers.count('running')} of {len(workers)} {noun} running" if workers else text
+        n = sum(process.role == "worker" for process in self._processes)
+        noun = f"worker session{'s' * (n != 1)}"
+        return f"{text}; {len(self._connected())} of {n} {noun} connected" if n else text
 
 
-def _word(process: CMLProcess) -> str:
+def _word(process: CMLProcess, connected: Collection[str]) -> str:
     """Return the status of a session without the time."""
     if process.session is None:
         return "not launched yet"
-    return process.session.status if process.waits_for is None else "waiting for room"
+    return status_of(process.session, connected) if process.waits_for is None else "waiting for room"

@@ -30,7 +30,7 @@ class Finding:
     command : str, optional
         A shell command that fixes the problem.
     name : str
-        The name of the check, or what it found something about.
+        The name of the check, or of the cluster.
     """
 
     state: State

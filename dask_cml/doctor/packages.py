@@ -78,7 +78,7 @@ def versions() -> Finding:
 
 
 def image() -> Finding:
-    """Check that no second copies of Dask, nor in sessions of what the image holds, take precedence."""
+    """Check that no second copy of Dask or, in sessions, of the image's packages takes precedence."""
     words, removable = [], []
     home = Path(site.getusersitepackages()).resolve()
     for name in (*_DASK, *(_OF_THE_IMAGE if in_session() else ())):

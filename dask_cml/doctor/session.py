@@ -19,7 +19,7 @@ _LEAST_FREE = 0.1
 
 
 def platform() -> Finding:
-    """Check that this process can import the platform's module, and that it lists this session's sessions."""
+    """Check that this process can import the platform's module, and that the module lists sessions."""
     import dask.config
 
     from dask_cml.errors import NotOnCML
@@ -38,7 +38,7 @@ def platform() -> Finding:
         return Finding("wrong", f"{words}, because it is not the runtime's Python.", command)
     except Exception as error:
         words = textwrap.shorten(f"list_workers() fails: {answers.in_words(error)}", _LONGEST_ANSWER)
-        return Finding("wrong", f"{words.rstrip('.')}. If this lasts, start a new session.")
+        return Finding("wrong", f"{words.rstrip('.')}. If this persists, start a new session.")
     live = sum(not answers.has_ended(each) for each in listed)
     words = f"{module.__name__} lists {len(listed)} worker sessions; {live} of them are live."
     return Finding("ok", words)
@@ -100,7 +100,7 @@ def state_directory() -> Finding:
 
 
 def scratch() -> Finding:
-    """Check that Dask spills to a disk of the session itself, with room."""
+    """Check that Dask spills to a local disk of the session, and that the disk has free space."""
     import dask.config
 
     from dask_cml.options import state_directory

@@ -134,6 +134,10 @@ class CMLAdaptive(Adaptive):
         self._seen = self.observed
         self._busy, self._lent = 0, list[str]()
 
+    def __repr__(self) -> str:
+        limits = f"minimum={self.minimum}, maximum={self.maximum}"
+        return f"CMLAdaptive({self._wishes.state.fleet.name!r}, worker_group={self._group!r}, {limits})"
+
     @classmethod
     def of(cls, wishes: Host, group: str, adapting: Mapping[str, Any]) -> CMLAdaptive:
         """Return the adaptive scaling that another process has asked for.

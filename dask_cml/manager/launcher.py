@@ -75,8 +75,10 @@ class Launcher:
         self.security, files = await asyncio.to_thread(tls.as_files, self.options.security, self.place.folder)
         return files
 
-    async def launch(self, record: str, files: Mapping[Path, str], show: bool) -> None:
-        """Launch a new cluster, and wait until its scheduler answers.
+    async def launch(
+        self, record: str, files: Mapping[Path, str], show: bool, join: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Launch a new cluster, wait until its scheduler answers, and connect to it.
 
         Parameters
         ----------
@@ -86,6 +88,8 @@ class Launcher:
             The result of :meth:`prepare`.
         show : bool
             Whether to show the progress.
+        join : callable
+            Connects to the scheduler when it answers.
 
         Raises
         ------
@@ -100,7 +104,7 @@ class Launcher:
             raise LaunchRefused(self.scheduler.name, why, by="dask-cml")
         workers = [self._make_attached(name) for name in self._fleet.names]
         if show:
-            self.display = StartDisplay(self._fleet.name, [self.scheduler, *workers])
+            self.display = StartDisplay(self._fleet.name, [self.scheduler, *workers], self._fleet.arrived)
         showing = asyncio.create_task(self.display.run()) if self.display else None
         following: asyncio.Task[None] | None = None
         tasks: list[asyncio.Future[Any]] = []
@@ -112,6 +116,7 @@ class Launcher:
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
             tasks += [asyncio.ensure_future(each) for each in (self.scheduler, *workers)]
             await asyncio.gather(*tasks)
+            await join()
             has_started = True
         finally:
             await cancel(*tasks, following, showing)

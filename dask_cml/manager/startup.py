@@ -48,8 +48,7 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     record_keeper.start()
     if not maker.serves:  # the page creates clusters for several users
         _tell_others(state)
-    await launcher.launch(record.id, files, show)
-    await join(state, record, options.scheduler_timeout)
+    await launcher.launch(record.id, files, show, lambda: join(state, record, options.scheduler_timeout))
     # Until now, the scheduler has waited for a manager for some time.
     timeout = options.orphan_timeout if options.shutdown_on_close else None
     await state.client.change_within(options.scheduler_timeout, orphan_timeout=timeout)

@@ -87,7 +87,8 @@ class ClusterState:
         if self.status != Status.closed or lasted is None:
             return self.status.name
         used = self.record_keeper.usage().total
-        return f"closed after {span(lasted)}; {used.sessions} sessions, {used.vcpu_hours:.2f} vCPU hours"
+        noun = f"session{'s' * (used.sessions != 1)}"
+        return f"closed after {span(lasted)}; {used.sessions} {noun}, {used.vcpu_hours:.2f} vCPU hours"
 
     @property
     def start_time(self) -> float | None:

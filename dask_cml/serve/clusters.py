@@ -31,7 +31,7 @@ from dask_cml.sessions.workers_api import load_platform
 
 logger = logging.getLogger(__name__)
 
-#: Seconds. If CML refuses a launch within this time, the request fails. Later, the cluster shows why.
+#: Seconds. If CML refuses a launch within this time, the request fails. After that, the cluster shows why.
 _PATIENCE = 3.0
 #: Seconds to shut down the clusters that the page created. Kubernetes grants 30.
 _GRACE = 25.0
@@ -91,7 +91,7 @@ class ProjectClusters(Observers):
         self.usages: dict[str, Usage] = {}
         self.starts = StartTimes()
         self._usages_read_at = self._asked_at = -math.inf
-        #: Why the page can create no clusters, or None.
+        #: Why the page cannot create clusters, or None.
         self.problem: str | None = None
         try:
             load_platform(setting("platform"))

@@ -1,4 +1,4 @@
-"""The metrics of the project's clusters, for Prometheus, from what the page knows already."""
+"""The metrics of the project's clusters, for Prometheus. They need no requests to clusters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Metrics(Handler):
         try:
             from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
         except ImportError:
-            words = "The page has no metrics: to add them, run `pip install prometheus-client`."
+            words = "/metrics needs a package that is not installed: run `pip install prometheus-client`."
             raise HTTPError(501, words) from None
         self.set_header("Content-Type", CONTENT_TYPE_LATEST)
         self.finish(generate_latest(_Collector(self.clusters)))

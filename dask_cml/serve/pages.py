@@ -100,8 +100,8 @@ class ClusterPage(Page):
         """Show the cluster."""
         cluster = await self.details(name)
         sessions = cluster["sessions"]
-        if len(sessions) > _MOST_SESSIONS:  # the scheduler first, and starting ones before running ones
-            order = sorted(sessions, key=lambda each: (each["role"], each["status"] == "running"))
+        if len(sessions) > _MOST_SESSIONS:  # the scheduler first, and connected workers last
+            order = sorted(sessions, key=lambda each: (each["role"], each["status"] == "connected"))
             sessions = order[:_MOST_SESSIONS]
         live = {"Scheduler" if each["role"] == "scheduler" else each["name"] for each in cluster["sessions"]}
         self.show("cluster", cluster=cluster, shown_sessions=sessions, live=live, panes=_PANES)

@@ -94,12 +94,13 @@ def _group(group: WorkerGroup, limits: Mapping[str, float] | None, waiting: int)
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
     """Describe a cluster's sessions from its manager's state."""
+    connected = cluster.manager.fleet.arrived()
     return [
         {
             "role": each.role,
             "name": each.name,
             "id": each.id,
-            "status": status_of(each),
+            "status": status_of(each, connected),
             "age": each.age,
             **asdict(each.size),
             "link": _link(each.app_url),

@@ -50,4 +50,4 @@ async def _tell() -> None:
     try:
         await asyncio.wait_for(getattr(_servers[0].scheduler, NOTICE)(names=names), _TIMEOUT)
     except Exception as error:  # the scheduler may have ended, too
-        logger.warning("Scheduler not told of the session's end: %r", error)
+        logger.warning("Scheduler not informed of the session's end: %r", error)
