@@ -743,6 +743,7 @@ class CMLCluster(SpecCluster):
         ['mine']
         """
         known = [each for each in [*SpecCluster._instances] if isinstance(each, cls)]
+        known = [each for each in known if not each.manager.state.observes]  # those that a page shows
         return [each for each in known if each.status not in (Status.created, Status.closed)]
 
     def job_script(self) -> str:

@@ -173,10 +173,12 @@ async def test_the_page_is_not_told_of_the_clusters_that_it_created_before(serve
         assert "another cluster" not in await log_of(server.clusters.manager_of(name))
 
 
-async def test_a_user_is_not_told_of_the_clusters_that_their_process_only_observes(server):
+async def test_a_process_does_not_count_the_clusters_that_it_only_observes_as_open(server):
     await made_elsewhere("day")
     await server.until("day", running)
+    assert CMLCluster.open() == []
     async with CMLCluster(name="mine", asynchronous=True, quiet=True) as mine:
+        assert CMLCluster.open() == [mine]
         assert "another cluster" not in await log_of(mine)
     assert (await server.ask("DELETE", "/api/clusters/day")).status == 200
 

@@ -26,7 +26,7 @@ from dask_cml import (
     SessionFailed,
 )
 from dask_cml.local import processes
-from dask_cml.manager import losses
+from dask_cml.manager import failover, losses
 from dask_cml.options import state_directory
 from dask_cml.private_files import NotPrivate
 from dask_cml.records import operations, store
@@ -233,13 +233,20 @@ def test_the_page_lists_the_messages_after_a_lost_scheduler(platform, seen, show
         until(lambda: cluster.status.name == "closed")
         seen.append(log_of(cluster))
 
+    monkeypatch.setattr(failover, "_PAUSES", (0.0,))
     with make(n_workers=1) as cluster, Client(cluster) as client:
         client.wait_for_workers(1)
         future = client.submit(sum, [1, 2])
         future.result()
         platform.evict(cluster.sessions[0].id)
-        ended(cluster)
+        until(lambda: "connected to another scheduler" in log_of(cluster))
         fails(seen, CancelledError, future.result)
+        platform.inject("fails", match="The scheduler of", times=10)
+        platform.evict(cluster.sessions[0].id)
+        ended(cluster)
+        platform.clear_faults()
+    with make(idle_timeout=1) as cluster:
+        ended(cluster)
     with make() as cluster:
         asyncio.run(operations.end_all(store.records()))
         ended(cluster)

@@ -212,7 +212,7 @@ WORKLOADS = [
 
 @pytest.fixture(scope="module")
 def local_cluster():
-    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as cluster:
         yield cluster
 
 
