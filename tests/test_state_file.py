@@ -6,11 +6,14 @@ import asyncio
 import json
 import os
 import stat
+import threading
 
 import pytest
+from conftest import PATIENCE
 from schedulers import prepare
 
 from dask_cml import heartbeat
+from dask_cml.cancellation import cancel
 from dask_cml.layout import scheduler_file, scheduler_number, wanted_file
 from dask_cml.private_files import NotPrivate
 from dask_cml.scheduler import state_file
@@ -100,6 +103,29 @@ async def test_it_is_written_when_something_changes_and_regularly(folder, holds)
     os.utime(written, (0, 0))
     await holds(lambda: written.stat().st_mtime > 0)
     running.cancel()
+
+
+async def test_a_cancelled_write_does_not_replace_a_later_one(folder, holds, monkeypatch):
+    """As when the scheduler closes: the last state says why, and no other manager may take it for lost."""
+    file, replace, goes_on = StateFile(folder, 0), os.replace, threading.Event()
+    waiting = []
+
+    def replaces_late(*arguments, **options):
+        if not waiting:
+            waiting.append(True)
+            goes_on.wait(PATIENCE)
+        replace(*arguments, **options)
+
+    monkeypatch.setattr(os, "replace", replaces_late)
+    running = asyncio.create_task(file.run(lambda: {"closed": None}))
+    await holds(lambda: waiting)
+    await cancel(running)
+    closing = asyncio.create_task(file.write_next({"closed": "idle for 1 s"}))
+    await asyncio.wait([closing], timeout=0.2)
+    goes_on.set()
+    await closing
+    await holds(lambda: len(os.listdir(folder)) == 2)  # no temporary file
+    assert content_of(folder) == {"closed": "idle for 1 s"}
 
 
 @pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("not private")])

@@ -116,7 +116,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         await cancel(self._writing, self._telling, *self._retiring)
         self._note_activity()
         with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
-            await asyncio.to_thread(self._file.write, self._state())
+            await self._file.write_next(self._state())
         self._forwards.close()
 
     def _state(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +48,7 @@ class StateFile:
         self.folder = folder
         self.number = number
         self._changed = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "cml-state")
         self._gone_since: float | None = None
 
     def begin(self) -> Mapping[str, Any]:
@@ -80,7 +82,7 @@ class StateFile:
         while not self._is_gone():
             self._changed.clear()
             try:
-                if await asyncio.to_thread(self.write, content()):
+                if await self.write_next(content()):
                     return "another scheduler replaces it"
                 self._gone_since = None
             except (FileNotFoundError, NotADirectoryError):
@@ -91,6 +93,10 @@ class StateFile:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), INTERVAL)
         return "its folder was removed"
+
+    async def write_next(self, content: Mapping[str, Any]) -> bool:
+        """Write the file after all earlier calls. These may go on although their tasks are cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.write, content)
 
     def write(self, content: Mapping[str, Any]) -> bool:
         """Replace the file atomically. Return whether another scheduler replaces this one. Blocks."""
