@@ -226,3 +226,10 @@ def test_the_last_lines_are_printable_and_few(tmp_path, write):
     write("mine-0", "one\n\x1b[2Jtwo\n")
     assert last_lines(tmp_path / "mine-0.log", 1) == r"\x1b[2Jtwo"
     assert last_lines(tmp_path / "mine-1.log", 1) == ""
+
+
+def test_the_last_lines_of_a_session_are_not_those_of_a_lost_one_with_its_name(tmp_path, write):
+    write("mine-scheduler", "one\n[lost: out of memory, 0.97 of 1.00 GiB]\n")
+    assert last_lines(tmp_path / "mine-scheduler.log", 15) == ""
+    write("mine-scheduler", "two\n", "a")
+    assert last_lines(tmp_path / "mine-scheduler.log", 15) == "two"

@@ -138,7 +138,7 @@ async def _launch(state: ClusterState, record: Record, why: str, restarts: int, 
     if (lost := state.launcher.scheduler) is not None:
         log, said = await lost.last_lines(), lost.reported
         loss = find_cause(None, log, connected=True, noticed=False, closed=False, said=said)
-        lost.loss = loss.cause.value
+        await lost.note_loss(loss)
         if lost.session_id == last.session:  # of others, the reason says why they did not start
             why = loss.words
     state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")

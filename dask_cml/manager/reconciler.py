@@ -263,8 +263,7 @@ class Reconciler:
         for member in lost:
             loss = losses.lost[member.name]
             if member.worker is not None and loss.cause is not Cause.CLOSED:
-                member.worker.loss = loss.cause.value
-                await member.worker.append_to_log(f"lost: {loss.words}")
+                await member.worker.note_loss(loss)
 
     async def _take_over_names(self) -> None:
         """Launch what another manager was to launch and did not, under new names: it may still launch it."""

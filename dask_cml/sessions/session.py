@@ -14,9 +14,10 @@ from distributed.deploy.spec import ProcessInterface
 
 from dask_cml.options import Options, SessionSize
 from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, moment, status_of
+from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.plan import SessionPlan
-from dask_cml.sessions.session_logs import last_lines
+from dask_cml.sessions.session_logs import LOST, last_lines
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.wrapper import Log
 
@@ -225,9 +226,10 @@ class CMLProcess(ProcessInterface):
         """Return the last lines of the session's output."""
         return (await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)).splitlines()
 
-    async def append_to_log(self, line: str) -> None:
-        """Append a line to the log of a session that has ended, if possible."""
-        await asyncio.to_thread(Log(str(self.plan.log)).write, f"[{line}]\n".encode())
+    async def note_loss(self, loss: Loss) -> None:
+        """Note why the session was lost, also in its log, if possible."""
+        self.loss = loss.cause.value
+        await asyncio.to_thread(Log(str(self.plan.log)).write, f"{LOST}{loss.words}]\n".encode())
 
     async def failure(self, what: str) -> str:
         """Describe a failure: the session, its last status, and the last lines of its output.
@@ -238,7 +240,7 @@ class CMLProcess(ProcessInterface):
             What failed, such as ``ended``.
         """
         status = self.info.get("status", "unknown")
-        tail = await asyncio.to_thread(last_lines, self.plan.log, _LOG_LINES)
+        tail = "\n".join(await self.last_lines())
         said = f" ({self.reported})" if self.reported != status else ""
         session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}"
         output = f"the last lines of its output:\n{tail}" if tail else "it wrote no output"

@@ -17,6 +17,8 @@ from dask_cml.private_files import NotPrivate, open_regular
 #: The heading of the scheduler's log. The workers' names are the headings of the others.
 SCHEDULER = "Scheduler"
 _SUFFIX = ".log"
+#: The beginning of the line that ends the output of a lost session. Another session may go on with its log.
+LOST = "[lost: "
 #: Number of bytes, from the end of a log, that the first reading returns, and of the longest line.
 _MOST, _LONGEST = 2**20, 2**20
 #: Bytes of a part of a log, and of the end of a log that contains its last lines.
@@ -39,16 +41,17 @@ def log_path(session: str, folder: Path, log_directory: str | None) -> Path:
 
 
 def last_lines(log: Path, n: int) -> str:
-    """Return the last lines of a log as a terminal can show them. Without a log, return no lines."""
+    """Return the last lines of a session as a terminal can show them. Without a log, return no lines."""
     try:
         with _open(log) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
             lines = file.read(_END).decode(errors="replace").splitlines()
+            begin = max((i + 1 for i, line in enumerate(lines) if line.startswith(LOST)), default=0)
     except CMLError as error:
         return str(error)
     except OSError:
         return ""
-    return "\n".join(map(printable, lines[-n:]))
+    return "\n".join(map(printable, lines[begin:][-n:]))
 
 
 def _open(log: Path) -> BinaryIO:
