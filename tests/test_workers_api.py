@@ -15,7 +15,7 @@ from types import ModuleType
 
 import dask.config
 import pytest
-from simulated.faults import HTTPError
+from simulated.faults import HTTPError, Mishap
 from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually
 
@@ -900,6 +900,24 @@ async def test_a_launch_that_hangs_beyond_the_end_stops_its_session(stub, impati
         await impatient.close()
         assert left() == {session_id}
     await eventually(lambda: not left())
+    with pytest.raises(CMLError):
+        await launching
+
+
+@pytest.mark.parametrize("half_made", [True, False])
+async def test_a_launch_that_hangs_beyond_the_end_stops_its_session_if_its_answer_is_lost_too(
+    stub, impatient, left, half_made
+):
+    goes_on = threading.Event()
+    stub.plan("launch_workers", Mishap(answer={"message": "Unauthorized"}, before=goes_on))
+    if half_made:
+        stub.refuse()
+    launching = asyncio.create_task(impatient.launch("mine", SIZE, "pass"))
+    await eventually(lambda: stub.under_way)
+    await impatient.close()
+    assert not left()
+    goes_on.set()
+    await eventually(lambda: stub.all and not stub.under_way and not left())
     with pytest.raises(CMLError):
         await launching
 

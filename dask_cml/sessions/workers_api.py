@@ -217,6 +217,11 @@ class WorkersAPI(LiveSessions):
             if found := self._find_unanswered({launch.title}):
                 return self._take(launch, found[0])
             return self._take(launch, self._ask_for(launch))
+        except Exception:
+            # The answer of a late call may be lost, too. Nobody else looks for its session any more.
+            if launch.title and (launch.over or self._ended) and (found := self._find({launch.title})):
+                self._take(launch, found[0])
+            raise
         finally:
             with self._lock:
                 self._launching.discard(under_way)
@@ -266,11 +271,14 @@ class WorkersAPI(LiveSessions):
 
     def _find_unanswered(self, titles: Iterable[str | None]) -> list[SessionInfo]:
         """Return sessions from launches whose answer was lost. Without names, there are none."""
-        lost = {title for title in titles if title and self._unanswered[title]}
+        return self._find({title for title in titles if title and self._unanswered[title]})
+
+    def _find(self, titles: set[str]) -> list[SessionInfo]:
+        """Return sessions with these names on the platform that no call has taken."""
         return [
             session
-            for session in (self._listing.now() if lost else ())
-            if session.get("name") in lost and session["id"] not in self.names and not has_ended(session)
+            for session in (self._listing.now() if titles else ())
+            if session.get("name") in titles and session["id"] not in self.names and not has_ended(session)
         ]
 
     async def sessions(self) -> dict[str, SessionInfo]:
