@@ -75,9 +75,9 @@ async def test_twenty_workers_where_two_have_room(platform, room, holds):
             row, text = await listed(cluster.name)
         assert (row["workers"], row["waiting"]) == (2, 18)
         assert "2 (18 waiting for room, " in text
-        # On a busy machine, the launches are told while some of them have not waited long enough yet.
-        assert re.search(r"waiting for room for \d+ of 20 worker sessions", log_of(cluster))
-        assert log_of(cluster).count("waiting for room for") == 1
+        await holds(lambda: "waiting for room for" in log_of(cluster))
+        [n] = re.findall(r"waiting for room for (\d+) of 20 worker sessions", log_of(cluster))
+        assert 1 <= int(n) <= 18  # those that had waited long enough when the line was logged
         assert "failed" not in log_of(cluster)
         assert {each.id for each in cluster.sessions} == before
         assert len(platform.sessions()) == 21
