@@ -17,6 +17,7 @@ from unittest import mock
 from weakref import WeakSet
 
 from distributed.comm.tcp import TCP, BaseTCPListener
+from tornado.iostream import IOStream
 
 from .clock import VirtualLoop
 
@@ -64,6 +65,8 @@ class SimulatedProcess:
         self.on_end: list[Callable[[], None]] = []
         self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
         self._comms: WeakSet[Any] = WeakSet()
+        #: Connections from others. A frozen process does not get to make comms of them.
+        self._accepted: WeakSet[IOStream] = WeakSet()
         self._stopped: list[_Guarded] = []
         self._context = contextvars.copy_context()
         self._context.run(_process.set, self)
@@ -127,6 +130,8 @@ class SimulatedProcess:
             task.cancel()
         for comm in [*self._comms]:
             comm.stop() if isinstance(comm, BaseTCPListener) else comm.abort()
+        for stream in [*self._accepted]:
+            stream.close()
         for each in self.on_end:
             each()
 
@@ -205,6 +210,18 @@ def _owned(method: Callable[..., Any]) -> Callable[..., Any]:
     return owning
 
 
+def _accepts(handle: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a listener's method that makes the current process the owner of a connection."""
+
+    def accepting(listener: BaseTCPListener, stream: IOStream, address: Any) -> Any:
+        process = _process.get()
+        if process is not None:
+            process._accepted.add(stream)
+        return handle(listener, stream, address)
+
+    return accepting
+
+
 @contextlib.contextmanager
 def processes_in(loop: VirtualLoop) -> Iterator[None]:
     """Let processes run in a loop."""
@@ -213,5 +230,6 @@ def processes_in(loop: VirtualLoop) -> Iterator[None]:
     with (
         mock.patch.object(TCP, "__init__", _owned(TCP.__init__)),
         mock.patch.object(BaseTCPListener, "start", _owned(BaseTCPListener.start)),
+        mock.patch.object(BaseTCPListener, "_handle_stream", _accepts(BaseTCPListener._handle_stream)),
     ):
         yield
