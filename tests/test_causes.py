@@ -75,6 +75,11 @@ def cause(last=IDLE, *log, connected=True, noticed=False, closed=False, said="fa
             "containers 10Gi",
         ),
         (
+            cause(None, "Registered to scheduler", "[dask scheduler exited with status -9]"),
+            Cause.KILLED,
+            "evicted or killed by the platform, which says failed",
+        ),
+        (
             cause(IDLE, "no licence", "", "[dask worker exited with status 3]"),
             Cause.PROGRAM_FAILED,
             "its program failed with exit status 3: no licence",

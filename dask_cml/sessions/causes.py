@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -103,7 +104,7 @@ def find_cause(
     if most and spilled > _NEARLY * most:
         words = f"scratch full, {_of((spilled, most), _GB)} GB spilled{ran}"
         return Loss(Cause.SCRATCH_FULL, words, bool(tasks))
-    if status:
+    if status and status != -signal.SIGKILL:  # which a program does not send itself
         words = f"its program failed with exit status {status}{ran}: {_last_line(log)}"
         return Loss(Cause.PROGRAM_FAILED, words, bool(tasks))
     if not connected:
