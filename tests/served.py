@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import re
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lab import PATIENCE, ServerProcess, until
+from ports import free_port
 
 _LINK = re.compile(r"http://127\.0\.0\.1:\d+/(?:\?token=\S+)?")
 TOKEN = "correct-horse-battery"
@@ -52,9 +52,9 @@ class PageServer(ServerProcess):
         self._environment = {**os.environ, "DASK_CML__PLATFORM": "local", "DASK_CML_SERVE_TOKEN": TOKEN}
         for name in ("CDSW_ENGINE_ID", "CDSW_APP_PORT", "CDSW_READONLY_PORT"):
             self._environment.pop(name, None)
-        self.dashboard_port = _free_port()
+        self.dashboard_port = free_port()
         if session is not None:
-            ports = {"CDSW_APP_PORT": str(_free_port()), "CDSW_READONLY_PORT": str(self.dashboard_port)}
+            ports = {"CDSW_APP_PORT": str(free_port()), "CDSW_READONLY_PORT": str(self.dashboard_port)}
             self._environment.update(ports, CDSW_ENGINE_ID=session, CDSW_DOMAIN="ml.test")
         self._environment.update(variables or {})
 
@@ -101,9 +101,3 @@ class PageServer(ServerProcess):
             return found.get("status") == "running" and found["n_workers"] == found["n_arrived"] == n
 
         until(runs)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -10,7 +10,6 @@ import os
 import pty
 import re
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +20,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from clusters import arrived, sessions, write_record
 from extensions import faults
+from ports import free_port
 
 from dask_cml import CMLCluster, cli
 from dask_cml.cli import change, console, show
@@ -73,12 +73,6 @@ def live(platform):
     return [each["id"] for each in there if not each["stop_requested"]]
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def add_record(name, address=None, **more):
     scheduler = SchedulerState(address=address)
     record = Record(name, maker=NOBODY, options={"platform": "local"}, scheduler=scheduler, **more)
@@ -93,7 +87,7 @@ def add_stale(name, **more):
 # -- a cluster's life
 
 
-def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
+def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch, until):
     monkeypatch.setenv("CDSW_ENGINE_ID", "mysession")
     out, err = shell("create", "--name", "mine", "--n-workers", 1, "--env", "A=B=C",
                      "--worker-args", "--lifetime '10 h'")  # fmt: skip
@@ -106,6 +100,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch):
     assert told("mine")["idle_timeout"] == 3600
 
     assert run("scale", "mine", 2) == "Cluster mine scaled to 2 workers\n"
+    until(lambda: store.read("mine").scheduler.app_url is not None)
     [row] = json.loads(run("list", "--json"))
     assert (row["name"], row["status"], row["workers"], row["threads"]) == ("mine", "running", 2, 2)
     assert row["memory"] == 2 * int(Options.read(told("mine")).worker_memory * 2**30)

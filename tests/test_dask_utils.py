@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import pytest
 from conftest import separate_networks
 from distributed import Client
 from extensions import networks
+from ports import free_port
 
 from dask_cml import LaunchRefused, NotOnCML, SchedulerTimeout, SessionFailed
 from dask_cml.dask_utils import (
@@ -77,12 +77,6 @@ def left(platform, *others):
         for each in platform.sessions()
         if each["status"] in LIVE and not each["stop_requested"] and each["id"] not in kept
     ]
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def page(url):

@@ -18,6 +18,7 @@ from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml.manager import losses, strays
+from dask_cml.manager.reconciler import Reconciler
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
 from dask_cml.records.session_files import Changes
@@ -86,6 +87,17 @@ async def test_other_processes_get_the_link_to_the_dashboard(platform, holds):
     async with make(name="mine") as cluster:
         await holds(lambda: store.read("mine").scheduler.app_url is not None)
         assert store.read("mine").scheduler.app_url == cluster.sessions[0].app_url
+
+
+async def test_other_processes_get_the_link_although_its_creator_leaves_before_its_first_look(
+    platform, holds, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(Reconciler, "run", lambda self: asyncio.Event().wait())
+        cluster = await make(name="mine")
+        await cluster.leave()
+    await holds(lambda: store.read("mine").scheduler.app_url is not None)
+    assert not any((await operations.end_all(store.records())).values())
 
 
 async def test_wishes_of_a_manager_that_leaves_at_once_come_true(platform, holds):

@@ -23,6 +23,7 @@ import pytest
 from clusters import sessions, write_record
 from conftest import PATIENCE, configured
 from distributed import Client
+from ports import free_port
 from served import PageServer
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
@@ -499,8 +500,7 @@ async def test_dashboards_use_a_separate_port_and_need_no_token(server):
 @pytest.fixture
 def session(monkeypatch):
     """A CML session whose second port is free."""
-    with local_socket(0) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("CDSW_ENGINE_ID", "eng1ne0000000000")
     monkeypatch.setenv("CDSW_DOMAIN", "ml.example.com")
     monkeypatch.setenv("CDSW_APP_PORT", "8100")

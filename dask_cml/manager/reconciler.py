@@ -123,7 +123,6 @@ class Reconciler:
         try:
             await self._attach()
             await self.report()
-            await self._tell_url()
             await self._tell_states()
             if self._state.client.leads:
                 await self._act()
@@ -169,7 +168,11 @@ class Reconciler:
             self._state.launcher.attach_launched(record)
 
     async def report(self) -> None:
-        """Tell the scheduler which sessions were launched here. Others attach them by the record."""
+        """Tell the scheduler which sessions were launched here, and the URL of its own.
+
+        Others attach these sessions by the record.
+        """
+        await self._tell_url()
         new = [
             each
             for each in self._state.fleet.members

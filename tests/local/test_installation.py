@@ -1,22 +1,26 @@
 from __future__ import annotations
 
 import importlib
-import socket
 import sys
 
 import pytest
 from distributed import Client
+from ports import free_port
 
 from dask_cml.local import workers
 
+_NAMES = ("cml", "cml.workers_v1", "cdsw")
+
 
 @pytest.fixture
-def no_cml(monkeypatch):
-    """What the test imports as cml is forgotten after it."""
-    modules = dict(sys.modules)
-    for name in ("cml", "cml.workers_v1", "cdsw"):
-        modules.pop(name, None)
-    monkeypatch.setattr(sys, "modules", modules)
+def no_cml():
+    """What other tests have imported as cml is unknown here, and what this test imports is forgotten after it."""
+    # Not another sys.modules: the import statement would still find modules in the first one.
+    before = {name: sys.modules.pop(name) for name in _NAMES if name in sys.modules}
+    yield
+    for name in _NAMES:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
 
 
 @pytest.fixture(params=["cml/workers_v1.py", "cdsw.py"])
@@ -77,11 +81,8 @@ class HandmadeCluster:
 
 def test_a_cluster_that_is_written_for_cdsw_runs_unchanged(platform, no_cml, monkeypatch, until):
     monkeypatch.setattr(workers, "_POLL_INTERVAL", 0.1)
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
     platform.install()
-    cluster = HandmadeCluster(2, port)
+    cluster = HandmadeCluster(2, free_port())
     cluster.init()
     with Client(cluster.url, timeout=120) as client:
         client.wait_for_workers(2, timeout=120)
