@@ -100,6 +100,16 @@ async def test_other_processes_get_the_link_although_its_creator_leaves_before_i
     assert not any((await operations.end_all(store.records())).values())
 
 
+async def test_a_manager_records_the_scheduler_that_its_creator_could_not_record(platform, holds):
+    async with make(name="mine") as cluster:
+        [session] = cluster.sessions
+        [file] = (cluster.manager.state.folder / "sessions").iterdir()
+        file.unlink()
+        async with rebuild("mine"):
+            await holds(lambda: store.read("mine").sessions == {session.id: "scheduler"})
+    assert not live(platform)
+
+
 async def test_wishes_of_a_manager_that_leaves_at_once_come_true(platform, holds):
     async with make(name="shared") as maker:
         file = maker.manager.state.folder / "record.json"

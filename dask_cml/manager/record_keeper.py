@@ -221,7 +221,7 @@ class RecordKeeper:
         return {str(each.session_id): each for each in self._launcher.processes}
 
     def _changes(self, processes: Mapping[str, CMLProcess], sessions: Mapping[str, str]) -> Changes:
-        new = [each for each in sessions.keys() - self._written if not _is_adopted(processes.get(each))]
+        new = [each for each in sessions.keys() - self._written if self._may_lack(processes.get(each))]
         waiting = {each for each, process in processes.items() if process.waits_for is not None}
         scheduling = {each for each, process in processes.items() if process.is_scheduling}
         # Only the manager that launched a session knows it, if the platform does not list it here.
@@ -245,6 +245,14 @@ class RecordKeeper:
         self._seen = {each: process for each, process in self._seen.items() if each not in ended}
         return changes
 
+    def _may_lack(self, process: CMLProcess | None) -> bool:
+        """Return whether the record may lack a session, because nobody else writes it."""
+        if process is None or not process.adopted:
+            return True
+        # The scheduler's creator may have died before. The scheduler's own file names its session.
+        recorded = {} if self.record is None else self.record.launches
+        return str(process.session_id) not in recorded and process is self._launcher.scheduler
+
     def _has_registered(self, name: str) -> bool:
         member = self._fleet.member(name)
         return member is not None and member.has_registered
@@ -252,7 +260,7 @@ class RecordKeeper:
     def _launch(self, session_id: str, name: str, process: CMLProcess | None) -> Launch:
         scheduler = self._launcher.scheduler
         is_scheduler = scheduler is not None and name == scheduler.name
-        owner = this_owner()
+        owner = process.owner if process is not None and process.adopted else this_owner()
         launched = time.time() if process is None else process.since.timestamp()
         return Launch(
             id=session_id,
@@ -267,7 +275,3 @@ def _end_of(process: CMLProcess | None, now: int) -> int:
     """Return when a session ended: the platform's time, or now."""
     finished = None if process is None else moment(process.info, "finished_at")
     return now if finished is None else min(now, int(finished.timestamp()))
-
-
-def _is_adopted(process: CMLProcess | None) -> bool:
-    return process is not None and process.adopted

@@ -11,6 +11,9 @@ import time
 from .episode import Outcome
 from .play import play_quietly, quiet
 
+#: Episodes after which the figures so far are printed.
+_OFTEN = 1000
+
 
 def main() -> int:
     """Play the episodes, and return how many of them have violations."""
@@ -32,8 +35,9 @@ def main() -> int:
                 print(f"seed {seed}: {outcome.violations[0]}", flush=True)
             if arguments.story:
                 print("\n".join(outcome.story), flush=True)
-    print(f"{len(outcomes)} episodes in {time.monotonic() - began:.0f} s")
-    print(figures(outcomes))
+            if len(outcomes) == arguments.episodes or len(outcomes) % _OFTEN == 0:
+                print(f"{len(outcomes)} episodes in {time.monotonic() - began:.0f} s", flush=True)
+                print(figures(outcomes), flush=True)
     return sum(bool(each.violations) for each in outcomes)
 
 

@@ -14,7 +14,7 @@ _NAMES = ("cml", "cml.workers_v1", "cdsw")
 
 @pytest.fixture
 def no_cml():
-    """What other tests have imported as cml is unknown here, and what this test imports is forgotten after it."""
+    """What other tests have imported as cml is unknown here. What this test imports is forgotten after it."""
     # Not another sys.modules: the import statement would still find modules in the first one.
     before = {name: sys.modules.pop(name) for name in _NAMES if name in sys.modules}
     yield
