@@ -312,8 +312,11 @@ class Episode:
         record = self.record()
         if record is None:
             return
-        wanted = {group: self.schedule.last.get(group, 1) for group in ("default", *record.groups)}
         keeper = self._keeper()
+        # A scheduler that is lost may not have written a group that was added, but its manager knows it.
+        known = [] if keeper is None or keeper.open is None else [*keeper.open.worker_groups]
+        groups = dict.fromkeys(["default", *record.groups, *known])
+        wanted = {group: self.schedule.last.get(group, 1) for group in groups}
         self.note(f"last wish, by {keeper.name if keeper else 'a command'}: {wanted}")
         for group, n in wanted.items():
             if keeper is not None and keeper.open is not None:
