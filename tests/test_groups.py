@@ -127,6 +127,7 @@ async def test_a_group_whose_data_no_connected_worker_can_take_stays(platform, h
 async def test_a_group_that_is_scaled_while_it_is_deleted_stays(platform, holds):
     async with make(n_workers=1, worker_groups={"big": {"n_workers": 1}}) as cluster:
         await holds(lambda: names(cluster) == {"mine-0", "mine-big-0"})
+        await holds(lambda: all(each.launched for each in cluster.manager.fleet.members))
         faults.inject("hang", function="stop_workers")
         deleting = asyncio.create_task(cluster.delete_worker_group("big"))
         await holds(lambda: cluster.worker_groups["big"].n_workers == 0)

@@ -168,11 +168,12 @@ class Reconciler:
             self._state.launcher.attach_launched(record)
 
     async def report(self) -> None:
-        """Tell the scheduler which sessions were launched here, and the URL of its own.
-
-        Others attach these sessions by the record.
-        """
+        """Tell the scheduler which sessions were launched here, and the URL of its own."""
+        await self._tell_launched()
         await self._tell_url()
+
+    async def _tell_launched(self) -> None:
+        """Tell the scheduler which sessions were launched here. Others attach them by the record."""
         new = [
             each
             for each in self._state.fleet.members
