@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dask_cml.local import extensions, processes, state
+from dask_cml.local import extensions, state
 
 ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
 #: Logs once what several calls find.
@@ -169,6 +169,8 @@ def free(session: SessionState, group: int | None = None) -> None:
     group : int, optional
         See :func:`processes.find`.
     """
+    from dask_cml.local import processes  # imports psutil, which takes long
+
     processes.kill(session.id, group)
     shutil.rmtree(session.folder / "tmp", ignore_errors=True)
     for remove in extensions.hooks(session.plan["extensions"], "remove"):
