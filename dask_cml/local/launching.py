@@ -1,9 +1,12 @@
-"""One launch: the quota, the session's state, and its supervisor."""
+"""One launch: the quota, the session's plan with its environment, and its supervisor."""
 
 from __future__ import annotations
 
 import dataclasses
+import getpass
+import hashlib
 import os
+import pwd
 import random
 import socket
 import subprocess
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dask_cml import checks
-from dask_cml.local import configuration, environment, extensions, faults, quota, session_state, state
+from dask_cml.local import configuration, extensions, faults, quota, session_state, state
 from dask_cml.local.configuration import Settings
 from dask_cml.local.session_state import SessionState
 from dask_cml.private_files import owner_only
@@ -22,6 +25,28 @@ from dask_cml.private_files import owner_only
 # Below the ports that Linux and macOS give to outgoing connections.
 _PORTS = range(20000, 32000)
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
+# A CML session does not inherit the environment of its launcher. These variables describe the machine.
+_BASE = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "PYTHONUSERBASE",
+    "PYTHONNOUSERSITE",
+    "__CF_USER_TEXT_ENCODING",
+    "__PYVENV_LAUNCHER__",
+)
+
+
+def calling_session() -> str:
+    """Return the id of the session of this process. Outside of sessions, it is a constant for each user."""
+    return os.environ.get("CDSW_ENGINE_ID") or _digest("user", str(os.getuid()))
 
 
 def launch(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +84,8 @@ def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState
         **dataclasses.asdict(current),
         **request,
         "id": session_state.new_id(),
-        "launcher": environment.calling_session(),
-        "owner": environment.owner(),
+        "launcher": calling_session(),
+        "owner": _owner(),
         "created_at": time.time(),
         "ip": "127.0.0.1",
         "gateway": "127.0.0.1",
@@ -72,8 +97,56 @@ def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState
     for hook in extensions.hooks(current.extensions, "network"):
         plan |= hook(plan)
     plan["app_url"] = f"http://{plan['ip']}:{plan['ports'][0]}/"
-    plan["env"] = environment.of_session(plan)
+    plan["env"] = _environment(plan)
     return plan
+
+
+def _owner() -> str:
+    """Return the id of the owner: the session at whose end the platform stops what this process launches.
+
+    CML assigns the sessions that a worker session launches to the owner of the worker session.
+    """
+    return os.environ.get("CDSW_MASTER_ID") or calling_session()
+
+
+def _base() -> dict[str, str]:
+    """Return the variables that sessions and supervisors take from this process's environment."""
+    kept = {name: value for name, value in os.environ.items() if name in _BASE or name.startswith("LC_")}
+    kept.setdefault("PATH", os.defpath)
+    kept.setdefault("HOME", pwd.getpwuid(os.getuid()).pw_dir)
+    kept[state.DIRECTORY_VARIABLE] = str(state.directory())
+    return kept
+
+
+def _environment(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Return the complete environment of a session.
+
+    The project's variables override the platform's, and those of the launch override both. Neither can change
+    the variables by which the platform finds the session's processes.
+    """
+    project = os.getcwd()
+    platform = {
+        "TMPDIR": str(state.directory() / "sessions" / plan["id"] / "tmp"),
+        "CDSW_API_KEY": _digest("key", plan["id"]),
+        "CDSW_MASTER_ID": plan["owner"],
+        "CDSW_MASTER_IP": os.environ.get("CDSW_IP_ADDRESS", plan["gateway"]),
+        "CDSW_IP_ADDRESS": plan["ip"],
+        "CDSW_APP_PORT": str(plan["ports"][0]),
+        "CDSW_READONLY_PORT": str(plan["ports"][0]),
+        "CDSW_PUBLIC_PORT": str(plan["ports"][1]),
+        "CDSW_DOMAIN": "localhost",
+        "CDSW_PROJECT": os.path.basename(project) or "project",
+        "CDSW_PROJECT_ID": _digest("project", project),
+        "CDSW_CREATOR": getpass.getuser(),
+        "CDSW_CPU_MILLICORES": str(round(1000 * plan["cpu"])),
+        "CDSW_MEMORY_MB": str(round(1024 * plan["memory"])),
+    }
+    pinned = {"CDSW_ENGINE_ID": plan["id"], state.DIRECTORY_VARIABLE: str(state.directory())}
+    return {**_base(), **platform, **plan["variables"], **plan["env"], **pinned}
+
+
+def _digest(*words: str) -> str:
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
 def _refusal(session_id: str, words: str) -> dict[str, Any]:
@@ -105,7 +178,7 @@ def _is_free(port: int) -> bool:
 
 def _start_supervisor(session_id: str, lock: int) -> None:
     folder = state.directory() / "sessions" / session_id
-    env = environment.base()
+    env = _base()
     if "PYTHONPATH" in os.environ:  # psutil may be found by it
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
     with open(folder / "log", "ab", opener=owner_only) as log:

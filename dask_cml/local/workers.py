@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import importlib.util
 import time
@@ -10,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from dask_cml import checks
-from dask_cml.local import configuration, environment, extensions, launching, session_state
-from dask_cml.local.responses import Response
+from dask_cml.local import configuration, extensions, launching, session_state
 
 #: What the platform tells of a session.
 SessionInfo = dict[str, Any]
@@ -20,6 +20,29 @@ T = TypeVar("T")
 _THREADS = 10
 #: Seconds between two listings of await_workers.
 _POLL_INTERVAL = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """The answer to an HTTP request.
+
+    Parameters
+    ----------
+    status_code : int
+        The HTTP status.
+
+    Examples
+    --------
+    >>> Response(404).ok
+    False
+    """
+
+    status_code: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is below 400."""
+        return self.status_code < 400
 
 
 def launch_workers(
@@ -140,7 +163,7 @@ def list_workers() -> list[SessionInfo]:
 
 def _list(function: str) -> list[SessionInfo]:
     def get() -> list[SessionInfo]:
-        launcher = environment.calling_session()
+        launcher = launching.calling_session()
         sessions = session_state.read_all()
         return [session_state.public(each) for each in sessions if each.plan["launcher"] == launcher]
 
