@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records import operations, store
-from dask_cml.serve import form
 from dask_cml.serve.access import Handler
 
 _OFFSET = re.compile(r"\d{1,18}", re.ASCII)
@@ -94,14 +93,6 @@ class Ended(ApiHandler):
         self.answer(one.describe(samples=True))
 
 
-class Form(ApiHandler):
-    """``/api/form``, for the page alone."""
-
-    async def post(self) -> None:
-        """Create the cluster of a completed form."""
-        await self.create(form.arguments({name: str(text) for name, text in self.body().items()}))
-
-
 class Cluster(ApiHandler):
     """``/api/clusters/NAME``."""
 
@@ -163,7 +154,6 @@ class Logs(ApiHandler):
 
 ROUTES = [
     (r"/api/clusters", Clusters),
-    (r"/api/form", Form),
     (r"/api/history", History),
     (r"/api/history/([^/]+)", Ended),
     (r"/api/clusters/([^/]+)", Cluster),
