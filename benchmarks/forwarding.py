@@ -39,7 +39,7 @@ PANE = "/individual-task-stream"
 MANAGER = """
 import asyncio, functools, sys
 from distributed.security import Security
-from dask_cml.dashboard.connection import open_comm
+from dask_cml.dashboard.proxy import open_comm
 from dask_cml.dashboard.forwarder import DashboardForwarder
 
 async def manage(address, folder):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dask_cml.dashboard.connection import OpenComm
-from dask_cml.dashboard.host_guard import HostGuard
-from dask_cml.dashboard.http_server import LocalServer, local_socket
-from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
+from dask_cml.dashboard.http_server import HostGuard, LocalServer, local_socket
+from dask_cml.dashboard.proxy import DashboardProxy, OpenComm, dashboard_application
 from dask_cml.options import setting
 
 
@@ -14,13 +12,13 @@ class DashboardForwarder(LocalServer):
 
     The scheduler must have the plugin :class:`~dask_cml.scheduler.plugin.CMLSchedulerPlugin`. If the
     scheduler cannot be reached, browsers get ``502 Bad Gateway``. Requests from other sites' pages get ``403
-    Forbidden``; see :class:`~dask_cml.dashboard.host_guard.HostGuard`.
+    Forbidden``; see :class:`~dask_cml.dashboard.http_server.HostGuard`.
 
     Parameters
     ----------
     open_comm : callable
         Opens a comm on which the scheduler serves its dashboard, such as
-        ``functools.partial(connection.open_comm, address, connection_args)``.
+        ``functools.partial(proxy.open_comm, address, connection_args)``.
     port : int
         The port to listen on. Default: any free port.
 
@@ -33,7 +31,7 @@ class DashboardForwarder(LocalServer):
     --------
     >>> import asyncio
     >>> import functools
-    >>> from dask_cml.dashboard.connection import open_comm
+    >>> from dask_cml.dashboard.proxy import open_comm
     >>> async def link(open_comm):
     ...     forwarder = DashboardForwarder(open_comm)
     ...     await forwarder.close()

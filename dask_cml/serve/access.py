@@ -12,7 +12,7 @@ from typing import Any
 from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
-from dask_cml.dashboard.host_guard import HostGuard, Refused
+from dask_cml.dashboard.http_server import HostGuard, Refused
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.options import setting
 from dask_cml.sessions.owner import this_session, this_user
