@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from dask_cml import checks
-from dask_cml.local import configuration, extensions, faults, quota, session_state, state
+from dask_cml.local import configuration, extensions, faults, quota, state
 from dask_cml.local.configuration import Settings
-from dask_cml.local.session_state import SessionState
+from dask_cml.local.state import SessionState
 from dask_cml.private_files import owner_only
 
 # Below the ports that Linux and macOS give to outgoing connections.
@@ -67,25 +67,27 @@ def launch(request: Mapping[str, Any]) -> dict[str, Any]:
         if excess and not waits:
             fate = "refused"
         plan = {**_plan(request, current, live), "fate": fate, "waits": waits}
-        lock = session_state.create(plan)
+        lock = state.create_session(plan)
     try:
         if fate == "refused":
             return _refusal(plan["id"], excess or "requested: pods=1, used: pods=1, limited: pods=1")
         _start_supervisor(plan["id"], lock)
     finally:
         os.close(lock)
-    session = session_state.read(plan["id"])
+    session = state.read_session(plan["id"])
     # The session may have been removed meanwhile.
-    return session_state.public(session) if session else {"id": plan["id"], "status": "failed"}
+    return state.public(session) if session else {"id": plan["id"], "status": "failed"}
 
 
 def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState]) -> dict[str, Any]:
     plan = {
         **dataclasses.asdict(current),
         **request,
-        "id": session_state.new_id(),
+        "id": state.new_id(),
         "launcher": calling_session(),
-        "owner": _owner(),
+        # The session at whose end the platform stops this one. CML assigns the sessions that a worker session
+        # launches to the owner of the worker session.
+        "owner": os.environ.get("CDSW_MASTER_ID") or calling_session(),
         "created_at": time.time(),
         "ip": "127.0.0.1",
         "gateway": "127.0.0.1",
@@ -99,14 +101,6 @@ def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState
     plan["app_url"] = f"http://{plan['ip']}:{plan['ports'][0]}/"
     plan["env"] = _environment(plan)
     return plan
-
-
-def _owner() -> str:
-    """Return the id of the owner: the session at whose end the platform stops what this process launches.
-
-    CML assigns the sessions that a worker session launches to the owner of the worker session.
-    """
-    return os.environ.get("CDSW_MASTER_ID") or calling_session()
 
 
 def _base() -> dict[str, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dask_cml.local import session_state, state
-from dask_cml.local.session_state import SessionState
+from dask_cml.local import state
+from dask_cml.local.state import SessionState
 
 
 def excess(plan: Mapping[str, Any], live: Iterable[SessionState], quota: Mapping[str, float]) -> str | None:
@@ -35,7 +35,7 @@ def excess(plan: Mapping[str, Any], live: Iterable[SessionState], quota: Mapping
 
 def live_sessions() -> list[SessionState]:
     """Return the sessions that have not ended, the oldest first."""
-    return [session for session in session_state.read_all() if session.live and not session.half_made]
+    return [session for session in state.read_sessions() if session.live and not session.half_made]
 
 
 def has_room(session_id: str) -> bool:

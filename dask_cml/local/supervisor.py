@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_cml.local import engines, extensions, quota, session_state, state
+    from dask_cml.local import engines, extensions, quota, state
     from dask_cml.local.processes import MemoryWatch
 
 _RUNNER = Path(__file__).with_name("runner.py")
@@ -61,7 +61,7 @@ class Supervisor:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         for signum in (signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: session_state.request_end(self.folder.name))
+        signal.signal(signal.SIGTERM, lambda *_: state.request_end(self.folder.name))
         # The shell that started this process ignores these signals, and the session would inherit that.
         for signum in (signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_DFL)
@@ -91,7 +91,7 @@ class Supervisor:
         if engines.has_ended(self.plan["owner"]):
             return "stopped"
         if self.out_of_memory:
-            self.reason, self.notice = session_state.OUT_OF_MEMORY, False
+            self.reason, self.notice = state.OUT_OF_MEMORY, False
         if self.reason or exit_status:
             return "failed"
         return None if exit_status is None else "succeeded"
@@ -183,7 +183,7 @@ class Supervisor:
         if self.memory is not None:
             _repeat(self.memory.look, self.memory.interval, self.wake)
         if limit := self.plan["scratch"]:
-            full = functools.partial(self.wake, session_state.SCRATCH_FULL)
+            full = functools.partial(self.wake, state.SCRATCH_FULL)
             _repeat(lambda: gibibytes(scratch) > limit, _SCRATCH_INTERVAL, full)
 
     def _hooks(self, name: str) -> list[Callable[..., Any]]:
@@ -196,8 +196,8 @@ class Supervisor:
             deadline = time.monotonic() + self.plan["stop_grace"]
             while self.child.poll() is None and not self.out_of_memory and time.monotonic() < deadline:
                 self.pause(max(0.0, deadline - time.monotonic()))
-        session = session_state.SessionState(self.folder, self.plan, self.status)
-        session_state.free(session, self.child.pid if self.child else None)
+        session = state.SessionState(self.folder, self.plan, self.status)
+        state.free(session, self.child.pid if self.child else None)
 
 
 def _repeat(look: Callable[[], object], interval: float, then: Callable[[], None] | None = None) -> None:
@@ -229,8 +229,8 @@ def _import_siblings() -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(path)]
         sys.modules[name] = package
-    global engines, extensions, quota, session_state, state
-    from dask_cml.local import engines, extensions, quota, session_state, state
+    global engines, extensions, quota, state
+    from dask_cml.local import engines, extensions, quota, state
 
 
 if __name__ == "__main__":
