@@ -22,7 +22,7 @@ from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
 from dask_cml.checks import message
-from dask_cml.dashboard.forwarder import DashboardForwarder
+from dask_cml.dashboard.proxy import DashboardForwarder
 from dask_cml.display.group import WorkerGroup
 from dask_cml.display.html import escaped, render, status_of
 from dask_cml.errors import CMLError, without_frames

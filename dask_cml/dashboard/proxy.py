@@ -23,8 +23,9 @@ from tornado.iostream import IOStream, StreamClosedError
 from tornado.web import Application, RequestHandler
 
 from dask_cml.cancellation import cancel
-from dask_cml.dashboard.http_server import HostGuard, Refused
+from dask_cml.dashboard.http_server import HostGuard, LocalServer, Refused, local_socket
 from dask_cml.msgpack_comm import MsgpackComm
+from dask_cml.options import setting
 from dask_cml.protocol import FORWARD
 
 logger = logging.getLogger(__name__)
@@ -307,3 +308,53 @@ async def _copy(source: IOStream, target: IOStream) -> None:
     with contextlib.suppress(OSError):
         while True:
             await target.write(await source.read_bytes(_CHUNK, partial=True))
+
+
+class DashboardForwarder(LocalServer):
+    """Listens on a port of 127.0.0.1, and answers requests by the dashboard of a scheduler.
+
+    The scheduler must have the plugin :class:`~dask_cml.scheduler.plugin.CMLSchedulerPlugin`. If the
+    scheduler cannot be reached, browsers get ``502 Bad Gateway``. Requests from other sites' pages get ``403
+    Forbidden``; see :class:`~dask_cml.dashboard.http_server.HostGuard`.
+
+    Parameters
+    ----------
+    open_comm : callable
+        Opens a comm on which the scheduler serves its dashboard, such as
+        ``functools.partial(open_comm, address, connection_args)``.
+    port : int
+        The port to listen on. Default: any free port.
+
+    Raises
+    ------
+    OSError
+        If the port is in use.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> import functools
+    >>> from dask_cml.dashboard.proxy import open_comm
+    >>> async def link(open_comm):
+    ...     forwarder = DashboardForwarder(open_comm)
+    ...     await forwarder.close()
+    ...     return forwarder.link
+    >>> asyncio.run(link(functools.partial(open_comm, cluster.scheduler_address)))
+    'http://127.0.0.1:.../status'
+    """
+
+    def initialize(self, open_comm: OpenComm, port: int = 0) -> None:  # type: ignore[override]
+        """Start to listen. Tornado calls this instead of ``__init__``."""
+        guard = HostGuard(setting("forward-hosts"))
+        application = dashboard_application([(r"/.*", _Forwarded)], guard, open_comm=open_comm)
+        super().initialize(application, local_socket(port))
+
+    @property
+    def link(self) -> str:
+        """The dashboard's URL for a browser on this machine."""
+        return f"http://127.0.0.1:{self.port}/status"
+
+
+class _Forwarded(DashboardProxy):
+    async def get(self) -> None:
+        await self.forward(self.settings["open_comm"], self.request.path[1:])
