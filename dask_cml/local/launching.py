@@ -1,4 +1,4 @@
-"""One launch: the quota, the session's plan with its environment, and its supervisor."""
+"""One launch: the quota, the order of sessions that wait for it, the session's plan, and its supervisor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dask_cml import checks
-from dask_cml.local import configuration, extensions, faults, quota, state
+from dask_cml.local import configuration, extensions, faults, state
 from dask_cml.local.configuration import Settings
 from dask_cml.local.state import SessionState
 from dask_cml.private_files import owner_only
@@ -61,8 +61,8 @@ def launch(request: Mapping[str, Any]) -> dict[str, Any]:
     current = configuration.settings()
     with state.locked():
         fate = faults.take(request["name"], request["code"])
-        live = quota.live_sessions()
-        excess = quota.excess(request, live, current.quota or {})
+        live = _live_sessions()
+        excess = _excess(request, live, current.quota or {})
         waits = current.over_quota == "wait" and (excess is not None or any(each.waits for each in live))
         if excess and not waits:
             fate = "refused"
@@ -77,6 +77,37 @@ def launch(request: Mapping[str, Any]) -> dict[str, Any]:
     session = state.read_session(plan["id"])
     # The session may have been removed meanwhile.
     return state.public(session) if session else {"id": plan["id"], "status": "failed"}
+
+
+def has_room(session_id: str) -> bool:
+    """Return whether a waiting session has room now. The oldest waiting session comes first.
+
+    Call this while the state is locked, and keep it locked until the session is admitted.
+    """
+    live = _live_sessions()
+    waiting = [session for session in live if session.waits]
+    if not waiting or waiting[0].id != session_id:
+        return False
+    return _excess(waiting[0].plan, live, configuration.settings().quota or {}) is None
+
+
+def _live_sessions() -> list[SessionState]:
+    """Return the sessions that have not ended, the oldest first."""
+    return [session for session in state.read_sessions() if session.live and not session.half_made]
+
+
+def _excess(plan: Mapping[str, Any], live: Iterable[SessionState], quota: Mapping[str, float]) -> str | None:
+    """Return the message if one more session would exceed the quota, else None. Waiting ones use nothing."""
+    present = [session for session in live if not session.waits]
+    for resource, limit in quota.items():
+        wanted, used = plan[resource], sum(session.plan[resource] for session in present)
+        if wanted and used + wanted > limit:
+            unit = "Gi" if resource == "memory" else ""
+            return ", ".join(
+                f"{verb}: {resource}={amount:g}{unit}"
+                for verb, amount in (("requested", wanted), ("used", used), ("limited", limit))
+            )
+    return None
 
 
 def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_cml.local import engines, extensions, quota, state
+    from dask_cml.local import engines, extensions, state
     from dask_cml.local.processes import MemoryWatch
 
 _RUNNER = Path(__file__).with_name("runner.py")
@@ -151,8 +151,10 @@ class Supervisor:
 
     def admitted(self) -> bool:
         """Admit a waiting session if there is room and it is the first. Return whether it was admitted."""
+        from dask_cml.local import launching  # imports more than a session needs that does not wait
+
         with state.locked():
-            room = quota.has_room(self.folder.name)
+            room = launching.has_room(self.folder.name)
             if room:
                 self.write("scheduling", admitted=True)
             return room
@@ -229,8 +231,8 @@ def _import_siblings() -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(path)]
         sys.modules[name] = package
-    global engines, extensions, quota, state
-    from dask_cml.local import engines, extensions, quota, state
+    global engines, extensions, state
+    from dask_cml.local import engines, extensions, state
 
 
 if __name__ == "__main__":
