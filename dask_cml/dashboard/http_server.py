@@ -13,7 +13,6 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Collection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +20,8 @@ from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPServerRequest
 from tornado.iostream import IOStream
 from tornado.web import Application
+
+from dask_cml.options import setting
 
 logger = logging.getLogger(__name__)
 
@@ -123,13 +124,11 @@ class HostGuard:
     """Checks the Host and the Origin of requests.
 
     Valid hosts are ``localhost``, this machine's name, IP addresses, which no page can redirect, the names
-    below CML's domain in a CML session, and additional ones. Ports are not checked, because tunnels and
-    proxies have ports of their own.
+    below CML's domain in a CML session, and the names in ``cml.forward-hosts``, such as a JupyterHub's. Ports
+    are not checked, because tunnels and proxies have ports of their own.
 
     Parameters
     ----------
-    hosts : collection of str
-        Additional host names, such as that of a JupyterHub.
     server : str
         The server's name, for messages.
     port : int, optional
@@ -137,11 +136,9 @@ class HostGuard:
         their Host. Default: pages of both ports of the session.
     """
 
-    def __init__(
-        self, hosts: Collection[str] = (), server: str = "The dashboard", port: int | None = None
-    ) -> None:
+    def __init__(self, server: str = "The dashboard", port: int | None = None) -> None:
         self._server = server
-        self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        self._hosts = {"localhost", socket.gethostname().lower(), *map(str.lower, setting("forward-hosts"))}
         engine, domain = os.environ.get("CDSW_ENGINE_ID"), os.environ.get("CDSW_DOMAIN", "").lower()
         self._domain = f".{domain}" if domain else None
         own = f"{engine}.{domain}".lower()

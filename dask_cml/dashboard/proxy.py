@@ -25,7 +25,6 @@ from tornado.web import Application, RequestHandler
 from dask_cml.cancellation import cancel
 from dask_cml.dashboard.http_server import HostGuard, LocalServer, Refused, local_socket
 from dask_cml.msgpack_comm import MsgpackComm
-from dask_cml.options import setting
 from dask_cml.protocol import FORWARD
 
 logger = logging.getLogger(__name__)
@@ -345,8 +344,7 @@ class DashboardForwarder(LocalServer):
 
     def initialize(self, open_comm: OpenComm, port: int = 0) -> None:  # type: ignore[override]
         """Start to listen. Tornado calls this instead of ``__init__``."""
-        guard = HostGuard(setting("forward-hosts"))
-        application = dashboard_application([(r"/.*", _Forwarded)], guard, open_comm=open_comm)
+        application = dashboard_application([(r"/.*", _Forwarded)], HostGuard(), open_comm=open_comm)
         super().initialize(application, local_socket(port))
 
     @property
