@@ -27,10 +27,6 @@ class ApiHandler(Handler):
         """Answer with the reason of an error."""
         self.answer({"error": words})
 
-    async def answer_details(self, name: str) -> None:
-        """Answer with the description of one cluster."""
-        self.answer(await self.details(name))
-
     async def create(self, options: dict[str, Any]) -> None:
         """Create a cluster of the request's user, and describe it."""
         description = await self.clusters.create(options, self.current_user.name)
@@ -98,7 +94,7 @@ class Cluster(ApiHandler):
 
     async def get(self, name: str) -> None:
         """Describe a cluster."""
-        await self.answer_details(name)
+        self.answer(await self.details(name))
 
     async def delete(self, name: str) -> None:
         """Stop all sessions of a cluster."""
@@ -115,7 +111,7 @@ class Scale(ApiHandler):
         if "n" not in body:
             raise ValueError("invalid body: expected n, a whole number")
         self.clusters.manager_of(name).scale(**body)
-        await self.answer_details(name)
+        self.answer(await self.details(name))
 
 
 class Adapt(ApiHandler):
@@ -124,13 +120,13 @@ class Adapt(ApiHandler):
     async def post(self, name: str) -> None:
         """Adapt a worker group."""
         self.clusters.manager_of(name).adapt(**self.body("minimum", "maximum", "worker_group"))
-        await self.answer_details(name)
+        self.answer(await self.details(name))
 
     async def delete(self, name: str) -> None:
         """Stop adapting a worker group."""
         group = self.get_query_argument("worker_group", DEFAULT_GROUP)
         self.clusters.manager_of(name).manager.wishes.stop_adapting(group)
-        await self.answer_details(name)
+        self.answer(await self.details(name))
 
 
 class Logs(ApiHandler):
