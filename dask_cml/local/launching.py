@@ -130,11 +130,11 @@ def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState
     for hook in extensions.hooks(current.extensions, "network"):
         plan |= hook(plan)
     plan["app_url"] = f"http://{plan['ip']}:{plan['ports'][0]}/"
-    plan["env"] = _environment(plan)
+    plan["env"] = _session_environment(plan)
     return plan
 
 
-def _base() -> dict[str, str]:
+def _base_environment() -> dict[str, str]:
     """Return the variables that sessions and supervisors take from this process's environment."""
     kept = {name: value for name, value in os.environ.items() if name in _BASE or name.startswith("LC_")}
     kept.setdefault("PATH", os.defpath)
@@ -143,7 +143,7 @@ def _base() -> dict[str, str]:
     return kept
 
 
-def _environment(plan: Mapping[str, Any]) -> dict[str, str]:
+def _session_environment(plan: Mapping[str, Any]) -> dict[str, str]:
     """Return the complete environment of a session.
 
     The project's variables override the platform's, and those of the launch override both. Neither can change
@@ -167,7 +167,7 @@ def _environment(plan: Mapping[str, Any]) -> dict[str, str]:
         "CDSW_MEMORY_MB": str(round(1024 * plan["memory"])),
     }
     pinned = {"CDSW_ENGINE_ID": plan["id"], state.DIRECTORY_VARIABLE: str(state.directory())}
-    return {**_base(), **platform, **plan["variables"], **plan["env"], **pinned}
+    return {**_base_environment(), **platform, **plan["variables"], **plan["env"], **pinned}
 
 
 def _digest(*words: str) -> str:
@@ -203,7 +203,7 @@ def _is_free(port: int) -> bool:
 
 def _start_supervisor(session_id: str, lock: int) -> None:
     folder = state.directory() / "sessions" / session_id
-    env = _base()
+    env = _base_environment()
     if "PYTHONPATH" in os.environ:  # psutil may be found by it
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
     with open(folder / "log", "ab", opener=owner_only) as log:

@@ -105,7 +105,7 @@ def origin(key: str) -> str:
     """Return where the value of a key comes from, such as ``the file …``, for error messages."""
     value = repr(dask.config.get(key, None))
     for name, text in os.environ.items():
-        if key_of(name) == key and repr(dask.config.interpret_value(text)) == value:
+        if _key_of(name) == key and repr(dask.config.interpret_value(text)) == value:
             return f"the environment variable {name}"
     for path, content in reversed([*dask.config.collect_yaml(dask.config.paths, return_paths=True)]):
         if repr(dask.config.get(key, None, config=content)) == value:
@@ -115,7 +115,7 @@ def origin(key: str) -> str:
     return "Dask's configuration"
 
 
-def key_of(variable: str) -> str | None:
+def _key_of(variable: str) -> str | None:
     """Return the key that an environment variable sets."""
     if not variable.startswith("DASK_"):
         return None
@@ -141,7 +141,7 @@ def inherited(state_directory: Path) -> dict[str, str]:
         variables[_INHERITED] = text
     # A session prefers its environment variables, and the project's variables are set here and there.
     for name, text in os.environ.items():
-        if (key := key_of(name)) and _is_shared(key):
+        if (key := _key_of(name)) and _is_shared(key):
             value = dask.config.get(key, None)
             if _json(value) is not None and value != dask.config.interpret_value(text):
                 variables[name] = repr(value)
