@@ -1,6 +1,6 @@
 """Run the checks of ``dask cml doctor``: the environment, the platform, and the versions in clusters.
 
-Each check imports the modules that it needs, because any import may fail in a broken environment.
+Each check imports the packages that it needs, such as distributed, because any of them may be broken.
 """
 
 from __future__ import annotations

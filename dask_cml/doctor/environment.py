@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+import dask.config
+
+from dask_cml import options
 from dask_cml.doctor.finding import Finding, dask_command, pip_command
+from dask_cml.errors import NotOnCML
+from dask_cml.private_files import NotPrivate, check_folder, move_aside
+from dask_cml.sessions import answers
+from dask_cml.sessions.loading import load_platform
 
 #: Characters of an answer of the platform, or of an error of an import.
 _MOST_CHARACTERS = 300
@@ -48,12 +55,6 @@ _TIME_OUTS = ("JUPYTER_KERNEL_TIMEOUT_SECONDS", 3600), ("JUPYTER_SERVER_TIMEOUT_
 
 def platform() -> Finding:
     """Check that this process can import the platform's module, and that the module lists sessions."""
-    import dask.config
-
-    from dask_cml.errors import NotOnCML
-    from dask_cml.sessions import answers
-    from dask_cml.sessions.loading import load_platform
-
     try:  # `configuration` finds an invalid platform
         module = load_platform(dask.config.get("cml.platform", None))
         listed = answers.listed(module.list_workers())
@@ -79,17 +80,13 @@ def in_session() -> bool:
 
 def launches_sessions() -> bool:
     """Return whether this process creates clusters of CML sessions."""
-    import dask.config
-
     return in_session() and dask.config.get("cml.platform", None) != "local"
 
 
 def configuration() -> Finding:
     """Check all options in Dask's configuration."""
-    from dask_cml.options import Options
-
     try:
-        Options.read()
+        options.Options.read()
     except (ValueError, TypeError) as error:
         return Finding("wrong", f"{error}.", f"{dask_command()} config list")
     return Finding("ok", "All options below cml are valid.")
@@ -97,10 +94,7 @@ def configuration() -> Finding:
 
 def state_directory() -> Finding:
     """Check that the state directory belongs to this user, is private, and is writable."""
-    from dask_cml.options import state_directory
-    from dask_cml.private_files import NotPrivate, check_folder, move_aside
-
-    directory = state_directory()
+    directory = options.state_directory()
     there = _existing(directory)
     if not there.is_dir():
         return Finding("wrong", f"{there} is not a folder.", move_aside(there))
@@ -129,12 +123,8 @@ def state_directory() -> Finding:
 
 def scratch() -> Finding:
     """Check that Dask spills to a local disk of the session, and that the disk has free space."""
-    import dask.config
-
-    from dask_cml.options import state_directory
-
     folder = Path(dask.config.get("temporary-directory", None) or tempfile.gettempdir())
-    disk, shared = _existing(folder), _existing(state_directory())
+    disk, shared = _existing(folder), _existing(options.state_directory())
     if launches_sessions() and disk.stat().st_dev == shared.stat().st_dev:
         words = f"{folder} is on the project file system, which is slow. Dask workers spill data to it."
         return Finding("warning", words, "export TMPDIR=/tmp")
