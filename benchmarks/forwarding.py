@@ -39,8 +39,7 @@ PANE = "/individual-task-stream"
 MANAGER = """
 import asyncio, functools, sys
 from distributed.security import Security
-from dask_cml.dashboard.connection import open_comm
-from dask_cml.dashboard.forwarder import DashboardForwarder
+from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 
 async def manage(address, folder):
     keys = {}

@@ -22,10 +22,10 @@ from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
 from dask_cml.checks import message
-from dask_cml.dashboard.forwarder import DashboardForwarder
+from dask_cml.dashboard.proxy import DashboardForwarder
 from dask_cml.display.group import WorkerGroup
 from dask_cml.display.html import escaped, render, status_of
-from dask_cml.errors import CMLError
+from dask_cml.errors import CMLError, without_frames
 from dask_cml.manager.adaptive import CMLAdaptive
 from dask_cml.manager.manager import Manager
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
@@ -37,7 +37,6 @@ from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sizing import sessions_for
-from dask_cml.tracebacks import without_frames
 
 if TYPE_CHECKING:
     from typing_extensions import Self

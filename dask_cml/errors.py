@@ -1,10 +1,19 @@
-"""The errors that dask-cml raises."""
+"""The errors that dask-cml raises, and the frames that their tracebacks show."""
 
 from __future__ import annotations
 
+import logging
 import shlex
+import traceback
+from pathlib import Path
+from typing import TypeVar
 
-from dask_cml.tracebacks import render
+logger = logging.getLogger(__name__)
+
+#: Packages whose frames do not help to understand an error of the platform.
+_OURS = frozenset({"IPython", "asyncio", "concurrent", "dask_cml", "distributed", "tornado"})
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class CMLError(RuntimeError):
@@ -12,7 +21,15 @@ class CMLError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows: the error first, then the frames of the user's code."""
-        return render(self)
+        shown = [f"{type(self).__name__}: {self}"]
+        for frame, line in traceback.walk_tb(self.__traceback__):
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
+                continue
+            [summary] = traceback.StackSummary.extract([(frame, line)])
+            # IPython invents the file name of a notebook's cell.
+            where = f'File "{summary.filename}"' if Path(summary.filename).exists() else "Cell"
+            shown.append(f"  {where}, line {line}, in {summary.name}\n    {summary.line}")
+        return shown
 
 
 class NotOnCML(CMLError):
@@ -82,3 +99,12 @@ class NoSuchCluster(CMLError, LookupError):
         super().__init__(f"no cluster named {name!r}; {others}")
         self.name = name
         self.known = known
+
+
+def without_frames(error: _Error) -> _Error:
+    """Return an error without its frames so far, for ``raise … from None``.
+
+    The message of an error of the platform is complete. The log contains the frames, at the level ``DEBUG``.
+    """
+    logger.debug("%s", error, exc_info=error)
+    return error.with_traceback(None)

@@ -17,9 +17,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.tcpclient import TCPClient
 from tornado.websocket import websocket_connect
 
-from dask_cml.dashboard.connection import open_comm
-from dask_cml.dashboard.forwarder import DashboardForwarder
-from dask_cml.dashboard.proxy import carry
+from dask_cml.dashboard.proxy import DashboardForwarder, carry, open_comm
 from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 

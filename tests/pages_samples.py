@@ -9,7 +9,7 @@ from typing import Any
 from dask_cml.errors import ClusterExists, LaunchRefused, NoSuchCluster
 from dask_cml.records.history import EndedCluster
 from dask_cml.records.usage import SessionHours, Usage
-from dask_cml.serve.start_times import StartTimes
+from dask_cml.serve.metrics import StartTimes
 
 GIB = 2**30
 QUOTA = "2 of 4 workers launched: exceeded quota: cpu=4, used: 14, limited: 16"

@@ -8,7 +8,7 @@ from distributed import Client
 
 from dask_cml import CMLCluster
 from dask_cml.options import Options, state_directory
-from dask_cml.options.inheritance import inherited
+from dask_cml.options.configuration import inherited
 
 
 @pytest.fixture

@@ -30,8 +30,7 @@ from distributed.security import Security
 from schedulers import prepare
 
 from dask_cml.dashboard import http_server, proxy
-from dask_cml.dashboard.connection import open_comm
-from dask_cml.dashboard.forwarder import DashboardForwarder
+from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.layout import FOLDER, NUMBER, scheduler_file
 from dask_cml.protocol import FORWARD
 from dask_cml.scheduler.plugin import NAME

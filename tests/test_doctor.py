@@ -20,7 +20,7 @@ from distributed import Client
 from distributed.versions import get_versions
 
 from dask_cml import CMLCluster, cli
-from dask_cml.doctor import clusters, examine, packages, session
+from dask_cml.doctor import clusters, environment, examine
 from dask_cml.doctor.finding import Finding
 from dask_cml.records import liveness
 from dask_cml.records.record import Maker, Record, SchedulerState
@@ -177,7 +177,7 @@ def test_a_check_that_raises_an_error_becomes_one_wrong_finding(home, laptop, mo
     def fail():
         raise error
 
-    monkeypatch.setattr(packages, "image", fail)
+    monkeypatch.setattr(environment, "image", fail)
     findings = {each.name: each for each in examine()}
     assert [*findings] == CHECKS
     assert findings["image"].state == "wrong"
@@ -202,14 +202,14 @@ def test_a_finding_is_one_line_and_its_command_is_on_the_next():
 
 
 def test_a_laptop_without_a_platform_is_pointed_to_the_local_platform(laptop):
-    finding = session.platform()
+    finding = environment.platform()
     assert finding.state == "wrong"
     assert finding.command == "export DASK_CML__PLATFORM=local"
 
 
 def test_a_python_other_than_the_runtimes_is_wrong(laptop, monkeypatch):
     monkeypatch.setenv("CDSW_ENGINE_ID", "kbmjhsx8uobd5ks9")
-    finding = session.platform()
+    finding = environment.platform()
     assert (finding.state, finding.command) == ("wrong", f"{sys._base_executable} -m dask cml doctor")
     assert sys.executable in finding.words
 
@@ -217,7 +217,7 @@ def test_a_python_other_than_the_runtimes_is_wrong(laptop, monkeypatch):
 def test_doctor_counts_the_sessions_that_the_platform_lists(cml):
     cml.answer = lambda: [{"id": "aaaa", "status": "running"}, {"id": "bbbb", "status": "stopped"}]
     words = "cml.workers_v1 lists 2 worker sessions; 1 of them are live."
-    assert session.platform() == Finding("ok", words)
+    assert environment.platform() == Finding("ok", words)
 
 
 @pytest.mark.parametrize(
@@ -240,16 +240,16 @@ def test_a_failed_listing_shows_the_platforms_reason(cml, answer, words):
         return answer
 
     cml.answer = answers
-    finding = session.platform()
+    finding = environment.platform()
     assert finding.state == "wrong"
     assert words in finding.words
     assert len(finding.words) < 400
 
 
 def test_an_invalid_option_is_wrong(cml):
-    assert session.configuration().state == "ok"
+    assert environment.configuration().state == "ok"
     with dask.config.set({"cml.memory": "lots"}):
-        finding = session.configuration()
+        finding = environment.configuration()
     assert finding.state == "wrong"
     assert "memory='lots'" in finding.words
 
@@ -258,13 +258,13 @@ def test_an_invalid_option_is_wrong(cml):
 
 
 def test_a_missing_state_directory_is_ok_and_stays_missing(home, cml):
-    assert session.state_directory().words == f"The first cluster will create {home / '.dask-cml'}."
+    assert environment.state_directory().words == f"The first cluster will create {home / '.dask-cml'}."
     assert [*home.iterdir()] == []
 
 
 def test_a_private_state_directory_is_ok_and_stays_empty(home, cml):
     (home / ".dask-cml").mkdir(mode=0o700)
-    assert session.state_directory().state == "ok"
+    assert environment.state_directory().state == "ok"
     assert [*(home / ".dask-cml").iterdir()] == []
 
 
@@ -272,19 +272,19 @@ def test_a_private_state_directory_is_ok_and_stays_empty(home, cml):
 def test_the_command_fixes_the_mode_of_the_state_directory(home, cml, mode, state):
     (home / ".dask-cml").mkdir()
     (home / ".dask-cml").chmod(mode)
-    finding = session.state_directory()
+    finding = environment.state_directory()
     assert finding.state == state
     assert f"{mode:04o}" in finding.words
     mend(finding)
-    assert session.state_directory().state == "ok"
+    assert environment.state_directory().state == "ok"
 
 
 def test_the_command_moves_a_file_in_place_of_the_state_directory_aside(home, cml):
     (home / ".dask-cml").write_text("mine")
-    finding = session.state_directory()
+    finding = environment.state_directory()
     assert finding.state == "wrong"
     mend(finding)
-    assert session.state_directory().state == "ok"
+    assert environment.state_directory().state == "ok"
     assert [each.read_text() for each in home.iterdir()] == ["mine"]
 
 
@@ -292,62 +292,64 @@ def test_the_command_moves_a_file_in_place_of_the_state_directory_aside(home, cm
 def test_the_command_moves_the_state_directory_of_another_user_aside(home, cml):
     (home / ".dask-cml").mkdir(mode=0o700)
     os.chown(home / ".dask-cml", 12345, -1)
-    finding = session.state_directory()
+    finding = environment.state_directory()
     assert finding.state == "wrong"
     assert "user with the id 12345" in finding.words
     mend(finding)
-    assert session.state_directory().state == "ok"
+    assert environment.state_directory().state == "ok"
 
 
 def test_a_read_only_state_directory_is_wrong(cml):
     with dask.config.set({"cml.state-directory": "/proc/dask-cml"}):
-        finding = session.state_directory()
+        finding = environment.state_directory()
     assert finding.state == "wrong"
     assert "Cannot write to /proc" in finding.words
 
 
 def test_a_state_directory_outside_the_home_folder_is_wrong_on_cml_only(home, cml, tmp_path_factory):
     with dask.config.set({"cml.state-directory": str(tmp_path_factory.mktemp("elsewhere") / "state")}):
-        assert "the only folder that all sessions share" in session.state_directory().words
+        assert "the only folder that all sessions share" in environment.state_directory().words
         with dask.config.set({"cml.platform": "local"}):
-            assert session.state_directory().state == "ok"
+            assert environment.state_directory().state == "ok"
 
 
 # -- packages
 
 
 def test_doctor_shows_the_versions_of_this_process():
-    finding = packages.versions()
+    finding = environment.versions()
     assert finding.state == "ok"
     assert f"dask {dask.__version__}" in finding.words
 
 
 def test_a_distributed_below_the_requirement_is_wrong(install):
     install("distributed", "2022.1.0")
-    finding = packages.versions()
+    finding = environment.versions()
     assert finding.state == "wrong"
     assert "distributed 2022.1.0 is installed" in finding.words
     assert any(word.startswith("distributed>=") for word in shlex.split(finding.command))
 
 
 def test_a_missing_distributed_is_wrong(monkeypatch):
-    installed, requires = packages.version, packages.metadata.requires
+    installed, requires = environment.version, environment.metadata.requires
 
     def requires_of_installed(name):
         if name == "distributed":
-            raise packages.metadata.PackageNotFoundError(name)
+            raise environment.metadata.PackageNotFoundError(name)
         return requires(name)
 
-    monkeypatch.setattr(packages, "version", lambda name: None if name == "distributed" else installed(name))
-    monkeypatch.setattr(packages.metadata, "requires", requires_of_installed)
-    finding = packages.versions()
+    monkeypatch.setattr(
+        environment, "version", lambda name: None if name == "distributed" else installed(name)
+    )
+    monkeypatch.setattr(environment.metadata, "requires", requires_of_installed)
+    finding = environment.versions()
     assert finding.state == "wrong"
     assert "distributed is not installed" in finding.words
 
 
 def test_the_command_removes_a_second_dask_from_the_home_folder(install_at_home):
     folder = install_at_home("dask", "2020.1.0")
-    finding = packages.image()
+    finding = environment.image()
     assert finding.state == "warning"
     assert f"dask 2020.1.0 in {folder} takes precedence over {dask.__version__} in " in finding.words
     assert shlex.split(finding.command)[-3:] == ["uninstall", "--yes", "dask"]
@@ -355,26 +357,26 @@ def test_the_command_removes_a_second_dask_from_the_home_folder(install_at_home)
 
 def test_no_command_removes_a_second_dask_outside_the_home_folder(install):
     install("distributed", "2020.1.0")
-    finding = packages.image()
+    finding = environment.image()
     assert (finding.state, finding.command) == ("warning", None)
 
 
 def test_a_package_with_a_similar_name_is_no_second_dask(install):
     install("dasklike", "1.0")
-    assert packages.image().state == "ok"
+    assert environment.image().state == "ok"
 
 
 def test_the_command_removes_copies_of_the_images_packages_from_the_home_folder(
     cml, install_at_home, monkeypatch
 ):
-    assert packages.image().state == "ok"
+    assert environment.image().state == "ok"
     install_at_home("jupyter_client", "99.0")
     install_at_home("tornado", "99.0")
-    finding = packages.image()
+    finding = environment.image()
     assert finding.state == "warning"
     assert shlex.split(finding.command)[-4:] == ["uninstall", "--yes", "jupyter-client", "tornado"]
     monkeypatch.delenv("CDSW_ENGINE_ID")
-    assert packages.image().state == "ok"
+    assert environment.image().state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -397,7 +399,7 @@ def test_the_command_removes_copies_of_the_images_packages_from_the_home_folder(
 def test_doctor_compares_bokeh_with_distributed(install, distributed, bokeh, words, command):
     install("distributed", distributed)
     install("bokeh", bokeh)
-    finding = packages.dashboard()
+    finding = environment.dashboard()
     assert words in finding.words
     assert finding.state == ("warning" if command else "ok")
     if command:
@@ -405,9 +407,9 @@ def test_doctor_compares_bokeh_with_distributed(install, distributed, bokeh, wor
 
 
 def test_a_missing_bokeh_is_a_warning(monkeypatch):
-    assert packages.dashboard().state == "ok"
-    monkeypatch.setattr(packages, "version", lambda name: None if name == "bokeh" else "2024.11.2")
-    finding = packages.dashboard()
+    assert environment.dashboard().state == "ok"
+    monkeypatch.setattr(environment, "version", lambda name: None if name == "bokeh" else "2024.11.2")
+    finding = environment.dashboard()
     assert (finding.state, shlex.split(finding.command)[-1]) == ("warning", "bokeh<3.7,>=3.1")
 
 
@@ -425,7 +427,7 @@ def importable(install, monkeypatch):
 
 
 def test_doctor_imports_the_packages_that_computations_use():
-    finding = packages.imports(120)
+    finding = environment.imports(120)
     assert finding.state == "ok", finding.words
     for name in ("bokeh", "pandas", "pyarrow"):
         assert name in finding.words
@@ -449,7 +451,7 @@ def test_doctor_imports_the_packages_that_computations_use():
 )
 def test_doctor_shows_why_a_package_fails_to_import(importable, code, words):
     importable(pyarrow=code)
-    finding = packages.imports(120)
+    finding = environment.imports(120)
     assert finding.state == "warning"
     assert words in finding.words
     assert "bokeh" not in finding.words
@@ -461,7 +463,7 @@ def test_doctor_shows_why_a_package_fails_to_import(importable, code, words):
 
 def test_an_import_that_hangs_is_stopped(importable):
     importable(pyarrow="import time; time.sleep(3600)")
-    assert "pyarrow 99.0 fails to import: the import timed out." in packages.imports(0).words
+    assert "pyarrow 99.0 fails to import: the import timed out." in environment.imports(0).words
     assert [each for each in psutil.Process().children() if "pyarrow" in each.cmdline()[-1]] == []
 
 
@@ -472,44 +474,44 @@ def test_an_import_that_hangs_is_stopped(importable):
 def test_the_command_enables_a_disabled_sidebar(monkeypatch, tmp_path, file):
     monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")  # as outside of virtual environments
-    assert packages.sidebar().state == "ok"
+    assert environment.sidebar().state == "ok"
     (tmp_path / file).parent.mkdir(exist_ok=True)
     disabled = {"ServerApp": {"token": "mine", "jpserver_extensions": {"dask_cml.jupyter": False}}}
     (tmp_path / file).write_text(json.dumps(disabled))
-    finding = packages.sidebar()
+    finding = environment.sidebar()
     assert finding.state == "warning"
     assert "does not enable dask_cml.jupyter." in finding.words
     mend(finding)
-    assert packages.sidebar().state == "ok"
+    assert environment.sidebar().state == "ok"
     assert json.loads((tmp_path / file).read_text())["ServerApp"]["token"] == "mine"
 
 
 def test_a_missing_sidebar_is_a_warning(monkeypatch):
-    installed = packages.version
+    installed = environment.version
     monkeypatch.setattr(
-        packages, "version", lambda name: None if name == "dask-labextension" else installed(name)
+        environment, "version", lambda name: None if name == "dask-labextension" else installed(name)
     )
-    finding = packages.sidebar()
+    finding = environment.sidebar()
     assert finding.state == "warning"
     assert shlex.split(finding.command)[-1].startswith("dask-labextension>=")
 
 
 def test_a_workbench_needs_no_sidebar(cml, monkeypatch):
-    monkeypatch.setattr(packages, "version", lambda name: None)
-    assert packages.sidebar().state == "ok"
-    assert packages.time_outs().state == "ok"
+    monkeypatch.setattr(environment, "version", lambda name: None)
+    assert environment.sidebar().state == "ok"
+    assert environment.time_outs().state == "ok"
 
 
 def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):
-    assert "by default 3600" in packages.time_outs().words
+    assert "by default 3600" in environment.time_outs().words
     monkeypatch.setenv("JUPYTER_KERNEL_TIMEOUT_SECONDS", "7200")
     monkeypatch.setenv("JUPYTER_SERVER_TIMEOUT_SECONDS", "43200")
-    finding = packages.time_outs()
+    finding = environment.time_outs()
     assert finding.state == "warning"
     assert "7200" in finding.words
     assert "43200" in finding.words
     with dask.config.set({"cml.platform": "local"}):
-        assert packages.time_outs().state == "ok"
+        assert environment.time_outs().state == "ok"
 
 
 # -- clusters

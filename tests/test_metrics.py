@@ -13,7 +13,7 @@ from pages_samples import StandInClusters, several
 from prometheus_client.parser import text_string_to_metric_families
 from test_pages import served
 
-from dask_cml.serve.start_times import StartTimes
+from dask_cml.serve.metrics import StartTimes
 
 DASHBOARD = Path(__file__).parents[1] / "docs" / "_static" / "grafana.json"
 LABELS = {"cluster", "group", "state", "status", "cause", "le"}

@@ -85,6 +85,9 @@ def test_importing_its_commands_loads_what_they_need_only_when_they_run():
     ours = {name for name in added if name.startswith("dask_cml")}
     assert {name for name in ours if not name.startswith("dask_cml.cli")} == {
         "dask_cml",
+        "dask_cml.display",
+        "dask_cml.display.words",
+        "dask_cml.errors",
         "dask_cml.naming",
         "dask_cml.printable",
     }

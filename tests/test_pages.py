@@ -14,7 +14,7 @@ from pages_samples import StandInClusters, cluster, ended, group, many, several
 from tornado.httpclient import AsyncHTTPClient, HTTPResponse
 
 from dask_cml.dashboard.http_server import LocalServer, local_socket
-from dask_cml.serve import form
+from dask_cml.serve import pages
 from dask_cml.serve.access import Access, User
 from dask_cml.serve.application import make_application
 from dask_cml.serve.dashboards import Dashboards
@@ -188,14 +188,14 @@ async def test_a_list_of_fifty_clusters_is_complete():
 def test_the_form_offers_the_options_of_the_command_line():
     from dask_cml.cli.create import create
 
-    fields = [field for fields in form.sections().values() for field in fields]
+    fields = [field for fields in pages.form_sections().values() for field in fields]
     context = create.make_context("create", [])
     options = {each.name for each in create.get_params(context) if each.opts[0] not in ("spec", "--help")}
     assert sorted(each.argument for each in fields) == sorted(options)
 
 
 def test_the_form_shows_the_usual_fields_first_and_the_others_by_heading():
-    sections = form.sections()
+    sections = pages.form_sections()
     assert [each.argument for each in sections[""]][:3] == ["name", "n_workers", "cpu"]
     assert [*sections][:3] == ["", "One worker session", "The scheduler's session"]
 
@@ -233,7 +233,7 @@ def test_the_texts_of_a_form_become_arguments():
         "worker_args": "--preload 'a b'",
         "worker_groups": 'gpu={"n-workers": 2}',
     }
-    assert form.arguments(texts) == {
+    assert pages.form_arguments(texts) == {
         "name": "night",
         "n_workers": 3,
         "cpu": 1.5,
@@ -244,9 +244,9 @@ def test_the_texts_of_a_form_become_arguments():
         "worker_args": ["--preload", "a b"],
         "worker_groups": {"gpu": {"n-workers": 2}},
     }
-    assert form.arguments({}) == {"security": False}
+    assert pages.form_arguments({}) == {"security": False}
     deep = "[" * 100_000
-    assert form.arguments({"n_workers": deep})["n_workers"] == deep  # CMLCluster refuses it
+    assert pages.form_arguments({"n_workers": deep})["n_workers"] == deep  # CMLCluster refuses it
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_the_texts_of_a_form_become_arguments():
 )
 def test_an_invalid_text_is_refused_without_repeating_it(texts, words):
     with pytest.raises(ValueError, match=re.escape(words)) as error:
-        form.arguments(texts)
+        pages.form_arguments(texts)
     assert "s3cr3t" not in str(error.value)
 
 

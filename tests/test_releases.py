@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from dask_cml.doctor import packages
+from dask_cml.doctor import environment
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / ".ci/images"
@@ -87,10 +87,10 @@ def test_the_images_constraints_hold_the_release_in_the_table(row):
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['Python']}-{row['distributed']}")
 def test_the_extra_dashboard_excludes_a_bokeh_that_breaks_the_dashboard_of_a_release_in_the_table(row):
     allowed = required("bokeh", "dashboard", row["Python"])
-    assert packages.OLDEST_BOKEH in allowed
+    assert environment.OLDEST_BOKEH in allowed
     broken = [
         since
-        for since, until, _part in packages.BREAKS
+        for since, until, _part in environment.BREAKS
         if row["distributed"] != "newest" and Version(row["distributed"]) < Version(until)
     ]
     assert [*allowed.filter(broken)] == []

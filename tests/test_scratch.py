@@ -12,7 +12,7 @@ from clusters import arrived, log_of, make
 from distributed import Client, wait
 
 from dask_cml import cli
-from dask_cml.doctor import session
+from dask_cml.doctor import environment
 from dask_cml.identity import WorkerIdentity, full_workers, read_workers
 from dask_cml.manager.policy import Snapshot, Supply, Work, sessions_wanted
 
@@ -142,22 +142,24 @@ async def test_a_full_worker_is_reported_and_resumes_after_results_are_released(
 
 @pytest.fixture
 def in_session(monkeypatch):
-    monkeypatch.setattr(session, "launches_sessions", lambda: True)
+    monkeypatch.setattr(environment, "launches_sessions", lambda: True)
 
 
 def test_the_doctor_warns_of_scratch_space_on_the_project_file_system(in_session, tmp_path):
     with dask.config.set(
         {"cml.state-directory": str(tmp_path), "temporary-directory": str(tmp_path / "new")}
     ):
-        found = session.scratch()
+        found = environment.scratch()
     assert (found.state, found.command) == ("warning", "export TMPDIR=/tmp")
     assert f"{tmp_path / 'new'} is on the project file system" in found.words
 
 
 @pytest.mark.parametrize(("free", "state"), [(9, "warning"), (11, "ok")])
 def test_the_doctor_warns_of_scratch_space_that_is_nearly_full(monkeypatch, tmp_path, free, state):
-    monkeypatch.setattr(session.shutil, "disk_usage", lambda path: (100 * GB, (100 - free) * GB, free * GB))
+    monkeypatch.setattr(
+        environment.shutil, "disk_usage", lambda path: (100 * GB, (100 - free) * GB, free * GB)
+    )
     with dask.config.set({"temporary-directory": str(tmp_path)}):
-        found = session.scratch()
+        found = environment.scratch()
     assert found.state == state
     assert found.words == f"{tmp_path} has {free}.0 of 100.0 GB free."

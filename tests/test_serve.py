@@ -29,8 +29,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
 from dask_cml import CMLCluster
-from dask_cml.dashboard.host_guard import Refused
-from dask_cml.dashboard.http_server import LocalServer, local_socket
+from dask_cml.dashboard.http_server import LocalServer, Refused, local_socket
 from dask_cml.heartbeat import newest
 from dask_cml.options import state_directory
 from dask_cml.records import store

@@ -12,7 +12,7 @@ from dashboards import Lead, arguments, scheduler, stand_in
 from distributed.protocol.serialize import ToPickle
 from tornado.iostream import StreamClosedError
 
-from dask_cml.dashboard.connection import open_comm
+from dask_cml.dashboard.proxy import open_comm
 from dask_cml.protocol import FORWARD
 
 

@@ -21,7 +21,7 @@ from nbclient import NotebookClient
 
 from dask_cml import CMLCluster
 from dask_cml.cancellation import cancel
-from dask_cml.display import screens
+from dask_cml.display import start
 from dask_cml.display.start import StartDisplay
 from dask_cml.errors import LaunchRefused
 
@@ -69,7 +69,7 @@ def start_display(processes, name="c", connected=()):
 
 @pytest.fixture(autouse=True)
 def free_terminal(monkeypatch):
-    monkeypatch.setattr(screens, "_terminal", threading.Lock())
+    monkeypatch.setattr(start, "_terminal", threading.Lock())
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ ROWS = [("c-scheduler", "abc", "running", "3 s"), ("c-0", "defghi", "starting", 
 def test_a_terminal_shows_one_table_and_then_one_line(monkeypatch):
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
-    screen = screens.open_screen()
+    screen = start.open_screen()
     screen.show("first", ROWS[:1])
     screen.show("second", ROWS)
     assert out.seen() == [
@@ -199,7 +199,7 @@ def test_control_characters_of_others_do_not_reach_a_terminal(monkeypatch, clock
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
     display = start_display([process(status=STEERING)], f"c{STEERING}")
-    screen = screens.open_screen()
+    screen = start.open_screen()
     screen.show(f"Starting cluster c{STEERING}", display.rows())
     title, row = out.seen()
     for shown in (title.lower(), row.lower()):
@@ -237,13 +237,13 @@ async def test_control_characters_of_a_task_do_not_reach_a_terminal(platform, li
 
 def test_two_clusters_that_start_at_once_show_one_table(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    first, second = screens.open_screen(), screens.open_screen()
-    assert isinstance(first, screens.Terminal)
-    assert type(second) is screens.Line
+    first, second = start.open_screen(), start.open_screen()
+    assert isinstance(first, start.Terminal)
+    assert type(second) is start.Line
     first.end("")
     first.end("")
-    third = screens.open_screen()
-    assert isinstance(third, screens.Terminal)
+    third = start.open_screen()
+    assert isinstance(third, start.Terminal)
     third.end("")
 
 
@@ -252,7 +252,7 @@ def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(monkeypat
     monkeypatch.setenv("TERM", terminal)
     out = io.StringIO() if terminal == "xterm" else Terminal()
     monkeypatch.setattr(sys, "stderr", out)
-    screen = screens.open_screen()
+    screen = start.open_screen()
     screen.show(TITLE, ROWS)
     screen.end("")
     assert out.getvalue() == ""
@@ -262,7 +262,7 @@ def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(monkeypat
 
 def test_a_process_without_streams_shows_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    screens.open_screen().end("over")
+    start.open_screen().end("over")
 
 
 # -- whole starts

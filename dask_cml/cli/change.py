@@ -14,45 +14,54 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dask_cml.cli.console import (
-    INTERVAL,
     as_json,
     cml,
     complete_names,
     first_line_of,
-    in_group,
-    n_workers,
     of_cluster,
     print_json,
     print_table,
     show,
-    time_limit,
 )
 from dask_cml.cli.create import OptionsCommand, given
+from dask_cml.display.words import waiting_workers
+from dask_cml.errors import CMLError
+from dask_cml.naming import DEFAULT_GROUP
 
 if TYPE_CHECKING:
     from dask_cml.manager.manager import Manager
 
 _DELETED = "another process has deleted it"
+#: Seconds between two looks at what a command waits for.
+_INTERVAL = 0.2
+#: The option that names the worker group of a command.
+_in_group = click.option(
+    "--group", default=DEFAULT_GROUP, show_default=True, metavar="GROUP", help="Worker group."
+)
+#: The option that limits the time of a command.
+_time_limit = click.option(
+    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
+)
 
 
 @cml.command()
 @of_cluster
 @click.argument("n", type=click.IntRange(min=0))
-@in_group
-@time_limit
+@_in_group
+@_time_limit
 async def scale(name: str, n: int, group: str, timeout: float) -> None:
     """Scale a cluster to N worker sessions, and wait until they are connected."""
     async with managing(name) as manager:
         manager.wishes.scale(n, group)
         await wait_for_scale(manager, n, group, timeout)
-    click.echo(f"Cluster {name} scaled to {n_workers(n, group)}")
+    click.echo(f"Cluster {name} scaled to {_n_workers(n, group)}")
 
 
 @cml.command()
 @of_cluster
 @click.argument("minimum", type=click.IntRange(min=0))
 @click.argument("maximum", type=click.IntRange(min=0), required=False)
-@in_group
+@_in_group
 async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> None:
     """Scale a cluster with its workload, between MINIMUM and MAXIMUM worker sessions, until Ctrl-C.
 
@@ -62,7 +71,6 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
     """
     from distributed.core import Status
 
-    from dask_cml.errors import CMLError
     from dask_cml.manager.adaptive import CMLAdaptive
 
     async with managing(name) as manager:
@@ -70,20 +78,20 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
         minimum, maximum = manager.wishes.bounds(group, minimum, maximum)
         adaptive = CMLAdaptive(manager.wishes, worker_group=group, minimum=minimum, maximum=maximum)
         manager.wishes.adapt(adaptive, group)
-        adapts = f"Cluster {name} adapts between {minimum} and {n_workers(maximum, group)}"
+        adapts = f"Cluster {name} adapts between {minimum} and {_n_workers(maximum, group)}"
         try:
             await manager.wishes.settle()
             click.echo(f"{adapts} until Ctrl-C" if state.leads else adapts)
             if not state.leads:
                 return
             while state.status == Status.running and not adaptive.released:
-                show(here(manager, len(adaptive.plan), group))
-                await asyncio.sleep(INTERVAL)
+                show(_here(manager, len(adaptive.plan), group))
+                await asyncio.sleep(_INTERVAL)
         except asyncio.CancelledError:
             show()
             if state.alone:
                 manager.wishes.stop_adapting(group, adaptive.key)
-                kept = n_workers(manager.fleet.group(group).target, group)
+                kept = _n_workers(manager.fleet.group(group).target, group)
                 click.echo(f"Cluster {name} keeps {kept} and no longer adapts")
             else:
                 click.echo(f"Another manager continues to adapt cluster {name}")
@@ -110,14 +118,17 @@ async def managing(name: str) -> AsyncIterator[Manager]:
             await manager.close(shutdown=False)
 
 
-def here(manager: Manager, n: int, group: str) -> str:
-    """Return in words how many of n worker sessions are connected, and how many wait for room."""
-    from dask_cml.display.words import waiting_workers
+def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
+    """Return a number of workers with its noun; of another group than the default one, with its name."""
+    return f"{n} worker{'s' * (n != 1)}" + f" in worker group {group}" * (group != DEFAULT_GROUP)
 
+
+def _here(manager: Manager, n: int, group: str) -> str:
+    """Return in words how many of n worker sessions are connected, and how many wait for room."""
     fleet = manager.fleet
     mine = {each.name for each in fleet.members if each.group == group}
     words = waiting_workers([waited for name, waited in fleet.waits.items() if name in mine])
-    return f"{len(fleet.arrived(group))} of {n_workers(n, group)} connected" + f", {words}" * bool(words)
+    return f"{len(fleet.arrived(group))} of {_n_workers(n, group)} connected" + f", {words}" * bool(words)
 
 
 async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -> None:
@@ -141,13 +152,11 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
     """
     from distributed.core import Status
 
-    from dask_cml.errors import CMLError
-
     name, state, fleet = manager.options.name, manager.state, manager.fleet
     deadline = time.monotonic() + timeout
     await manager.wishes.settle()
     while True:
-        words = here(manager, n, group)
+        words = _here(manager, n, group)
         show(words)
         there = [each for each in fleet.members if each.group == group]
         if len(fleet.arrived(group)) == len(there) == n:
@@ -157,14 +166,14 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
         if state.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
         if (target := fleet.group(group).target) != n:  # raises the error of a deleted group
-            other = f"another manager scales the cluster {name}: {n_workers(target, group)} wanted"
+            other = f"another manager scales the cluster {name}: {_n_workers(target, group)} wanted"
             raise CMLError(f"the cluster {name} has {problem}" if problem else other)
         if state.gave_up(group):
             raise CMLError(f"the cluster {name} launches {problem}")
         if time.monotonic() > deadline:
             words += f": {problem}" * bool(problem)
             raise CMLError(f"the cluster {name} did not scale within {timeout:g} s: {words}")
-        await asyncio.sleep(INTERVAL)
+        await asyncio.sleep(_INTERVAL)
 
 
 @cml.group()
@@ -175,7 +184,7 @@ def group() -> None:
 @group.command("add", cls=OptionsCommand, grouped=True)
 @of_cluster
 @click.argument("group")
-@time_limit
+@_time_limit
 async def add_group(name: str, group: str, timeout: float, **options: Any) -> None:
     """Add a worker group to a cluster, and wait until its workers are connected.
 
@@ -185,7 +194,7 @@ async def add_group(name: str, group: str, timeout: float, **options: Any) -> No
         checked = manager.options.of_group(given(options))
         await manager.wishes.add_group(group, checked)
         await wait_for_scale(manager, checked.n_workers, group, timeout)
-    click.echo(f"Worker group {group} added to cluster {name}: {n_workers(checked.n_workers)}")
+    click.echo(f"Worker group {group} added to cluster {name}: {_n_workers(checked.n_workers)}")
 
 
 @group.command("delete")

@@ -12,13 +12,11 @@ from typing import Any
 
 import click
 
-from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.errors import CMLError
 from dask_cml.printable import first_line, printable, table
 
 # Dask imports this with each of its commands, so functions import slow modules themselves.
 
-#: Seconds between two looks at what a command waits for.
-INTERVAL = 0.2
 _INTERRUPTED = 130  # as shells say it
 
 
@@ -26,8 +24,6 @@ class _Commands(click.Group):
     """Runs commands, also coroutines. Errors of the user and of the platform are one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from dask_cml.errors import CMLError
-
         try:
             result = super().invoke(ctx)
             return asyncio.run(result) if asyncio.iscoroutine(result) else result
@@ -61,14 +57,6 @@ def complete_names(context: click.Context, parameter: click.Parameter, incomplet
 
 #: The argument of a command on one cluster.
 of_cluster = click.argument("name", shell_complete=complete_names)
-#: The option that names the worker group of a command.
-in_group = click.option(
-    "--group", default=DEFAULT_GROUP, show_default=True, metavar="GROUP", help="Worker group."
-)
-#: The option that limits the time of a command.
-time_limit = click.option(
-    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="Time limit in seconds."
-)
 #: The option of commands that programs read.
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
@@ -76,11 +64,6 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for p
 def first_line_of(error: object) -> str:
     """Return an error's first line, or its class where it has no text."""
     return printable(first_line(str(error))) or type(error).__name__
-
-
-def n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
-    """Return a number of workers with its noun; of another group than the default one, with its name."""
-    return f"{n} worker{'s' * (n != 1)}" + f" in worker group {group}" * (group != DEFAULT_GROUP)
 
 
 class _Progress:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dask_cml.cli.console import as_json, cml, complete_names, of_cluster, print_json, print_table
+from dask_cml.display.words import moment, span, waiting
+from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.printable import printable
 
@@ -43,8 +45,6 @@ async def list_clusters(as_json: bool) -> None:
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a cluster's row, with the sessions that wait for room."""
-    from dask_cml.display.words import waiting
-
     cells = {column: _shown(column, row[column]) for column in _COLUMNS}
     if row["waiting"]:
         words = waiting(row["waiting_for"])
@@ -57,8 +57,6 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
 def _shown(column: str, value: Any) -> str:
     from dask.utils import format_bytes
-
-    from dask_cml.display.words import span
 
     if value is None:
         return "-"
@@ -122,7 +120,6 @@ async def ended(name: str | None, since: str | None, by: str | None, as_json: bo
     Times are in UTC. The hours are those of all sessions. Costs appear if the site has set prices.
     """
     from dask_cml.checks import seconds
-    from dask_cml.errors import CMLError
     from dask_cml.records import operations
 
     after = 0.0 if since is None else time.time() - seconds("since", since)
@@ -142,7 +139,6 @@ async def ended(name: str | None, since: str | None, by: str | None, as_json: bo
 
 
 def _print_ended(found: Sequence[EndedCluster]) -> None:
-    from dask_cml.display.words import moment
     from dask_cml.records.usage import SessionHours
 
     if not found:
@@ -168,7 +164,6 @@ def _hours(used: SessionHours) -> list[str]:
 
 
 def _print_one(one: EndedCluster) -> None:
-    from dask_cml.display.words import moment
     from dask_cml.records.history import cost_of
 
     cost = cost_of(one.usage.total)

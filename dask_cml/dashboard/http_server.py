@@ -1,16 +1,27 @@
-"""An HTTP server on this machine's loopback that idle connections cannot stop."""
+"""An HTTP server on this machine's loopback: limits its connections, and refuses requests of other websites.
+
+For any web page, a browser on this machine sends requests to 127.0.0.1. A page whose own name resolves to
+127.0.0.1 by now can even read the answers. Such requests have that name as their Host. A page of another
+origin can open WebSockets and post forms. Such requests have it as their Origin.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import os
 import resource
 import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 from tornado.httpserver import HTTPServer
+from tornado.httputil import HTTPServerRequest
 from tornado.iostream import IOStream
 from tornado.web import Application
+
+from dask_cml.options import setting
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +31,8 @@ _IDLE_TIMEOUT, _BODY_TIMEOUT = 60.0, 30.0
 _MOST_BODY, _MOST_HEADERS = 2**20, 2**16
 #: Seconds without accepting connections if that fails: the process may have too many open files.
 _PAUSE = 0.5
+_SAFE = ("GET", "HEAD", "OPTIONS")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def local_socket(port: int) -> socket.socket:
@@ -101,3 +114,95 @@ class LocalServer(HTTPServer):
             loop.call_later(_PAUSE, self._listen)
         else:
             self.handle_stream(IOStream(connection), address)
+
+
+class Refused(Exception):
+    """A request that is refused. Its text is the reason, for the client."""
+
+
+class HostGuard:
+    """Checks the Host and the Origin of requests.
+
+    Valid hosts are ``localhost``, this machine's name, IP addresses, which no page can redirect, the names
+    below CML's domain in a CML session, and the names in ``cml.forward-hosts``, such as a JupyterHub's. Ports
+    are not checked, because tunnels and proxies have ports of their own.
+
+    Parameters
+    ----------
+    server : str
+        The server's name, for messages.
+    port : int, optional
+        The port of the session that serves the page whose requests are accepted, even if a proxy has changed
+        their Host. Default: pages of both ports of the session.
+    """
+
+    def __init__(self, server: str = "The dashboard", port: int | None = None) -> None:
+        self._server = server
+        self._hosts = {"localhost", socket.gethostname().lower(), *map(str.lower, setting("forward-hosts"))}
+        engine, domain = os.environ.get("CDSW_ENGINE_ID"), os.environ.get("CDSW_DOMAIN", "").lower()
+        self._domain = f".{domain}" if domain else None
+        own = f"{engine}.{domain}".lower()
+        pages = {"CDSW_APP_PORT": own, "CDSW_READONLY_PORT": f"read-only-{own}"} if engine and domain else {}
+        #: Hosts of this session's own pages.
+        self._pages = {
+            page for variable, page in pages.items() if port is None or os.environ.get(variable) == str(port)
+        }
+
+    def check_host(self, request: HTTPServerRequest) -> None:
+        """Refuse a request for another host.
+
+        Raises
+        ------
+        Refused
+            If the request is refused. The error contains the reason.
+        """
+        host = request.headers.get("Host", "")
+        if not self._is_known(_split(f"//{host}")[0]):
+            raise Refused(
+                f"{self._server} refuses requests for host {host!r}. If this is your proxy, add it to "
+                "cml.forward-hosts in Dask's configuration, and create the cluster again"
+            )
+
+    def check_origin(self, request: HTTPServerRequest) -> None:
+        """Refuse a request that a page of another origin has sent, and that could change something.
+
+        Raises
+        ------
+        Refused
+            If the request is refused. The error contains the reason.
+        """
+        origin = request.headers.get("Origin")
+        if origin is None or (request.method in _SAFE and "Upgrade" not in request.headers):
+            return
+        if not self._is_same(origin, request.headers.get("Host", "")):
+            raise Refused(f"{self._server} refuses requests from pages of {origin!r}")
+
+    def _is_known(self, name: str | None) -> bool:
+        if not name:
+            return False
+        if name in self._hosts or (self._domain is not None and name.endswith(self._domain)):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _is_same(self, origin: str, host: str) -> bool:
+        name, port, scheme = _split(origin)
+        default = _DEFAULT_PORTS.get(scheme)
+        if default is None or name is None:
+            return False
+        asked, at, _ = _split(f"//{host}")
+        return name in self._pages or (name, port or default) == (asked, at or default)
+
+
+def _split(url: str) -> tuple[str | None, int | None, str]:
+    """Return host, port and scheme of a URL. The host is None if it is invalid."""
+    try:
+        parts = urlsplit(url)
+        if parts.netloc != url.partition("//")[2] or "@" in parts.netloc:
+            return None, None, ""
+        return parts.hostname, parts.port, parts.scheme
+    except ValueError:
+        return None, None, ""

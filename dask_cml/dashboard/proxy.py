@@ -2,6 +2,9 @@
 
 Only GET requests and WebSockets pass. Of the headers of requests and of answers, those of an allow-list pass:
 no cookies, no passwords, no service workers. Each request gets one answer, which ends where its length says.
+
+The dashboard listens on the loopback of the scheduler's session, which only the platform's https entry
+reaches. So the scheduler's plugin also serves it on a comm, through the scheduler's own comm port.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,10 +23,16 @@ from tornado.iostream import IOStream, StreamClosedError
 from tornado.web import Application, RequestHandler
 
 from dask_cml.cancellation import cancel
-from dask_cml.dashboard.connection import OpenComm
-from dask_cml.dashboard.host_guard import HostGuard, Refused
+from dask_cml.dashboard.http_server import HostGuard, LocalServer, Refused, local_socket
+from dask_cml.msgpack_comm import MsgpackComm
+from dask_cml.protocol import FORWARD
 
 logger = logging.getLogger(__name__)
+
+#: Opens a comm on which a scheduler serves its dashboard. Raises OSError.
+OpenComm = Callable[[], Awaitable[MsgpackComm]]
+#: Characters of a scheduler's error.
+_MOST_CHARACTERS = 1000
 
 _REQUEST_HEADERS = (
     "Accept",
@@ -58,6 +67,41 @@ _MOST_ENCODED = 3
 _HEAD_TIMEOUT, _ANSWER_TIMEOUT, _MOST_BYTES = 60.0, 600.0, 2**30
 #: Bytes of a WebSocket that are read at once.
 _CHUNK = 2**16
+
+
+async def open_comm(
+    address: str, connection_args: Mapping[str, Any] | None = None, timeout: float = 30.0
+) -> MsgpackComm:
+    """Open a comm on which a scheduler serves its dashboard.
+
+    Parameters
+    ----------
+    address : str
+        The scheduler's address.
+    connection_args : mapping, optional
+        The result of ``Security.get_connection_args("client")``.
+    timeout : float
+        Time limit for the connection, and for the scheduler's answer, in seconds. Default 30.
+
+    Raises
+    ------
+    OSError
+        If the scheduler does not accept the connection, or has no dashboard.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            comm = await MsgpackComm.connect(address, connection_args, timeout)
+            stack.callback(comm.abort)
+            answer = await comm.ask(FORWARD, timeout)
+            if not isinstance(answer, dict):
+                raise OSError("the scheduler has no plugin that forwards its dashboard")
+            if answer.get("status") != "OK":
+                raise OSError(f"{answer.get('message')}"[:_MOST_CHARACTERS])
+        except (OSError, ValueError, RuntimeError, asyncio.TimeoutError) as error:
+            why = str(error) or f"no answer within {timeout:g} s"
+            raise OSError(f"cannot reach the dashboard of the scheduler at {address}: {why}") from error
+        stack.pop_all()
+    return comm
 
 
 def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) -> Application:
@@ -263,3 +307,52 @@ async def _copy(source: IOStream, target: IOStream) -> None:
     with contextlib.suppress(OSError):
         while True:
             await target.write(await source.read_bytes(_CHUNK, partial=True))
+
+
+class DashboardForwarder(LocalServer):
+    """Listens on a port of 127.0.0.1, and answers requests by the dashboard of a scheduler.
+
+    The scheduler must have the plugin :class:`~dask_cml.scheduler.plugin.CMLSchedulerPlugin`. If the
+    scheduler cannot be reached, browsers get ``502 Bad Gateway``. Requests from other sites' pages get ``403
+    Forbidden``; see :class:`~dask_cml.dashboard.http_server.HostGuard`.
+
+    Parameters
+    ----------
+    open_comm : callable
+        Opens a comm on which the scheduler serves its dashboard, such as
+        ``functools.partial(open_comm, address, connection_args)``.
+    port : int
+        The port to listen on. Default: any free port.
+
+    Raises
+    ------
+    OSError
+        If the port is in use.
+
+    Examples
+    --------
+    >>> import asyncio
+    >>> import functools
+    >>> from dask_cml.dashboard.proxy import open_comm
+    >>> async def link(open_comm):
+    ...     forwarder = DashboardForwarder(open_comm)
+    ...     await forwarder.close()
+    ...     return forwarder.link
+    >>> asyncio.run(link(functools.partial(open_comm, cluster.scheduler_address)))
+    'http://127.0.0.1:.../status'
+    """
+
+    def initialize(self, open_comm: OpenComm, port: int = 0) -> None:  # type: ignore[override]
+        """Start to listen. Tornado calls this instead of ``__init__``."""
+        application = dashboard_application([(r"/.*", _Forwarded)], HostGuard(), open_comm=open_comm)
+        super().initialize(application, local_socket(port))
+
+    @property
+    def link(self) -> str:
+        """The dashboard's URL for a browser on this machine."""
+        return f"http://127.0.0.1:{self.port}/status"
+
+
+class _Forwarded(DashboardProxy):
+    async def get(self) -> None:
+        await self.forward(self.settings["open_comm"], self.request.path[1:])

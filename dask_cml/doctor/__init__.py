@@ -1,6 +1,6 @@
 """Run the checks of ``dask cml doctor``: the environment, the platform, and the versions in clusters.
 
-Each check imports the modules that it needs, because any import may fail in a broken environment.
+Each check imports the packages that it needs, such as distributed, because any of them may be broken.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from dask_cml.doctor import clusters, packages, session
+from dask_cml.doctor import clusters, environment
 from dask_cml.doctor.finding import Finding, dask_command
 from dask_cml.sessions.calls import start
 
@@ -38,16 +38,16 @@ def examine(names: Sequence[str] = (), timeout: float = 30.0) -> Iterator[Findin
     """
     # Each check runs in a separate thread, because a call to the platform may hang.
     checks: dict[str, Check] = {
-        "platform": session.platform,
-        "configuration": session.configuration,
-        "state directory": session.state_directory,
-        "scratch": session.scratch,
-        "versions": packages.versions,
-        "image": packages.image,
-        "dashboard": packages.dashboard,
-        "imports": functools.partial(packages.imports, timeout / 2),
-        "sidebar": packages.sidebar,
-        "time-outs": packages.time_outs,
+        "platform": environment.platform,
+        "configuration": environment.configuration,
+        "state directory": environment.state_directory,
+        "scratch": environment.scratch,
+        "versions": environment.versions,
+        "image": environment.image,
+        "dashboard": environment.dashboard,
+        "imports": functools.partial(environment.imports, timeout / 2),
+        "sidebar": environment.sidebar,
+        "time-outs": environment.time_outs,
         # Schedulers get a third of the time to respond, and workers get another third.
         "clusters": functools.partial(clusters.versions, names, timeout / 3),
     }

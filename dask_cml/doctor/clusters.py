@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dask_cml.doctor.finding import Finding, dask_command
+from dask_cml.errors import NoSuchCluster
 
 if TYPE_CHECKING:
     from dask_cml.records.record import Record
@@ -30,7 +31,6 @@ def versions(names: Sequence[str], timeout: float) -> list[Finding]:
     timeout : float
         Time limit for the schedulers to respond, in seconds. Workers get the same time again.
     """
-    from dask_cml.errors import NoSuchCluster
     from dask_cml.records import store
 
     findings = []

@@ -10,8 +10,7 @@ from dask_cml.local.control import evict, log, prune, sessions
 from dask_cml.local.engines import engine
 from dask_cml.local.faults import clear_faults, inject
 from dask_cml.local.installation import install
-from dask_cml.local.responses import Response
-from dask_cml.local.workers import await_workers, launch_workers, list_workers, stop_workers
+from dask_cml.local.workers import Response, await_workers, launch_workers, list_workers, stop_workers
 
 __all__ = [
     "Response",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from dask_cml import local
-from dask_cml.local import engines, session_state
+from dask_cml.local import engines, state
 
 #: Seconds to wait until sessions have ended, in addition to their grace period.
 _PATIENCE = 15.0
@@ -57,14 +57,14 @@ def stop(ids: Sequence[str], everything: bool) -> None:
 
 
 def _live() -> list[str]:
-    return [each["id"] for each in local.sessions() if each["status"] not in session_state.ENDED]
+    return [each["id"] for each in local.sessions() if each["status"] not in state.ENDED]
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def engine(command: Sequence[str]) -> None:
     """Run a command as your own session, and stop the sessions that it launched when it ends."""
-    lock = engines.become(session_state.new_id())
+    lock = engines.become(state.new_id())
     os.set_inheritable(lock, True)  # the command holds the lock until it ends
     os.execvp(command[0], [*command])
 

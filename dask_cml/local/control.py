@@ -6,7 +6,7 @@ import shutil
 import time
 from typing import Any
 
-from dask_cml.local import session_state, state
+from dask_cml.local import state
 
 
 def sessions() -> list[dict[str, Any]]:
@@ -27,13 +27,13 @@ def sessions() -> list[dict[str, Any]]:
     """
     return [
         {
-            **session_state.public(session),
+            **state.public(session),
             "launcher": session.plan["launcher"],
             "owner": session.plan["owner"],
             "stop_requested": session.stop_requested,
             "reason": session.status.get("reason"),
         }
-        for session in session_state.read_all()
+        for session in state.read_sessions()
     ]
 
 
@@ -58,7 +58,7 @@ def log(session_id: str) -> str:
         ...
     LookupError: no session 'nosuchsession'
     """
-    if session_state.read(session_id) is None:
+    if state.read_session(session_id) is None:
         raise LookupError(f"no session {session_id!r}")
     path = state.directory() / "sessions" / session_id / "log"
     return path.read_text(errors="replace") if path.exists() else ""
@@ -90,10 +90,10 @@ def evict(session_id: str, *, notice: bool = False) -> None:
     >>> [session] = local.launch_workers(1, cpu=1, memory=2, code=code)
     >>> local.evict(session["id"], notice=True)
     """
-    session = session_state.request_end(session_id, "failed", session_state.EVICTED, notice)
+    session = state.request_end(session_id, "failed", state.EVICTED, notice)
     while session and session.live:
         time.sleep(0.01)
-        session = session_state.read(session_id)
+        session = state.read_session(session_id)
     if session is None:
         raise LookupError(f"no session {session_id!r}")
 
@@ -111,7 +111,7 @@ def prune() -> list[str]:
     >>> from dask_cml import local
     >>> removed = local.prune()
     """
-    ended = [session for session in session_state.read_all() if not session.live]
+    ended = [session for session in state.read_sessions() if not session.live]
     for session in ended:
         shutil.rmtree(session.folder, ignore_errors=True)
     return [session.id for session in ended]

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from dask_cml.local import session_state, state
+from dask_cml.local import state
 from dask_cml.private_files import make_folder
 
 
@@ -58,9 +58,9 @@ def engine(name: str) -> Iterator[None]:
                 os.environ[variable] = value
         os.close(lock)
         # Before their supervisors notice that the engine has ended.
-        for session in session_state.read_all():
+        for session in state.read_sessions():
             if session.plan["owner"] == name:
-                session_state.request_end(session.id)
+                state.request_end(session.id)
 
 
 def become(name: str) -> int:

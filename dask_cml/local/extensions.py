@@ -6,7 +6,7 @@ namespaces and faults of HTTP requests. An extension defines some of these funct
 - ``network(plan)``, when a session is launched: returns changes to its plan, with ``ip``, ``gateway`` and
   ``ports``. The session has a loopback of its own then.
 - ``enter(plan)``, when it starts: returns the words before its command.
-- ``memory(plan)``, when it starts: returns a substitute for :class:`memory_watch.MemoryWatch`, or None.
+- ``memory(plan)``, when it starts: returns a substitute for :class:`processes.MemoryWatch`, or None.
 - ``remove(plan)``, when its processes have ended.
 - ``request(do, function, name, code)``: answers an HTTP request of a function about a session. ``do()`` takes
   effect, and returns the answer.

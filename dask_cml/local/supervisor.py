@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import types
@@ -16,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_cml.local import engines, extensions, quota, session_state, state, watchers
-    from dask_cml.local.memory_watch import MemoryWatch
+    from dask_cml.local import engines, extensions, state
+    from dask_cml.local.processes import MemoryWatch
 
 _RUNNER = Path(__file__).with_name("runner.py")
 #: Seconds for which a session runs that an injected fault ends.
@@ -26,6 +28,8 @@ _MOMENT = 0.1
 _INTERVAL = 0.5
 #: Seconds between two looks at which processes the session has, and at its scratch space.
 _SEARCH_INTERVAL, _SCRATCH_INTERVAL = 0.5, 1.0
+#: Seconds of pause after a look of one second, at least: looks take a thirtieth of a CPU at most.
+_PAUSE = 30.0
 
 
 class Supervisor:
@@ -57,7 +61,7 @@ class Supervisor:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         for signum in (signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: session_state.request_end(self.folder.name))
+        signal.signal(signal.SIGTERM, lambda *_: state.request_end(self.folder.name))
         # The shell that started this process ignores these signals, and the session would inherit that.
         for signum in (signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_DFL)
@@ -87,7 +91,7 @@ class Supervisor:
         if engines.has_ended(self.plan["owner"]):
             return "stopped"
         if self.out_of_memory:
-            self.reason, self.notice = session_state.OUT_OF_MEMORY, False
+            self.reason, self.notice = state.OUT_OF_MEMORY, False
         if self.reason or exit_status:
             return "failed"
         return None if exit_status is None else "succeeded"
@@ -147,8 +151,10 @@ class Supervisor:
 
     def admitted(self) -> bool:
         """Admit a waiting session if there is room and it is the first. Return whether it was admitted."""
+        from dask_cml.local import launching  # imports more than a session needs that does not wait
+
         with state.locked():
-            room = quota.has_room(self.folder.name)
+            room = launching.has_room(self.folder.name)
             if room:
                 self.write("scheduling", admitted=True)
             return room
@@ -172,15 +178,15 @@ class Supervisor:
         )
         self.memory = next((memory(self.plan) for memory in self._hooks("memory")), None)
         if self.memory is None and self.plan["over_memory"] != "nothing":
-            from dask_cml.local.memory_watch import MemoryWatch  # imports psutil, which takes long
+            from dask_cml.local.processes import MemoryWatch  # imports psutil, which takes long
 
             self.memory = MemoryWatch(self.folder.name, self.child.pid, self.plan["memory"], self.whole)
-            watchers.repeat(self.memory.search, _SEARCH_INTERVAL)
+            _repeat(self.memory.search, _SEARCH_INTERVAL)
         if self.memory is not None:
-            watchers.repeat(self.memory.look, self.memory.interval, self.wake)
+            _repeat(self.memory.look, self.memory.interval, self.wake)
         if limit := self.plan["scratch"]:
-            full = functools.partial(self.wake, session_state.SCRATCH_FULL)
-            watchers.repeat(lambda: watchers.gibibytes(scratch) > limit, _SCRATCH_INTERVAL, full)
+            full = functools.partial(self.wake, state.SCRATCH_FULL)
+            _repeat(lambda: gibibytes(scratch) > limit, _SCRATCH_INTERVAL, full)
 
     def _hooks(self, name: str) -> list[Callable[..., Any]]:
         return extensions.hooks(self.plan["extensions"], name)
@@ -192,8 +198,29 @@ class Supervisor:
             deadline = time.monotonic() + self.plan["stop_grace"]
             while self.child.poll() is None and not self.out_of_memory and time.monotonic() < deadline:
                 self.pause(max(0.0, deadline - time.monotonic()))
-        session = session_state.SessionState(self.folder, self.plan, self.status)
-        session_state.free(session, self.child.pid if self.child else None)
+        session = state.SessionState(self.folder, self.plan, self.status)
+        state.free(session, self.child.pid if self.child else None)
+
+
+def _repeat(look: Callable[[], object], interval: float, then: Callable[[], None] | None = None) -> None:
+    """Call a function in a thread every `interval` seconds. If it returns true, call `then` and end."""
+
+    def run() -> None:
+        with contextlib.suppress(FileNotFoundError):  # the session has ended
+            while True:
+                begin = time.monotonic()
+                if look() and then:
+                    return then()
+                time.sleep(max(interval, _PAUSE * (time.monotonic() - begin)))
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def gibibytes(folder: Path) -> float:
+    """Return the size of a folder on the disk."""
+    # Files may disappear meanwhile, and the folder, too.
+    du = subprocess.run(["du", "-sk", folder], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    return int((du.stdout.split() or [b"0"])[0]) / 2**20
 
 
 def _import_siblings() -> None:
@@ -204,8 +231,8 @@ def _import_siblings() -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(path)]
         sys.modules[name] = package
-    global engines, extensions, quota, session_state, state, watchers
-    from dask_cml.local import engines, extensions, quota, session_state, state, watchers
+    global engines, extensions, state
+    from dask_cml.local import engines, extensions, state
 
 
 if __name__ == "__main__":

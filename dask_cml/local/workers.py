@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import importlib.util
 import time
@@ -10,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from dask_cml import checks
-from dask_cml.local import configuration, environment, extensions, launching, session_state
-from dask_cml.local.responses import Response
+from dask_cml.local import configuration, extensions, launching, state
 
 #: What the platform tells of a session.
 SessionInfo = dict[str, Any]
@@ -20,6 +20,29 @@ T = TypeVar("T")
 _THREADS = 10
 #: Seconds between two listings of await_workers.
 _POLL_INTERVAL = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """The answer to an HTTP request.
+
+    Parameters
+    ----------
+    status_code : int
+        The HTTP status.
+
+    Examples
+    --------
+    >>> Response(404).ok
+    False
+    """
+
+    status_code: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is below 400."""
+        return self.status_code < 400
 
 
 def launch_workers(
@@ -140,9 +163,9 @@ def list_workers() -> list[SessionInfo]:
 
 def _list(function: str) -> list[SessionInfo]:
     def get() -> list[SessionInfo]:
-        launcher = environment.calling_session()
-        sessions = session_state.read_all()
-        return [session_state.public(each) for each in sessions if each.plan["launcher"] == launcher]
+        launcher = launching.calling_session()
+        sessions = state.read_sessions()
+        return [state.public(each) for each in sessions if each.plan["launcher"] == launcher]
 
     return _request(get, function)
 
@@ -188,7 +211,7 @@ def await_workers(
             and each["status"] == goal
             and (wait_for_completion or each.get("ip_address") != "unknown")
         ]
-        settled = {each["id"] for each in found if each["status"] in session_state.ENDED}
+        settled = {each["id"] for each in found if each["status"] in state.ENDED}
         settled.update(each["id"] for each in good)
         if settled == wanted or timeout_seconds <= waited:
             return {"workers": good, "failures": [each for each in found if each not in good]}
@@ -226,11 +249,11 @@ def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
         return stop_workers(*mine) if mine else None
 
     def put(session_id: str) -> Response:
-        session = session_state.read(session_id)
+        session = state.read_session(session_id)
         plan = session.plan if session else {"name": "", "code": ""}
 
         def stop() -> Response:
-            return Response(204 if session_state.request_end(session_id) else 404)
+            return Response(204 if state.request_end(session_id) else 404)
 
         return _request(stop, "stop_workers", plan["name"], plan["code"])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from distributed.core import Status
 from distributed.objects import SchedulerInfo
 
-from dask_cml.dashboard.connection import open_comm
+from dask_cml.dashboard.proxy import open_comm
 from dask_cml.display.group import WorkerGroup
 from dask_cml.display.words import pending, span, waiting
 from dask_cml.manager.backoff import Backoffs

@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.options.configuration import check_keys
+from dask_cml.options.configuration import check_keys, inherited
 from dask_cml.options.configuration import setting as setting
 from dask_cml.options.configuration import state_directory as state_directory
-from dask_cml.options.inheritance import inherited
 from dask_cml.options.table import OPTIONS
 
 if TYPE_CHECKING:

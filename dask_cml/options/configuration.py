@@ -1,8 +1,11 @@
-"""Dask's configuration: the options below ``cml``, and the origin of a value."""
+"""Dask's configuration: the options below ``cml``, the origin of a value, and what sessions inherit of it."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,26 @@ import dask.config
 
 from dask_cml.checks import nearest, of_type
 from dask_cml.options.table import OPTIONS
+
+logger = logging.getLogger(__name__)
+
+#: The environment variable with the configuration that Dask inherits from the parent process.
+_INHERITED = "DASK_INTERNAL_INHERIT_CONFIG"
+_MOST_BYTES = 32 * 1024  # an environment variable may have 128 KiB on Linux
+#: Mappings below this depth are inherited as a whole, or not at all.
+_MOST_LEVELS = 20
+#: Keys that sessions do not inherit: those of this process only, and of other cluster managers. Dask reads
+#: variables such as DASK_CML_LOCAL_DIRECTORY as keys, too.
+_OWN = re.compile(
+    r"""(callbacks|cloudprovider|cml|coiled|gateway|get|internal-inherit-config|jobqueue|kubernetes
+    |labextension|num-workers|pool|scheduler|scheduler-address
+    |distributed\.(client\.security-loader|comm\.require-encryption|dashboard\.link))(\.|$)|cml-""",
+    re.VERBOSE,
+)
+#: Names of secrets, and of files with this process's keys.
+_SECRET = re.compile(r"\btls\b|token(?!iz)|passw|secret|credential|(access|api|private)-?key", re.IGNORECASE)
+#: Values that contain secrets: keys, and URLs with a password.
+_SECRET_VALUE = re.compile(r"-----BEGIN|://[^/\s@]*:[^/\s@]*@")
 
 #: The defaults of all options.
 DEFAULTS: dict[str, Any] = {}
@@ -82,7 +105,7 @@ def origin(key: str) -> str:
     """Return where the value of a key comes from, such as ``the file …``, for error messages."""
     value = repr(dask.config.get(key, None))
     for name, text in os.environ.items():
-        if key_of(name) == key and repr(dask.config.interpret_value(text)) == value:
+        if _key_of(name) == key and repr(dask.config.interpret_value(text)) == value:
             return f"the environment variable {name}"
     for path, content in reversed([*dask.config.collect_yaml(dask.config.paths, return_paths=True)]):
         if repr(dask.config.get(key, None, config=content)) == value:
@@ -92,8 +115,71 @@ def origin(key: str) -> str:
     return "Dask's configuration"
 
 
-def key_of(variable: str) -> str | None:
+def _key_of(variable: str) -> str | None:
     """Return the key that an environment variable sets."""
     if not variable.startswith("DASK_"):
         return None
     return variable[len("DASK_") :].lower().replace("__", ".").replace("_", "-")
+
+
+def inherited(state_directory: Path) -> dict[str, str]:
+    """Return the environment variables by which sessions inherit this process's configuration.
+
+    Sessions inherit the values that differ from Dask's defaults, except secrets and this process's own. They
+    do not inherit a list with a secret in it at all, because it would be another list without the secret.
+    """
+    variables: dict[str, str] = {}
+    changed = _changed(dask.config.config, dask.config.merge(*reversed(dask.config.defaults)))
+    text = dask.config.serialize(changed) if changed else ""
+    if len(text) > _MOST_BYTES:
+        logger.warning(
+            "Dask's configuration not passed to the sessions: its size is %s bytes, the limit is %s",
+            len(text),
+            _MOST_BYTES,
+        )
+    elif text:
+        variables[_INHERITED] = text
+    # A session prefers its environment variables, and the project's variables are set here and there.
+    for name, text in os.environ.items():
+        if (key := _key_of(name)) and _is_shared(key):
+            value = dask.config.get(key, None)
+            if _json(value) is not None and value != dask.config.interpret_value(text):
+                variables[name] = repr(value)
+    if str(state_directory) != os.path.expanduser(OPTIONS["state-directory"].default):
+        variables["DASK_CML__STATE_DIRECTORY"] = str(state_directory)
+    return variables
+
+
+def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the values that differ from the defaults and that sessions may inherit."""
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{path}{name}".replace("_", "-")
+        default = defaults.get(dask.config.canonical_name(name, dict(defaults)))
+        if not _is_shared(key):
+            continue
+        if isinstance(value, Mapping) and key.count(".") < _MOST_LEVELS:
+            if below := _changed(value, default if isinstance(default, Mapping) else {}, f"{key}."):
+                changed[name] = below
+        elif _json(value) not in (None, _json(default)):
+            changed[name] = value
+    return changed
+
+
+def _is_shared(key: str) -> bool:
+    return not _SECRET.search(key) and not _OWN.match(key)
+
+
+def _json(value: Any) -> str | None:
+    """Return a value as JSON. Return None if JSON cannot represent it, or if it contains a secret."""
+    try:
+        text = json.dumps(value)
+        json.loads(text, object_pairs_hook=_refuse_secrets)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return None if _SECRET_VALUE.search(text) else text
+
+
+def _refuse_secrets(pairs: list[tuple[str, Any]]) -> None:
+    if any(_SECRET.search(name.replace("_", "-")) for name, _ in pairs):
+        raise ValueError

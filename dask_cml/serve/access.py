@@ -12,9 +12,8 @@ from typing import Any
 from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
-from dask_cml.dashboard.host_guard import HostGuard, Refused
+from dask_cml.dashboard.http_server import HostGuard, Refused
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
-from dask_cml.options import setting
 from dask_cml.sessions.owner import this_session, this_user
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class Access:
     token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24))
 
     def __post_init__(self) -> None:
-        self.guard = HostGuard(setting("forward-hosts"), "The page", self.port)
+        self.guard = HostGuard("The page", self.port)
         ports = {os.environ.get(name) for name in ("CDSW_APP_PORT", "CDSW_READONLY_PORT")}
         #: Whether requests come through CML's ingress. Elsewhere, any program could send its headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports

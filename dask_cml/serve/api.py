@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.records import operations, store
-from dask_cml.serve import form
 from dask_cml.serve.access import Handler
 
 _OFFSET = re.compile(r"\d{1,18}", re.ASCII)
@@ -27,10 +26,6 @@ class ApiHandler(Handler):
     def answer_error(self, words: str) -> None:
         """Answer with the reason of an error."""
         self.answer({"error": words})
-
-    async def answer_details(self, name: str) -> None:
-        """Answer with the description of one cluster."""
-        self.answer(await self.details(name))
 
     async def create(self, options: dict[str, Any]) -> None:
         """Create a cluster of the request's user, and describe it."""
@@ -94,20 +89,12 @@ class Ended(ApiHandler):
         self.answer(one.describe(samples=True))
 
 
-class Form(ApiHandler):
-    """``/api/form``, for the page alone."""
-
-    async def post(self) -> None:
-        """Create the cluster of a completed form."""
-        await self.create(form.arguments({name: str(text) for name, text in self.body().items()}))
-
-
 class Cluster(ApiHandler):
     """``/api/clusters/NAME``."""
 
     async def get(self, name: str) -> None:
         """Describe a cluster."""
-        await self.answer_details(name)
+        self.answer(await self.details(name))
 
     async def delete(self, name: str) -> None:
         """Stop all sessions of a cluster."""
@@ -124,7 +111,7 @@ class Scale(ApiHandler):
         if "n" not in body:
             raise ValueError("invalid body: expected n, a whole number")
         self.clusters.manager_of(name).scale(**body)
-        await self.answer_details(name)
+        self.answer(await self.details(name))
 
 
 class Adapt(ApiHandler):
@@ -133,13 +120,13 @@ class Adapt(ApiHandler):
     async def post(self, name: str) -> None:
         """Adapt a worker group."""
         self.clusters.manager_of(name).adapt(**self.body("minimum", "maximum", "worker_group"))
-        await self.answer_details(name)
+        self.answer(await self.details(name))
 
     async def delete(self, name: str) -> None:
         """Stop adapting a worker group."""
         group = self.get_query_argument("worker_group", DEFAULT_GROUP)
         self.clusters.manager_of(name).manager.wishes.stop_adapting(group)
-        await self.answer_details(name)
+        self.answer(await self.details(name))
 
 
 class Logs(ApiHandler):
@@ -163,7 +150,6 @@ class Logs(ApiHandler):
 
 ROUTES = [
     (r"/api/clusters", Clusters),
-    (r"/api/form", Form),
     (r"/api/history", History),
     (r"/api/history/([^/]+)", Ended),
     (r"/api/clusters/([^/]+)", Cluster),

@@ -26,7 +26,7 @@ from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Maker, Record
 from dask_cml.records.usage import Usage
 from dask_cml.serve import views
-from dask_cml.serve.start_times import StartTimes
+from dask_cml.serve.metrics import StartTimes
 from dask_cml.sessions.workers_api import load_platform
 
 logger = logging.getLogger(__name__)

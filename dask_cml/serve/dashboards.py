@@ -11,7 +11,6 @@ import hmac
 import logging
 import os
 import secrets
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from tornado.httputil import HTTPServerRequest
@@ -20,10 +19,8 @@ from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.serve.access import Access
+from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.sessions.owner import this_session
-
-if TYPE_CHECKING:
-    from dask_cml.serve.clusters import ProjectClusters
 
 logger = logging.getLogger(__name__)
 

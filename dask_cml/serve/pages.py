@@ -1,8 +1,9 @@
-"""Render the pages."""
+"""The pages, and the form of a new cluster."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,10 +13,12 @@ from markupsafe import Markup, escape
 from tornado.web import HTTPError
 
 from dask_cml.display.words import moment, span
+from dask_cml.options.table import Option
+from dask_cml.options.unattended import offered_options, typed
 from dask_cml.records.history import cost_of
 from dask_cml.records.usage import SessionHours
-from dask_cml.serve import form
 from dask_cml.serve.access import POLICY, Handler
+from dask_cml.serve.api import ApiHandler
 
 _FOLDER = Path(__file__).parent
 _GIB = 2**30
@@ -33,8 +36,9 @@ _PANES = {
     "individual-graph": "Task graph",
     "individual-profile": "Profile",
 }
-
-
+#: The keys of the options that most clusters need.
+_USUAL = ("name", "n-workers", "cpu", "memory", "nvidia-gpu", "idle-timeout")
+_YES = "on"
 #: The titles of error pages by status. For others, the name of the status.
 _TITLES = {401: "You are not logged in", 403: "Request refused", 404: "No such cluster"}
 
@@ -88,7 +92,51 @@ class NewClusterPage(Page):
 
     def get(self) -> None:
         """Show the form."""
-        self.show("new", sections=form.sections())
+        self.show("new", sections=form_sections())
+
+
+class NewCluster(ApiHandler):
+    """``/api/form``, for the page alone."""
+
+    async def post(self) -> None:
+        """Create the cluster of a completed form."""
+        await self.create(form_arguments({name: str(text) for name, text in self.body().items()}))
+
+
+def form_sections() -> dict[str, list[Option]]:
+    """Return the options by heading. The usual options come first, below ``""``."""
+    options = {option.key: option for option in offered_options()}
+    found = {"": [options.pop(key) for key in _USUAL]}
+    for option in options.values():
+        found.setdefault(option.heading, []).append(option)
+    return found
+
+
+def form_arguments(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of CMLCluster in a completed form, without empty fields.
+
+    Parameters
+    ----------
+    texts : mapping of str to str
+        The texts of the fields by the names of the arguments. Unchecked checkboxes are missing.
+
+    Raises
+    ------
+    ValueError
+        If a text is invalid. The message omits texts that may be secrets. CMLCluster checks the values.
+    """
+    known = {option.argument: option for option in offered_options()}
+    if unknown := sorted(texts.keys() - known.keys()):
+        raise ValueError(f"invalid option {unknown[0]!r}: expected one of {', '.join(known)}")
+    given: dict[str, Any] = {}
+    for name, option in known.items():
+        text = texts.get(name, "").strip()
+        if option.kind == "boolean":
+            given[name] = text == _YES
+        elif text:
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            given[name] = lines if option.kind == "object" else text
+    return typed(given)
 
 
 class ClusterPage(Page):
@@ -146,6 +194,7 @@ class NotFound(Page):
 ROUTES: list[Any] = [
     (r"/", ClustersPage),
     (r"/new", NewClusterPage),
+    (r"/api/form", NewCluster),
     (r"/clusters/([^/]+)", ClusterPage),
     (r"/history", HistoryPage),
     (r"/history/([^/]+)", EndedPage),

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dask_cml.local import state
-from dask_cml.local.responses import Response
+
+if TYPE_CHECKING:
+    from dask_cml.local import Response
 
 #: Faults that hide something of a launched session from list_workers for some seconds.
 HIDDEN = ("invisible", "unknown_ip", "unknown_status", "stopping")
@@ -154,6 +156,8 @@ def _group(kind: str) -> str:
 
 def _end(fault: Fault, answers_json: bool) -> Any:
     """Answer a request, or raise an error."""
+    from dask_cml.local.workers import Response  # supervisors load this file, too, and need to be fast
+
     kind, status = fault["kind"], fault["status"]
     if kind == "key":
         raise RuntimeError("Environment variable CDSW_API_KEY is not set.")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from extensions import cgroups
 
-from dask_cml.local import watchers
-from dask_cml.local.memory_watch import MemoryWatch
+from dask_cml.local import supervisor
+from dask_cml.local.processes import MemoryWatch
 
 from .conftest import FOREVER, alive, supervisor_of
 
@@ -231,5 +231,5 @@ def test_size_of_a_folder_counts_every_file_once(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "file").write_bytes(bytes(1 << 20))
     os.link(tmp_path / "below" / "file", tmp_path / "other name")
-    assert 1 / 2**10 <= watchers.gibibytes(tmp_path) < 1.5 / 2**10
-    assert watchers.gibibytes(tmp_path / "absent") == 0
+    assert 1 / 2**10 <= supervisor.gibibytes(tmp_path) < 1.5 / 2**10
+    assert supervisor.gibibytes(tmp_path / "absent") == 0
