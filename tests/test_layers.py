@@ -31,6 +31,7 @@ LAYERS = (
         "printable",
         "protocol",
         "tracebacks",
+        "validation",
         "wrapper",
     ),
 )
