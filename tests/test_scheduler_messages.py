@@ -83,7 +83,7 @@ def test_a_wrong_or_missing_argument_refuses_the_operation(op, argument):
     ],
 )
 def test_other_operations_are_refused(operation):
-    with pytest.raises(ValueError, match=r"invalid message of a manager: .*operation"):
+    with pytest.raises(ValueError, match="invalid operation: "):
         check_operation(operation)
 
 

@@ -369,8 +369,8 @@ def damages():
     yield "elsewhere", {**good, "name": "a"}, "the record of another cluster, 'a'"
     yield "lacking", {key: good[key] for key in good if key != "maker"}, "lacks maker"
     yield "number", json.dumps({**good, "options": {"cpu": float("nan")}}).encode(), "it contains NaN"
-    yield "no zone", {**good, "created": "2030-01-01T00:00:00"}, "invalid created="
-    yield "created", {**good, "created": "yesterday"}, "invalid created='yesterday'"
+    yield "no zone", {**good, "created": "2030-01-01T00:00:00"}, "at `$.created`"
+    yield "created", {**good, "created": "yesterday"}, "at `$.created`"
     for key, value in ("pid", 10**30), ("pid", -1), ("started", 1e300), ("started", -1), ("serves", 1):
         yield f"{key} {value}", {**good, "maker": {**good["maker"], key: value}}, f"at `$.maker.{key}`"
     for key, value in {"id": 3, "security": ["a"], "options": None, "version": 0}.items():

@@ -98,7 +98,7 @@ class EndedCluster:
             "id": record.id,
             "user": record.maker.user,
             "session": record.maker.session,
-            "created": datetime.fromisoformat(record.created).timestamp(),
+            "created": record.created.timestamp(),
             "ended": ended,
             "why": first_line(record.scheduler.closed or why),
             "usage": usage_of(record, ended).to_json(),
@@ -120,10 +120,10 @@ class EndedCluster:
         usage = read_usage(content.get("usage"))
         found = validate({**content, "usage": usage}, cls, "history")
         if not is_session_id(found.id):  # it is the name of a file
-            raise ValueError("its id is invalid")
+            raise ValueError(f"invalid id={found.id[:_LONGEST_TEXT]!r}")
         texts = {name: each for name, each in vars(found).items() if isinstance(each, str)}
         shown: dict[str, Any] = {name: printable(each)[:_LONGEST_TEXT] for name, each in texts.items()}
-        return replace(found, **shown, samples=sorted(found.samples)[:_MOST_SAMPLES])
+        return replace(found, **shown, samples=sorted(found.samples[:_MOST_SAMPLES]))
 
     def to_json(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -178,7 +178,7 @@ def _end_of(record: Record) -> float:
     if record.maker.lives():
         return now
     launches = {**record.launches, **record.ended}.values()
-    created = datetime.fromisoformat(record.created).timestamp()
+    created = record.created.timestamp()
     return max(created, *(each.ended or each.began or each.launched for each in launches), 0)
 
 

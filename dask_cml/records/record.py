@@ -35,11 +35,15 @@ _Text = Annotated[str, Meta(min_length=1)]
 _Count = Annotated[int, Meta(ge=0, lt=_MOST_SECONDS)]
 _Duration = Annotated[float, Meta(gt=0, lt=_MOST_SECONDS)]
 #: The fields of a record that the creator writes.
-_OWN = {"name", "id", "maker", "created", "options", "security", "version"}
+_OWN = ("name", "id", "maker", "created", "options", "security", "version")
 
 
 class _Group(TypedDict):
     options: Mapping[str, Any]
+
+
+def _this_second() -> datetime:
+    return datetime.now(timezone.utc).replace(microsecond=0)
 
 
 def cluster_address(name: str) -> str:
@@ -187,8 +191,8 @@ class Record:
         Distinguishes the cluster from others that had or will have the same name.
     maker : Maker
         The process that created it.
-    created : str
-        The time of its creation, in ISO 8601.
+    created : datetime
+        The time of its creation.
     options : mapping
         The cluster's options, for JSON.
     security : mapping of str to str, or None
@@ -206,7 +210,7 @@ class Record:
     name: _Text
     id: _Text = field(default_factory=lambda: secrets.token_hex(8))
     maker: Maker = field(default_factory=Maker.this_process)
-    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    created: Annotated[datetime, Meta(tz=True)] = field(default_factory=_this_second)
     options: Mapping[str, Any] = field(default_factory=dict)
     security: Mapping[str, str] | None = None
     version: Annotated[int, Meta(gt=0)] = VERSION
@@ -217,7 +221,7 @@ class Record:
     @property
     def age(self) -> float:
         """Time since the cluster's creation, in seconds."""
-        return (datetime.now(timezone.utc) - datetime.fromisoformat(self.created)).total_seconds()
+        return (datetime.now(timezone.utc) - self.created).total_seconds()
 
     @property
     def sessions(self) -> dict[str, str]:
@@ -244,7 +248,8 @@ class Record:
         TypeError
             If JSON cannot represent the options.
         """
-        return json.dumps({**{name: getattr(self, name) for name in _OWN}, "maker": asdict(self.maker)})
+        own = {name: getattr(self, name) for name in _OWN}
+        return json.dumps({**own, "maker": asdict(self.maker), "created": self.created.isoformat()})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
@@ -260,11 +265,9 @@ class Record:
             raise ValueError("it is not the record of a cluster")
         if content["version"] > VERSION:
             raise ValueError(f"a newer dask-cml wrote it, in format {content['version']}: upgrade dask-cml")
-        if missing := _OWN - content.keys():
+        if missing := {*_OWN} - content.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         record = validate({name: content[name] for name in _OWN}, cls, "record")
-        if not _is_time(record.created):
-            raise ValueError(f"invalid created={record.created!r}: expected a time with its zone")
         return record if record.version == VERSION else replace(record, scheduler=_of_version_1(content))
 
     def get_security(self) -> Security | None:
@@ -294,13 +297,6 @@ def _of_version_1(content: Mapping[str, Any]) -> SchedulerState:
     found = {name: content.get(there) for name, there in {**names, "app_url": "app_url"}.items()}
     texts: dict[str, Any] = {name: each for name, each in found.items() if isinstance(each, str)}
     return SchedulerState(**texts)
-
-
-def _is_time(text: str) -> bool:
-    try:
-        return datetime.fromisoformat(text).tzinfo is not None
-    except ValueError:
-        return False
 
 
 def _maker(content: Any) -> Maker | None:

@@ -19,6 +19,7 @@ from dask_cml.scheduler.wanted import Wanted
 from dask_cml.validation import validate
 
 _MOST_BYTES = 100_000
+_to_json = json.JSONEncoder(allow_nan=False).encode
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -86,10 +87,10 @@ def check_operation(operation: Any) -> None:
     ValueError
         If it is invalid.
     """
-    validate({"operation": operation}, _Sent, "message of a manager")
+    validate({"operation": operation}, _Sent, "operation")
     for name, value in operation.items():
         try:  # msgspec takes a set for a list, and any options
-            size = len(json.dumps(value, allow_nan=False))
+            size = len(_to_json(value))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"invalid {name}: {error}") from None
         if name == "options" and size > _MOST_BYTES:
