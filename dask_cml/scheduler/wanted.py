@@ -1,7 +1,8 @@
 """What is wanted of a cluster's workers: the one state that all its managers share.
 
 The scheduler's plugin owns it. Managers send wishes, decisions and what they did; each is one method here,
-which gets the manager's id. There is no I/O and no clock in it, so the order of the calls alone decides.
+which gets the manager's id. The types of its arguments say which values are valid. There is no I/O and no
+clock in it, so the order of the calls alone decides.
 
 For each worker group, the *target* is the number of requested worker sessions. The *names* are those of the
 wanted sessions, never fewer than the target. If there are more, the leader chooses some to stop. Numbers in
