@@ -32,6 +32,7 @@ _CLOCK_TOLERANCE = 10.0
 _MOST_SECONDS = 2**40
 
 _Text = Annotated[str, Meta(min_length=1)]
+_Time = Annotated[datetime, Meta(tz=True)]
 _Count = Annotated[int, Meta(ge=0, lt=_MOST_SECONDS)]
 _Duration = Annotated[float, Meta(gt=0, lt=_MOST_SECONDS)]
 #: The fields of a record that the creator writes.
@@ -210,7 +211,7 @@ class Record:
     name: _Text
     id: _Text = field(default_factory=lambda: secrets.token_hex(8))
     maker: Maker = field(default_factory=Maker.this_process)
-    created: Annotated[datetime, Meta(tz=True)] = field(default_factory=_this_second)
+    created: _Time = field(default_factory=_this_second)
     options: Mapping[str, Any] = field(default_factory=dict)
     security: Mapping[str, str] | None = None
     version: Annotated[int, Meta(gt=0)] = VERSION
