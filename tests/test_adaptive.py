@@ -101,7 +101,7 @@ class Wishes:
 def adaptive(wishes, **options):
     defaults = {"minimum": 0, "maximum": math.inf, "wait_count": 1, "interval": 0}
     adapting = CMLAdaptive(wishes, **{**defaults, **options})
-    wishes.cluster.want("adapt", options.get("worker_group", "default"), 0, None, adapting.key)
+    wishes.cluster.want("adapt", options.get("worker_group", "default"), 0, None, adapting.key, {})
     return adapting
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime, timezone
 
 import dask
 import pytest
@@ -92,6 +93,7 @@ EXPECTED = {
 #: Of another user, so to say: what it finds in its home folder is nothing.
 OTHER = """
 import sys
+from datetime import datetime, timezone
 import dask_cml
 import dask.config
 from dask.distributed import Client
@@ -228,7 +230,7 @@ def test_of_two_clusters_at_one_address_the_newer_one_has_the_keys(platform):
     for name, year in ("new", 2026), ("old", 2025):
         address = "tls://10.0.0.1:8786"
         keys = {"tls_ca_file": f"/{name}.pem"}
-        created = f"{year}-01-01T00:00:00+00:00"
+        created = datetime(year, 1, 1, tzinfo=timezone.utc)
         write_record(Record(name, created=created, scheduler=SchedulerState(address=address), security=keys))
     assert load_security({"address": "tls://10.0.0.1:8786"}).tls_ca_file == "/new.pem"
 

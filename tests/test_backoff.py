@@ -182,7 +182,7 @@ def test_a_users_wish_forgets_the_failures_of_its_group(mine, clock, told):
     mine.want("scale", "gpu", 1)
     backoffs.look(clock.now)
     assert backoffs.words == "it ended"
-    mine.want("adapt", "default", 0, 3, "k1")
+    mine.want("adapt", "default", 0, 3, "k1", {})
     backoffs.look(clock.now)
     assert backoffs.words is None
     backoffs.of().failed("it ended", 1)

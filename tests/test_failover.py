@@ -101,7 +101,7 @@ async def test_the_next_scheduler_keeps_the_age_and_the_limit_of_hours(platform,
         await lose_scheduler(platform, holds)
         await holds(lambda: store.read("lab").scheduler.hours == 48)
         wanted = json.loads((cluster.manager.state.folder / wanted_file(1)).read_text())
-        assert (wanted["created"], wanted["hours"]) == (store.read("lab").created, 48)
+        assert (wanted["created"], wanted["hours"]) == (store.read("lab").created.isoformat(), 48)
         await holds(lambda: is_whole(platform, cluster, 0) and "0.0 of 48 h" in repr(cluster))
 
 

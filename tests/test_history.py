@@ -190,7 +190,7 @@ async def test_the_history_shows_why_a_cluster_did_not_start(locally):
 def dead_record(name="lab", ago=5 * HOUR, **scheduler):
     """Write the record of a cluster that ran for an hour, until `ago` seconds ago."""
     silent = time.time() - ago
-    created = datetime.fromtimestamp(silent - HOUR, timezone.utc).isoformat(timespec="seconds")
+    created = datetime.fromtimestamp(int(silent - HOUR), timezone.utc)
     state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1", **scheduler)
     record = Record(name, maker=GONE, created=created, options={"platform": "local"}, scheduler=state)
     launched = sessions(**{"session-0": "scheduler", "session-1": f"{name}-0"})
@@ -214,7 +214,10 @@ def test_hours_of_a_dead_cluster_count_until_its_last_sign_of_life(state):
 
 def test_a_cluster_whose_scheduler_never_answered_ended_with_its_last_launch(state):
     record = Record(
-        "lab", maker=GONE, created="2026-09-21T00:00:00+00:00", launches=sessions(**{"session-1": "lab-0"})
+        "lab",
+        maker=GONE,
+        created=datetime(2026, 9, 21, tzinfo=timezone.utc),
+        launches=sessions(**{"session-1": "lab-0"}),
     )
     write_record(record)
     history.remember(store.read("lab"))

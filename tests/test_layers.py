@@ -30,6 +30,7 @@ LAYERS = (
         "naming",
         "printable",
         "protocol",
+        "validation",
         "wrapper",
     ),
 )

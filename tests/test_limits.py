@@ -204,7 +204,7 @@ def adapting(*groups):
     """A cluster whose groups adapt, and its back-offs with what they have told."""
     cluster, told = Cluster(0, gpu={}), []
     for group in groups:
-        cluster.want("adapt", group, 0, 10, "key")
+        cluster.want("adapt", group, 0, 10, "key", {})
     return cluster, Backoffs(cluster.fleet, told.append), told
 
 

@@ -94,9 +94,18 @@ def test_importing_its_commands_loads_what_they_need_only_when_they_run():
     assert {name.partition(".")[0] for name in added - ours} <= {*sys.stdlib_module_names}
 
 
-def test_importing_a_cluster_loads_no_package_that_dask_does_not():
+def test_importing_a_cluster_loads_one_package_that_dask_does_not():
     added = loaded("from dask_cml import CMLCluster") - loaded("from distributed import LocalCluster")
-    assert {name.partition(".")[0] for name in added} - {*sys.stdlib_module_names} == {"dask_cml"}
+    packages = {name.partition(".")[0] for name in added} - {*sys.stdlib_module_names}
+    assert packages - {"typing_extensions"} == {
+        "dask_cml",
+        "msgspec",
+    }  # the latter loads the first, if it is there
+
+
+def test_the_code_of_worker_sessions_and_the_local_platform_do_not_load_msgspec():
+    for module in "wrapper", "worker.notice", "worker.process", "local", "local.__main__":
+        assert "msgspec" not in loaded(f"import dask_cml.{module}"), module
 
 
 def test_the_version_is_that_of_the_installed_distribution():

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -180,7 +179,7 @@ async def test_dask_workers_that_come_and_go_are_told(scheduler, comm):
 async def test_a_message_that_no_manager_sends_changes_nothing(comm, handler, message):
     await comm.cml_watch(manager="m1", **WATCH)
     before = await comm.cml_watch(manager="m1", **WATCH)
-    with pytest.raises(ValueError, match=r"invalid .*: expected"):
+    with pytest.raises(ValueError, match=r"invalid (message of a )?manager"):
         await getattr(comm, handler)(**message)
     assert await comm.cml_watch(manager="m1", **WATCH) == before
 
@@ -193,7 +192,7 @@ async def test_an_invalid_operation_keeps_no_other_from_being_carried_out(comm):
     assert answer["leader"] == "m1"
     [first, second, *others] = answer["results"]
     assert second is None
-    assert all(re.match("invalid .*: expected", each["error"]) for each in (first, *others))
+    assert all(each["error"].startswith("invalid operation: ") for each in (first, *others))
 
 
 async def test_managers_need_the_keys_of_the_cluster(folder):

@@ -60,6 +60,13 @@ def test_fields_of_newer_schedulers_are_ignored_and_missing_ones_are_unknown():
         {"groups": {}, "id": ["x"]},
         {"groups": {}, "app_url": {}},
         {"groups": {}, "protocol": "2"},
+        {"groups": {}, "protocol": True},
+        {"groups": {}, "revision": -1},
+        {"groups": {}, "restarts": 10**30},
+        {"groups": {}, "session": 7},
+        {"groups": {}, "hours": 0},
+        {"groups": {}, "orphan_timeout": 1e300},
+        {"groups": {}, "activity": [1]},
     ],
 )
 def test_other_content_is_not_the_state_of_a_scheduler(content):
@@ -71,6 +78,36 @@ def test_a_session_of_a_scheduler_that_is_no_id_is_unknown():
     """Otherwise it would get into calls of the platform."""
     content = {"groups": {}, "session": "../etc"}
     assert SchedulerState.from_json(0, json.dumps(content)).session is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"pid": 0}, {"pid": "7"}, {"started": -1}, {"host": 3}, {"user": 3}, {"serves": 2}]
+)
+def test_an_invalid_maker_of_a_scheduler_is_unknown(change):
+    maker = dataclasses.asdict(Maker("host", 7, 1.5, None))
+    for content, known in (maker, True), ({**maker, **change}, False), ([], False):
+        state = SchedulerState.from_json(0, json.dumps({"groups": {}, "maker": content}))
+        assert (state.maker is not None) == known
+
+
+def test_a_value_of_a_scheduler_that_is_null_is_unknown():
+    content = dict.fromkeys(("revision", "restarts", "address", "hours", "activity"))
+    assert SchedulerState.from_json(0, json.dumps({"groups": {}, **content})) == SchedulerState()
+
+
+# -- what the creator writes
+
+
+def test_a_record_reads_back_as_it_was_written():
+    """A byte of a file name that is no text may be in an option."""
+    record = Record("a", options={"local_directory": "/scratch/\udcff"}, security={"tls_ca_file": "/ca.pem"})
+    assert Record.from_json(record.to_json()) == record
+
+
+def test_a_record_contains_no_sessions_and_no_state_of_a_scheduler():
+    others = {"launches": {"abcd1234": {}}, "ended": 3, "scheduler": {"address": "tcp://10.0.0.1:8786"}}
+    record = Record("a")
+    assert Record.from_json(json.dumps({**json.loads(record.to_json()), **others})) == record
 
 
 # -- records of release 0.1, which are only deleted

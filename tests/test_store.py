@@ -363,24 +363,18 @@ def damages():
     yield "half", Record("bad").to_json().encode()[:90], ""
     yield "bytes", bytes(range(128, 256)), "codec"
     yield "nested", b"[" * 100_000, "recursion"
-    yield "list", b"[1]", "not the record"
+    yield "list", b"[1]", "Expected `object`, got `array`"
     yield "other", b'{"address": "tcp://x"}', "not the record"
     yield "newer", {**good, "version": 3}, "in format 3: upgrade"
     yield "elsewhere", {**good, "name": "a"}, "the record of another cluster, 'a'"
     yield "lacking", {key: good[key] for key in good if key != "maker"}, "lacks maker"
     yield "number", json.dumps({**good, "options": {"cpu": float("nan")}}).encode(), "it contains NaN"
-    yield "no zone", {**good, "created": "2030-01-01T00:00:00"}, "its created is invalid"
-    for change in {"pid": 10**30}, {"started": 1e300}, {"started": -1}:
-        yield str(change), {**good, "maker": {**good["maker"], **change}}, "its maker is invalid"
-    for key, value in {
-        "id": 3,
-        "maker": {"host": "a", "pid": -1, "started": 1.0},
-        "created": "yesterday",
-        "security": ["a"],
-        "options": None,
-        "version": 0,
-    }.items():
-        yield key, {**good, key: value}, f"its {key} is invalid"
+    yield "no zone", {**good, "created": "2030-01-01T00:00:00"}, "at `$.created`"
+    yield "created", {**good, "created": "yesterday"}, "at `$.created`"
+    for key, value in ("pid", 10**30), ("pid", -1), ("started", 1e300), ("started", -1), ("serves", 1):
+        yield f"{key} {value}", {**good, "maker": {**good["maker"], key: value}}, f"at `$.maker.{key}`"
+    for key, value in {"id": 3, "security": ["a"], "options": None, "version": 0}.items():
+        yield key, {**good, key: value}, f"at `$.{key}`"
 
 
 @pytest.mark.parametrize(("content", "why"), [d[1:] for d in damages()], ids=[d[0] for d in damages()])

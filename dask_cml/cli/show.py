@@ -76,7 +76,7 @@ async def info(name: str, as_json: bool) -> None:
     record = store.read(name)
     usage = operations.usage(name, record.id)
     [row] = await operations.describe([record], timeout=_PATIENCE)
-    row["created"], row["folder"] = record.created, str(state_directory() / name)
+    row["created"], row["folder"] = record.created.isoformat(), str(state_directory() / name)
     sessions = dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1])))
     if as_json:
         row |= {

@@ -70,7 +70,7 @@ def first_state(
         "record": record.id,
         "leader": state.fleet.manager,
         "groups": groups,
-        "created": record.created,
+        "created": record.created.isoformat(),
         "hours": hours,
         **more,
     }

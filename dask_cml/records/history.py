@@ -14,8 +14,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from dask_cml.private_files import check_folder, make_folder, open_folder, read_
 from dask_cml.records import store
 from dask_cml.records.ignored import report
 from dask_cml.records.record import Record
-from dask_cml.records.usage import SessionHours, Usage, amount, read_usage, usage_of
+from dask_cml.records.usage import Amount, SessionHours, Usage, read_usage, usage_of
+from dask_cml.validation import validate
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +71,15 @@ class EndedCluster:
     id: str
     user: str | None
     session: str | None
-    created: float
-    ended: float
+    created: Amount
+    ended: Amount
     why: str
     usage: Usage
-    tasks_done: float = 0
-    most_workers: float = 0
-    session_seconds: float = 0
-    busy_seconds: float = 0
-    samples: Sequence[tuple[float, ...]] = ()
+    tasks_done: Amount = 0
+    most_workers: Amount = 0
+    session_seconds: Amount = 0
+    busy_seconds: Amount = 0
+    samples: Sequence[tuple[Amount, Amount, Amount, Amount]] = ()
 
     @classmethod
     def of(cls, record: Record, why: str = UNSEEN) -> EndedCluster:
@@ -97,7 +98,7 @@ class EndedCluster:
             "id": record.id,
             "user": record.maker.user,
             "session": record.maker.session,
-            "created": datetime.fromisoformat(record.created).timestamp(),
+            "created": record.created.timestamp(),
             "ended": ended,
             "why": first_line(record.scheduler.closed or why),
             "usage": usage_of(record, ended).to_json(),
@@ -115,10 +116,14 @@ class EndedCluster:
         ValueError
             If it describes no cluster.
         """
-        try:
-            return cls(**{name: read(content[name]) for name, read in _READ.items() if name in content})
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"it is not the history of a cluster: {error!r}") from None
+        content = validate(content, dict[str, Any], "history")
+        usage = read_usage(content.get("usage"))
+        found = validate({**content, "usage": usage}, cls, "history")
+        if not is_session_id(found.id):  # it is the name of a file
+            raise ValueError(f"invalid id={found.id[:_LONGEST_TEXT]!r}")
+        texts = {name: each for name, each in vars(found).items() if isinstance(each, str)}
+        shown: dict[str, Any] = {name: printable(each)[:_LONGEST_TEXT] for name, each in texts.items()}
+        return replace(found, **shown, samples=sorted(found.samples[:_MOST_SAMPLES]))
 
     def to_json(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -154,36 +159,6 @@ class EndedCluster:
         return f"{100 * self.idle:.0f} % of {self.session_seconds / 3600:.1f} worker hours were idle"
 
 
-def _text(value: str) -> str:
-    return printable(value)[:_LONGEST_TEXT]
-
-
-def _text_or_none(value: str | None) -> str | None:
-    return None if value is None else _text(value)
-
-
-def _id(value: Any) -> str:
-    if not is_session_id(value):  # it is the name of a file
-        raise ValueError("its id is invalid")
-    return value
-
-
-def _samples(value: Any) -> list[tuple[float, ...]]:
-    return sorted((amount(t), amount(n), amount(m), amount(k)) for t, n, m, k in value[:_MOST_SAMPLES])
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "name": _text,
-    "id": _id,
-    **dict.fromkeys(("user", "session"), _text_or_none),
-    **dict.fromkeys(("created", "ended"), amount),
-    "why": _text,
-    "usage": read_usage,
-    **dict.fromkeys(("tasks_done", "most_workers", "session_seconds", "busy_seconds"), amount),
-    "samples": _samples,
-}
-
-
 def _iso(moment: float) -> str:
     return datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="seconds")
 
@@ -203,7 +178,7 @@ def _end_of(record: Record) -> float:
     if record.maker.lives():
         return now
     launches = {**record.launches, **record.ended}.values()
-    created = datetime.fromisoformat(record.created).timestamp()
+    created = record.created.timestamp()
     return max(created, *(each.ended or each.began or each.launched for each in launches), 0)
 
 

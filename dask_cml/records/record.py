@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated, Any, TypedDict
 from urllib.parse import quote
 
 import psutil
 from distributed.security import Security
+from msgspec import Meta
 
 from dask_cml.checks import is_session_id
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.owner import this_session, this_user
+from dask_cml.validation import validate
 
 VERSION = 2
 #: The scheme of the addresses by which Dask's clients find clusters; see :mod:`dask_cml.address`.
@@ -27,6 +30,21 @@ SCHEME = "cml"
 _CLOCK_TOLERANCE = 10.0
 #: The year 36812.
 _MOST_SECONDS = 2**40
+
+_Text = Annotated[str, Meta(min_length=1)]
+_Time = Annotated[datetime, Meta(tz=True)]
+_Count = Annotated[int, Meta(ge=0, lt=_MOST_SECONDS)]
+_Duration = Annotated[float, Meta(gt=0, lt=_MOST_SECONDS)]
+#: The fields of a record that the creator writes.
+_OWN = ("name", "id", "maker", "created", "options", "security", "version")
+
+
+class _Group(TypedDict):
+    options: Mapping[str, Any]
+
+
+def _this_second() -> datetime:
+    return datetime.now(timezone.utc).replace(microsecond=0)
 
 
 def cluster_address(name: str) -> str:
@@ -55,9 +73,9 @@ class Maker:
     """
 
     host: str
-    pid: int
-    started: float
-    session: str | None
+    pid: Annotated[int, Meta(gt=0, lt=2**31)]
+    started: Annotated[float, Meta(ge=0, lt=_MOST_SECONDS)]
+    session: str | None = None
     user: str | None = None
     serves: bool | None = False
 
@@ -75,12 +93,6 @@ class Maker:
         process = psutil.Process()
         started, session = process.create_time(), this_session()
         return cls(socket.gethostname(), process.pid, started, session, user or this_user(), serves)
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> Maker:
-        """Return the maker that another process has written as JSON."""
-        values: dict[str, Any] = {each.name: content.get(each.name) for each in fields(cls)}
-        return cls(**values)
 
     def lives(self) -> bool | None:
         """Return whether the process is there; None if that cannot be seen from here."""
@@ -139,11 +151,11 @@ class SchedulerState:
     session: str | None = None
     app_url: str | None = None
     closed: str | None = None
-    protocol: int | None = None
-    revision: int = 0
-    restarts: int = 0
-    orphan_timeout: float | None = None
-    hours: float | None = None
+    protocol: _Count | None = None
+    revision: _Count = 0
+    restarts: _Count = 0
+    orphan_timeout: _Duration | None = None
+    hours: _Duration | None = None
     maker: Maker | None = None
     activity: Mapping[str, Any] = field(default_factory=dict)
 
@@ -157,18 +169,11 @@ class SchedulerState:
             If the text is no such file.
         """
         content = _loads(text)
-        groups = content.get("groups") if isinstance(content, dict) else None
-        if not isinstance(groups, dict) or not all(map(_is_group, groups.values())):
-            raise ValueError("its groups are invalid")
-        known = {name: content[name] for name in _STATE_CHECKS if content.get(name) is not None}
-        for name, value in known.items():
-            if not _STATE_CHECKS[name](value):
-                raise ValueError(f"its {name} is invalid: {repr(value)[:100]}")
-        if not is_session_id(known.get("session", "")):
-            known.pop("session", None)
-        maker = content.get("maker")
-        known["maker"] = Maker.read(maker) if _is_maker(maker) else None
-        return cls(number, groups, **known)
+        validate(content.get("groups"), dict[str, _Group], "groups")
+        known = {name: value for name, value in content.items() if value is not None and name != "maker"}
+        state = validate({**known, "number": number}, cls, "state of a scheduler")
+        session = state.session if is_session_id(state.session) else None
+        return replace(state, session=session, maker=_maker(content.get("maker")))
 
 
 @dataclass(frozen=True)
@@ -187,8 +192,8 @@ class Record:
         Distinguishes the cluster from others that had or will have the same name.
     maker : Maker
         The process that created it.
-    created : str
-        The time of its creation, in ISO 8601.
+    created : datetime
+        The time of its creation.
     options : mapping
         The cluster's options, for JSON.
     security : mapping of str to str, or None
@@ -203,13 +208,13 @@ class Record:
         The sessions that have ended, if they were read, too.
     """
 
-    name: str
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    name: _Text
+    id: _Text = field(default_factory=lambda: secrets.token_hex(8))
     maker: Maker = field(default_factory=Maker.this_process)
-    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    created: _Time = field(default_factory=_this_second)
     options: Mapping[str, Any] = field(default_factory=dict)
     security: Mapping[str, str] | None = None
-    version: int = VERSION
+    version: Annotated[int, Meta(gt=0)] = VERSION
     scheduler: SchedulerState = field(default_factory=SchedulerState)
     launches: Mapping[str, Launch] = field(default_factory=dict)
     ended: Mapping[str, Launch] = field(default_factory=dict)
@@ -217,7 +222,7 @@ class Record:
     @property
     def age(self) -> float:
         """Time since the cluster's creation, in seconds."""
-        return (datetime.now(timezone.utc) - datetime.fromisoformat(self.created)).total_seconds()
+        return (datetime.now(timezone.utc) - self.created).total_seconds()
 
     @property
     def sessions(self) -> dict[str, str]:
@@ -244,8 +249,8 @@ class Record:
         TypeError
             If JSON cannot represent the options.
         """
-        own = {name: getattr(self, name) for name in _CHECKS}
-        return json.dumps({**own, "maker": asdict(self.maker)})
+        own = {name: getattr(self, name) for name in _OWN}
+        return json.dumps({**own, "maker": asdict(self.maker), "created": self.created.isoformat()})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
@@ -257,17 +262,13 @@ class Record:
             If the text is not a record, or a newer release has written it.
         """
         content = _loads(text)
-        if not isinstance(content, dict) or not isinstance(content.get("version"), int):
+        if not isinstance(content.get("version"), int):
             raise ValueError("it is not the record of a cluster")
         if content["version"] > VERSION:
             raise ValueError(f"a newer dask-cml wrote it, in format {content['version']}: upgrade dask-cml")
-        if missing := _CHECKS.keys() - content.keys():
+        if missing := {*_OWN} - content.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        own = {key: content[key] for key in _CHECKS}
-        for key, value in own.items():
-            if not _CHECKS[key](value):
-                raise ValueError(f"its {key} is invalid: {repr(value)[:100]}")
-        record = cls(**{**own, "maker": Maker.read(own["maker"])})
+        record = validate({name: content[name] for name in _OWN}, cls, "record")
         return record if record.version == VERSION else replace(record, scheduler=_of_version_1(content))
 
     def get_security(self) -> Security | None:
@@ -277,12 +278,14 @@ class Record:
         return Security(require_encryption=True, **self.security)
 
 
-def _loads(text: str | bytes) -> Any:
+def _loads(text: str | bytes) -> dict[str, Any]:
     """Read JSON of another process."""
+    # msgspec's own reader refuses surrogates, which stand for bytes of file names that are no text.
     try:
-        return json.loads(text, parse_constant=_refuse)
+        content = json.loads(text, parse_constant=_refuse)
     except RecursionError as error:
         raise ValueError(f"it is nested too deeply: {error}") from None
+    return validate(content, dict[str, Any], "file")
 
 
 def _refuse(constant: str) -> None:
@@ -297,57 +300,8 @@ def _of_version_1(content: Mapping[str, Any]) -> SchedulerState:
     return SchedulerState(**texts)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-
-
-def _is_group(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("options"), dict)
-
-
-def _is_time(value: object) -> bool:
-    try:
-        return datetime.fromisoformat(str(value)).tzinfo is not None
-    except ValueError:
-        return False
-
-
-def _is_maker(value: object) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("started"), (int, float)):
-        return False
-    if not 0 <= value["started"] < _MOST_SECONDS:
-        return False
-    if not isinstance(value.get("user"), (str, type(None))) or value.get("serves") not in (None, True, False):
-        return False
-    return (
-        isinstance(value.get("host"), str) and isinstance(value.get("pid"), int) and 0 < value["pid"] < 2**31
-    )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value < _MOST_SECONDS
-
-
-def _is_duration(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < _MOST_SECONDS
-
-
-_STATE_CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("address", "id", "session", "app_url", "closed"), lambda value: isinstance(value, str)),
-    **dict.fromkeys(("protocol", "revision", "restarts"), _is_count),
-    **dict.fromkeys(("orphan_timeout", "hours"), _is_duration),
-    "activity": lambda value: isinstance(value, dict),
-}
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "name": _is_text,
-    "id": _is_text,
-    "maker": _is_maker,
-    "created": _is_time,
-    "options": lambda value: isinstance(value, dict),
-    "security": lambda value: value is None or _is_texts(value),
-    "version": lambda value: value > 0,
-}
+def _maker(content: Any) -> Maker | None:
+    """Return the maker that another process has written. Return None if it is invalid."""
+    with contextlib.suppress(ValueError):
+        return validate(content, Maker, "maker")
+    return None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
 
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP, read_name
@@ -13,11 +15,15 @@ from dask_cml.options import SessionSize
 from dask_cml.printable import printable, table
 from dask_cml.records.record import Record
 from dask_cml.sessions.entry import Launch
+from dask_cml.validation import validate
 
 _HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours")
 _LOST = "lost"
-#: As seconds since 1970, it is in the year 6325.
-_MOST = 2**37
+#: As seconds since 1970, the bound is in the year 6325.
+_BOUNDS = Meta(ge=0, lt=2**37)
+_Count = Annotated[int, _BOUNDS]
+#: An amount or a time that another process has written.
+Amount = _Count | Annotated[float, _BOUNDS]
 
 
 @dataclass(frozen=True)
@@ -40,16 +46,20 @@ class SessionHours:
         Number of sessions that were lost, by cause.
     """
 
-    sessions: int = 0
-    hours: float = 0.0
-    vcpu_hours: float = 0.0
-    gib_hours: float = 0.0
-    gpu_hours: float = 0.0
-    lost: Mapping[str, int] = field(default_factory=dict)
+    sessions: _Count = 0
+    hours: Amount = 0.0
+    vcpu_hours: Amount = 0.0
+    gib_hours: Amount = 0.0
+    gpu_hours: Amount = 0.0
+    lost: Mapping[str, _Count] = field(default_factory=dict)
 
     def __add__(self, other: SessionHours) -> SessionHours:
         sums = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "lost"}
         return SessionHours(**sums, lost=dict(Counter(self.lost) + Counter(other.lost)))
+
+
+class _Written(TypedDict):
+    groups: dict[str, SessionHours]
 
 
 class Usage(dict[str, SessionHours]):
@@ -86,36 +96,19 @@ class Usage(dict[str, SessionHours]):
         return "\n".join(table(rows, str.rjust))
 
 
-def amount(value: Any) -> float:
-    """Return a number that another process has written, and check it.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If it is no number, or too large for any amount or time.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"expected a number, got {type(value).__name__}")
-    if not 0 <= value < _MOST:
-        raise ValueError(f"expected a number from 0 to {_MOST}")
-    return value
-
-
 def read_usage(content: Any) -> Usage:
     """Return the usage that :meth:`Usage.to_json` describes, and check it.
 
     Raises
     ------
-    AttributeError, KeyError, TypeError, ValueError
+    ValueError
         If it is no usage.
     """
-    read = {}
-    for group, each in content["groups"].items():
-        names = [one.name for one in fields(SessionHours) if one.name != "lost"]
-        sums: dict[str, Any] = {name: amount(each[name]) for name in names}
-        lost = {printable(cause): int(amount(n)) for cause, n in each["lost"].items()}
-        read[printable(group)] = SessionHours(**sums, lost=lost)
-    return Usage(read)
+    read = Usage()
+    for group, each in validate(content, _Written, "usage")["groups"].items():
+        lost = {printable(cause): n for cause, n in each.lost.items()}
+        read[printable(group)] = replace(each, lost=lost)
+    return read
 
 
 def _hours_of(launch: Launch, now: float) -> SessionHours:

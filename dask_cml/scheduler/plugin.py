@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from distributed.comm.core import Comm
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import Scheduler, WorkerState
+from msgspec import UNSET, UnsetType
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
@@ -26,14 +26,14 @@ from dask_cml.cancellation import cancel
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.naming import read_name, session_name
 from dask_cml.options import setting
-from dask_cml.options.table import MOST_SESSIONS
-from dask_cml.scheduler import messages
 from dask_cml.scheduler.activity import Activity
+from dask_cml.scheduler.arguments import URL, Manager, Names, Number, Operations, Seconds
 from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.forwards import Forwards
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.lifetime import Lifetime
+from dask_cml.scheduler.messages import check_operation, checked
 from dask_cml.scheduler.presence import Presence
 from dask_cml.scheduler.state_file import StateFile, unless_stale
 from dask_cml.scheduler.wanted import Wanted
@@ -157,8 +157,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "id": self._scheduler.id,
         }
 
+    @checked
     async def watch(
-        self, comm: Comm, manager: str, observes: bool, lease: float, since: int, wait: float
+        self, comm: Comm, manager: Manager, observes: bool, lease: Seconds, since: Number, wait: Seconds
     ) -> dict[str, Any]:
         """Record a manager's message, and return what has changed since a revision.
 
@@ -182,7 +183,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         ValueError
             If the message is invalid. Nothing changes then.
         """
-        messages.check_watch(observes, manager=manager, lease=lease, since=since, wait=wait)
         self._presence.hear(manager, observes, lease, comm)
         self._choose_leader()
         changes = self._wanted.changes
@@ -196,7 +196,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
                 self._presence.hear(manager, observes, lease, comm)
         return self._since(since)
 
-    def apply(self, manager: str, operations: Sequence[Any], since: int) -> dict[str, Any]:
+    @checked
+    def apply(self, manager: Manager, operations: Operations, since: Number) -> dict[str, Any]:
         """Carry out a manager's operations, in their order, except invalid ones.
 
         Returns
@@ -210,9 +211,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         ValueError
             If the operations are no list, or the manager is not connected. Nothing changes then.
         """
-        messages.check_manager(manager)
-        if not isinstance(operations, (list, tuple)) or len(operations) > MOST_SESSIONS:
-            raise ValueError(f"invalid operations of type {type(operations).__name__}: expected a list")
         if not self._presence.has(manager):
             raise ValueError(f"invalid manager={manager!r}: expected a manager that is connected")
         results = [self._carry_out(manager, each) for each in operations]
@@ -221,37 +219,42 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _carry_out(self, manager: str, operation: Any) -> Any:
         try:
-            messages.check_operation(operation)
+            check_operation(operation)
         except ValueError as error:
             return {"error": str(error)}
         return self._wanted.apply(manager, operation)
 
-    def set(self, **values: Any) -> None:
+    @checked
+    def set(
+        self, orphan_timeout: Seconds | UnsetType | None = UNSET, app_url: URL | UnsetType = UNSET
+    ) -> None:
         """Change what the scheduler keeps of its cluster.
 
         Parameters
         ----------
-        **values
-            ``orphan_timeout``: the time without a manager and a client after which the scheduler closes, in
-            seconds, or None. ``app_url``: the URL of the scheduler's session.
+        orphan_timeout : float, optional
+            Time without a manager and a client after which the scheduler closes, in seconds. None: never.
+        app_url : str, optional
+            The URL of the scheduler's session.
 
         Raises
         ------
         ValueError
             If a value is invalid. Nothing changes then.
         """
-        messages.check_values(values)
-        self._presence.timeout = values.get("orphan_timeout", self._presence.timeout)
-        self._app_url = values.get("app_url", self._app_url)
+        if orphan_timeout is not UNSET:
+            self._presence.timeout = orphan_timeout
+        if app_url is not UNSET:
+            self._app_url = app_url
         self._file.changed()
 
     def demand(self) -> dict[str, Any]:
         """Return the work that the scheduler knows, and the cluster's sessions, from ``known_demand``."""
         return known_demand(self._scheduler, self._wanted.cluster)
 
-    def held(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    @checked
+    def held(self, names: Names) -> dict[str, dict[str, float]]:
         """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
-        messages.check_names(names)
         asked = {*names}
         return {
             str(worker.name): {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
@@ -259,9 +262,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             if worker.name in asked
         }
 
-    def notice(self, names: Sequence[str]) -> None:
+    @checked
+    def notice(self, names: Names) -> None:
         """Move the data of Dask workers whose session the platform is about to stop, and close them."""
-        messages.check_names(names)
         self._wanted.leave(names)
         self._changed()
         there = [worker.name for worker in self._scheduler.workers.values() if worker.name in names]

@@ -1,7 +1,8 @@
 """What is wanted of a cluster's workers: the one state that all its managers share.
 
 The scheduler's plugin owns it. Managers send wishes, decisions and what they did; each is one method here,
-which gets the manager's id. There is no I/O and no clock in it, so the order of the calls alone decides.
+which gets the manager's id. The types of its arguments say which values are valid. There is no I/O and no
+clock in it, so the order of the calls alone decides.
 
 For each worker group, the *target* is the number of requested worker sessions. The *names* are those of the
 wanted sessions, never fewer than the target. If there are more, the leader chooses some to stop. Numbers in
@@ -11,11 +12,12 @@ names are given out once, so no two managers launch sessions with one name.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
+from dask_cml.scheduler.arguments import Count, Group, Names, Number, Options, Text, Texts, Wishes
 from dask_cml.scheduler.changes import ChangeLog
 from dask_cml.scheduler.wanted_group import Entry, WantedGroup
 
@@ -133,7 +135,7 @@ class Wanted:
 
     # -- wishes of users
 
-    def scale(self, manager: str, group: str, n: int) -> None:
+    def scale(self, manager: str, group: Group, n: Count) -> None:
         """Request `n` sessions, and stop adaptive scaling."""
         asked = self._asked(group)
         asked.target, asked.adapting = n, None
@@ -142,15 +144,15 @@ class Wanted:
     def adapt(
         self,
         manager: str,
-        group: str,
-        minimum: int,
-        maximum: int | None,
-        key: str,
-        options: Mapping[str, Any] | None = None,
+        group: Group,
+        minimum: Count,
+        maximum: Count | None,
+        key: Text,
+        options: Options,
     ) -> None:
         """Scale a group by its work from now on. `key` names this request."""
         asked = self._asked(group)
-        limits = {"minimum": minimum, "maximum": maximum, "options": dict(options or {})}
+        limits = {"minimum": minimum, "maximum": maximum, "options": dict(options)}
         asked.adapting = {**limits, "manager": manager, "key": key}
         # At once, without waiting for a look at the work.
         asked.target = max(asked.target, minimum)
@@ -158,18 +160,18 @@ class Wanted:
             asked.target = min(asked.target, maximum)
         self._grow(group)
 
-    def stop_adapting(self, manager: str, group: str, key: str | None = None) -> None:
+    def stop_adapting(self, manager: str, group: Group, key: Text | None) -> None:
         """Keep the current number of sessions. With a key, only if that request is the last one."""
         if key is None or self._adapts(group, key):
             self._asked(group).adapting = None
 
-    def remove(self, manager: str, names: Collection[str]) -> None:
+    def remove(self, manager: str, names: Names) -> None:
         """Stop these sessions, request fewer by as many, and stop adaptive scaling."""
         for group in {entry.group for name in names if (entry := self.sessions.get(name))} & {*self.groups}:
             self._asked(group).adapting = None
         self._lower(names)
 
-    def add_group(self, manager: str, group: str, options: Mapping[str, Any], n: int) -> None:
+    def add_group(self, manager: str, group: Group, options: Options, n: Count) -> None:
         """Add a worker group with `n` sessions."""
         before = self.groups.get(group)
         if before is not None and not before.deleted:
@@ -178,7 +180,7 @@ class Wanted:
         self.groups[group] = WantedGroup(dict(options), target=n, number=before.number if before else 0)
         self._grow(group)
 
-    def delete_group(self, manager: str, group: str) -> None:
+    def delete_group(self, manager: str, group: Group) -> None:
         """Stop all sessions of a group, and remove the group after the last one."""
         asked = self._asked(group)
         asked.target, asked.adapting, asked.deleted = 0, None, True
@@ -197,7 +199,7 @@ class Wanted:
 
     # -- adaptive scaling, unless another request has replaced the one with this key
 
-    def resize(self, manager: str, group: str, n: int, key: str) -> bool:
+    def resize(self, manager: str, group: Group, n: Count, key: Text) -> bool:
         """Request `n` sessions. Return whether that was done."""
         if not self._adapts(group, key):
             return False
@@ -205,27 +207,27 @@ class Wanted:
         self._grow(group)
         return True
 
-    def shrink(self, manager: str, group: str, names: Collection[str], key: str) -> bool:
+    def shrink(self, manager: str, group: Group, names: Names, key: Text) -> bool:
         """Stop these sessions, and request fewer by as many. Return whether that was done."""
         if not self._adapts(group, key):
             return False
         self._lower([name for name in names if name in self.groups[group].names])
         return True
 
-    def _adapts(self, group: str, key: str) -> bool:
+    def _adapts(self, group: Group, key: Text) -> bool:
         asked = self.groups.get(group)
         return asked is not None and asked.adapting is not None and asked.adapting["key"] == key
 
     # -- decisions of the leader; those of another manager change nothing
 
-    def trim(self, manager: str, group: str, names: Collection[str]) -> None:
+    def trim(self, manager: str, group: Group, names: Names) -> None:
         """Stop as many of these sessions as exceed the target."""
         trimmed = self.groups.get(group)
         if manager == self.leader and trimmed is not None:
             chosen = [name for name in names if name in trimmed.names]
             self._discard(chosen[: max(0, trimmed.excess)])
 
-    def replace(self, manager: str, names: Collection[str], causes: Mapping[str, str]) -> list[str]:
+    def replace(self, manager: str, names: Names, causes: Texts) -> list[str]:
         """Replace sessions by new ones. Return those that were still wanted. `causes` says why by name."""
         if manager != self.leader:
             return []
@@ -235,7 +237,7 @@ class Wanted:
         self._grow_all()
         return gone
 
-    def refuse(self, manager: str, group: str, names: Collection[str], wishes: int) -> list[int] | None:
+    def refuse(self, manager: str, group: Group, names: Names, wishes: Number) -> list[int] | None:
         """Lower the target, because the platform refused these sessions.
 
         Return how many were launched, and how many were wanted. If a user has scaled the group since
@@ -250,7 +252,7 @@ class Wanted:
         self.changes.touch(GROUPS)
         return [len(refused.names), asked]
 
-    def keep(self, manager: str, names: Collection[str], wishes: Mapping[str, int]) -> list[str]:
+    def keep(self, manager: str, names: Names, wishes: Wishes) -> list[str]:
         """Want sessions again whose data no other worker can take. Return those that stay.
 
         Of a group that a user has scaled since its number in `wishes`, none stays.
@@ -269,7 +271,7 @@ class Wanted:
 
     # -- what happened to sessions
 
-    def launched(self, manager: str, names: Collection[str]) -> None:
+    def launched(self, manager: str, names: Names) -> None:
         """Record launched sessions, wanted or not. They are in the cluster's record."""
         for name in names:
             found = read_name(self.cluster, name)
@@ -284,7 +286,7 @@ class Wanted:
                 self.groups[group].number = max(self.groups[group].number, number + 1)
             self._touch(name)
 
-    def found(self, manager: str, states: Mapping[str, str]) -> None:
+    def found(self, manager: str, states: Texts) -> None:
         """Log what the platform says of sessions: ``waiting`` for room, or ``running``."""
         for name, state in states.items():
             if name in self.sessions:
@@ -320,7 +322,7 @@ class Wanted:
             self._touch(name)
         return self.sessions.get(name)
 
-    def stopped(self, manager: str, names: Collection[str]) -> None:
+    def stopped(self, manager: str, names: Names) -> None:
         """Forget sessions that were stopped. Replace those that are wanted."""
         self._discard(names)
         for name in names:
@@ -362,7 +364,7 @@ class Wanted:
                 self._touch(name)
         return gone
 
-    def _lower(self, names: Collection[str]) -> None:
+    def _lower(self, names: Names) -> None:
         groups = {self.sessions[name].group for name in names if name in self.sessions} & {*self.groups}
         self._discard(names)
         for group in map(self.groups.__getitem__, groups):

@@ -66,7 +66,7 @@ def unmanaged(record: Record, status: str, problem: str | None, usage: Usage | N
     return {
         "name": record.name,
         "address": cluster_address(record.name),
-        "created": record.created,
+        "created": record.created.isoformat(),
         "most_age": None,
         "age": record.age,
         "owner": record.maker.user,
