@@ -27,6 +27,11 @@ def make(**options: Any) -> CMLCluster:
     return CMLCluster(**{"platform": "local", "quiet": True, "asynchronous": True, **options})
 
 
+def simulate(**options: Any) -> CMLCluster:
+    """Return a cluster on the simulated platform, whose schedulers have no keys."""
+    return make(**{"platform": "auto", "security": False, **options})
+
+
 def rebuild(name: str, **options: Any) -> CMLCluster:
     """Return another manager of a running cluster, which starts when it is awaited."""
     return CMLCluster.from_name(name, quiet=True, asynchronous=True, **options)

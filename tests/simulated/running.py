@@ -61,7 +61,7 @@ class RunningSessions:
     # -- for the platform
 
     def launched(self, session: SimulatedSession) -> None:
-        fate = self._luck.fate(session.key)
+        fate = self._platform.doom_of(session.key) or self._luck.fate(session.key)
         if fate == "hidden":
             session.change(listed=False)
         self._soon(lambda: self._keep(self._live(session, fate)))
