@@ -196,6 +196,7 @@ class RunningSessions:
             port=int(options["port"]),
             dashboard=False,
             dashboard_address="127.0.0.1:0",
+            idle_timeout=options.get("idle-timeout"),
             preload=preload,
             preload_argv=[[] for _ in preload],
         )
