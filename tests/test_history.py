@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from clusters import (
     LAUNCHED,
     arrived,
+    create_and_kill,
     end,
     launch,
     make,
@@ -107,24 +108,9 @@ async def test_the_history_shows_that_a_client_shut_the_cluster_down(it):
     assert the_only_one().why == "shut down by a client"
 
 
-async def create_and_kill(it, orphan_timeout="10 minutes"):
-    """Let another process create a cluster, and kill it."""
-
-    async def create():
-        async with simulate(name="lab", n_workers=1, orphan_timeout=orphan_timeout) as cluster:
-            await eventually(lambda: arrived(cluster) == 1)
-            created.set()
-            await asyncio.Event().wait()
-
-    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
-    creator.start(create())
-    await created.wait()
-    creator.kill()
-
-
 @simulated
 async def test_an_orphan_ended_when_it_closed_and_not_when_it_was_found(it):
-    await create_and_kill(it, "1s")
+    await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="1s")
     await eventually(lambda: not it.platform.running)
     last = newest(state_directory() / "lab").stat().st_mtime
     os.utime(newest(state_directory() / "lab"), (last - 30, last - 30))
@@ -148,7 +134,7 @@ async def test_a_lost_scheduler_without_a_replacement_ends_the_cluster(it):
 
 @simulated
 async def test_prune_adds_a_cluster_whose_session_ended_to_the_history(it):
-    await create_and_kill(it)
+    await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="10 minutes")
     for each in it.platform.live:
         it.platform.evict(each)
     [listed] = ended_clusters([store.read("lab")])
@@ -161,7 +147,7 @@ async def test_prune_adds_a_cluster_whose_session_ended_to_the_history(it):
 
 @simulated
 async def test_a_new_cluster_adds_a_dead_one_of_its_name_to_the_history(it):
-    await create_and_kill(it)
+    await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="10 minutes")
     dead = store.read("lab").id
     it.platform.evict(it.platform.running["lab-scheduler"])
     async with simulate(name="lab") as cluster:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from click.testing import CliRunner
-from clusters import arrived, rebuild, simulate
+from clusters import arrived, create_and_kill, rebuild, simulate
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, SessionHours, Usage, cli
@@ -250,16 +250,7 @@ async def test_it_is_awaited_in_an_event_loop(platform):
 
 @simulated
 async def test_files_of_a_crashed_managers_sessions_are_finished_by_the_next_one(it):
-    async def create():
-        async with mine(n_workers=2, orphan_timeout="10 minutes") as cluster:
-            await eventually(lambda: arrived(cluster) == 2)
-            created.set()
-            await asyncio.Event().wait()
-
-    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
-    creator.start(create())
-    await created.wait()
-    creator.kill()
+    await create_and_kill(it, name="mine", n_workers=2, orphan_timeout="10 minutes")
     assert ended_keys() == []
     it.platform.evict(it.platform.running["mine-0"])  # which nobody sees
     async with rebuild("mine") as cluster:
