@@ -276,7 +276,7 @@ def test_managers_refuse_an_answer_with_an_invalid_age():
 
 @simulated
 async def test_a_cluster_says_that_it_reaches_its_limit_and_ends_then(it):
-    with limited(hours=0.5):
+    with limited(hours=0.2):
         mine = await create(name="lab", n_workers=1)
     async with Client(mine, asynchronous=True) as client:
         await eventually(lambda: "0.0 of 0.2 h" in repr(mine) and "0.0 of 0.2 h" in mine._repr_html_())

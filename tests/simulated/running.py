@@ -197,6 +197,7 @@ class RunningSessions:
             dashboard=False,
             dashboard_address="127.0.0.1:0",
             idle_timeout=options.get("idle-timeout"),
+            scheduler_file=options.get("scheduler-file"),
             preload=preload,
             preload_argv=[[] for _ in preload],
         )
