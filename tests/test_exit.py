@@ -9,7 +9,9 @@ import sys
 import textwrap
 
 import pytest
+from clusters import simulate
 from extensions import faults
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster
 from dask_cml.manager import at_exit
@@ -390,18 +392,12 @@ def test_the_end_of_a_forked_child_is_not_that_of_the_cluster(platform, all_stop
 # -- close()
 
 
-async def test_close_stops_thirty_workers_by_one_call(platform, monkeypatch):
-    calls = []
-    stop_workers = platform.stop_workers
-    monkeypatch.setattr(platform, "stop_workers", lambda *ids: calls.append(ids) or stop_workers(*ids))
-    platform.inject("hangs", match="c-", skip=1, times=30)
-    cluster = await CMLCluster(name="c", platform="local", quiet=True, asynchronous=True)
-    cluster.scale(30)
-    await cluster
-    assert len(cluster.sessions) == 31
-    await cluster.close()
-    [ids] = calls
-    assert sorted(ids) == sorted(each["id"] for each in platform.sessions())
+@simulated
+async def test_close_stops_thirty_workers_by_one_call(it):
+    async with simulate(name="c", n_workers=30):
+        await eventually(lambda: len(it.platform.running) == 31)
+    [ids] = it.platform.arguments("stop_workers")
+    assert sorted(ids) == sorted(it.platform.all)
 
 
 # -- the handler of SIGTERM
