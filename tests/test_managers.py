@@ -303,8 +303,9 @@ async def test_a_session_that_nobody_launched_long_ago_is_stopped_by_who_comes_f
     [stray] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
     changes = Changes([Launch(stray, "told-7", None, int(time.time()) - 60)])
     await asyncio.to_thread(store.write_sessions, changes, "told", id=store.read("told").id)
-    async with rebuild("told"):
+    async with rebuild("told") as cluster:
         await eventually(lambda: it.platform.all[stray].stop_requested, seconds=2.0)
+        await cluster.close()
 
 
 @simulated
