@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from simulated.world import World
 
 from dask_cml import CMLCluster
 from dask_cml.layout import scheduler_file
@@ -25,6 +28,27 @@ WANTED: dict[str, Any] = {"groups": {}}
 def make(**options: Any) -> CMLCluster:
     """Return a cluster that starts when it is awaited."""
     return CMLCluster(**{"platform": "local", "quiet": True, "asynchronous": True, **options})
+
+
+def simulate(**options: Any) -> CMLCluster:
+    """Return a cluster on the simulated platform, whose schedulers have no keys."""
+    return make(**{"platform": "auto", "security": False, **options})
+
+
+async def create_and_kill(it: World, **options: Any) -> None:
+    """Let another process of this session create a cluster in the simulated world, and kill it."""
+
+    async def create() -> None:
+        async with simulate(**options) as cluster:
+            while arrived(cluster) < target(cluster):
+                await asyncio.sleep(0.1)
+            created.set()
+            await asyncio.Event().wait()
+
+    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
+    creator.start(create())
+    await created.wait()
+    creator.kill()
 
 
 def rebuild(name: str, **options: Any) -> CMLCluster:

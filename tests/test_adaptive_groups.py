@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from clusters import log_of, simulate
 from distributed import Client, Event, get_worker
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster
 
 pytestmark = pytest.mark.usefixtures("platform", "light")
 
+GROUPS = {"name": "mine", "worker_groups": {"gpu": {"nvidia_gpu": 1, "cpu": 2}}}
 FAST = {"interval": "100 ms", "wait_count": 2}
 
 
@@ -24,8 +27,7 @@ def where():
 
 @pytest.fixture
 def cluster():
-    groups = {"gpu": {"nvidia_gpu": 1, "cpu": 2}}
-    with CMLCluster(name="mine", worker_groups=groups, platform="local", quiet=True) as made:
+    with CMLCluster(platform="local", quiet=True, **GROUPS) as made:
         yield made
 
 
@@ -40,20 +42,22 @@ def launched(cluster, group):
     return cluster.manager.fleet.group(group).number
 
 
-def test_from_nothing_tasks_bring_sessions_of_the_group_that_they_need(cluster, client, where, until):
-    cluster.adapt(0, 1, **FAST)
-    cluster.adapt(0, 2, worker_group="gpu", **FAST)
-    futures = client.map(where, range(12), resources={"GPU": 1})
-    assert {name.rpartition("-")[0] for name in client.gather(futures)} == {"mine-gpu"}
-    assert launched(cluster, "default") == 0
-    del futures
-    until(lambda: not cluster.worker_spec and not cluster.workers)
-    gpus = launched(cluster, "gpu")
-    futures = client.map(where, range(12, 24))
-    assert {*client.gather(futures)} == {"mine-0"}
-    assert launched(cluster, "gpu") == gpus
-    del futures
-    until(lambda: not cluster.worker_spec and not cluster.workers)
+@simulated
+async def test_from_nothing_tasks_bring_sessions_of_the_group_that_they_need(it, where):
+    async with simulate(**GROUPS) as cluster, Client(cluster, asynchronous=True) as client:
+        cluster.adapt(0, 1)
+        cluster.adapt(0, 2, worker_group="gpu")
+        futures = client.map(where, range(12), resources={"GPU": 1})
+        assert {name.rpartition("-")[0] for name in await client.gather(futures)} == {"mine-gpu"}
+        assert launched(cluster, "default") == 0
+        del futures
+        await eventually(lambda: not cluster.worker_spec and not cluster.workers)
+        gpus = launched(cluster, "gpu")
+        futures = client.map(where, range(12, 24))
+        assert {*await client.gather(futures)} == {"mine-0"}
+        assert launched(cluster, "gpu") == gpus
+        del futures
+        await eventually(lambda: not cluster.worker_spec and not cluster.workers)
 
 
 def test_groups_adapt_at_once_and_a_fixed_one_stays(cluster, client, where, until):
@@ -74,11 +78,13 @@ def test_groups_adapt_at_once_and_a_fixed_one_stays(cluster, client, where, unti
     until(lambda: {*cluster.workers} == {"mine-big-0"})
 
 
-def test_tasks_that_no_group_can_run_are_told_in_the_log_and_the_repr(cluster, client, where, until):
-    futures = client.map(where, range(3), resources={"FPGA": 1})
-    words = "3 tasks need FPGA=1, which no worker group offers"
-    until(lambda: f"problem: {words}" in repr(cluster))
-    assert words in cluster.get_logs(scheduler=False, workers=False)["Cluster"]
-    cluster.add_worker_group("fpga", n_workers=1, resources={"FPGA": 3})
-    assert {*client.gather(futures)} == {"mine-fpga-0"}
-    until(lambda: "problem" not in repr(cluster))
+@simulated
+async def test_tasks_that_no_group_can_run_are_told_in_the_log_and_the_repr(it, where):
+    async with simulate(**GROUPS) as cluster, Client(cluster, asynchronous=True) as client:
+        futures = client.map(where, range(3), resources={"FPGA": 1})
+        words = "3 tasks need FPGA=1, which no worker group offers"
+        await eventually(lambda: f"problem: {words}" in repr(cluster))
+        assert words in log_of(cluster)
+        await cluster.add_worker_group("fpga", n_workers=1, resources={"FPGA": 3})
+        assert {*await client.gather(futures)} == {"mine-fpga-0"}
+        await eventually(lambda: "problem" not in repr(cluster))

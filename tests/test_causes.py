@@ -10,9 +10,10 @@ import time
 
 import dask
 import pytest
-from clusters import arrived, log_of, make
+from clusters import arrived, log_of, make, simulate
 from distributed import Client, KilledWorker, wait
 from extensions import cgroups
+from simulated.testing import eventually, simulated
 
 from dask_cml.scheduler.wanted import Wanted
 from dask_cml.sessions.causes import Cause, find_cause
@@ -237,12 +238,14 @@ async def test_killed_by_the_platform(platform, client, mine, is_told):
     await is_told("lost: evicted or killed by the platform, which says failed", "killed")
 
 
-async def test_never_connected(platform, light, holds):
-    platform.inject("fails", match="mine-0")
-    async with make(name="mine", n_workers=1) as cluster:
-        await holds(lambda: arrived(cluster) == 1)
+@simulated
+async def test_never_connected(it):
+    it.platform.doom("fails", key="mine-0")
+    async with simulate(name="mine", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
         assert log_of(cluster).startswith("Worker mine-0 lost: it never connected; the platform says failed")
-        await holds(lambda: cluster.manager.state.record_keeper.usage().total.lost == {"never connected": 1})
+        lost = cluster.manager.state.record_keeper.usage
+        await eventually(lambda: lost().total.lost == {"never connected": 1})
 
 
 async def test_closed_on_purpose_is_no_loss(client, is_told):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 
 import dask
 import pytest
-from clusters import lines_of, make
+from clusters import lines_of, make, simulate
 from distributed import Client
 from distributed.core import Status
 from simulated.testing import eventually, simulated
@@ -28,12 +27,13 @@ async def test_it_computes(platform):
     assert cluster.status == Status.closed
 
 
-async def test_nothing_is_launched_before_the_await(platform):
-    cluster = make(n_workers=1)
+@simulated
+async def test_nothing_is_launched_before_the_await(it):
+    cluster = simulate(n_workers=1)
     assert cluster.status == Status.created
-    assert platform.list_workers() == []
+    assert it.platform.live == []
     await cluster
-    assert len(platform.list_workers()) == 2
+    assert len(it.platform.live) == 2
     await cluster.close()
 
 
@@ -50,37 +50,43 @@ async def test_as_the_sidebar_does(platform, holds):
     assert cluster.status == Status.closed
 
 
-async def test_scale_can_be_awaited(platform):
-    async with make() as cluster:
+@simulated
+async def test_scale_can_be_awaited(it):
+    async with simulate() as cluster:
         await cluster.scale(1)
         await cluster
         assert len(cluster.workers) == 1
 
 
-async def test_scale_down_takes_names_of_workers(platform, holds):
-    async with make(n_workers=2, cpu=2, processes=2, worker_args=[]) as cluster:
-        await holds(lambda: len(cluster.scheduler_info["workers"]) == 4)
+@simulated
+async def test_scale_down_takes_names_of_workers(it):
+    async with simulate(n_workers=2, cpu=2, processes=2, worker_args=[]) as cluster:
+        await eventually(lambda: len(cluster.scheduler_info["workers"]) == 4)
         await cluster.scale_down([f"{cluster.name}-0-1"])
-        await holds(lambda: set(cluster.workers) == {f"{cluster.name}-1"})
-        await holds(lambda: len(cluster.scheduler_info["workers"]) == 2)
+        await eventually(lambda: set(cluster.workers) == {f"{cluster.name}-1"})
+        await eventually(lambda: len(cluster.scheduler_info["workers"]) == 2)
 
 
-async def test_close_twice_and_at_once(platform):
-    cluster = await make(n_workers=1)
+@simulated
+async def test_close_twice_and_at_once(it):
+    cluster = await simulate(n_workers=1)
     await asyncio.gather(cluster.close(), cluster.close())
     await cluster.close()
     assert cluster.status == Status.closed
+    assert not it.platform.running
 
 
-async def test_an_unstarted_cluster_can_be_closed(platform):
-    cluster = make(n_workers=1)
+@simulated
+async def test_an_unstarted_cluster_can_be_closed(it):
+    cluster = simulate(n_workers=1)
     await cluster.close()
     assert cluster.status == Status.closed
-    assert platform.list_workers() == []
+    assert it.platform.live == []
 
 
-async def test_a_closed_cluster_does_not_start_again(platform):
-    cluster = await make()
+@simulated
+async def test_a_closed_cluster_does_not_start_again(it):
+    cluster = await simulate()
     await cluster.close()
     with pytest.raises(CMLError, match="closed"):
         await cluster
@@ -98,14 +104,16 @@ async def test_a_start_that_nobody_can_await_any_more_ends_without_an_error(it):
     assert it.platform.live == []
 
 
-async def test_close_during_the_start(platform, holds):
-    platform.inject("stuck", times=3)
-    cluster = make(n_workers=2)
+@simulated
+async def test_close_during_the_start(it):
+    it.platform.doom("silent", times=3)
+    cluster = simulate(n_workers=2)
     start = asyncio.ensure_future(cluster)
-    await holds(lambda: len(platform.sessions()) == 3)
+    await eventually(lambda: len(it.platform.all) == 3)
     await cluster.close()
     with pytest.raises(CMLError, match="closed while it started"):
         await start
+    assert not it.platform.running
 
 
 async def test_close_while_the_name_is_claimed_leaves_no_record(platform, holds, monkeypatch):
@@ -130,69 +138,67 @@ async def test_close_while_the_name_is_claimed_leaves_no_record(platform, holds,
     assert platform.sessions() == []
 
 
-async def test_a_cancelled_start_leaves_no_session(platform, holds):
-    platform.inject("stuck", times=2)
-    start = asyncio.ensure_future(make(n_workers=1))
-    await holds(lambda: len(platform.sessions()) == 2)
+@simulated
+async def test_a_cancelled_start_leaves_no_session(it):
+    it.platform.doom("silent", times=2)
+    start = asyncio.ensure_future(simulate(n_workers=1))
+    await eventually(lambda: len(it.platform.all) == 2)
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
+    assert not it.platform.running
 
 
-async def test_close_during_scale(platform, holds):
-    cluster = await make()
-    platform.configure(latency=0.2)
+@simulated
+async def test_close_during_scale(it):
+    cluster = await simulate()
     cluster.scale(3)
-    await holds(lambda: len(platform.sessions()) > 1)
+    await eventually(lambda: len(it.platform.all) > 1)
     await asyncio.wait_for(cluster.close(), 120)
     assert cluster.status == Status.closed
+    assert not it.platform.running
 
 
-async def test_close_with_a_dead_scheduler(platform, holds):
-    cluster = await make(n_workers=1)
-    await holds(lambda: cluster.scheduler_info["workers"])
-    platform.evict(cluster.sessions[0].id)
+@simulated
+async def test_close_with_a_dead_scheduler(it):
+    cluster = await simulate(n_workers=1)
+    await eventually(lambda: cluster.scheduler_info["workers"])
+    it.platform.evict(cluster.sessions[0].id)
     await cluster.close()
     assert cluster.status == Status.closed
+    assert not it.platform.running
 
 
-async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(platform, holds):
+@simulated
+async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(it):
     with dask.config.set({"cml.scheduler-restarts": 0}):
-        cluster = await make(n_workers=1)
+        cluster = await simulate(n_workers=1)
         session = cluster.sessions[0].id
-        platform.evict(session)
-        await holds(lambda: cluster.status == Status.closed)
+        it.platform.evict(session)
+        await eventually(lambda: cluster.status == Status.closed)
     assert session in lines_of(cluster)[-1]
 
 
-@pytest.mark.slow
-async def test_an_idle_cluster_ends(platform, holds):
-    cluster = await make(n_workers=1, idle_timeout="5s")
-    await holds(lambda: cluster.status == Status.closed)
+@simulated
+async def test_an_idle_cluster_ends(it):
+    cluster = await simulate(n_workers=1, idle_timeout="5s")
+    await eventually(lambda: cluster.status == Status.closed)
+    assert not it.platform.running
 
 
-async def test_an_exception_in_the_block_closes_the_cluster(platform):
+@simulated
+async def test_an_exception_in_the_block_closes_the_cluster(it):
     with pytest.raises(ZeroDivisionError):
-        async with make(n_workers=1) as cluster:
+        async with simulate(n_workers=1) as cluster:
             1 / 0  # noqa: B018
     assert cluster.status == Status.closed
+    assert not it.platform.running
 
 
-async def test_the_loop_is_never_blocked_by_a_call_of_the_api(platform, holds, monkeypatch):
-    threads = set()
-
-    def noted(function):
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            threads.add(threading.current_thread())
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("launch_workers", "list_workers", "stop_workers"):
-        monkeypatch.setattr(platform, name, noted(getattr(platform, name)))
-    async with make(n_workers=2) as cluster:
+@simulated
+async def test_the_loop_is_never_blocked_by_a_call_of_the_api(it):
+    async with simulate(n_workers=2) as cluster:
         cluster.scale(1)
-        await holds(lambda: len(cluster.workers) == 1)
-    assert threads
-    assert threading.current_thread() not in threads
+        await eventually(lambda: len(cluster.workers) == 1)
+    assert {each.function for each in it.platform.calls} == {"launch_workers", "list_workers", "stop_workers"}
+    assert threading.current_thread().name not in {each.thread for each in it.platform.calls}

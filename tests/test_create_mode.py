@@ -6,9 +6,10 @@ import asyncio
 
 import dask
 import pytest
-from clusters import arrived, live, target, write_record
+from clusters import arrived, simulate, target, write_record
 from distributed import Client
 from distributed.core import Status
+from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
 from dask_cml.records import liveness
@@ -19,6 +20,10 @@ pytestmark = pytest.mark.usefixtures("light")
 
 def make(**options):
     return CMLCluster(**{"name": "lab", "platform": "local", "asynchronous": True, **options})
+
+
+def lab(**options):
+    return simulate(name="lab", **options)
 
 
 async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsys):
@@ -42,11 +47,12 @@ async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsy
         assert len(first.sessions) == 3
 
 
-async def test_connecting_does_not_scale_the_cluster(platform, holds):
-    async with make(n_workers=1, quiet=True) as first:
-        await holds(lambda: arrived(first) == 1)
-        async with make(
-            n_workers=3, cpu=2, processes=2, worker_args=[], create_mode="create-or-connect", quiet=True
+@simulated
+async def test_connecting_does_not_scale_the_cluster(it):
+    async with lab(n_workers=1) as first:
+        await eventually(lambda: arrived(first) == 1)
+        async with lab(
+            n_workers=3, cpu=2, processes=2, worker_args=[], create_mode="create-or-connect"
         ) as again:
             await again
             assert target(again) == 1
@@ -54,20 +60,20 @@ async def test_connecting_does_not_scale_the_cluster(platform, holds):
             assert first.manager.state.leads
             assert not again.manager.state.leads
         assert target(first) == 1
-        assert len(platform.list_workers()) == 2
+        assert len(it.platform.live) == 2
 
 
-async def test_of_two_at_once_one_creates_and_the_other_connects(platform):
-    platform.configure(start_delay=1)
-    one, two = (make(create_mode="create-or-connect", quiet=True) for _ in range(2))
+@simulated
+async def test_of_two_at_once_one_creates_and_the_other_connects(it):
+    one, two = (lab(create_mode="create-or-connect") for _ in range(2))
     await asyncio.gather(one, two)
     assert one.scheduler_address == two.scheduler_address
-    assert len(platform.list_workers()) == 1
+    assert len(it.platform.live) == 1
     assert sorted([one.shutdown_on_close, two.shutdown_on_close]) == [False, True]
     # An object that connected ends the cluster by close(), as one that from_name() gave.
     await (one if two.shutdown_on_close else two).close()
     await (two if two.shutdown_on_close else one).close()
-    assert not live(platform)
+    assert not it.platform.running
 
 
 async def test_a_busy_scheduler_has_as_long_to_answer_as_dasks_clients_give_it(platform, monkeypatch):

@@ -9,7 +9,9 @@ import sys
 import textwrap
 
 import pytest
+from clusters import simulate
 from extensions import faults
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster
 from dask_cml.manager import at_exit
@@ -73,6 +75,12 @@ def all_stopped(platform):
         assert store.records() == []
 
     return all_stopped
+
+
+@pytest.fixture
+def no_worker_processes(platform):
+    """Let sessions of workers run without a Dask worker: only whether they are stopped matters."""
+    platform.inject("hangs", match="A worker of", times=9)
 
 
 SYNC = """
@@ -181,6 +189,7 @@ store.write_sessions(launched, cluster.name, id=store.read(cluster.name).id)
 )
 
 
+@pytest.mark.usefixtures("no_worker_processes")
 def test_what_another_manager_has_launched_ends_with_a_cluster_whose_loop_is_gone(platform, all_stopped):
     returned, _, err = Program(ANOTHERS).ends()
     assert (returned, err) == (0, "")
@@ -190,6 +199,7 @@ def test_what_another_manager_has_launched_ends_with_a_cluster_whose_loop_is_gon
 @pytest.mark.parametrize(
     "code", [SYNC + "1 / 0", UNCLOSED + "    1 / 0\nasyncio.run(main())"], ids=["sync", "async"]
 )
+@pytest.mark.usefixtures("no_worker_processes")
 def test_an_exception_that_nobody_handles_leaves_no_session(platform, all_stopped, code):
     returned, _, err = Program(code).ends()
     assert returned == 1
@@ -236,6 +246,7 @@ def test_sigterm_in_the_constructor_leaves_no_session(platform, all_stopped, unt
     all_stopped(3)
 
 
+@pytest.mark.usefixtures("no_worker_processes")
 def test_a_second_sigterm_does_not_hinder_the_end(platform, all_stopped):
     platform.configure(latency=0.3)
     program = Program(SYNC + "while True: time.sleep(0.1)").when_ready()
@@ -309,6 +320,7 @@ def test_no_cluster_is_made_when_the_program_has_ended(platform, all_stopped):
     all_stopped(1)
 
 
+@pytest.mark.usefixtures("no_worker_processes")
 def test_an_api_that_fails_at_exit_is_told_with_the_sessions_that_are_left(platform):
     program = Program(SYNC + "while True: time.sleep(0.1)", DASK_CML__API__RETRIES="1").when_ready()
     faults.inject("error", function="stop_workers", status=503, seconds=PATIENCE)
@@ -325,6 +337,7 @@ def test_an_api_that_fails_at_exit_is_told_with_the_sessions_that_are_left(platf
     platform.stop_workers(*[each["id"] for each in platform.sessions()])
 
 
+@pytest.mark.usefixtures("no_worker_processes")
 def test_a_cluster_that_outlives_its_program_is_not_ended(platform):
     returned, out, err = Program(SYNC.replace("quiet=True", "quiet=True, shutdown_on_close=False")).ends()
     assert (returned, out, err) == (0, "ready\n", "")
@@ -390,18 +403,12 @@ def test_the_end_of_a_forked_child_is_not_that_of_the_cluster(platform, all_stop
 # -- close()
 
 
-async def test_close_stops_thirty_workers_by_one_call(platform, monkeypatch):
-    calls = []
-    stop_workers = platform.stop_workers
-    monkeypatch.setattr(platform, "stop_workers", lambda *ids: calls.append(ids) or stop_workers(*ids))
-    platform.inject("hangs", match="c-", skip=1, times=30)
-    cluster = await CMLCluster(name="c", platform="local", quiet=True, asynchronous=True)
-    cluster.scale(30)
-    await cluster
-    assert len(cluster.sessions) == 31
-    await cluster.close()
-    [ids] = calls
-    assert sorted(ids) == sorted(each["id"] for each in platform.sessions())
+@simulated
+async def test_close_stops_thirty_workers_by_one_call(it):
+    async with simulate(name="c", n_workers=30):
+        await eventually(lambda: len(it.platform.running) == 31)
+    [ids] = it.platform.arguments("stop_workers")
+    assert sorted(ids) == sorted(it.platform.all)
 
 
 # -- the handler of SIGTERM
@@ -441,6 +448,7 @@ async def test_a_handler_that_somebody_sets_later_stays(platform, default_sigter
     assert signal.getsignal(signal.SIGTERM) is own
 
 
+@pytest.mark.usefixtures("no_worker_processes")
 def test_sigterm_after_the_last_cluster_ends_the_program_as_ever(platform, all_stopped):
     """Even if a thread closed it, from where no handler can be set."""
     code = """

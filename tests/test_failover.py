@@ -11,7 +11,7 @@ from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, live, log_of, make, name_of, rebuild, target
+from clusters import arrived, live, log_of, make, name_of, rebuild, simulate, target
 from distributed import Client
 from distributed.core import Status
 from simulated.faults import Mishap
@@ -60,6 +60,24 @@ def is_whole(platform, cluster, n):
     )
 
 
+async def lose(it):
+    """The same on the simulated platform."""
+    number = store.read("lab").scheduler.number
+    it.platform.evict(it.platform.running["lab-scheduler"])
+    await eventually(lambda: store.read("lab").scheduler.number > number)
+    await eventually(lambda: store.read("lab").scheduler.address is not None)
+
+
+def stands(it, cluster, n):
+    """Whether the cluster has `n` workers, and nothing else runs."""
+    return (
+        cluster.manager.state.connected
+        and arrived(cluster) == n
+        and len(it.platform.live) == n + 1
+        and {*it.platform.running} == {"lab-scheduler", *cluster.workers}
+    )
+
+
 async def test_clients_compute_again_after_the_scheduler_was_lost(platform, holds):
     async with make(name="lab", n_workers=2) as cluster, Client("cml://lab", asynchronous=True) as client:
         await client.wait_for_workers(2)
@@ -80,121 +98,134 @@ async def test_clients_compute_again_after_the_scheduler_was_lost(platform, hold
 @pytest.mark.parametrize(
     "options", [{}, {"processes": 2, "cpu": 2, "worker_args": []}], ids=["one", "processes"]
 )
-async def test_targets_groups_and_limits_stay_as_they_were(platform, holds, options):
-    async with make(name="lab", **options) as cluster:
+@simulated
+async def test_targets_groups_and_limits_stay_as_they_were(it, options):
+    async with simulate(name="lab", **options) as cluster:
         cluster.adapt(minimum=1, maximum=3)
         await cluster.add_worker_group("gpu", n_workers=1, cpu=1, memory=1, nvidia_gpu=1)
-        await holds(lambda: is_whole(platform, cluster, 2))
-        await lose_scheduler(platform, holds)
-        await holds(lambda: is_whole(platform, cluster, 2))
+        await eventually(lambda: stands(it, cluster, 2))
+        await lose(it)
+        await eventually(lambda: stands(it, cluster, 2))
         assert cluster.manager.state.limits() == {"minimum": 1, "maximum": 3}
         assert cluster.worker_groups["gpu"].n_workers == 1
         cluster.scale(2, worker_group="gpu")
-        await holds(lambda: is_whole(platform, cluster, 3))
+        await eventually(lambda: stands(it, cluster, 3))
 
 
-async def test_the_next_scheduler_keeps_the_age_and_the_limit_of_hours(platform, holds):
+@simulated
+async def test_the_next_scheduler_keeps_the_age_and_the_limit_of_hours(it):
     with dask.config.set({"cml.limits.hours": 48}):
-        cluster = make(name="lab")
+        cluster = simulate(name="lab")
         await cluster
     async with cluster:
-        await lose_scheduler(platform, holds)
-        await holds(lambda: store.read("lab").scheduler.hours == 48)
+        await lose(it)
+        await eventually(lambda: store.read("lab").scheduler.hours == 48)
         wanted = json.loads((cluster.manager.state.folder / wanted_file(1)).read_text())
         assert (wanted["created"], wanted["hours"]) == (store.read("lab").created.isoformat(), 48)
-        await holds(lambda: is_whole(platform, cluster, 0) and "0.0 of 48 h" in repr(cluster))
+        await eventually(lambda: stands(it, cluster, 0) and "0.0 of 48 h" in repr(cluster))
 
 
-async def test_both_managers_of_a_cluster_follow_its_new_scheduler(platform, holds):
-    async with make(name="lab", n_workers=1) as cluster, rebuild("lab") as other:
-        await lose_scheduler(platform, holds)
-        await holds(lambda: is_whole(platform, cluster, 1))
-        await holds(lambda: other.manager.state.connected and arrived(other) == 1)
+@simulated
+async def test_both_managers_of_a_cluster_follow_its_new_scheduler(it):
+    async with simulate(name="lab", n_workers=1) as cluster, rebuild("lab") as other:
+        await eventually(lambda: arrived(cluster) == 1)
+        await lose(it)
+        await eventually(lambda: stands(it, cluster, 1))
+        await eventually(lambda: other.manager.state.connected and arrived(other) == 1)
         other.scale(2)
-        await holds(lambda: is_whole(platform, cluster, 2))
+        await eventually(lambda: stands(it, cluster, 2))
         # The record is written a moment after the platform has ended the lost session.
-        await holds(lambda: [*store.read("lab").sessions.values()].count("scheduler") == 1)
+        await eventually(lambda: [*store.read("lab").sessions.values()].count("scheduler") == 1)
 
 
-async def test_an_observer_replaces_the_scheduler_of_a_cluster_that_outlived_its_creator(platform, holds):
-    await (await make(name="lab", n_workers=1, shutdown_on_close=False)).close()
-    await holds(lambda: store.read("lab").scheduler.orphan_timeout is None)
+@simulated
+async def test_an_observer_replaces_the_scheduler_of_a_cluster_that_outlived_its_creator(it):
+    await (await simulate(name="lab", n_workers=1, shutdown_on_close=False)).close()
+    await eventually(lambda: store.read("lab").scheduler.orphan_timeout is None)
     observer = Manager.adopt(store.read("lab"), observes=True)
     await observer.start()
     try:
-        await lose_scheduler(platform, holds)
-        await holds(lambda: observer.state.connected and len(observer.fleet.arrived()) == 1)
+        await lose(it)
+        await eventually(lambda: observer.state.connected and len(observer.fleet.arrived()) == 1)
         async with Client("cml://lab", asynchronous=True) as client:
             assert await client.submit(sum, [1, 2]) == 3
     finally:
         await observer.close(shutdown=True)
 
 
-async def test_an_observer_leaves_the_scheduler_to_the_creator(platform, holds):
-    async with make(name="lab", n_workers=1) as cluster:
+@simulated
+async def test_an_observer_leaves_the_scheduler_to_the_creator(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
         observer = Manager.adopt(store.read("lab"), observes=True)
         await observer.start()
-        platform.inject("stuck", match="The scheduler of")  # so that the creator needs some time
-        platform.evict(scheduler_of(platform))
-        await holds(lambda: newest(platform)["name"].endswith("-1"))
+        lost = newest(it).id
+        it.platform.configure({"sessions": 0}, waits_for_room=True)  # so that the creator needs some time
+        it.platform.evict(lost)
+        await eventually(lambda: newest(it).id != lost)
+        await asyncio.sleep(30.0)
         assert observer.status == Status.running
-        platform.evict(newest(platform)["id"])
-        await holds(lambda: is_whole(platform, cluster, 1))
-        await holds(lambda: observer.state.connected)
+        it.platform.configure()
+        await eventually(lambda: stands(it, cluster, 1))
+        await eventually(lambda: observer.state.connected)
         assert observer.status == Status.running
         await observer.close(shutdown=False)
 
 
-async def test_a_refused_scheduler_does_not_count_as_lost(platform, holds):
+@simulated
+async def test_a_refused_scheduler_does_not_count_as_lost(it):
     with dask.config.set({"cml.scheduler-restarts": 1, "cml.quota-retry": "100ms"}):
-        async with make(name="lab", n_workers=1) as cluster:
-            platform.inject("refused", match="The scheduler of", times=6)
-            platform.evict(scheduler_of(platform))
-            await holds(lambda: is_whole(platform, cluster, 1))
+        async with simulate(name="lab", n_workers=1) as cluster:
+            await eventually(lambda: arrived(cluster) == 1)
+            it.platform.refuse(times=6, half_made=False)
+            await lose(it)
+            await eventually(lambda: stands(it, cluster, 1))
 
 
 @pytest.mark.parametrize("limit", [0, 2])
-async def test_after_too_many_lost_schedulers_in_a_row_the_cluster_ends(platform, holds, limit):
+@simulated
+async def test_after_too_many_lost_schedulers_in_a_row_the_cluster_ends(it, limit):
     with dask.config.set({"cml.scheduler-restarts": limit}):
-        async with make(name="lab", n_workers=1) as cluster:
-            platform.inject("fails", match="The scheduler of", times=10)
-            platform.evict(scheduler_of(platform))
-            await holds(lambda: cluster.status == Status.closed)
+        async with simulate(name="lab", n_workers=1) as cluster:
+            it.platform.doom("fails", times=10, key="scheduler")
+            it.platform.evict(cluster.manager.scheduler.session_id)
+            await eventually(lambda: cluster.status == Status.closed)
             assert log_of(cluster).count("launching another scheduler") == limit
-            assert not live(platform)
-    platform.clear_faults()
+            assert not it.platform.running
 
 
-async def test_a_cluster_that_a_client_shuts_down_gets_no_other_scheduler(platform, holds):
-    async with make(name="lab", n_workers=1) as cluster:
+@simulated
+async def test_a_cluster_that_a_client_shuts_down_gets_no_other_scheduler(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
         async with Client("cml://lab", asynchronous=True) as client:
             await client.shutdown()
-        await holds(lambda: cluster.status == Status.closed)
+        await eventually(lambda: cluster.status == Status.closed)
         assert "launching another scheduler" not in log_of(cluster)
 
 
-async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(platform, holds, monkeypatch):
-    monkeypatch.setattr(failover, "_PAUSES", (3600.0,))
-    async with make(name="lab", n_workers=1) as cluster:
-        platform.evict(scheduler_of(platform))
-        await holds(lambda: not cluster.manager.state.connected)
-        await end_all([store.read("lab")])
-        await cluster.close()
-    assert not live(platform)
+@simulated
+async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it):
+    with mock.patch.object(failover, "_PAUSES", (3600.0,)):
+        async with simulate(name="lab", n_workers=1) as cluster:
+            it.platform.evict(cluster.manager.scheduler.session_id)
+            await eventually(lambda: not cluster.manager.state.connected)
+            await end_all([store.read("lab")])
+            await cluster.close()
+    assert not it.platform.running
 
 
-async def test_a_cluster_that_closes_while_its_next_scheduler_starts_leaves_nothing(platform, holds):
-    async with make(name="lab", n_workers=1) as cluster:
-        platform.inject("hangs", match="The scheduler of")
-        platform.evict(scheduler_of(platform))
-        await holds(lambda: "launching another scheduler" in log_of(cluster))
+@simulated
+async def test_a_cluster_that_closes_while_its_next_scheduler_starts_leaves_nothing(it):
+    async with simulate(name="lab", n_workers=1) as cluster:
+        it.platform.doom("silent", key="scheduler")
+        it.platform.evict(cluster.manager.scheduler.session_id)
+        await eventually(lambda: "launching another scheduler" in log_of(cluster))
         await cluster.close()
-    assert not live(platform)
+    assert not it.platform.running
 
 
 @simulated
 async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
-    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+    async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         answered = threading.Event()
         it.platform.plan("launch_workers", Mishap(), Mishap(before=answered))
@@ -215,7 +246,7 @@ async def lose_and_recover(it, cluster):
 
 @simulated
 async def test_the_line_about_a_lost_scheduler_says_what_the_platform_says(it):
-    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+    async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         it.platform.set(cluster.manager.scheduler.session_id, k8sMessage="OOMKilled")
         await lose_and_recover(it, cluster)
@@ -224,7 +255,7 @@ async def test_the_line_about_a_lost_scheduler_says_what_the_platform_says(it):
 
 @simulated
 async def test_a_refused_scheduler_is_launched_again(it):
-    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+    async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         it.platform.refuse(times=2, half_made=False)
         await lose_and_recover(it, cluster)
@@ -233,7 +264,7 @@ async def test_a_refused_scheduler_is_launched_again(it):
 
 @simulated
 async def test_a_scheduler_is_launched_again_after_any_error_of_the_platforms_library(it):
-    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+    async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         it.platform.lose("launch_workers", KeyError("engineId"))
         await lose_and_recover(it, cluster)
@@ -241,7 +272,7 @@ async def test_a_scheduler_is_launched_again_after_any_error_of_the_platforms_li
 
 @simulated
 async def test_the_scheduler_is_replaced_although_the_record_cannot_be_read_for_a_while(it):
-    async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+    async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         it.files.stale = True
         it.loop.call_later(15.0, setattr, it.files, "stale", False)
@@ -251,7 +282,7 @@ async def test_the_scheduler_is_replaced_although_the_record_cannot_be_read_for_
 @simulated
 async def test_an_observer_leaves_a_cluster_to_its_managers_between_two_schedulers(it):
     with mock.patch.object(failover, "_PAUSES", (20.0,)):
-        async with make(name="lab", n_workers=1, platform="auto", security=False) as cluster:
+        async with simulate(name="lab", n_workers=1) as cluster:
             await eventually(lambda: store.read("lab").scheduler.orphan_timeout is not None)
             observer = Manager.adopt(store.read("lab"), observes=True)
             await observer.start()
@@ -261,11 +292,11 @@ async def test_an_observer_leaves_a_cluster_to_its_managers_between_two_schedule
             await observer.close(shutdown=False)
 
 
-async def test_a_manager_that_died_after_its_claim_is_not_waited_for(platform, holds):
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
-    await process.wait()
-    dead = {**vars(Maker.this_process()), "pid": process.pid}
-    async with make(name="lab", n_workers=1) as cluster:
+@simulated
+async def test_a_manager_that_died_after_its_claim_is_not_waited_for(it):
+    dead = {**vars(Maker.this_process()), "pid": it.process("dead").pid}
+    it.processes[-1].kill()
+    async with simulate(name="lab", n_workers=1) as cluster:
         record = store.read("lab")
         content = {
             "cluster": "lab",
@@ -274,19 +305,22 @@ async def test_a_manager_that_died_after_its_claim_is_not_waited_for(platform, h
             "groups": {"default": {"options": {}, "target": 1}},
         }
         assert store.claim_scheduler(record, 1, {**content, "maker": dead})
-        await holds(lambda: store.read("lab").scheduler.number == 2)
-        await holds(lambda: is_whole(platform, cluster, 1))
+        await eventually(lambda: store.read("lab").scheduler.number == 2)
+        await eventually(lambda: stands(it, cluster, 1))
         assert target(cluster) == 1
 
 
-@pytest.mark.slow
-async def test_six_schedulers_in_a_row_are_replaced_if_tasks_are_computed_in_between(platform, holds):
-    async with make(name="lab", n_workers=1) as cluster, Client("cml://lab", asynchronous=True) as client:
+@simulated
+async def test_six_schedulers_in_a_row_are_replaced_if_tasks_are_computed_in_between(it):
+    async with (
+        simulate(name="lab", n_workers=1) as cluster,
+        Client("cml://lab", asynchronous=True) as client,
+    ):
         for number in range(6):
             assert await client.submit(pow, number, 2) == number**2
-            await holds(lambda: store.read("lab").scheduler.restarts == 0)
-            await lose_scheduler(platform, holds)
-        await holds(lambda: is_whole(platform, cluster, 1))
+            await eventually(lambda: store.read("lab").scheduler.restarts == 0)
+            await lose(it)
+        await eventually(lambda: stands(it, cluster, 1))
         assert await client.submit(sum, [1, 2]) == 3
 
 
@@ -317,48 +351,51 @@ async def test_the_client_of_another_process_computes_again(platform, holds):
         assert out == b"7\n"
 
 
-def newest(platform):
+def newest(it):
     """The last launched session of a scheduler."""
-    return [each for each in platform.sessions() if each["name"].startswith("lab-scheduler")][-1]
+    return [each for each in it.platform.all.values() if each.key == "scheduler"][-1]
 
 
 #: When the second scheduler is lost, too.
 STAGES = {
-    "launched": lambda platform, cluster: True,
-    "running": lambda platform, cluster: newest(platform)["status"] == "running",
-    "answering": lambda platform, cluster: store.read("lab").scheduler.address is not None,
-    "connected": lambda platform, cluster: cluster.manager.state.connected,
-    "with a worker": lambda platform, cluster: arrived(cluster) > 0,
+    "launched": lambda it, cluster: True,
+    "running": lambda it, cluster: newest(it).status == "running",
+    "answering": lambda it, cluster: store.read("lab").scheduler.address is not None,
+    "connected": lambda it, cluster: cluster.manager.state.connected,
+    "with a worker": lambda it, cluster: arrived(cluster) > 0,
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_scheduler_that_is_lost_while_it_starts_is_replaced(platform, holds, stage):
-    platform.configure(start_delay=0.5)
-    async with make(name="lab", n_workers=2) as cluster, Client("cml://lab", asynchronous=True) as client:
-        busy = client.map(pow, range(10_000), [2] * 10_000, pure=False)
+@simulated
+async def test_a_scheduler_that_is_lost_while_it_starts_is_replaced(it, stage):
+    async with (
+        simulate(name="lab", n_workers=2) as cluster,
+        Client("cml://lab", asynchronous=True) as client,
+    ):
+        busy = client.map(pow, range(1000), [2] * 1000, pure=False)
         await client.wait_for_workers(1)
-        first = newest(platform)["id"]
-        platform.evict(first)
-        await holds(lambda: newest(platform)["id"] != first)
-        await holds(lambda: STAGES[stage](platform, cluster))
-        platform.evict(newest(platform)["id"])
-        await holds(lambda: store.read("lab").scheduler.number >= 2)
-        await holds(lambda: is_whole(platform, cluster, 2))
+        first = newest(it).id
+        it.platform.evict(first)
+        await eventually(lambda: newest(it).id != first)
+        await eventually(lambda: STAGES[stage](it, cluster))
+        it.platform.evict(newest(it).id)
+        await eventually(lambda: store.read("lab").scheduler.number >= 2)
+        await eventually(lambda: stands(it, cluster, 2))
         assert await client.submit(sum, [1, 2]) == 3
         assert all(each.status in ("cancelled", "finished") for each in busy)
-        assert not {*store.read("lab").sessions.values()} - {"scheduler", *cluster.workers}
+        await eventually(lambda: not {*store.read("lab").sessions.values()} - {"scheduler", *cluster.workers})
 
 
-@pytest.mark.slow
-async def test_of_two_managers_one_launches_the_scheduler_however_often_it_is_lost(platform, holds):
-    async with make(name="lab", n_workers=1) as cluster, rebuild("lab") as other:
+@simulated
+async def test_of_two_managers_one_launches_the_scheduler_however_often_it_is_lost(it):
+    async with simulate(name="lab", n_workers=1) as cluster, rebuild("lab") as other:
         async with Client("cml://lab", asynchronous=True) as client:
             for number in range(3):
                 assert await client.submit(pow, number, 2) == number**2
-                await holds(lambda: store.read("lab").scheduler.restarts == 0)
-                await lose_scheduler(platform, holds)
-                await holds(lambda: is_whole(platform, cluster, 1))
-                await holds(lambda: other.manager.state.connected)
-        assert [*store.read("lab").sessions.values()].count("scheduler") == 1
+                await eventually(lambda: store.read("lab").scheduler.restarts == 0)
+                await lose(it)
+                await eventually(lambda: stands(it, cluster, 1))
+                await eventually(lambda: other.manager.state.connected)
+        await eventually(lambda: [*store.read("lab").sessions.values()].count("scheduler") == 1)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import dask
 import pytest
-from clusters import arrived, live, log_of, make, rebuild, target
+from clusters import arrived, live, log_of, make, rebuild, simulate, target
 from distributed import Client, wait
 from extensions import networks
+from simulated.testing import eventually, simulated
 
 from dask_cml.local import processes
 from dask_cml.manager import retirement
@@ -33,29 +34,35 @@ def freeze(session):
         process.suspend()
 
 
-async def test_a_frozen_worker_that_is_retired_delays_no_other(platform, holds, monkeypatch):
+@simulated
+async def test_a_frozen_worker_that_is_retired_delays_no_other(it, monkeypatch):
     monkeypatch.setattr(retirement, "_LONG", 0.5)
     with dask.config.set({"cml.retire-timeout": "1 hour"}):
-        cluster = make(n_workers=2)
+        cluster = simulate(n_workers=2)
     async with cluster, Client(cluster, asynchronous=True) as client:
-        await holds(lambda: arrived(cluster) == 2)
+        await eventually(lambda: arrived(cluster) == 2)
         frozen = f"{cluster.name}-0"
+        session = session_of(cluster, frozen)
         held = await client.scatter([1, 2, 3], workers=[frozen])
-        freeze(session_of(cluster, frozen))
+        it.sessions.processes[session].freeze()
         await cluster.scale_down([frozen])
         cluster.scale(2)
-        await holds(lambda: arrived(cluster) == 2)
-        await holds(lambda: f"waiting for other workers to copy the data of {frozen}" in log_of(cluster))
-        assert f"waiting for the data of {frozen}" in repr(cluster)
+        await eventually(lambda: arrived(cluster) == 2)
+        told = f"waiting for other workers to copy the data of {frozen}"
+        await eventually(
+            lambda: told in log_of(cluster) and f"waiting for the data of {frozen}" in repr(cluster)
+        )
         async with rebuild(cluster.name) as other:
             await other.scale(3)
-            await holds(lambda: target(other) == 3)
-        await holds(lambda: frozen not in cluster.worker_spec and arrived(cluster) == target(cluster) == 3)
+            await eventually(lambda: target(other) == 3)
+        await eventually(
+            lambda: frozen not in cluster.worker_spec and arrived(cluster) == target(cluster) == 3
+        )
         assert frozen in cluster.workers
-        assert session_of(cluster, frozen) in live_ids(platform)
+        assert session in it.platform.running.values()
         assert len(held) == 3
         await asyncio.wait_for(cluster.close(), 120)
-    assert not live(platform)
+    assert not it.platform.running
 
 
 async def test_a_frozen_worker_is_abandoned_and_its_results_are_computed_again(platform, holds):

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from clusters import log_of, name_of, rebuild
 from distributed import Client, get_worker
-from extensions import faults
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError, cli
 from dask_cml.options import Options
@@ -27,6 +27,10 @@ def locally(platform, light, monkeypatch):
 
 def make(**options):
     return clusters.make(**{"name": "mine", "cpu": 1, "memory": 1, **options})
+
+
+def mine(**options):
+    return clusters.simulate(**{"name": "mine", "cpu": 1, "memory": 1, **options})
 
 
 def names(cluster):
@@ -67,85 +71,89 @@ async def test_each_group_has_its_own_size_and_number(platform, holds):
         assert {"mine-0", "mine-gpu-0"} <= {*await cluster.get_logs()}
 
 
-async def test_another_manager_adds_scales_and_deletes_groups(holds):
-    async with make(n_workers=1) as maker:
+@simulated
+async def test_another_manager_adds_scales_and_deletes_groups(it):
+    async with mine(n_workers=1) as maker:
         async with rebuild("mine") as other:
             await other.add_worker_group("big", 1, memory=2)
-            await holds(lambda: "mine-big-0" in names(maker))
-            await holds(lambda: maker.worker_groups.keys() == {"default", "big"})
+            await eventually(lambda: "mine-big-0" in names(maker))
+            await eventually(lambda: maker.worker_groups.keys() == {"default", "big"})
             maker.scale(2, worker_group="big")
-            await holds(lambda: other.worker_groups["big"].n_arrived == 2)
+            await eventually(lambda: other.worker_groups["big"].n_arrived == 2)
             assert other.worker_groups["default"].n_workers == 1
         async with rebuild("mine") as third:
             assert third.worker_groups["big"].size.memory == 2
             assert third.worker_groups["big"].n_workers == 2
             await third.delete_worker_group("big")
             assert third.worker_groups.keys() == {"default"}
-            await holds(lambda: maker.worker_groups.keys() == {"default"})
-            await holds(lambda: store.read("mine").groups == {})
+            await eventually(lambda: maker.worker_groups.keys() == {"default"})
+            await eventually(lambda: store.read("mine").groups == {})
         await maker.add_worker_group("big", 1)
-        await holds(lambda: maker.worker_groups["big"].n_arrived == 1)
+        await eventually(lambda: maker.worker_groups["big"].n_arrived == 1)
 
 
-async def test_a_lost_worker_of_a_group_is_replaced_in_it(platform, holds):
-    async with make(n_workers=1, worker_groups={"big": {"n_workers": 1}}) as cluster:
-        await holds(lambda: names(cluster) == {"mine-0", "mine-big-0"})
-        platform.evict(cluster.workers["mine-big-0"].session_id)
-        await holds(lambda: names(cluster) == {"mine-0", "mine-big-1"})
+@simulated
+async def test_a_lost_worker_of_a_group_is_replaced_in_it(it):
+    async with mine(n_workers=1, worker_groups={"big": {"n_workers": 1}}) as cluster:
+        await eventually(lambda: names(cluster) == {"mine-0", "mine-big-0"})
+        it.platform.evict(cluster.workers["mine-big-0"].session_id)
+        await eventually(lambda: names(cluster) == {"mine-0", "mine-big-1"})
         assert {*cluster.workers} == {"mine-0", "mine-big-1"}
 
 
-async def test_a_deleted_group_hands_over_its_data(holds):
+@simulated
+async def test_a_deleted_group_hands_over_its_data(it):
     groups = {"big": {"n_workers": 1, "resources": {"BIG": 1}}}
     async with (
-        make(n_workers=1, worker_groups=groups) as cluster,
+        mine(n_workers=1, worker_groups=groups) as cluster,
         Client(cluster, asynchronous=True) as client,
     ):
-        await holds(lambda: cluster.worker_groups["big"].n_arrived == 1)
+        await eventually(lambda: cluster.worker_groups["big"].n_arrived == 1)
         held = client.submit(lambda: get_worker().name, resources={"BIG": 1})
         assert await held == "mine-big-0"
-        await holds(lambda: cluster.worker_groups["default"].n_arrived == 1)
+        await eventually(lambda: cluster.worker_groups["default"].n_arrived == 1)
         await cluster.delete_worker_group("big")
         assert await held == "mine-big-0"
         assert names(cluster) == {"mine-0"}
 
 
-async def test_a_group_whose_data_no_connected_worker_can_take_stays(platform, holds):
+@simulated
+async def test_a_group_whose_data_no_connected_worker_can_take_stays(it):
     groups = {"big": {"n_workers": 1}}
-    async with make(worker_groups=groups) as cluster, Client(cluster, asynchronous=True) as client:
+    async with mine(worker_groups=groups) as cluster, Client(cluster, asynchronous=True) as client:
         [held] = await client.scatter(["data"])
-        platform.configure(start_delay=600)
+        it.platform.doom("silent")
         cluster.scale(1)
-        await holds(lambda: "mine-0" in cluster.workers)
+        await eventually(lambda: "mine-0" in cluster.workers)
         with pytest.raises(CMLError, match="'big' of cluster mine not deleted"):
             await cluster.delete_worker_group("big")
         assert await held == "data"
         assert cluster.worker_groups["big"].n_workers == 1
-    platform.configure(start_delay=0)
 
 
-async def test_a_group_that_is_scaled_while_it_is_deleted_stays(platform, holds):
-    async with make(n_workers=1, worker_groups={"big": {"n_workers": 1}}) as cluster:
-        await holds(lambda: names(cluster) == {"mine-0", "mine-big-0"})
-        await holds(lambda: all(each.launched for each in cluster.manager.fleet.members))
-        faults.inject("hang", function="stop_workers")
-        deleting = asyncio.create_task(cluster.delete_worker_group("big"))
-        await holds(lambda: cluster.worker_groups["big"].n_workers == 0)
-        cluster.scale(1, worker_group="big")
-        with pytest.raises(CMLError, match="'big' of cluster mine not deleted"):
-            await deleting
-        await holds(lambda: cluster.worker_groups["big"].n_arrived == 1)
+@simulated
+async def test_a_group_that_is_scaled_while_it_is_deleted_stays(it):
+    async with mine(n_workers=1, worker_groups={"big": {"n_workers": 1}}) as cluster:
+        await eventually(lambda: names(cluster) == {"mine-0", "mine-big-0"})
+        await eventually(lambda: all(each.launched for each in cluster.manager.fleet.members))
+        with it.platform.held("stop_workers"):
+            deleting = asyncio.create_task(cluster.delete_worker_group("big"))
+            await eventually(lambda: cluster.worker_groups["big"].n_workers == 0)
+            cluster.scale(1, worker_group="big")
+            with pytest.raises(CMLError, match="'big' of cluster mine not deleted"):
+                await deleting
+        await eventually(lambda: cluster.worker_groups["big"].n_arrived == 1)
         assert "big" in store.read("mine").groups
-        faults.clear()
 
 
-async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):
-    platform.configure(quota={"nvidia_gpu": 1})
-    async with make(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster:
+@simulated
+async def test_the_quota_of_one_group_is_not_that_of_another(it):
+    it.platform.configure({"nvidia_gpu": 1})
+    async with mine(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster:
         cluster.scale(3, worker_group="gpu")
-        await holds(lambda: "gpu: 1 of 3 workers launched" in (cluster.manager.state.problem or ""))
+        await eventually(lambda: "gpu: 1 of 3 workers launched" in (cluster.manager.state.problem or ""))
         cluster.scale(2)
-        await holds(
+        await eventually(
             lambda: (
                 {name: each.n_arrived for name, each in cluster.worker_groups.items()}
                 == {
@@ -157,11 +165,11 @@ async def test_the_quota_of_one_group_is_not_that_of_another(platform, holds):
         assert cluster.manager.state.backoffs.affordable(5, "default") == 5
         assert cluster.manager.state.backoffs.affordable(5, "gpu") == 1
         assert "Group gpu of cluster mine launched 1 of 3 workers" in log_of(cluster)
-    platform.configure(quota={})
 
 
-async def test_two_managers_that_add_one_name_at_once_agree(holds):
-    async with make() as maker, rebuild("mine") as other:
+@simulated
+async def test_two_managers_that_add_one_name_at_once_agree(it):
+    async with mine() as maker, rebuild("mine") as other:
         added = await asyncio.gather(
             maker.add_worker_group("big", 1, memory=2),
             other.add_worker_group("big", 1, memory=1.5),
@@ -170,7 +178,7 @@ async def test_two_managers_that_add_one_name_at_once_agree(holds):
         [error] = [each for each in added if each is not None]
         assert "invalid name='big': expected a name that no worker group" in str(error)
         memory = 2 if added[0] is None else 1.5
-        await holds(lambda: all("big" in each.worker_groups for each in (maker, other)))
+        await eventually(lambda: all("big" in each.worker_groups for each in (maker, other)))
         assert {each.worker_groups["big"].size.memory for each in (maker, other)} == {memory}
 
 
@@ -194,13 +202,14 @@ async def test_two_managers_that_add_one_name_at_once_agree(holds):
         (lambda c: c.adapt(0, 1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),
     ],
 )
-async def test_bad_groups_are_refused_and_nothing_is_lost(platform, call, error, words):
-    async with make(worker_groups={"big": {}}) as cluster:
+@simulated
+async def test_bad_groups_are_refused_and_nothing_is_lost(it, call, error, words):
+    async with mine(worker_groups={"big": {}}) as cluster:
         with pytest.raises(error, match=words):
             await call(cluster)
         assert cluster.worker_groups.keys() == {"default", "big"}
         assert store.read("mine").groups.keys() == {"big"}
-        assert [name_of(each) for each in platform.sessions()] == ["mine-scheduler"]
+        assert [each.key for each in it.platform.all.values()] == ["scheduler"]
 
 
 @pytest.mark.parametrize(

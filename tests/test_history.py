@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -18,17 +15,18 @@ from click.testing import CliRunner
 from clusters import (
     LAUNCHED,
     arrived,
+    create_and_kill,
     end,
     launch,
-    live,
     make,
-    name_of,
     sessions,
+    simulate,
     write_record,
     write_scheduler,
 )
 from distributed import Client
 from distributed.core import Status
+from simulated.testing import eventually, simulated
 
 from dask_cml import cli
 from dask_cml.errors import CMLError
@@ -59,7 +57,7 @@ def files():
     return sorted((state_directory() / ".history").glob("*.json"))
 
 
-# -- each kind of end, with real processes
+# -- each kind of end
 
 
 @pytest.fixture
@@ -67,11 +65,6 @@ def locally(platform, light, monkeypatch):
     monkeypatch.setenv("DASK_CML__PLATFORM", "local")
     with dask.config.set({"cml.platform": "local", "cml.api.poll-interval": "200ms"}):
         yield platform
-
-
-def scheduler_of(platform):
-    [session] = [each["id"] for each in live(platform) if name_of(each).endswith("-scheduler")]
-    return session
 
 
 async def test_the_history_of_a_closed_cluster_shows_its_usage_and_tasks(locally, holds):
@@ -99,41 +92,26 @@ async def test_the_history_names_the_user_who_deleted_a_cluster_in_the_shell(loc
     assert the_only_one().why == "deleted by ben"
 
 
-async def test_the_history_shows_how_long_a_cluster_was_idle(locally, holds):
-    cluster = await make(name="lab", idle_timeout="5s")
-    await holds(lambda: cluster.status == Status.closed)
+@simulated
+async def test_the_history_shows_how_long_a_cluster_was_idle(it):
+    cluster = await simulate(name="lab", idle_timeout="5s")
+    await eventually(lambda: cluster.status == Status.closed)
     assert the_only_one().why == "idle for 5 s"
 
 
-async def test_the_history_shows_that_a_client_shut_the_cluster_down(locally, holds):
-    cluster = await make(name="lab")
+@simulated
+async def test_the_history_shows_that_a_client_shut_the_cluster_down(it):
+    cluster = await simulate(name="lab")
     async with Client("cml://lab", asynchronous=True) as client:
         await client.shutdown()
-    await holds(lambda: cluster.status == Status.closed)
+    await eventually(lambda: cluster.status == Status.closed)
     assert the_only_one().why == "shut down by a client"
 
 
-KILLED = """
-import os, signal
-from dask_cml import CMLCluster
-
-if __name__ == "__main__":
-    cluster = CMLCluster(name="lab", n_workers=1, quiet=True, orphan_timeout="{orphan_timeout}")
-    while cluster.n_pending:
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def make_and_kill(orphan_timeout="10 minutes"):
-    code = KILLED.format(orphan_timeout=orphan_timeout)
-    process = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert process.returncode == -signal.SIGKILL, process.stderr
-
-
-async def test_an_orphan_ended_when_it_closed_and_not_when_it_was_found(locally, holds):
-    await asyncio.to_thread(make_and_kill, "1s")
-    await holds(lambda: not live(locally))
+@simulated
+async def test_an_orphan_ended_when_it_closed_and_not_when_it_was_found(it):
+    await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="1s")
+    await eventually(lambda: not it.platform.running)
     last = newest(state_directory() / "lab").stat().st_mtime
     os.utime(newest(state_directory() / "lab"), (last - 30, last - 30))
     assert await operations.prune() == ({"lab": None}, {})
@@ -142,21 +120,23 @@ async def test_an_orphan_ended_when_it_closed_and_not_when_it_was_found(locally,
     assert found.ended == pytest.approx(last - 30, abs=2)
 
 
-async def test_a_lost_scheduler_without_a_replacement_ends_the_cluster(locally, holds):
+@simulated
+async def test_a_lost_scheduler_without_a_replacement_ends_the_cluster(it):
     with dask.config.set({"cml.scheduler-restarts": 0}):
-        cluster = await make(name="lab")
-        session = scheduler_of(locally)
-        locally.evict(session)
-        await holds(lambda: cluster.status == Status.closed)
+        cluster = await simulate(name="lab")
+        session = it.platform.running["lab-scheduler"]
+        it.platform.evict(session)
+        await eventually(lambda: cluster.status == Status.closed)
     said = f"its scheduler was lost: the scheduler's session {session} ended, its status is failed"
     assert the_only_one().why.startswith(said)
     assert "last lines" not in the_only_one().why
 
 
-async def test_prune_adds_a_cluster_whose_session_ended_to_the_history(locally):
-    await asyncio.to_thread(make_and_kill)
-    for each in live(locally):
-        locally.evict(each["id"])
+@simulated
+async def test_prune_adds_a_cluster_whose_session_ended_to_the_history(it):
+    await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="10 minutes")
+    for each in it.platform.live:
+        it.platform.evict(each)
     [listed] = ended_clusters([store.read("lab")])
     assert not files()
     assert await operations.prune() == ({"lab": None}, {})
@@ -165,21 +145,22 @@ async def test_prune_adds_a_cluster_whose_session_ended_to_the_history(locally):
     assert found.usage["default"].sessions == 1
 
 
-async def test_a_new_cluster_adds_a_dead_one_of_its_name_to_the_history(locally):
-    await asyncio.to_thread(make_and_kill)
+@simulated
+async def test_a_new_cluster_adds_a_dead_one_of_its_name_to_the_history(it):
+    await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="10 minutes")
     dead = store.read("lab").id
-    locally.evict(scheduler_of(locally))
-    async with make(name="lab") as cluster:
+    it.platform.evict(it.platform.running["lab-scheduler"])
+    async with simulate(name="lab") as cluster:
         assert the_only_one().id == dead
         new = cluster.manager.state.record.id
     assert [each.id for each in ended_clusters()] == [new, dead]
 
 
-async def test_the_history_shows_why_a_cluster_did_not_start(locally):
-    locally.configure(quota={"cpu": 0.5})
+@simulated
+async def test_the_history_shows_why_a_cluster_did_not_start(it):
+    it.platform.configure({"cpu": 0.5})
     with pytest.raises(CMLError):
-        await make(name="lab")
-    locally.configure(quota={})
+        await simulate(name="lab")
     assert the_only_one().why.startswith("it did not start: CML refused to launch")
     assert the_only_one().usage.total.hours == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import re
 import signal
@@ -16,10 +17,11 @@ from types import SimpleNamespace
 import dask
 import psutil
 import pytest
-from clusters import write_record
+from clusters import simulate, write_record
 from distributed import Client
 from distributed.core import Status
 from lab import JupyterServer, until
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, jupyter, observers
 from dask_cml.jupyter import Sidebar, find_manager
@@ -353,10 +355,18 @@ def test_manager_that_is_not_as_it_was_is_not_touched(monkeypatch):
 @pytest.fixture
 async def sidebar(platform, monkeypatch):
     monkeypatch.setattr(jupyter, "_GRACE", 0.0)
+    async with listing() as sidebar:
+        yield sidebar
+
+
+@contextlib.asynccontextmanager
+async def listing():
     sidebar = Sidebar(Manager(), interval=0.05)
     sidebar.start()
-    yield sidebar
-    await sidebar.close()
+    try:
+        yield sidebar
+    finally:
+        await sidebar.close()
 
 
 async def made_elsewhere(name, **options):
@@ -366,93 +376,110 @@ async def made_elsewhere(name, **options):
     await cluster.close()
 
 
-async def test_name_that_the_user_gave_in_the_sidebar_stays(sidebar, holds):
-    await made_elsewhere("old")
-    names = sidebar._manager._cluster_names
-    await holds(lambda: names)
-    [cluster_id] = names
-    names[cluster_id] = "new"
-    await made_elsewhere("another")
-    await holds(lambda: len(names) == 2)
-    assert names[cluster_id] == "new"
-    await asyncio.gather(*[each.close() for each in sidebar._manager._clusters.values()])
-    await holds(lambda: not names)
+async def left_over(name):
+    """The same on the simulated platform."""
+    await (await simulate(name=name, shutdown_on_close=False)).close()
 
 
-async def test_id_is_the_same_for_another_server(sidebar, holds):
-    await made_elsewhere("c")
-    await holds(lambda: sidebar._manager._clusters)
-    await sidebar.close()
-    other = Sidebar(Manager(), interval=0.05)
-    assert sidebar._manager._clusters == {}
-    other.start()
-    try:
-        await holds(lambda: other._manager._clusters)
-        [(cluster_id, cluster)] = other._manager._clusters.items()
-        assert cluster_id == str(uuid.uuid5(jupyter._IDS, store.read("c").id))
+@simulated
+async def test_name_that_the_user_gave_in_the_sidebar_stays(it):
+    async with listing() as sidebar:
+        await left_over("old")
+        names = sidebar._manager._cluster_names
+        await eventually(lambda: names)
+        [cluster_id] = names
+        names[cluster_id] = "new"
+        await left_over("another")
+        await eventually(lambda: len(names) == 2)
+        assert names[cluster_id] == "new"
+        await asyncio.gather(*[each.close() for each in sidebar._manager._clusters.values()])
+        await eventually(lambda: not names)
+
+
+@simulated
+async def test_id_is_the_same_for_another_server(it):
+    async with listing() as sidebar:
+        await left_over("c")
+        await eventually(lambda: sidebar._manager._clusters)
+        await sidebar.close()
+        other = Sidebar(Manager(), interval=0.05)
+        assert sidebar._manager._clusters == {}
+        other.start()
+        try:
+            await eventually(lambda: other._manager._clusters)
+            [(cluster_id, cluster)] = other._manager._clusters.items()
+            assert cluster_id == str(uuid.uuid5(jupyter._IDS, store.read("c").id))
+            await cluster.close()
+        finally:
+            await other.close()
+
+
+@simulated
+async def test_closed_clusters_disappear_from_the_list(it):
+    async with listing() as sidebar:
+        manager = sidebar._manager
+        cluster = await simulate()
+        manager._clusters["a"], manager._cluster_names["a"], manager._adaptives["a"] = cluster, "A", None
+        manager._clusters["b"], manager._cluster_names["b"] = object(), "of another kind"
         await cluster.close()
-    finally:
-        await other.close()
+        await eventually(lambda: "a" not in manager._clusters)
+        assert manager._cluster_names == {"b": "of another kind"}
+        assert manager._adaptives == {}
 
 
-async def test_closed_clusters_disappear_from_the_list(sidebar, platform, holds):
-    manager = sidebar._manager
-    cluster = await CMLCluster(platform="local", quiet=True, asynchronous=True)
-    manager._clusters["a"], manager._cluster_names["a"], manager._adaptives["a"] = cluster, "A", None
-    manager._clusters["b"], manager._cluster_names["b"] = object(), "of another kind"
-    await cluster.close()
-    await holds(lambda: "a" not in manager._clusters)
-    assert manager._cluster_names == {"b": "of another kind"}
-    assert manager._adaptives == {}
+@simulated
+async def test_adaptive_scaling_that_another_manager_has_ended_is_not_listed_any_more(it):
+    async with listing() as sidebar:
+        await left_over("c")
+        manager = sidebar._manager
+        await eventually(lambda: manager._clusters)
+        [(cluster_id, cluster)] = manager._clusters.items()
+        manager._adaptives[cluster_id] = cluster.adapt(minimum=0, maximum=1)
+        manager._adaptives["another"] = kept = object()
+        await cluster
+        assert cluster.manager.state.leads
+        async with CMLCluster.from_name("c", asynchronous=True) as other:
+            other.scale(0)
+            await eventually(lambda: cluster_id not in manager._adaptives)
+        assert manager._adaptives == {"another": kept}
+        await cluster.close()
 
 
-async def test_adaptive_scaling_that_another_manager_has_ended_is_not_listed_any_more(sidebar, holds):
-    await made_elsewhere("c")
-    manager = sidebar._manager
-    await holds(lambda: manager._clusters)
-    [(cluster_id, cluster)] = manager._clusters.items()
-    manager._adaptives[cluster_id] = cluster.adapt(minimum=0, maximum=1)
-    manager._adaptives["another"] = kept = object()
-    await cluster
-    assert cluster.manager.state.leads
-    async with CMLCluster.from_name("c", asynchronous=True) as other:
-        other.scale(0)
-        await holds(lambda: cluster_id not in manager._adaptives)
-    assert manager._adaptives == {"another": kept}
-    await cluster.close()
+@simulated
+async def test_scaling_in_the_sidebar_keeps_to_the_limits_of_the_site(it):
+    async with listing() as sidebar:
+        await left_over("c")
+        manager = sidebar._manager
+        await eventually(lambda: manager._clusters)
+        [cluster] = manager._clusters.values()
+        with dask.config.set({"cml.limits.sessions": 3}):
+            # As dask-labextension does, which shows the error.
+            with pytest.raises(ValueError, match="invalid n=3: expected at most 2, because cml"):
+                cluster.scale(3)
+            cluster.scale(2)
+        await eventually(lambda: cluster.worker_groups["default"].n_arrived == 2)
+        await cluster.close()
 
 
-async def test_scaling_in_the_sidebar_keeps_to_the_limits_of_the_site(sidebar, holds):
-    await made_elsewhere("c")
-    manager = sidebar._manager
-    await holds(lambda: manager._clusters)
-    [cluster] = manager._clusters.values()
-    with dask.config.set({"cml.limits.sessions": 3}):
-        # As dask-labextension does, which shows the error.
-        with pytest.raises(ValueError, match="invalid n=3: expected at most 2, because cml"):
-            cluster.scale(3)
-        cluster.scale(2)
-    await holds(lambda: cluster.worker_groups["default"].n_arrived == 2)
-    await cluster.close()
+@simulated
+async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(it, monkeypatch):
+    async with listing() as sidebar:
+        asked = []
 
+        async def counted(record):
+            asked.append(record.name)
+            return (await liveness.look([record], timeout=120))[record.name]
 
-async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(sidebar, holds, monkeypatch):
-    asked = []
-
-    async def counted(record):
-        asked.append(record.name)
-        return (await liveness.look([record], timeout=120))[record.name]
-
-    monkeypatch.setattr(sidebar, "examine", counted)
-    monkeypatch.setattr(observers, "_RETRY", 3600.0)
-    write_record(Record("stale", scheduler=SchedulerState(address="tcp://127.0.0.1:9", id="Scheduler-1")))
-    await made_elsewhere("alive")
-    await holds(lambda: len(sidebar._manager._clusters) == 1)
-    assert [*sidebar._manager._cluster_names.values()] == ["alive"]
-    [cluster] = sidebar._manager._clusters.values()
-    await cluster.close()
-    await holds(lambda: not sidebar._manager._clusters)
-    assert asked.count("stale") == 1
+        monkeypatch.setattr(sidebar, "examine", counted)
+        monkeypatch.setattr(observers, "_RETRY", 3600.0)
+        write_record(Record("stale", scheduler=SchedulerState(address="tcp://127.0.0.1:9", id="Scheduler-1")))
+        await left_over("alive")
+        await eventually(lambda: len(sidebar._manager._clusters) == 1)
+        assert [*sidebar._manager._cluster_names.values()] == ["alive"]
+        [cluster] = sidebar._manager._clusters.values()
+        await cluster.close()
+        await eventually(lambda: not sidebar._manager._clusters)
+        assert asked.count("stale") == 1
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ import sys
 import urllib.request
 
 import pytest
-from clusters import lines_of, live, make, rebuild
+from clusters import create_and_kill, lines_of, live, make, rebuild, simulate
 from distributed import Client
+from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, heartbeat
 from dask_cml.discovery import discover
@@ -33,6 +34,11 @@ if __name__ == "__main__":
     print("ready", flush=True)
     time.sleep(3600)
 """
+
+
+#: The same cluster on the simulated platform.
+MADE = {"name": "made", "n_workers": 2}
+ANOTHER = {"CDSW_ENGINE_ID": "anothersession00"}
 
 
 def make_and_kill(**options):
@@ -63,48 +69,55 @@ async def test_a_cluster_whose_maker_was_killed_is_rebuilt_steered_and_ended(pla
     assert not folder.exists()
 
 
-async def test_from_another_session_which_does_not_list_these(platform, holds, monkeypatch):
-    await asyncio.to_thread(make_and_kill)
-    monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
-    assert platform.list_workers() == []
-    async with rebuild("made") as cluster:
-        cluster.scale(1)
-        await holds(lambda: len(cluster.scheduler_info["workers"]) == 1)
-        cluster.adapt(minimum=0, maximum=1, interval="100 ms", wait_count=1)
-        await holds(lambda: not cluster.scheduler_info["workers"])
-        await cluster.close()
-    assert not live(platform)
+@simulated
+async def test_from_another_session_which_does_not_list_these(it):
+    async def scale():
+        assert it.platform.list_workers() == []
+        async with rebuild("made") as cluster:
+            cluster.scale(1)
+            await eventually(lambda: len(cluster.scheduler_info["workers"]) == 1)
+            cluster.adapt(minimum=0, maximum=1)
+            await eventually(lambda: not cluster.scheduler_info["workers"])
+            await cluster.close()
+
+    await create_and_kill(it, **MADE)
+    await it.process("another", ANOTHER).start(scale())
+    await eventually(lambda: not it.platform.running)
 
 
-async def test_an_unknown_name_lists_the_known_ones(platform):
-    async with make(name="known"):
+@simulated
+async def test_an_unknown_name_lists_the_known_ones(it):
+    async with simulate(name="known"):
         with pytest.raises(NoSuchCluster, match="'known'"):
             CMLCluster.from_name("unknown")
 
 
-async def test_the_name_of_a_live_cluster_is_taken(platform):
-    async with make(name="taken") as cluster:
+@simulated
+async def test_the_name_of_a_live_cluster_is_taken(it):
+    async with simulate(name="taken") as cluster:
         with pytest.raises(ClusterExists, match="taken"):
-            await make(name="taken")
-        assert len(live(platform)) == 1
+            await simulate(name="taken")
+        assert len(it.platform.running) == 1
         assert cluster.manager.state.folder.is_dir()
 
 
-async def test_the_name_of_a_dead_cluster_is_free_and_what_is_left_of_it_is_ended(platform, holds):
-    await asyncio.to_thread(make_and_kill)
+@simulated
+async def test_the_name_of_a_dead_cluster_is_free_and_what_is_left_of_it_is_ended(it):
+    await create_and_kill(it, **MADE)
     record = store.read("made")
-    platform.evict(record.scheduler.session)
-    async with make(name="made") as cluster:
-        assert {each["id"] for each in live(platform)} == {each.id for each in cluster.sessions}
+    it.platform.evict(record.scheduler.session)
+    async with simulate(name="made") as cluster:
+        assert {*it.platform.running.values()} == {each.id for each in cluster.sessions}
 
 
-async def test_a_cluster_that_does_not_answer_is_not_rebuilt(platform):
-    await asyncio.to_thread(make_and_kill)
-    platform.evict(store.read("made").scheduler.session)
+@simulated
+async def test_a_cluster_that_does_not_answer_is_not_rebuilt(it):
+    await create_and_kill(it, **MADE)
+    it.platform.evict(store.read("made").scheduler.session)
     with pytest.raises(CMLError, match="does not answer"):
         await rebuild("made")
     assert await operations.prune() == ({"made": None}, {})
-    assert not live(platform)
+    assert not it.platform.running
     assert store.records() == []
 
 
@@ -139,20 +152,19 @@ async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(platform):
         await cluster.close()
 
 
-async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_session_that_lists_nothing(
-    platform, monkeypatch, holds
-):
-    await asyncio.to_thread(make_and_kill)
+@simulated
+async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_session_that_lists_nothing(it):
+    async def create():
+        with pytest.raises(ClusterExists, match="nothing accepts connections"):
+            await simulate(name="made")
+        os.utime(sign, (0, sign.stat().st_mtime - heartbeat.LONGEST_SILENCE))
+        async with simulate(name="made") as cluster:
+            assert it.platform.running["made-scheduler"] == cluster.sessions[0].id
+
+    await create_and_kill(it, **MADE)
     sign = heartbeat.newest(state_directory() / "made")
-    platform.evict(store.read("made").scheduler.session)
-    monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
-    with pytest.raises(ClusterExists, match="nothing accepts connections"):
-        await make(name="made")
-    # Its workers end by themselves, sooner or later.
-    assert "stopped" not in {each["status"] for each in platform.sessions()}
-    os.utime(sign, (0, sign.stat().st_mtime - heartbeat.LONGEST_SILENCE))
-    async with make(name="made") as cluster:
-        assert {each["id"] for each in live(platform)} == {each.id for each in cluster.sessions}
+    it.platform.evict(store.read("made").scheduler.session)
+    await it.process("another", ANOTHER).start(create())
 
 
 async def test_shutdown_on_close_false_leaves_the_cluster_running(platform):
@@ -166,9 +178,10 @@ async def test_shutdown_on_close_false_leaves_the_cluster_running(platform):
     assert not live(platform)
 
 
-async def test_an_orphan_ends_itself_and_its_sessions(platform, holds):
-    await asyncio.to_thread(make_and_kill, orphan_timeout="2s")
-    await holds(lambda: not live(platform))
+@simulated
+async def test_an_orphan_ends_itself_and_its_sessions(it):
+    await create_and_kill(it, **MADE, orphan_timeout="2s")
+    await eventually(lambda: not it.platform.running)
 
 
 @pytest.mark.slow
@@ -182,19 +195,18 @@ def test_a_maker_that_is_killed_before_it_connects_leaves_an_orphan_that_ends_it
     until(lambda: not live(platform))
 
 
-@pytest.mark.slow
-async def test_a_client_keeps_an_orphan_until_it_leaves(platform, holds):
-    await asyncio.to_thread(make_and_kill, orphan_timeout="4s")
+@simulated
+async def test_a_client_keeps_an_orphan_until_it_leaves(it):
+    await create_and_kill(it, **MADE, orphan_timeout="4s")
     async with Client(store.read("made").scheduler.address, asynchronous=True) as client:
-        # The scheduler has looked for longer than that when it says so itself.
-        started = await client.run_on_scheduler(lambda: __import__("time").time())
-        while await client.run_on_scheduler(lambda: __import__("time").time()) < started + 6:
-            assert await client.submit(sum, [1, 2], pure=False) == 3
-    await holds(lambda: not live(platform))
+        await asyncio.sleep(60.0)
+        assert await client.submit(sum, [1, 2], pure=False) == 3
+    await eventually(lambda: not it.platform.running)
 
 
-async def test_a_cluster_that_is_to_outlive_its_maker_is_no_orphan(platform, holds):
-    async with make(name="left", shutdown_on_close=False, orphan_timeout="1s"):
+@simulated
+async def test_a_cluster_that_is_to_outlive_its_maker_is_no_orphan(it):
+    async with simulate(name="left", shutdown_on_close=False, orphan_timeout="1s"):
         pass
     async with rebuild("left") as cluster:
         async with Client(cluster, asynchronous=True) as client:
@@ -212,18 +224,20 @@ async def test_the_dashboard_is_forwarded(platform):
         assert b"Dask" in page
 
 
-async def test_discovery_yields_what_answers(platform):
-    async with make(name="here"):
+@simulated
+async def test_discovery_yields_what_answers(it):
+    async with simulate(name="here"):
         assert [item async for item in discover()] == [("here", CMLCluster)]
     assert [item async for item in discover()] == []
 
 
-def test_the_record_holds_every_session_and_is_its_owners_only(platform, until):
-    with CMLCluster(n_workers=2, name="recorded", platform="local", quiet=True) as cluster:
-        until(lambda: len(store.read("recorded").sessions) == 3)
+@simulated
+async def test_the_record_holds_every_session_and_is_its_owners_only(it):
+    async with simulate(n_workers=2, name="recorded") as cluster:
+        await eventually(lambda: len(store.read("recorded").sessions) == 3)
         file = cluster.manager.state.folder / "record.json"
         assert os.stat(file).st_mode & 0o777 == 0o600
         assert set(store.read("recorded").sessions) == {each.id for each in cluster.sessions}
         cluster.scale(1)
-        until(lambda: len(store.read("recorded").sessions) == 2)
+        await eventually(lambda: len(store.read("recorded").sessions) == 2)
     assert store.records() == []

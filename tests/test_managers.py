@@ -12,12 +12,24 @@ import time
 
 import dask
 import pytest
-from clusters import arrived, launch, lines_of, live, log_of, make, rebuild, sessions, target, write_record
+from clusters import (
+    arrived,
+    launch,
+    lines_of,
+    live,
+    log_of,
+    make,
+    rebuild,
+    sessions,
+    simulate,
+    target,
+    write_record,
+)
 from distributed import Worker
 from distributed.core import Status
 from simulated.testing import eventually, simulated
 
-from dask_cml.manager import losses, strays
+from dask_cml.manager import losses
 from dask_cml.manager.reconciler import Reconciler
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
@@ -32,55 +44,58 @@ SLEEP = "import time; time.sleep(600)"
 # -- who leads
 
 
-async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(platform, holds):
+@simulated
+async def test_two_managers_see_the_same_and_neither_undoes_the_others_scaling(it):
     def settled(n):
         return all(
             len(manager.workers) == len(manager.scheduler_info["workers"]) == target(manager) == n
             for manager in (maker, other)
         )
 
-    async with make(n_workers=1, name="shared") as maker:
-        await holds(lambda: arrived(maker) == 1)
+    async with simulate(n_workers=1, name="shared") as maker:
+        await eventually(lambda: arrived(maker) == 1)
         async with rebuild("shared") as other:
-            await holds(lambda: settled(1))
+            await eventually(lambda: settled(1))
             other.scale(3)
-            await holds(lambda: settled(3))
+            await eventually(lambda: settled(3))
             maker.scale(2)
-            await holds(lambda: settled(2))
+            await eventually(lambda: settled(2))
             other.scale(1)
-            await holds(lambda: settled(1))
+            await eventually(lambda: settled(1))
             assert maker.workers.keys() == other.workers.keys()
-            assert len(live(platform)) == 2
+            assert len(it.platform.running) == 2
             assert (maker.manager.state.leads, other.manager.state.leads) == (True, False)
             for each in maker, other:
                 assert "failed" not in log_of(each)
                 assert each.manager.state.problem is None
 
 
-async def test_a_lost_worker_is_replaced_once(platform, holds):
-    async with make(n_workers=1, name="shared") as maker:
-        await holds(lambda: arrived(maker) == 1)
+@simulated
+async def test_a_lost_worker_is_replaced_once(it):
+    async with simulate(n_workers=1, name="shared") as maker:
+        await eventually(lambda: arrived(maker) == 1)
         async with rebuild("shared") as other:
             [lost] = maker.workers
-            platform.evict(maker.workers[lost].session_id)
-            await holds(lambda: maker.observed and lost not in maker.observed)
-            await holds(lambda: other.observed == maker.observed)
-            assert len(live(platform)) == 2
+            it.platform.evict(maker.workers[lost].session_id)
+            await eventually(lambda: maker.observed and lost not in maker.observed)
+            await eventually(lambda: other.observed == maker.observed)
+            assert len(it.platform.running) == 2
 
 
-async def test_another_manager_leads_when_the_leader_leaves(platform, holds):
-    maker = await make(n_workers=1, name="shared")
+@simulated
+async def test_another_manager_leads_when_the_leader_leaves(it):
+    maker = await simulate(n_workers=1, name="shared")
     async with rebuild("shared") as other:
-        await holds(lambda: arrived(other) == 1)
+        await eventually(lambda: arrived(other) == 1)
         assert not other.manager.state.leads
         before = store.read("shared").sessions
         await maker.leave()
         assert store.read("shared").sessions == before
-        await holds(lambda: other.manager.state.leads)
+        await eventually(lambda: other.manager.state.leads)
         other.scale(2)
-        await holds(lambda: arrived(other) == len(other.workers) == 2)
+        await eventually(lambda: arrived(other) == len(other.workers) == 2)
         await other.close()
-    assert not live(platform)
+    assert not it.platform.running
 
 
 async def test_other_processes_get_the_link_to_the_dashboard(platform, holds):
@@ -100,26 +115,28 @@ async def test_other_processes_get_the_link_although_its_creator_leaves_before_i
     assert not any((await operations.end_all(store.records())).values())
 
 
-async def test_a_manager_records_the_scheduler_that_its_creator_could_not_record(platform, holds):
-    async with make(name="mine") as cluster:
+@simulated
+async def test_a_manager_records_the_scheduler_that_its_creator_could_not_record(it):
+    async with simulate(name="mine") as cluster:
         [session] = cluster.sessions
         [file] = (cluster.manager.state.folder / "sessions").iterdir()
         file.unlink()
         async with rebuild("mine"):
-            await holds(lambda: store.read("mine").sessions == {session.id: "scheduler"})
-    assert not live(platform)
+            await eventually(lambda: store.read("mine").sessions == {session.id: "scheduler"})
+    assert not it.platform.running
 
 
-async def test_wishes_of_a_manager_that_leaves_at_once_come_true(platform, holds):
-    async with make(name="shared") as maker:
+@simulated
+async def test_wishes_of_a_manager_that_leaves_at_once_come_true(it):
+    async with simulate(name="shared") as maker:
         file = maker.manager.state.folder / "record.json"
         made = file.stat()
         async with rebuild("shared") as other:
             other.scale(2)
         assert os.path.samestat(file.stat(), made)  # nobody replaces it
-        await holds(lambda: arrived(maker) == len(maker.workers) == 2)
-        assert {each["id"] for each in live(platform)} == {each.id for each in maker.sessions}
-    assert not live(platform)
+        await eventually(lambda: arrived(maker) == len(maker.workers) == 2)
+        assert {*it.platform.running.values()} == {each.id for each in maker.sessions}
+    assert not it.platform.running
 
 
 SECOND = """
@@ -170,44 +187,47 @@ async def test_sessions_that_end_with_the_leaders_session_are_replaced_by_the_ne
 # -- adaptive scaling
 
 
-async def test_who_scales_ends_the_adaptive_scaling_of_another_manager(platform, holds):
-    async with make(name="shared") as maker:
+@simulated
+async def test_who_scales_ends_the_adaptive_scaling_of_another_manager(it):
+    async with simulate(name="shared") as maker:
         adaptive = maker.adapt(minimum=0, maximum=3)
         await maker
         async with rebuild("shared") as other:
             assert other.manager.state.limits() == {"minimum": 0, "maximum": 3}
             other.scale(1)  # and leaves at once
-        await holds(lambda: target(maker) == 1 and maker.manager.state.limits() is None)
-        await holds(lambda: adaptive.periodic_callback is None)
-        await holds(lambda: arrived(maker) == len(live(platform)) - 1 == 1)
+        await eventually(lambda: target(maker) == 1 and maker.manager.state.limits() is None)
+        await eventually(lambda: adaptive.periodic_callback is None)
+        await eventually(lambda: arrived(maker) == len(it.platform.running) - 1 == 1)
 
 
-async def test_the_leader_adapts_for_a_manager_that_has_left(platform, holds):
-    maker = await make(name="shared")
+@simulated
+async def test_the_leader_adapts_for_a_manager_that_has_left(it):
+    maker = await simulate(name="shared")
     async with rebuild("shared") as other:
-        other.adapt(minimum=1, maximum=2, interval="100 ms")
+        other.adapt(minimum=1, maximum=2)
         await other
-    await holds(lambda: arrived(maker) == 1)
+    await eventually(lambda: arrived(maker) == 1)
     assert maker.manager.state.limits() == {"minimum": 1, "maximum": 2}
     async with rebuild("shared") as third:  # goes on as the next leader
         await maker.leave()
-        await holds(lambda: third.manager.state.leads and third.manager.wishes.adaptive() is not None)
+        await eventually(lambda: third.manager.state.leads and third.manager.wishes.adaptive() is not None)
         [lost] = third.workers
-        platform.evict(third.workers[lost].session_id)
-        await holds(lambda: arrived(third) == 1 and lost not in third.observed)
+        it.platform.evict(third.workers[lost].session_id)
+        await eventually(lambda: arrived(third) == 1 and lost not in third.observed)
         await third.close()
 
 
 # -- the end
 
 
-@pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_a_manager_says_that_another_one_has_ended_the_cluster(platform, holds, elsewhere):
-    async with make(name="shared") as maker:
+@pytest.mark.parametrize("elsewhere", [False, True])
+@simulated
+async def test_a_manager_says_that_another_one_has_ended_the_cluster(it, elsewhere):
+    async with simulate(name="shared") as maker:
         other = await rebuild("shared")
         ending, seeing = (other, maker) if elsewhere else (maker, other)
         await ending.close()
-        await holds(lambda: seeing.status == Status.closed)
+        await eventually(lambda: seeing.status == Status.closed)
         assert lines_of(seeing)[-1] == "Cluster shared shut down: another process shut it down"
 
 
@@ -243,96 +263,95 @@ async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(pl
     assert store.records() == []
 
 
-async def test_a_manager_whose_record_was_removed_stops_its_sessions_when_it_leaves(platform, holds, caplog):
+@simulated
+async def test_a_manager_whose_record_was_removed_stops_its_sessions_when_it_leaves(it, caplog):
     caplog.set_level("INFO")
-    async with make(name="shared", silence_logs=False) as maker:  # which would silence caplog, too
-        assert store.remove("shared") is not None
+    async with simulate(name="shared", silence_logs=False) as maker:  # which would silence caplog, too
+        assert await asyncio.to_thread(store.remove, "shared") is not None
         maker.scale(1)
-        await holds(lambda: "Record of cluster shared removed" in caplog.text)
+        await eventually(lambda: "Record of cluster shared removed" in caplog.text)
         await maker.leave()
-    assert not live(platform)
+    assert not it.platform.running
     assert not maker.manager.state.folder.exists()
 
 
 # -- sessions and workers that no manager has launched
 
 
-@pytest.fixture
-def impatience(monkeypatch):
-    monkeypatch.setattr(strays, "_INTERVAL", 0.1)
-    monkeypatch.setattr(strays, "_PATIENCE", 0.3)
-
-
 @contextlib.asynccontextmanager
 async def dask_worker(cluster, name):
     """A Dask worker of a cluster, in this process."""
-    address, security = cluster.scheduler.address, cluster.security
-    async with Worker(address, name=name, nthreads=1, dashboard=False, security=security) as worker:
+    async with Worker(cluster.scheduler.address, name=name, nthreads=1, dashboard=False) as worker:
         yield worker
 
 
-async def test_a_session_in_the_record_that_nobody_launched_is_stopped(platform, holds, impatience):
-    [stray] = (each["id"] for each in platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
-    async with make(name="told", n_workers=1) as cluster:
+@simulated
+async def test_a_session_in_the_record_that_nobody_launched_is_stopped(it):
+    [stray] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
+    async with simulate(name="told", n_workers=1) as cluster:
         await asyncio.to_thread(launch, store.read("told"), stray, key="told-7")
-        await holds(lambda: stray not in {each["id"] for each in live(platform)})
-        await holds(lambda: stray not in store.read("told").sessions)
-        await holds(lambda: arrived(cluster) == 1)
-        assert len(live(platform)) == 2
+        await eventually(lambda: stray not in it.platform.live)
+        await eventually(lambda: stray not in store.read("told").sessions)
+        await eventually(lambda: arrived(cluster) == 1)
+        assert len(it.platform.running) == 2
 
 
 @simulated
 async def test_a_session_that_nobody_launched_long_ago_is_stopped_by_who_comes_first(it):
-    creator = await make(name="told", shutdown_on_close=False, platform="auto", security=False)
+    creator = await simulate(name="told", shutdown_on_close=False)
     await creator.leave()
     [stray] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
     changes = Changes([Launch(stray, "told-7", None, int(time.time()) - 60)])
     await asyncio.to_thread(store.write_sessions, changes, "told", id=store.read("told").id)
-    async with rebuild("told"):
+    async with rebuild("told") as cluster:
         await eventually(lambda: it.platform.all[stray].stop_requested, seconds=2.0)
+        await cluster.close()
 
 
 @simulated
 async def test_a_session_that_is_recorded_again_after_its_end_is_ended_again_in_the_record(it):
     """The platform's answer to a launch may come after another manager has stopped the session."""
     [late] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
-    async with make(name="told", platform="auto", security=False):
+    async with simulate(name="told"):
         for _ in range(2):
             await asyncio.to_thread(launch, store.read("told"), late, key="told-7")
             await eventually(lambda: late not in store.read("told").sessions)
 
 
-async def test_a_dask_worker_whose_session_nobody_knew_hands_over_and_ends(platform, holds, impatience):
-    [stray] = (each["id"] for each in platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
-    async with make(name="told") as cluster, dask_worker(cluster, "told-7") as worker:
+@simulated
+async def test_a_dask_worker_whose_session_nobody_knew_hands_over_and_ends(it):
+    [stray] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
+    async with simulate(name="told") as cluster, dask_worker(cluster, "told-7") as worker:
         await asyncio.to_thread(launch, store.read("told"), stray, key="told-7")
-        await holds(lambda: worker.status == Status.closed)
-        await holds(lambda: stray not in {each["id"] for each in live(platform)})
+        await eventually(lambda: worker.status == Status.closed)
+        await eventually(lambda: stray not in it.platform.live)
         assert not cluster.workers
 
 
-async def test_a_dask_worker_without_a_session_is_retired(platform, holds, impatience):
-    async with make(name="told") as cluster, dask_worker(cluster, "told-7") as worker:
-        await holds(lambda: worker.status == Status.closed and not cluster.observed)
+@simulated
+async def test_a_dask_worker_without_a_session_is_retired(it):
+    async with simulate(name="told") as cluster, dask_worker(cluster, "told-7") as worker:
+        await eventually(lambda: worker.status == Status.closed and not cluster.observed)
 
 
-async def test_dask_workers_that_are_not_named_like_the_clusters_stay(platform, holds, impatience, caplog):
+@simulated
+async def test_dask_workers_that_are_not_named_like_the_clusters_stay(it, caplog):
     async with (
-        make(name="told") as cluster,
+        simulate(name="told") as cluster,
         dask_worker(cluster, "told-7"),
         dask_worker(cluster, "mine") as named,
         dask_worker(cluster, 5) as numbered,
     ):
-        await holds(lambda: cluster.observed == {"mine", 5})
+        await eventually(lambda: cluster.observed == {"mine", 5})
         assert named.status == numbered.status == Status.running
     assert "Cannot manage" not in caplog.text
 
 
-async def test_a_launched_session_that_is_not_in_the_record_is_forgotten(platform, holds, impatience):
+@simulated
+async def test_a_launched_session_that_is_not_in_the_record_is_forgotten(it):
     """Its manager has stopped it, and died before it said so."""
-    groups = {"big": {}}
-    async with make(name="told", worker_groups=groups) as cluster:
+    async with simulate(name="told", worker_groups={"big": {}}) as cluster:
         comm, manager = cluster.scheduler_comm, cluster.manager.fleet.manager
         operation = {"op": "launched", "names": ["told-big-0"]}
         await comm.cml_apply(manager=manager, operations=[operation], since=0)
-        await asyncio.wait_for(cluster.delete_worker_group("big"), 60)
+        await asyncio.wait_for(cluster.delete_worker_group("big"), 600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from conftest import PATIENCE, configured
 from distributed import Client
 from ports import free_port
 from served import PageServer
+from simulated.testing import simulated
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
@@ -114,15 +116,41 @@ def local_clusters(platform, light, monkeypatch):
 
 @pytest.fixture
 async def server(local_clusters):
+    async with serving() as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def serving():
     listener = local_socket(0)
     access, clusters = Access(listener.getsockname()[1]), ProjectClusters(interval=0.1)
     dashboards = Dashboards(clusters, access)
     http = LocalServer(make_application(clusters, access, dashboards), listener)
     clusters.start()
-    yield Server(clusters, access, dashboards)
-    await http.close()
-    await dashboards.close()
-    await clusters.close()
+    try:
+        yield Server(clusters, access, dashboards)
+    finally:
+        await http.close()
+        await dashboards.close()
+        await clusters.close()
+
+
+def on_page(test):
+    """Make a test of a coroutine function: ``server`` is the page in the simulated world ``it``."""
+    wanted = inspect.signature(test).parameters
+
+    @functools.wraps(test)
+    async def run(it, **arguments):
+        with dask.config.set({"cml.security": False}):
+            async with serving() as server:
+                given = {"server": server, **({"it": it} if "it" in wanted else {})}
+                await test(**given, **arguments)
+
+    own = [each for name, each in wanted.items() if name not in ("it", "server")]
+    run.__signature__ = inspect.Signature(
+        [inspect.Parameter("it", inspect.Parameter.POSITIONAL_OR_KEYWORD), *own]
+    )
+    return simulated(run)
 
 
 async def made_elsewhere(name, **options):
@@ -165,6 +193,7 @@ async def log_of(cluster):
     return (await cluster.get_logs(scheduler=False, workers=False))["Cluster"]
 
 
+@on_page
 async def test_the_page_is_not_told_of_the_clusters_that_it_created_before(server):
     for name in ("night", "noon"):
         await server.post("/api/clusters", name=name)
@@ -173,6 +202,7 @@ async def test_the_page_is_not_told_of_the_clusters_that_it_created_before(serve
         assert "another cluster" not in await log_of(server.clusters.manager_of(name))
 
 
+@on_page
 async def test_a_process_does_not_count_the_clusters_that_it_only_observes_as_open(server):
     await made_elsewhere("day")
     await server.until("day", running)
@@ -183,6 +213,7 @@ async def test_a_process_does_not_count_the_clusters_that_it_only_observes_as_op
     assert (await server.ask("DELETE", "/api/clusters/day")).status == 200
 
 
+@on_page
 async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(server):
     server.access.user = lambda request: User("ann", may_change=True)
     await server.post("/api/clusters", name="night")
@@ -208,6 +239,7 @@ async def test_the_history_lists_dead_clusters_before_they_are_removed(server):
     assert (found["name"], found["why"]) == ("dead", "its session ended")
 
 
+@on_page
 async def test_metrics_describe_real_clusters(server):
     await server.post("/api/clusters", name="night", n_workers=1)
     await server.until("night", running)
@@ -254,13 +286,14 @@ async def test_invalid_options_are_refused_with_a_reason(server, platform, optio
     assert platform.sessions() == []
 
 
-async def test_requests_above_the_limits_of_the_site_are_refused_with_a_reason(server, platform):
+@on_page
+async def test_requests_above_the_limits_of_the_site_are_refused_with_a_reason(server, it):
     with dask.config.set({"cml.limits": {**dask.config.get("cml.limits"), "sessions": 2, "hours": 48}}):
         words = "expected at most 1, because cml.limits.sessions is 2, in Dask's configuration"
         for path, body in (("clusters", {"name": "big", "n_workers": 2}), ("form", {"n_workers": "2"})):
             answer = await server.ask("POST", f"/api/{path}", body)
             assert (answer.status, answer.json["error"]) == (400, f"invalid n_workers=2: {words}")
-        assert platform.sessions() == []
+        assert not it.platform.all
         await server.post("/api/clusters", name="night")
         await server.until("night", lambda each: running(each) and each["most_age"] == 48 * 3600)
         answer = await server.post("/api/clusters/night/scale", n=2)
@@ -270,32 +303,35 @@ async def test_requests_above_the_limits_of_the_site_are_refused_with_a_reason(s
         await server.ask("DELETE", "/api/clusters/night")
 
 
+@on_page
 async def test_a_refused_cluster_leaves_no_session_and_the_answer_is_the_reason_of_cml(
-    server, platform, monkeypatch
+    server, it, monkeypatch
 ):
     monkeypatch.setattr(clusters_module, "_PATIENCE", 120.0)
-    platform.configure(quota={"cpu": 2})
+    it.platform.configure({"cpu": 2})
     answer = await server.post("/api/clusters", name="big", n_workers=2, cpu=2)
     assert answer.status == 503
     assert "exceeded quota" in answer.json["error"]
     assert (await server.get("/api/clusters"))["clusters"] == []
-    platform.configure(quota={})
+    it.platform.configure()
 
 
+@on_page
 async def test_a_cluster_that_fails_later_stays_listed_with_the_reason_until_it_is_deleted(
-    server, platform, monkeypatch
+    server, it, monkeypatch
 ):
     monkeypatch.setattr(clusters_module, "_PATIENCE", 0.0)
-    platform.configure(quota={"cpu": 2})
+    it.platform.configure({"cpu": 2})
     assert (await server.post("/api/clusters", name="big", n_workers=2, cpu=2)).status == 202
     failed = await server.until("big", lambda cluster: cluster["status"] == "failed")
     assert "exceeded quota" in failed["problem"]
     assert (await server.get("/api/clusters/big"))["sessions"] == []
-    platform.configure(quota={})
+    it.platform.configure()
     assert (await server.ask("DELETE", "/api/clusters/big")).status == 200
     assert (await server.get("/api/clusters"))["clusters"] == []
 
 
+@on_page
 async def test_a_name_in_use_is_refused(server):
     await server.post("/api/clusters", name="night")
     await made_elsewhere("day")
@@ -306,6 +342,7 @@ async def test_a_name_in_use_is_refused(server):
     assert (await server.ask("DELETE", "/api/clusters/day")).status == 200
 
 
+@on_page
 async def test_a_cluster_has_an_idle_timeout_by_default(server):
     await server.post("/api/clusters", name="night")
     await server.post("/api/clusters", name="day", idle_timeout="never")
@@ -313,14 +350,16 @@ async def test_a_cluster_has_an_idle_timeout_by_default(server):
     assert store.read("day").options.get("idle_timeout") is None
 
 
-async def test_deleting_a_starting_cluster_leaves_no_session(server, platform, monkeypatch):
+@on_page
+async def test_deleting_a_starting_cluster_leaves_no_session(server, it, monkeypatch):
     monkeypatch.setattr(clusters_module, "_PATIENCE", 0.0)
-    platform.configure(start_delay=60)
+    it.platform.doom("silent", times=2)
     await server.post("/api/clusters", name="night", n_workers=1)
     assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
     assert (await server.get("/api/clusters"))["clusters"] == []
 
 
+@on_page
 async def test_each_worker_group_scales_and_adapts(server):
     await server.post("/api/clusters", name="night", n_workers=1, worker_groups={"big": {"cpu": 2}})
     await server.until("night", running)
@@ -346,6 +385,7 @@ BAD_NUMBERS = [
 ]
 
 
+@on_page
 async def test_invalid_numbers_are_refused_with_a_reason(server):
     await server.post("/api/clusters", name="night")
     await server.until("night", running)
@@ -390,6 +430,7 @@ async def test_the_page_shows_neither_values_of_variables_nor_keys(server):
 # -- errors of one cluster
 
 
+@on_page
 async def test_an_invalid_answer_of_a_scheduler_affects_only_its_cluster(server):
     await server.post("/api/clusters", name="night")
     await server.post("/api/clusters", name="day")
@@ -408,6 +449,7 @@ async def test_an_invalid_answer_of_a_scheduler_affects_only_its_cluster(server)
     del workers["tcp://x"]
 
 
+@on_page
 async def test_a_cluster_that_cannot_be_described_does_not_hide_the_others(server, monkeypatch):
     await server.post("/api/clusters", name="night")
     await server.post("/api/clusters", name="day")
@@ -451,6 +493,7 @@ async def test_a_symbolic_link_or_pipe_in_place_of_a_log_is_refused_with_a_reaso
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"n": NaN}', b'{"n": 1e999}', b"\xff"])
+@on_page
 async def test_an_invalid_body_is_refused(server, body):
     await server.post("/api/clusters", name="night")
     answer = await server.ask("POST", "/api/clusters/night/scale", raw=body)
@@ -543,6 +586,7 @@ async def test_the_pages_of_a_dashboard_cannot_change_clusters(session):
 # -- clusters of other processes
 
 
+@on_page
 async def test_a_cluster_of_another_process_is_listed_scaled_and_deleted(server):
     await made_elsewhere("day", n_workers=1)
     found = await server.until("day", running)
@@ -553,11 +597,12 @@ async def test_a_cluster_of_another_process_is_listed_scaled_and_deleted(server)
     assert store.records() == []
 
 
-async def test_the_page_replaces_a_lost_worker_of_a_cluster_without_a_manager(server, platform):
+@on_page
+async def test_the_page_replaces_a_lost_worker_of_a_cluster_without_a_manager(server, it):
     await made_elsewhere("day", n_workers=1)
     await server.until("day", running)
     [lost] = [session for session, key in store.read("day").sessions.items() if key != "scheduler"]
-    platform.stop_workers(lost)
+    it.platform.stop_workers(lost)
     await server.until("day", lambda cluster: cluster["n_arrived"] == 0)
     await server.until("day", running)
     await server.ask("DELETE", "/api/clusters/day")
@@ -605,6 +650,7 @@ async def gone(server, name):
         await asyncio.sleep(0.05)
 
 
+@on_page
 async def test_the_record_describes_a_cluster_whose_scheduler_does_not_answer(server):
     await made_elsewhere("day", n_workers=1)
     await server.until("day", running)
@@ -671,6 +717,7 @@ def test_a_second_or_unknown_permission_header_grants_nothing(session, permissio
     assert Access(8100).user(request).may_change is False
 
 
+@on_page
 async def test_a_cluster_belongs_to_the_user_who_created_it(server):
     server.access.behind_entry = True
     writer = {"REMOTE-USER": "alice", "REMOTE-USER-PERM": "RW"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import traceback
 
 import pytest
-from clusters import name_of
+from clusters import name_of, simulate
 from extensions import faults
+from simulated.testing import simulated
 
 import dask_cml
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
@@ -16,11 +17,11 @@ pytestmark = pytest.mark.usefixtures("light")
 
 @pytest.fixture
 def start(platform):
-    """Start a cluster of three workers, which fails; return the error."""
+    """Start a cluster with a worker, which fails; return the error."""
 
     def start(error, **options):
         with pytest.raises(error) as caught:
-            CMLCluster(n_workers=3, platform="local", quiet=True, **options)
+            CMLCluster(n_workers=1, platform="local", quiet=True, **options)
         assert isinstance(caught.value, RuntimeError)
         return caught.value
 
@@ -41,7 +42,7 @@ def test_a_refusal_is_shown_with_the_callers_frames_only(platform, start):
     assert lines[-1].endswith(str(error))
     assert sum(line.startswith("Traceback") for line in lines) == 1  # of no error behind it
     assert in_notebook[0] == f"LaunchRefused: {error}"
-    assert any("CMLCluster(n_workers=3" in line for line in in_notebook[1:])
+    assert any("CMLCluster(n_workers=1" in line for line in in_notebook[1:])
     assert not any("dask_cml/" in line for line in in_notebook[1:])
 
 
@@ -65,9 +66,9 @@ def test_an_error_of_a_running_cluster_is_shown_without_the_event_loop(platform)
     assert modules[1:] == ["dask_cml.cluster"] * 2
 
 
-@pytest.mark.parametrize("granted", [0, 3])
+@pytest.mark.parametrize("granted", [0, 1])
 def test_the_error_shows_the_reason_of_an_exhausted_quota(platform, start, granted):
-    """It refuses the scheduler, or the third of three workers."""
+    """It refuses the scheduler, or the worker."""
     platform.configure(quota={"sessions": granted})
     assert "exceeded quota" in str(start(LaunchRefused))
 
@@ -92,16 +93,20 @@ def test_the_error_shows_the_output_of_a_scheduler_that_cannot_run(start):
     assert "no_such_module" in message
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("hangs", "did not answer within 3 s, its status is running"),
-        ("stuck", "did not run within 4 s, its status is scheduling"),
-    ],
-)
-def test_a_scheduler_that_does_not_come_is_given_up(platform, start, fault, words):
-    platform.inject(fault, match="The scheduler of")
-    assert words in str(start(SchedulerTimeout, scheduler_timeout=3, pending_timeout=4))
+@simulated
+async def test_a_scheduler_that_does_not_come_is_given_up(it):
+    it.platform.doom("silent", key="scheduler")
+    with pytest.raises(SchedulerTimeout, match="did not answer within 30 s, its status is running"):
+        await simulate(n_workers=1, scheduler_timeout=30)
+    assert not it.platform.running
+
+
+@simulated
+async def test_a_scheduler_that_waits_for_room_for_too_long_is_given_up(it):
+    it.platform.configure({"sessions": 0}, waits_for_room=True)
+    with pytest.raises(SchedulerTimeout, match="did not run within 30 s, its status is scheduling"):
+        await simulate(n_workers=1, pending_timeout=30)
+    assert not it.platform.running
 
 
 def test_not_on_cml(platform):
@@ -109,22 +114,7 @@ def test_not_on_cml(platform):
         CMLCluster()
 
 
-@pytest.mark.parametrize("fault", [{"status": 503}, {"status": None}])
-def test_what_may_pass_is_tried_again(platform, fault):
-    faults.inject("error", function="launch_workers", times=2, **fault)
-    faults.inject("error", function="list_workers", times=1, **fault)
-    with CMLCluster(n_workers=1, platform="local") as cluster:
-        assert len(cluster.sessions) == 2
-
-
 def test_what_will_not_pass_is_told_at_once(platform, start):
     faults.inject("error", function="launch_workers", status=403)
     with pytest.raises(CMLError, match=r"did not launch .*: HTTPError: 403 Forbidden"):
         CMLCluster(platform="local")
-
-
-def test_sessions_listed_late_and_without_address_are_waited_for(platform):
-    faults.inject("invisible", seconds=1.5, times=2)
-    faults.inject("unknown_ip", seconds=1.5, times=2)
-    with CMLCluster(n_workers=1, platform="local") as cluster:
-        assert len(cluster.sessions) == 2

@@ -9,9 +9,9 @@ import functools
 from concurrent.futures import CancelledError
 
 import pytest
-from clusters import name_of
 from distributed import Client
 from distributed.deploy.spec import SpecCluster
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, LaunchRefused
 from dask_cml.options import Options, state_directory
@@ -26,7 +26,7 @@ class PlainCluster(SpecCluster):
     """The base class on the same scheduler and workers."""
 
     def __init__(self, module, n_workers=0, **options):
-        options = Options.read(platform="local", **options)
+        options = Options.read(**options)
         folder = state_directory() / options.name
         folder.mkdir(parents=True)
         self._api = WorkersAPI(module)
@@ -51,7 +51,12 @@ def names(cluster):
     return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
 
 
-async def scaling_down_moves_the_data_first(make, platform, holds):
+def session_of(it, key):
+    [session] = [each.id for each in it.platform.live_sessions if each.key == key]
+    return session
+
+
+async def scaling_down_moves_the_data_first(make, it, holds):
     cluster = await make(n_workers=3)
     async with Client(cluster, asynchronous=True) as client:
         await client.wait_for_workers(3)
@@ -61,60 +66,56 @@ async def scaling_down_moves_the_data_first(make, platform, holds):
         assert await asyncio.wait_for(client.gather(futures), 60) == [*range(30)]
 
 
-async def a_lost_worker_is_replaced_under_a_fixed_scale(make, platform, holds):
+async def a_lost_worker_is_replaced_under_a_fixed_scale(make, it, holds):
     cluster = await make(n_workers=1)
     await holds(lambda: len(names(cluster)) == 1)
     [first] = names(cluster)
-    [session] = [each for each in platform.sessions() if name_of(each) == first]
-    platform.evict(session["id"])
+    it.platform.evict(session_of(it, first))
     await holds(lambda: names(cluster) and names(cluster) != {first})
 
 
-async def a_lost_session_of_several_processes_is_replaced(make, platform, holds):
+async def a_lost_session_of_several_processes_is_replaced(make, it, holds):
     cluster = await make(n_workers=1, processes=2, worker_args=[])
     await holds(lambda: len(names(cluster)) == 2)
     lost = names(cluster)
-    [session] = [each for each in platform.sessions() if f"{name_of(each)}-0" in lost]
-    platform.evict(session["id"])
+    it.platform.evict(session_of(it, f"{cluster.name}-0"))
     await holds(lambda: len(names(cluster) - lost) == 2)
 
 
-async def a_refused_launch_is_tried_again_by_the_same_scale(make, platform, holds):
+async def a_refused_launch_is_tried_again_by_the_same_scale(make, it, holds):
     cluster = await make()
-    platform.inject("refused", times=1)
+    it.platform.refuse()
     cluster.scale(1)
-    await holds(
-        lambda: any("refused" in str(each) or each["status"] != "running" for each in platform.sessions())
-    )
+    await holds(lambda: it.platform.count("launch_workers") == 2)
     lock = getattr(cluster, "_lock", None)  # CMLCluster has none
     await holds(lambda: lock is None or not lock.locked())
     cluster.scale(1)
     await holds(lambda: len(names(cluster)) == 1)
 
 
-async def a_worker_that_never_registers_is_replaced(make, platform, holds):
-    platform.inject("hangs", match="A worker of")
+async def a_worker_that_never_registers_is_replaced(make, it, holds):
+    it.platform.doom("silent", key="-0")
     cluster = await make(n_workers=1)
     [hung] = cluster.workers.values()
-    hung.options = dataclasses.replace(hung.options, worker_timeout=1.0)
+    hung.options = dataclasses.replace(hung.options, worker_timeout=20.0)
     await holds(lambda: len(names(cluster)) == 1)
 
 
-async def a_failed_start_keeps_the_class_of_its_cause(make, platform, holds):
-    platform.configure(quota={"sessions": 0})
+async def a_failed_start_keeps_the_class_of_its_cause(make, it, holds):
+    it.platform.configure({"sessions": 0})
     with pytest.raises(RuntimeError) as caught:
         await make(n_workers=1)
     assert type(caught.value) is LaunchRefused
 
 
-async def a_failed_start_of_a_worker_leaves_no_session(make, platform, holds):
-    platform.inject("refused", match="A worker of")
+async def a_failed_start_of_a_worker_leaves_no_session(make, it, holds):
+    it.platform.configure({"sessions": 1})
     with pytest.raises(LaunchRefused):
         await make(n_workers=1)
-    assert all(each["stop_requested"] for each in platform.sessions())
+    assert not it.platform.live
 
 
-async def memory_is_counted_in_gibibytes(make, platform, holds):
+async def memory_is_counted_in_gibibytes(make, it, holds):
     cluster = await make(memory=4)
     cluster.scale(memory="9 GiB")
     await holds(lambda: len(cluster.workers) == 3)
@@ -132,15 +133,15 @@ SCENARIOS = [
 ]
 
 
-async def play(scenario, make, platform, holds):
+async def play(scenario, make, it, holds):
     made = []
 
     def make_and_remember(**options):
-        made.append(make(**options))
+        made.append(make(security=False, **options))
         return made[-1]
 
     try:
-        await scenario(make_and_remember, platform, holds)
+        await scenario(make_and_remember, it, holds)
     finally:
         for cluster in made:
             with contextlib.suppress(Exception):
@@ -148,25 +149,25 @@ async def play(scenario, make, platform, holds):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-async def test_it_holds_for_cmlcluster(scenario, platform, holds):
-    make = functools.partial(CMLCluster, platform="local", asynchronous=True, quiet=True)
-    await play(scenario, make, platform, holds)
+@simulated
+async def test_it_holds_for_cmlcluster(it, scenario):
+    await play(scenario, functools.partial(CMLCluster, asynchronous=True, quiet=True), it, eventually)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-async def test_it_does_not_hold_for_the_base_class(scenario, platform, holds):
+@simulated
+async def test_it_does_not_hold_for_the_base_class(it, scenario):
     apis = []
 
     def make(**options):
-        cluster = PlainCluster(platform, **options)
+        cluster = PlainCluster(it.platform, **options)
         apis.append(cluster._api)
         return cluster
 
     held = True
     try:
-        await play(scenario, make, platform, functools.partial(holds, seconds=8))
-    except (AttributeError, NameError, TypeError):  # of the test itself
+        await play(scenario, make, it, functools.partial(eventually, seconds=100.0))
+    except (AttributeError, LookupError, NameError, TypeError):  # of the test itself
         raise
     except (Exception, CancelledError):
         held = False

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from datetime import datetime
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
-from clusters import arrived
+from clusters import arrived, create_and_kill, rebuild, simulate
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, SessionHours, Usage, cli
 from dask_cml.errors import NoSuchCluster
@@ -113,6 +112,10 @@ def make(**options):
     return CMLCluster(platform="local", quiet=True, name="mine", **options)
 
 
+def mine(**options):
+    return simulate(name="mine", **options)
+
+
 def ended_keys():
     return sorted(each.key for each in store.read("mine", ended=True).ended.values())
 
@@ -130,52 +133,55 @@ def check(usage, cpu=1, memory=2):
         assert used.gib_hours == pytest.approx(sizes[1] * used.hours)
 
 
-def test_stopped_sessions_count_until_they_were_stopped(platform, until):
+@simulated
+async def test_stopped_sessions_count_until_they_were_stopped(it):
     start = time.time()
-    with make(n_workers=2, cpu=0.5, memory=1.5) as cluster:
-        until(lambda: len(store.read("mine").sessions) == 3)
-        until(lambda: arrived(cluster) == 2)
-        assert (cluster.usage()["scheduler"].sessions, cluster.usage()["default"].sessions) == (1, 2)
-        begin = time.time()
+    async with mine(n_workers=2, cpu=0.5, memory=1.5) as cluster:
+        await eventually(lambda: len(store.read("mine").sessions) == 3)
+        await eventually(lambda: arrived(cluster) == 2)
+        usage = await cluster.usage()
+        assert (usage["scheduler"].sessions, usage["default"].sessions) == (1, 2)
         cluster.scale(0)
-        until(lambda: ended_keys() == ["mine-0", "mine-1"])
-        until(lambda: time.time() > begin + 3)
-        first = cluster.usage()
-        until(lambda: cluster.usage()["scheduler"].hours > first["scheduler"].hours)
-        assert cluster.usage()["default"] == first["default"]  # they count no more
-        check(first, cpu=0.5, memory=1.5)
+        await eventually(lambda: ended_keys() == ["mine-0", "mine-1"])
+        first = await cluster.usage()
+        await asyncio.sleep(60.0)
+        later = await cluster.usage()
+        assert later["scheduler"].hours > first["scheduler"].hours
+        assert later["default"] == first["default"]  # they count no more
+        check(later, cpu=0.5, memory=1.5)
         cluster.scale(1)
-        until(lambda: cluster.usage()["default"].sessions == 3)
-        assert cluster.usage().total.sessions == 4
-    last = cluster.usage()  # of its whole life
+        await eventually(lambda: arrived(cluster) == 1)
+        usage = await cluster.usage()
+        assert (usage["default"].sessions, usage.total.sessions) == (3, 4)
+    last = await cluster.usage()  # of its whole life
     assert last.total.sessions == 4
     assert last["scheduler"].hours >= first["scheduler"].hours > 0
     assert last.total.hours * HOUR <= 4 * (time.time() - start + 1)
-    assert cluster.usage() == last
+    assert await cluster.usage() == last
 
 
-def test_a_lost_session_counts_until_the_end_that_the_platform_names(platform, until):
-    with make(n_workers=1) as cluster:
-        until(lambda: arrived(cluster) == 1)
+@simulated
+async def test_a_lost_session_counts_until_the_end_that_the_platform_names(it):
+    async with mine(n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
         [session] = [each.id for each in cluster.sessions if each.role == "worker"]
-        platform.evict(session)
-        until(lambda: session in store.read("mine", ended=True).ended)
+        it.platform.evict(session)
+        await eventually(lambda: session in store.read("mine", ended=True).ended)
         over = store.read("mine", ended=True).ended[session]
-        [told] = [each for each in platform.list_workers() if each["id"] == session]
-        finished = datetime.fromisoformat(told["finished_at"].replace("Z", "+00:00"))
-        assert over.ended == int(finished.timestamp())
-        until(lambda: cluster.usage()["default"].sessions == 2)
+        assert over.ended == int(it.platform.all[session].finished_at.timestamp())
+        await eventually(lambda: arrived(cluster) == 1)
+        assert (await cluster.usage())["default"].sessions == 2
 
 
-def test_each_worker_group_has_hours_of_its_own_also_when_it_is_deleted(platform, until):
-    with make(n_workers=1) as cluster:
-        cluster.add_worker_group("gpu", 1, cpu=4, memory=16, nvidia_gpu=2)
-        until(lambda: arrived(cluster) == 2)
-        begin = time.time()
-        until(lambda: time.time() > begin + 2)
-        cluster.delete_worker_group("gpu")
-        until(lambda: ended_keys() == ["mine-gpu-0"])
-        usage = cluster.usage()
+@simulated
+async def test_each_worker_group_has_hours_of_its_own_also_when_it_is_deleted(it):
+    async with mine(n_workers=1) as cluster:
+        await cluster.add_worker_group("gpu", 1, cpu=4, memory=16, nvidia_gpu=2)
+        await eventually(lambda: arrived(cluster) == 2)
+        await asyncio.sleep(60.0)
+        await cluster.delete_worker_group("gpu")
+        await eventually(lambda: ended_keys() == ["mine-gpu-0"])
+        usage = await cluster.usage()
         assert [*usage] == ["scheduler", "default", "gpu"]
         gpu = usage.pop("gpu")
         assert gpu.hours > 0
@@ -185,53 +191,52 @@ def test_each_worker_group_has_hours_of_its_own_also_when_it_is_deleted(platform
         check(usage)
 
 
-def test_sessions_that_wait_for_room_cost_nothing(platform, until, monkeypatch):
-    monkeypatch.setattr("dask_cml.sessions.session._MOMENT", 0.2)
-    with make() as cluster:
-        platform.configure(start_delay=0, quota={"cpu": 2, "memory": 100}, over_quota="wait")
+@simulated
+async def test_sessions_that_wait_for_room_cost_nothing(it):
+    async with mine() as cluster:
+        it.platform.configure({"cpu": 2}, waits_for_room=True)
         cluster.scale(2)
-        until(lambda: len(waiting()) == 1)
-        until(lambda: cluster.usage()["default"].sessions == 2)
+        await eventually(lambda: arrived(cluster) == 1 and len(waiting()) == 1)
+        assert (await cluster.usage())["default"].sessions == 2
         [(waits, launch)] = waiting().items()
-        until(lambda: time.time() > launch.launched + 3)
-        platform.configure(quota=None)
-        until(lambda: not waiting())
-        assert store.read("mine").launches[waits].began >= launch.launched + 2
+        await asyncio.sleep(60.0)
+        it.platform.configure()
+        await eventually(lambda: not waiting())
+        assert store.read("mine").launches[waits].began >= launch.launched + 60
 
 
-def test_a_session_still_waits_for_a_manager_that_has_just_taken_it_over(platform, until, monkeypatch):
-    monkeypatch.setattr("dask_cml.sessions.session._MOMENT", 0.2)
-    with make() as maker:
-        platform.configure(start_delay=0, quota={"cpu": 1, "memory": 100}, over_quota="wait")
+@simulated
+async def test_a_session_still_waits_for_a_manager_that_has_just_taken_it_over(it):
+    async with mine() as maker:
+        it.platform.configure({"cpu": 1}, waits_for_room=True)
         maker.scale(1)
-        until(lambda: waiting())
-        maker.leave()
-    monkeypatch.setattr("dask_cml.sessions.session._MOMENT", 1000)
-    with CMLCluster.from_name("mine", quiet=True) as other:
-        until(lambda: [worker.is_listed for worker in other.workers.values()] == [True])
-        assert other.usage()["default"] == SessionHours(1)
-        [waits] = waiting()
-        other.scale(2)
-        until(lambda: len(store.read("mine").sessions) == 3)  # so it has written since
-        assert waits in waiting()
-        other.close()
-
-
-def test_another_manager_sees_the_same_and_its_end_ends_the_count(platform, until):
-    maker = make(n_workers=1)
-    try:
-        until(lambda: arrived(maker) == 1)
-        with CMLCluster.from_name("mine", quiet=True) as other:
+        await eventually(waiting)
+        await maker.leave()
+    with mock.patch("dask_cml.sessions.session._MOMENT", 1000.0):
+        async with rebuild("mine") as other:
+            await eventually(lambda: [worker.is_listed for worker in other.workers.values()] == [True])
+            assert (await other.usage())["default"] == SessionHours(1)
+            [waits] = waiting()
             other.scale(2)
-            until(lambda: maker.usage()["default"].sessions == 2)
-            assert other.usage().total.sessions == 3
-            other.close()
-            assert other.usage().total.sessions == 3
-        until(lambda: maker.status.name == "closed")
+            await eventually(lambda: len(store.read("mine").sessions) == 3)  # so it has written since
+            assert waits in waiting()
+            await other.close()
+
+
+@simulated
+async def test_another_manager_sees_the_same_and_its_end_ends_the_count(it):
+    async with mine(n_workers=1) as maker:
+        await eventually(lambda: arrived(maker) == 1)
+        async with rebuild("mine") as other:
+            other.scale(2)
+            await eventually(lambda: arrived(maker) == 2)
+            assert (await maker.usage())["default"].sessions == 2
+            assert (await other.usage()).total.sessions == 3
+            await other.close()
+            assert (await other.usage()).total.sessions == 3
+        await eventually(lambda: maker.status.name == "closed")
         with pytest.raises(NoSuchCluster):
             operations.usage("mine")
-    finally:
-        maker.close()
 
 
 async def test_it_is_awaited_in_an_event_loop(platform):
@@ -243,31 +248,18 @@ async def test_it_is_awaited_in_an_event_loop(platform):
     assert (await cluster.usage()).total.sessions == 1
 
 
-CRASHES = """
-import time
-from dask_cml import CMLCluster
-
-if __name__ == "__main__":
-    cluster = CMLCluster(name="mine", n_workers=2, quiet=True, orphan_timeout="10 minutes")
-    while cluster.n_pending:
-        time.sleep(0.05)
-    print("ready", flush=True)
-    time.sleep(3600)
-"""
-
-
-def test_files_of_a_crashed_managers_sessions_are_finished_by_the_next_one(platform, until):
-    with subprocess.Popen([sys.executable, "-c", CRASHES], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGKILL)
+@simulated
+async def test_files_of_a_crashed_managers_sessions_are_finished_by_the_next_one(it):
+    await create_and_kill(it, name="mine", n_workers=2, orphan_timeout="10 minutes")
     assert ended_keys() == []
-    lost = next(each for each, key in store.read("mine").sessions.items() if key == "mine-0")
-    platform.evict(lost)  # which nobody sees
-    with CMLCluster.from_name("mine", quiet=True) as cluster:
-        until(lambda: "mine-0" in ended_keys())
+    it.platform.evict(it.platform.running["mine-0"])  # which nobody sees
+    async with rebuild("mine") as cluster:
+        await eventually(lambda: "mine-0" in ended_keys())
         cluster.scale(0)
-        until(lambda: len(ended_keys()) == len({*ended_keys()}) == cluster.usage()["default"].sessions >= 2)
-        cluster.close()
+        await eventually(lambda: not cluster.workers)
+        used = (await cluster.usage())["default"].sessions
+        assert len(ended_keys()) == len({*ended_keys()}) == used >= 2
+        await cluster.close()
     assert store.records() == []
 
 

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
-from clusters import lines_of
+from clusters import lines_of, simulate
 from distributed import Client
 from extensions import faults
 from nbclient import NotebookClient
+from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster
 from dask_cml.cancellation import cancel
@@ -221,13 +222,14 @@ async def test_control_characters_of_a_refusal_do_not_reach_a_terminal(platform)
     assert all(line.isprintable() for line in lines)
 
 
-async def test_control_characters_of_a_task_do_not_reach_a_terminal(platform, light, holds):
+@simulated
+async def test_control_characters_of_a_task_do_not_reach_a_terminal(it):
     async with (
-        CMLCluster(n_workers=1, platform="local", asynchronous=True, quiet=True) as cluster,
+        simulate(n_workers=1) as cluster,
         Client(cluster, asynchronous=True) as client,
     ):
         future = client.submit(sum, [1, 2], resources={STEERING: 1})
-        await holds(lambda: "which no worker group offers" in repr(cluster))
+        await eventually(lambda: "which no worker group offers" in repr(cluster))
         [told] = [line for line in lines_of(cluster) if "which no worker group offers" in line]
         for text in repr(cluster), told:
             assert ESCAPED in text.lower()

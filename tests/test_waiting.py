@@ -56,39 +56,39 @@ async def listed(name):
     return row, await asyncio.to_thread(ask)
 
 
-async def test_twenty_workers_where_two_have_room(platform, room, holds):
-    room(3)
-    async with make(n_workers=20) as cluster:
-        await holds(lambda: arrived(cluster) == 2 and len(cluster.manager.fleet.waits) == 18)
+async def test_six_workers_where_one_has_room(platform, room, holds):
+    room(2)
+    async with make(n_workers=6) as cluster:
+        await holds(lambda: arrived(cluster) == 1 and len(cluster.manager.fleet.waits) == 5)
         before = {each.id for each in cluster.sessions}
         for worker in cluster.workers.values():  # as if an hour had passed
             worker.launched_at -= 3600
             worker.since -= timedelta(hours=1)
         for _ in range(3):
             await cluster
-        assert "workers=2 (18 waiting for room, 60 min)" in repr(cluster)
-        assert "18 waiting for room, 60 min" in cluster._repr_html_()
-        assert cluster._repr_html_().count("waiting for room, 60 min") == 19
+        assert "workers=1 (5 waiting for room, 60 min)" in repr(cluster)
+        assert "5 waiting for room, 60 min" in cluster._repr_html_()
+        assert cluster._repr_html_().count("waiting for room, 60 min") == 6
         row, text = await listed(cluster.name)
-        while (row["status"], row["waiting"]) != ("running", 18):
+        while (row["status"], row["waiting"]) != ("running", 5):
             # The scheduler has a moment to answer, which may be too short, and the record is written later.
             row, text = await listed(cluster.name)
-        assert (row["workers"], row["waiting"]) == (2, 18)
-        assert "2 (18 waiting for room, " in text
+        assert (row["workers"], row["waiting"]) == (1, 5)
+        assert "1 (5 waiting for room, " in text
         await holds(lambda: "waiting for room for" in log_of(cluster))
-        [n] = re.findall(r"waiting for room for (\d+) of 20 worker sessions", log_of(cluster))
-        assert 1 <= int(n) <= 18  # those that had waited long enough when the line was logged
+        [n] = re.findall(r"waiting for room for (\d+) of 6 worker sessions", log_of(cluster))
+        assert 1 <= int(n) <= 5  # those that had waited long enough when the line was logged
         assert "failed" not in log_of(cluster)
         assert {each.id for each in cluster.sessions} == before
-        assert len(platform.sessions()) == 21
-        room(5)
-        await holds(lambda: arrived(cluster) == 4)
-        assert len(platform.sessions()) == 21
-        cluster.scale(3)
-        await holds(lambda: len(cluster.workers) == 3)
-        assert arrived(cluster) == 3
+        assert len(platform.sessions()) == 7
+        room(3)
+        await holds(lambda: arrived(cluster) == 2)
+        assert len(platform.sessions()) == 7
+        cluster.scale(2)
+        await holds(lambda: len(cluster.workers) == 2)
+        assert arrived(cluster) == 2
         assert "failed" not in log_of(cluster)
-    assert len(platform.sessions()) == 21
+    assert len(platform.sessions()) == 7
 
 
 async def test_a_scheduler_that_waits_for_room_is_told_and_comes_with_the_workers_that_were_early(
@@ -113,7 +113,7 @@ async def test_a_scheduler_that_waits_for_room_is_told_and_comes_with_the_worker
 @simulated
 async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_runs(it):
     it.platform.configure(quota={"sessions": 2}, waits_for_room=True)
-    async with clusters.make(name="lab", n_workers=2, platform="auto", security=False) as cluster:
+    async with clusters.simulate(name="lab", n_workers=2) as cluster:
         await eventually(lambda: arrived(cluster) == 1 and cluster.manager.fleet.waits)
         it.platform.configure()
         cluster.scale(3)
@@ -131,14 +131,17 @@ async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_run
         assert len({*waited}) == len(waited)
 
 
-async def test_adapting_asks_for_no_more_than_what_waits_already(platform, room, holds):
-    room(2)
-    async with make() as cluster:
+@simulated
+async def test_adapting_asks_for_no_more_than_what_waits_already(it):
+    it.platform.configure({"sessions": 2}, waits_for_room=True)
+    async with clusters.simulate() as cluster:
         cluster.scale(2)
-        await holds(lambda: cluster.manager.fleet.waits and max(cluster.manager.fleet.waits.values()) > 0.5)
+        await eventually(
+            lambda: cluster.manager.fleet.waits and max(cluster.manager.fleet.waits.values()) > 0.5
+        )
         assert cluster.manager.state.backoffs.affordable(10, "default") == 2
-        room(9)
-        await holds(lambda: arrived(cluster) == 2)
+        it.platform.configure()
+        await eventually(lambda: arrived(cluster) == 2)
         assert cluster.manager.state.backoffs.affordable(10, "default") == 10
 
 

@@ -189,6 +189,7 @@ async def test_a_command_ends_when_another_process_deletes_its_worker_group(it, 
         await mine.delete_worker_group("big")
         await asyncio.wait([running], timeout=30.0)
         assert running.done()
+        await mine.close()
     with pytest.raises((CMLError, ValueError), match=error):
         await running
 

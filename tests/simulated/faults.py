@@ -98,6 +98,7 @@ class PlannedFaults:
         self._gates: dict[str, threading.Event] = {}
         self._refusals: deque[dict[str, str]] = deque()
         self._stop_codes: deque[int] = deque()
+        self._fates: deque[tuple[str, str]] = deque()
         #: Sessions whose stop hangs while they are in it.
         self.never_stops: set[str] = set()
 
@@ -132,9 +133,24 @@ class PlannedFaults:
         """Answer the next requests to stop a session with these codes, one each; below 400 it is stopped."""
         self._stop_codes.extend(codes)
 
+    def doom(self, fate: str, times: int = 1, key: str = "") -> None:
+        """Decide what becomes of the next sessions, by a name of :data:`FATES`.
+
+        ``key`` is what they are launched as, or what that ends with.
+        """
+        self._fates.extend([(key, fate)] * times)
+
+    def doom_of(self, key: str) -> str | None:
+        """Return what is to become of a session that is launched as this, if that is planned."""
+        for planned in self._fates:
+            if key.endswith(planned[0]):
+                self._fates.remove(planned)
+                return planned[1]
+        return None
+
     def heal(self) -> None:
         """Fail, refuse and hang no more."""
-        for planned in (*self._planned.values(), self._refusals, self._stop_codes):
+        for planned in (*self._planned.values(), self._refusals, self._stop_codes, self._fates):
             planned.clear()
         self.never_stops.clear()
 

@@ -142,6 +142,12 @@ class SimulatedPlatform(PlannedFaults):
             return [each for each in self.all.values() if each.live]
 
     @property
+    def running(self) -> dict[str, str]:
+        """The sessions that run and are not being stopped: their names in their clusters, and their ids."""
+        found = [each for each in self.live_sessions if each.status == "running" and not each.stop_requested]
+        return {each.launched_with["name"].rpartition(" ")[0]: each.id for each in found}
+
+    @property
     def live(self) -> list[str]:
         """The ids of these sessions."""
         return [each.id for each in self.live_sessions]

@@ -61,7 +61,7 @@ class RunningSessions:
     # -- for the platform
 
     def launched(self, session: SimulatedSession) -> None:
-        fate = self._luck.fate(session.key)
+        fate = self._platform.doom_of(session.key) or self._luck.fate(session.key)
         if fate == "hidden":
             session.change(listed=False)
         self._soon(lambda: self._keep(self._live(session, fate)))
@@ -196,6 +196,8 @@ class RunningSessions:
             port=int(options["port"]),
             dashboard=False,
             dashboard_address="127.0.0.1:0",
+            idle_timeout=options.get("idle-timeout"),
+            scheduler_file=options.get("scheduler-file"),
             preload=preload,
             preload_argv=[[] for _ in preload],
         )

@@ -16,7 +16,10 @@ _PATIENCE = 300.0
 
 
 def simulated(test: Callable[..., Any]) -> Callable[..., None]:
-    """Make a test of a coroutine function: the code of a notebook in the world ``it``, its argument."""
+    """Make a test of a coroutine function: the code of a notebook in the world ``it``, its argument.
+
+    The test fails if it leaves the session of a cluster live.
+    """
 
     def run_test(tmp_path: Path, **arguments: Any) -> None:
         state = tmp_path / "state"
@@ -26,6 +29,8 @@ def simulated(test: Callable[..., Any]) -> Callable[..., None]:
             await it.process("notebook", {"CDSW_ENGINE_ID": "notebook12345678"}).start(
                 test(it=it, **arguments)
             )
+            left = [each for each in it.platform.live_sessions if each.key and not each.stop_requested]
+            assert not left, "the test left sessions live"
 
         with world(state) as run:
             run(play)
@@ -46,7 +51,8 @@ async def eventually(condition: Callable[[], Any], seconds: float = _PATIENCE) -
     AssertionError
         If it is not true in time.
     """
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        await asyncio.sleep(0.01)
+        waited = time.monotonic() - began
+        assert waited < seconds, "it did not come true"
+        await asyncio.sleep(0.01 if waited < 10.0 else 0.2)  # each look takes real time
