@@ -26,7 +26,7 @@ def test_the_sums_count_connected_and_busy_sessions():
     assert (found["session_seconds"], found["busy_seconds"]) == (400, 300)
 
 
-def test_another_scheduler_goes_on_with_the_sums_of_the_one_before():
+def test_the_next_scheduler_continues_the_sums_of_this_one():
     before = watched(Activity({}), 100, connected=5, tasks_done=7)
     found = watched(Activity(before), 50, connected=3, tasks_done=2)
     assert found["tasks_done"] == 9
@@ -34,7 +34,7 @@ def test_another_scheduler_goes_on_with_the_sums_of_the_one_before():
     assert found["session_seconds"] == 500 + 150
 
 
-def test_a_clock_that_is_set_back_subtracts_nothing():
+def test_a_clock_that_is_set_back_does_not_reduce_the_sums():
     activity = Activity({})
     activity.look(BEGIN + 100, 1, 1, 1, 0)
     activity.look(BEGIN, 1, 1, 1, 0)

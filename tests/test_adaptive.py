@@ -138,7 +138,7 @@ async def test_further_arguments_are_passed_to_the_schedulers_choice():
     assert wishes.scheduler.more == {"memory_ratio": 3}
 
 
-async def test_the_target_is_not_above_what_the_quota_allowed_lately():
+async def test_the_target_stays_within_the_sessions_that_the_quota_allowed_lately():
     wishes = Wishes(processes=2)
     wishes.scheduler.wanted = 20
     wishes.state.backoffs.affordable = lambda n, group: min(n, 3)
@@ -204,7 +204,7 @@ async def test_only_the_excess_is_closed_while_launches_are_delayed():
     assert "mine-0" not in closed
 
 
-async def test_an_excess_is_closed_only_if_it_lasts():
+async def test_an_excess_is_closed_only_after_it_has_lasted():
     wishes = Wishes(planned=2)
     wishes.scheduler.wanted = 1
     adapting = adaptive(wishes, wait_count=3)

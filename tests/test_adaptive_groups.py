@@ -79,7 +79,7 @@ def test_groups_adapt_at_once_and_a_fixed_one_stays(cluster, client, where, unti
 
 
 @simulated
-async def test_tasks_that_no_group_can_run_are_told_in_the_log_and_the_repr(it, where):
+async def test_the_log_and_the_repr_report_tasks_that_no_group_can_run(it, where):
     async with simulate(**GROUPS) as cluster, Client(cluster, asynchronous=True) as client:
         futures = client.map(where, range(3), resources={"FPGA": 1})
         words = "3 tasks need FPGA=1, which no worker group offers"

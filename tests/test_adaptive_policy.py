@@ -234,7 +234,7 @@ async def seconds_of_dask(simulate, workload, start):
     return run.session_seconds
 
 
-async def test_the_simulation_shows_what_is_wrong_with_the_defaults_of_dask(simulate):
+async def test_the_simulation_shows_the_flaws_of_dasks_defaults(simulate):
     run = simulate(20, kind=Adaptive)
     await run.work(TRICKLE)
     assert run.launched >= 2 * 8
@@ -340,7 +340,7 @@ async def test_without_any_start_the_start_time_is_zero(simulate):
     assert run.adaptive.start_time == 0
 
 
-async def test_sessions_of_many_threads_are_counted_before_the_first_one_is_there(simulate):
+async def test_sessions_that_threads_launch_at_once_are_all_counted(simulate):
     run = simulate(20, known=True, processes=4, nthreads=16)
     run.waiting = 3200
     assert await run.adaptive.target() == 3200 // 16 // 5

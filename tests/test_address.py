@@ -162,7 +162,7 @@ def test_a_process_without_our_import_uses_a_cluster_by_its_name(answers, what):
     assert answers[what] == EXPECTED[what]
 
 
-def test_another_user_gets_nothing_and_is_told_so_at_once(cluster, tmp_path):
+def test_another_user_gets_an_error_at_once(cluster, tmp_path):
     plain = cluster.scheduler.address
     text = run(OTHER, ADDRESS, plain, folder=tmp_path, HOME=str(tmp_path), DASK_CML__STATE_DIRECTORY=None)
     by_name, by_address = text.splitlines()
@@ -171,7 +171,7 @@ def test_another_user_gets_nothing_and_is_told_so_at_once(cluster, tmp_path):
     assert by_address.startswith("TypeError: TLS expects a `ssl_context` argument")
 
 
-async def test_an_unknown_name_fails_at_once_with_those_that_there_are(cluster):
+async def test_connecting_to_an_unknown_name_fails_at_once_and_lists_the_known_ones(cluster):
     with pytest.raises(
         NoSuchCluster, match=f"no cluster named 'other'; existing clusters: '{NAME}'"
     ) as failed:
@@ -179,13 +179,13 @@ async def test_an_unknown_name_fails_at_once_with_those_that_there_are(cluster):
     assert isinstance(failed.value, OSError)
 
 
-def test_what_shows_a_cluster_shows_its_address(cluster):
+def test_each_representation_shows_the_address(cluster):
     assert cluster.scheduler_address == cluster_address(NAME) == ADDRESS
     assert repr(cluster).startswith(f"CMLCluster({NAME}, '{ADDRESS}', workers=")
     assert ADDRESS in cluster._repr_html_()
 
 
-async def test_after_our_import_the_plain_address_will_do(cluster):
+async def test_after_our_import_a_client_connects_by_the_plain_address(cluster):
     async with Client(cluster.scheduler.address, asynchronous=True) as client:
         assert await client.submit(sum, [1, 2]) == 3
 
@@ -250,7 +250,7 @@ def test_the_users_own_loader_stays(configured, left):
         assert dask.config.get(LOADER) == left
 
 
-async def test_without_keys_and_without_a_sign_of_life_nobody_is_contacted(platform):
+async def test_without_keys_and_without_a_sign_of_life_no_address_is_contacted(platform):
     contacted = []
     async with await asyncio.start_server(lambda *_: contacted.append(1), "127.0.0.1", 0) as other:
         address = f"tcp://127.0.0.1:{other.sockets[0].getsockname()[1]}"
@@ -262,7 +262,7 @@ async def test_without_keys_and_without_a_sign_of_life_nobody_is_contacted(platf
     assert not contacted
 
 
-async def test_a_cluster_that_starts_is_waited_for(platform, caplog, holds):
+async def test_a_client_waits_for_a_cluster_that_starts(platform, caplog, holds):
     write_record(Record("soon"))
     async with scheduler() as running:
         connecting = asyncio.create_task(connected_to("cml://soon"))
@@ -271,7 +271,9 @@ async def test_a_cluster_that_starts_is_waited_for(platform, caplog, holds):
         assert await connecting == running.id
 
 
-async def test_a_cluster_whose_maker_died_before_its_scheduler_answered_is_not_waited_for(platform):
+async def test_a_client_does_not_wait_for_a_cluster_whose_creator_died_before_the_scheduler_answered(
+    platform,
+):
     gone = dataclasses.replace(Maker.this_process(), pid=2**22 + 1)
     write_record(Record("soon", maker=gone))
     with pytest.raises(
@@ -298,7 +300,7 @@ async def test_an_error_of_the_connection_names_the_cluster_and_its_scheduler(pl
         await asyncio.wait_for(CMLConnector().connect("silent"), 120)
 
 
-async def test_an_address_that_is_a_name_is_not_to_listen_at():
+async def test_a_server_cannot_listen_at_an_address_with_a_name():
     with pytest.raises(
         ValueError, match=r"invalid address cml://lab to listen at: expected tcp:// or tls://"
     ):

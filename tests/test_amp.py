@@ -302,7 +302,7 @@ def listens(port):
 
 
 @pytest.mark.parametrize("how", ["IPython", pytest.param("Python", marks=pytest.mark.slow)])
-def test_the_application_serves_the_page_and_its_end_shuts_down_what_it_has_created(
+def test_the_application_serves_the_page_and_shuts_down_its_clusters_when_it_stops(
     quota, amp, light, until, monkeypatch, how
 ):
     monkeypatch.chdir(ROOT)

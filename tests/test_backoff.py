@@ -66,7 +66,7 @@ def test_after_too_many_failures_in_a_row_nothing_is_launched_until_the_next_wis
     assert (backoff.pause, backoff.words, backoff.gave_up) == (0, None, False)
 
 
-def test_a_refusal_is_told_once_and_tried_again_later(backoff, told, clock):
+def test_a_refusal_is_logged_once_and_retried_later(backoff, told, clock):
     for _ in range(2):
         backoff.refused(3, 5, "quota")
     assert told == ["Cluster mine launched 3 of 5 workers: quota"]
@@ -123,7 +123,7 @@ def test_sessions_that_end_by_a_task_wait_longer_and_longer_but_are_always_repla
 
 
 @pytest.mark.parametrize("kind", [Cause.EVICTED, Cause.CLOSED])
-def test_a_session_that_was_stopped_from_outside_is_replaced_at_once(backoff, told, kind):
+def test_a_session_that_the_platform_lists_as_stopped_is_replaced_at_once(backoff, told, kind):
     for _ in range(20):
         backoff.lost({"mine-0": Loss(kind, kind.value)})
     assert (backoff.pause, backoff.words) == (0, None)

@@ -92,12 +92,12 @@ def test_tasks_for_certain_workers_and_plain_ones_stay():
     assert scheduling.spread() == [6, 0]
 
 
-def test_what_costs_more_to_move_than_it_waits_stays():
+def test_a_task_whose_move_costs_more_than_its_wait_stays():
     assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}, cost=7.0).spread() == [6, 0]
     assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}, cost=5.0).spread() == [3, 3]
 
 
-def test_who_wants_no_work_stealing_gets_none():
+def test_disabled_work_stealing_stays_disabled():
     with dask.config.set({"distributed.scheduler.work-stealing": False}):
         assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}).spread() == [6, 0]
     scheduling = Scheduling({"n": 6, "GPU": 1}, {"GPU": 1})

@@ -110,7 +110,7 @@ def assert_shows(element, text):
     element.filter(has_text=text).wait_for()
 
 
-def test_clusters_of_notebooks_and_shells_are_listed_while_they_are_there(opened, server):
+def test_clusters_of_notebooks_and_shells_are_listed_while_they_run(opened, server):
     lab = opened()
     lab.open_notebook(
         "mine.ipynb",

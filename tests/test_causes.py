@@ -99,11 +99,11 @@ def cause(last=IDLE, *log, connected=True, noticed=False, closed=False, said="fa
         ),
     ],
 )
-def test_the_cause_follows_from_what_is_known(loss, kind, words):
+def test_the_cause_follows_from_the_last_state_and_the_log(loss, kind, words):
     assert (loss.cause, loss.words) == (kind, words)
 
 
-def test_memory_that_the_nanny_freed_by_a_new_process_is_no_cause_any_more():
+def test_memory_that_the_nanny_freed_is_not_the_cause_of_a_later_loss():
     log = [f"[memory: {GIB} of {GIB} bytes]", *(f"Worker process {n} started" for n in range(4))]
     assert cause(IDLE, *log).cause is Cause.KILLED
 
@@ -248,7 +248,7 @@ async def test_never_connected(it):
         await eventually(lambda: lost().total.lost == {"never connected": 1})
 
 
-async def test_closed_on_purpose_is_no_loss(client, is_told):
+async def test_a_worker_that_was_closed_is_not_a_loss(client, is_told):
     await client.retire_workers(names=["mine-0"])
     await is_told("closed")
 

@@ -129,7 +129,7 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch, until):
     assert store.records() == []
 
 
-async def test_a_deleted_clusters_maker_launches_nothing_more(platform, holds):
+async def test_the_creator_of_a_deleted_cluster_launches_no_more_sessions(platform, holds):
     async with CMLCluster(n_workers=1, name="mine", quiet=True, asynchronous=True) as cluster:
         await holds(lambda: arrived(cluster))
         assert await operations.end_all(store.records()) == {"mine": None}
@@ -138,7 +138,7 @@ async def test_a_deleted_clusters_maker_launches_nothing_more(platform, holds):
         assert store.records() == []
 
 
-def test_a_refused_launch_is_told_in_the_platforms_words(platform):
+def test_a_refused_launch_shows_the_reason_of_the_platform(platform):
     platform.configure(quota={"cpu": 2, "memory": 100})
     error = run("create", "--n-workers", 3, code=1)
     assert error.startswith("Error: CML refused to launch")
@@ -155,7 +155,7 @@ def test_a_refused_launch_is_told_in_the_platforms_words(platform):
     run("delete", "--all")
 
 
-def test_a_cluster_whose_workers_fail_is_not_waited_for(platform):
+def test_a_command_does_not_wait_for_a_cluster_whose_workers_fail(platform):
     run("create", "--name", "mine")
     platform.inject("fails", match="mine-", times=10)
     with dask.config.set({"cml.failure-limit": 1}):
@@ -228,7 +228,7 @@ def test_ctrl_c_before_adapt_is_settled_leaves_nothing_adapting(platform, monkey
         assert cluster.manager.fleet.group().adapting is None
 
 
-def test_ctrl_c_in_create_says_what_was_stopped_and_leaves_nothing(platform, until):
+def test_ctrl_c_in_create_reports_the_stopped_sessions_and_leaves_none(platform, until):
     platform.configure(start_delay=60)
     try:
         with started("create", "--n-workers", 1) as process:
@@ -288,7 +288,7 @@ def in_a_terminal(*arguments):
 STEERING = "\x1b]0;title\x07\x1b[2J\u202e"
 
 
-def test_text_of_other_processes_does_not_steer_a_terminal(platform):
+def test_control_characters_of_other_processes_do_not_reach_a_terminal(platform):
     name = f"a{STEERING}"
     options = {"platform": "local", "cpu": "many"}
     record = Record(name, maker=replace(NOBODY, host=STEERING), options=options)
@@ -344,7 +344,7 @@ def test_logs_are_followed_until_the_cluster_is_gone(write_log):
         assert process.stderr.read() == "Cluster left shut down\n"
 
 
-def test_logs_of_some_are_followed_until_ctrl_c(write_log):
+def test_logs_of_chosen_workers_are_followed_until_ctrl_c(write_log):
     with started("logs", "left", "left-0", "-f") as process:
         assert process.stdout.readline() == "==> left-0 <==\n"
         process.send_signal(signal.SIGINT)
@@ -398,7 +398,7 @@ def test_create_takes_every_kind_of_option(given):
     assert (kwargs["worker_class"], kwargs["platform"]) == ("x.Y", "local")
 
 
-def test_an_idle_cluster_ends_after_an_hour_unless_told(given):
+def test_an_idle_cluster_shuts_down_after_an_hour_by_default(given):
     def idle_timeout(*arguments):
         return given(*arguments).get("idle_timeout", "as configured")
 
@@ -419,12 +419,12 @@ def test_an_idle_cluster_ends_after_an_hour_unless_told(given):
         (("--platform", "mine"), 2),
     ],
 )
-def test_a_wrong_option_is_told_before_anything_is_launched(platform, option, code):
+def test_an_invalid_option_is_refused_before_a_launch(platform, option, code):
     assert "Error: " in run("create", *option, code=code)
     assert platform.sessions() == []
 
 
-def test_help_names_every_option_but_those_of_makers_that_stay():
+def test_help_lists_every_option_of_an_unattended_cluster():
     text = run("create", "--help")
     assert "--scheduler-memory" in text
     assert 'By default 1 hour; "never"' in " ".join(text.split())
@@ -494,7 +494,7 @@ def test_stale_records_say_so_and_are_pruned(platform):
     assert store.records() == []
 
 
-def test_what_cannot_be_stopped_keeps_its_record_and_the_others_are_deleted(platform):
+def test_a_cluster_whose_sessions_cannot_be_stopped_keeps_its_record(platform):
     [session] = platform.launch_workers(1, 1, 1, name="kept", code="import time; time.sleep(600)")
     add_stale("kept", launches=sessions(**{session["id"]: "scheduler"}))
     add_stale("other")
@@ -568,7 +568,7 @@ def test_ages_have_one_unit(seconds, text):
     assert span(seconds) == text
 
 
-def test_dasks_other_commands_do_not_wait_for_what_these_import():
+def test_dasks_other_commands_do_not_import_slow_modules():
     code = "import sys, dask_cml.cli; print({'distributed', 'rich'} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"

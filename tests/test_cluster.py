@@ -77,7 +77,7 @@ def test_scaling_up_and_down(platform, cluster, client, until):
     assert client.submit(sum, [1]).result() == 1
 
 
-def test_scaling_down_takes_first_what_has_not_arrived(platform, cluster, client, until):
+def test_scaling_down_first_closes_sessions_that_are_not_connected(platform, cluster, client, until):
     platform.configure(start_delay=3600)
     names = {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
     cluster.scale(4)
@@ -325,7 +325,7 @@ def test_two_clusters_side_by_side(platform, capsys):
         assert of_one.submit(sum, [5, 6]).result() == 11
 
 
-def test_close_all_closes_what_a_rerun_cell_has_left(platform):
+def test_close_all_closes_the_cluster_of_a_cell_that_ran_twice(platform):
     first = CMLCluster(platform="local", quiet=True)
     second = CMLCluster(platform="local", quiet=True, scheduler_args=["--no-dashboard"])
     assert second.dashboard_link == ""
@@ -374,7 +374,7 @@ def test_silence_logs_is_undone_at_the_end(platform):
         logging.getLogger("distributed").removeHandler(handler)
 
 
-def test_what_happens_is_printed_unless_quiet(platform, capsys):
+def test_a_cluster_prints_its_log_unless_quiet(platform, capsys):
     for quiet in (False, True):
         with CMLCluster(platform="local", quiet=quiet) as cluster:
             cluster._log("hello")

@@ -170,7 +170,7 @@ async def test_close_with_a_dead_scheduler(it):
 
 
 @simulated
-async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(it):
+async def test_a_cluster_whose_scheduler_was_lost_shuts_down_with_a_reason(it):
     with dask.config.set({"cml.scheduler-restarts": 0}):
         cluster = await simulate(n_workers=1)
         session = cluster.sessions[0].id
@@ -180,7 +180,7 @@ async def test_a_cluster_whose_scheduler_is_gone_ends_and_says_so(it):
 
 
 @simulated
-async def test_an_idle_cluster_ends(it):
+async def test_an_idle_cluster_shuts_down(it):
     cluster = await simulate(n_workers=1, idle_timeout="5s")
     await eventually(lambda: cluster.status == Status.closed)
     assert not it.platform.running

@@ -159,7 +159,7 @@ def test_the_schedulers_arguments_arrive_unchanged_with_its_own_sessions_port(
 
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
 @pytest.mark.parametrize("how", ["sys.exit(3)", "1 / 0", "os.kill(os.getpid(), 9)"])
-def test_a_failing_program_makes_the_code_fail_and_its_last_lines_are_printed(program, run, folder, how):
+def test_the_code_of_a_session_fails_with_its_program_and_prints_the_last_lines(program, run, folder, how):
     program(f"print(*range(100_000), 'the last words', sep='\\n', flush=True); {how}")
     plan = plan_worker(read(), Place(folder), "mine-0", "tcp://10.0.0.1:8786")
     done = run(plan)
@@ -172,7 +172,7 @@ def test_a_failing_program_makes_the_code_fail_and_its_last_lines_are_printed(pr
 
 
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
-def test_a_program_that_cannot_be_started_is_told_in_the_log(program, run, folder):
+def test_the_log_names_a_program_that_cannot_be_started(program, run, folder):
     (folder / "python").unlink()
     plan = plan_worker(read(), Place(folder), "mine-0", "tcp://10.0.0.1:8786")
     done = run(plan)
@@ -198,7 +198,7 @@ def test_the_dashboard_listens_where_the_platform_forwards_to(program, run, fold
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)
-def test_a_worker_without_an_address_ends_its_program_when_no_scheduler_file_comes(program, run, folder):
+def test_a_worker_without_an_address_exits_if_no_scheduler_file_appears(program, run, folder):
     program("time.sleep(600)")
     plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), Place(folder), "mine-0", None)
     done = run(plan)
@@ -208,7 +208,7 @@ def test_a_worker_without_an_address_ends_its_program_when_no_scheduler_file_com
 
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)
-def test_a_worker_without_an_address_runs_on_when_there_is_a_scheduler_file(program, run, folder):
+def test_a_worker_without_an_address_runs_on_once_a_scheduler_file_appears(program, run, folder):
     (folder / scheduler_file(0)).touch()
     program("time.sleep(1); print('runs on')")
     plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), Place(folder), "mine-0", None)
@@ -219,7 +219,7 @@ def test_a_worker_without_an_address_runs_on_when_there_is_a_scheduler_file(prog
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
-def test_a_worker_that_ends_by_itself_is_not_waited_for(program, run, folder):
+def test_the_wrapper_does_not_wait_for_a_worker_that_has_exited(program, run, folder):
     assert run(plan_worker(read(scheduler_timeout=600), Place(folder), "mine-0", None)).returncode == 0
 
 
@@ -246,7 +246,7 @@ def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
-def test_a_log_that_cannot_be_written_stops_nothing(program, run, folder):
+def test_a_program_runs_on_if_its_log_cannot_be_written(program, run, folder):
     program(f"print('x' * 10**6); open({str(folder / 'done')!r}, 'w')")
     plan = plan_worker(read(log_directory="/no/such/folder"), Place(folder), "mine-0", "tcp://10.0.0.1:8786")
     assert plan.log == Path("/no/such/folder", folder.name, "mine-0.log")
@@ -357,7 +357,7 @@ def test_dask_workers_get_the_memory_that_is_not_reserved(tmp_path):
     assert values(command, "--memory-limit") == [str(7 * 2**30)]
 
 
-def test_processes_share_what_the_session_offers(tmp_path):
+def test_processes_share_the_resources_of_the_session(tmp_path):
     options = read(nvidia_gpu=1, processes=2, resources={"GPU": 1, "MEM": 10e9})
     command = argv(plan_worker(options, Place(tmp_path), "mine-0", "tcp://10.0.0.1:8786"))
     assert values(command, "--resources") == ["GPU=0.5 MEM=5000000000"]
@@ -477,7 +477,7 @@ def test_a_scheduler_without_a_record_writes_the_file_that_its_workers_read(tmp_
 
 
 @pytest.mark.parametrize("configured", ["theirs", ["theirs"]])
-def test_what_is_configured_to_be_preloaded_still_is(tmp_path, configured):
+def test_preload_modules_of_the_configuration_are_kept(tmp_path, configured):
     parts = ("scheduler", "worker", "nanny")
     with dask.config.set({f"distributed.{part}.preload": configured for part in parts}):
         scheduler = plan_scheduler(read(), recorded(tmp_path), "0.0.0.0", 8786)

@@ -52,14 +52,14 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(key, nearest):
     assert str(caught.value).startswith(message)
 
 
-def test_an_unknown_key_of_a_file_is_told_with_the_file(configured, folder):
+def test_an_unknown_key_in_a_file_raises_an_error_with_the_file(configured, folder):
     configured("cml:\n  cpus: 3\n")
     with pytest.raises(ValueError, match="invalid key") as caught:
         CMLCluster(platform="local")
     assert f"from the file {folder / 'mine.yaml'}: expected cml.cpu" in str(caught.value)
 
 
-def test_an_unknown_variable_is_told_by_its_name(configured, monkeypatch):
+def test_an_unknown_variable_raises_an_error_with_its_name(configured, monkeypatch):
     monkeypatch.setenv("DASK_CML__N_WORKER", "2")
     configured("", DASK_CML__N_WORKER="2")
     with pytest.raises(
@@ -77,7 +77,7 @@ def test_a_section_must_be_a_mapping(key):
         Options.read()
 
 
-def test_what_is_below_an_option_is_no_key():
+def test_values_below_an_option_are_not_keys():
     with dask.config.set({"cml.env": {"cpus": "1"}, "cml.launch-options": {"a": {"b": 1}}}):
         assert Options.read().env == {"cpus": "1"}
 
@@ -117,7 +117,7 @@ def test_a_refusal_names_the_limit_and_its_variable(configured, monkeypatch):
         CMLCluster(n_workers=3, platform="local")
 
 
-def test_an_error_about_an_argument_says_no_origin(monkeypatch):
+def test_an_error_about_an_argument_names_no_origin(monkeypatch):
     with pytest.raises(ValueError, match=r"^invalid n_workers=-1: expected a whole number from 0 to 100000$"):
         Options.read(n_workers=-1)
 
@@ -130,7 +130,7 @@ def inherited_configuration():
     return dask.config.deserialize(variables.get("DASK_INTERNAL_INHERIT_CONFIG", "e30="))
 
 
-def test_only_what_differs_from_the_defaults_is_passed_on():
+def test_sessions_inherit_only_values_that_differ_from_the_defaults():
     before = inherited_configuration()
     with dask.config.set(
         {
@@ -171,7 +171,7 @@ def test_only_what_differs_from_the_defaults_is_passed_on():
         ("mine.stores", ({"url": "postgres://me:s3cr3t@host/db"},)),
     ],
 )
-def test_secrets_and_what_is_this_processs_own_stay_here(key, value):
+def test_sessions_do_not_inherit_secrets_and_values_of_this_process(key, value):
     with dask.config.set({key: value}):
         assert inherited(state_directory()) == {}
 
@@ -185,7 +185,7 @@ def test_a_list_without_secrets_is_inherited_beside_one_with_a_secret():
 @pytest.mark.parametrize(
     "around", [lambda value: [value], lambda value: {"a": value}], ids=["lists", "mappings"]
 )
-def test_a_value_too_deep_for_json_stays_here_and_spoils_no_other(around):
+def test_a_value_too_deep_for_json_is_not_inherited_and_affects_no_other(around):
     deep = 1
     for _ in range(100_000):
         deep = around(deep)
@@ -193,7 +193,7 @@ def test_a_value_too_deep_for_json_stays_here_and_spoils_no_other(around):
         assert inherited_configuration() == {"mine": {"own": 1}}
 
 
-def test_a_variable_whose_value_has_a_secret_now_stays_here(monkeypatch):
+def test_a_variable_whose_value_contains_a_secret_is_not_inherited(monkeypatch):
     monkeypatch.setenv("DASK_MINE__STORES", "[]")
     monkeypatch.setenv("DASK_MINE__STORE", "{}")
     secret = {"password": "s3cr3t"}
@@ -201,13 +201,13 @@ def test_a_variable_whose_value_has_a_secret_now_stays_here(monkeypatch):
         assert "s3cr3t" not in str(inherited(state_directory()))
 
 
-def test_a_configuration_too_big_for_a_variable_is_not_passed_on_and_that_is_told(caplog):
+def test_a_configuration_too_large_for_a_variable_is_not_inherited_and_a_warning_says_so(caplog):
     with dask.config.set({"mine": "x" * 40_000}):
         assert inherited(state_directory()) == {}
     assert "not passed to the sessions" in caplog.text
 
 
-def test_what_is_set_here_wins_over_a_variable_that_the_sessions_have_too(monkeypatch):
+def test_a_value_of_this_process_overrides_a_variable_of_the_project(monkeypatch):
     monkeypatch.setenv("DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING", "False")
     monkeypatch.setenv("DASK_MINE__TOKEN", "s3cr3t")
     assert inherited(state_directory()) == {"DASK_DISTRIBUTED__SCHEDULER__WORK_STEALING": "True"}
@@ -219,7 +219,7 @@ def test_a_state_directory_that_is_set_here_is_that_of_the_sessions(tmp_path, mo
         assert inherited(state_directory()) == {"DASK_CML__STATE_DIRECTORY": str(tmp_path / "here")}
 
 
-async def test_scheduler_and_workers_have_what_was_set_before_the_cluster_was_made(platform, light):
+async def test_sessions_inherit_the_configuration_from_before_the_creation(platform, light):
     ours = {
         "distributed.scheduler.unknown-task-duration": "3s",
         "distributed.worker.memory.target": 0.5,

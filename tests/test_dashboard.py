@@ -612,7 +612,7 @@ async def test_keys_of_another_cluster_are_refused():
 # -- ends
 
 
-async def test_a_browser_that_goes_leaves_nothing_behind(holds):
+async def test_a_browser_that_disconnects_leaves_no_connection(holds):
     async def send_for_ever(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(CHUNKED + b"\r\n")
@@ -629,7 +629,7 @@ async def test_a_browser_that_goes_leaves_nothing_behind(holds):
             await holds(lambda lead=lead: lead.comms == 0)
 
 
-async def test_a_browser_that_goes_while_the_scheduler_is_silent_leaves_nothing_behind(holds):
+async def test_a_browser_that_disconnects_from_a_silent_scheduler_leaves_no_connection(holds):
     ends = []
 
     async def listen(reader, writer):
@@ -673,7 +673,7 @@ async def test_end_of_the_scheduler_ends_all_connections_and_not_the_forwarder()
         assert (await get(forwarder.port)).code == 502
 
 
-async def test_port_that_is_taken_is_an_error():
+async def test_a_port_in_use_raises_an_error():
     async with stand_in() as other:
         with pytest.raises(OSError, match="ddress already in use"):
             DashboardForwarder(functools.partial(open_comm, "tcp://127.0.0.1:9"), port=other.port)

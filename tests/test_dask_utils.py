@@ -121,7 +121,7 @@ def test_the_prototypes_notebook_with_its_import_changed(workers_v1, other):
     assert left(workers_v1, other) == []
 
 
-def test_what_run_dask_cluster_returns(workers_v1):
+def test_run_dask_cluster_returns_sessions_and_addresses(workers_v1):
     cluster = run_dask_cluster(2, 1, 1)
     try:
         assert {*cluster} == {"scheduler", "workers", "scheduler_address", "dashboard_address"}
@@ -231,7 +231,7 @@ def test_they_leave_no_thread(workers_v1):
 
 
 @pytest.mark.parametrize(("fault", "status"), [("succeeds", "succeeded"), ("fails", "failed")])
-def test_an_ended_scheduler_session_is_an_error(workers_v1, other, fault, status):
+def test_an_ended_scheduler_session_raises_an_error(workers_v1, other, fault, status):
     workers_v1.inject(fault, match="The scheduler of")
     with pytest.raises(SessionFailed, match=f"its status is {status}"):
         run_dask_cluster(2, 1, 1)
@@ -239,7 +239,7 @@ def test_an_ended_scheduler_session_is_an_error(workers_v1, other, fault, status
     assert not any(state_directory().iterdir())
 
 
-def test_a_scheduler_that_does_not_answer_is_an_error(workers_v1, other):
+def test_a_scheduler_that_does_not_answer_raises_an_error(workers_v1, other):
     workers_v1.inject("hangs", match="The scheduler of")
     with (
         dask.config.set({"cml.scheduler-timeout": "3s"}),
@@ -250,7 +250,7 @@ def test_a_scheduler_that_does_not_answer_is_an_error(workers_v1, other):
 
 
 @pytest.mark.parametrize("granted", [1, 3])
-def test_a_quota_that_grants_less_is_an_error(workers_v1, other, granted):
+def test_a_quota_that_grants_fewer_sessions_raises_an_error(workers_v1, other, granted):
     """It refuses the scheduler, or the second of two workers."""
     workers_v1.configure(quota={"sessions": granted})
     with pytest.raises(LaunchRefused, match="exceeded quota"):
@@ -259,7 +259,7 @@ def test_a_quota_that_grants_less_is_an_error(workers_v1, other, granted):
 
 
 @pytest.mark.parametrize("fault", ["succeeds", "fails"])
-def test_a_worker_that_ends_is_an_error(workers_v1, scheduler, other, fault):
+def test_a_worker_that_exits_raises_an_error(workers_v1, scheduler, other, fault):
     workers_v1.inject(fault, skip=1)
     with pytest.raises(SessionFailed, match=r"the worker's session .* ended"):
         run_dask_workers(get_scheduler_url(scheduler), 2, 1, 1)
@@ -267,7 +267,7 @@ def test_a_worker_that_ends_is_an_error(workers_v1, scheduler, other, fault):
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_register_is_an_error(workers_v1, scheduler, other):
+def test_a_worker_that_does_not_connect_raises_an_error(workers_v1, scheduler, other):
     workers_v1.inject("hangs", skip=1)
     with (
         dask.config.set({"cml.worker-timeout": "10s"}),
@@ -277,14 +277,14 @@ def test_a_worker_that_does_not_register_is_an_error(workers_v1, scheduler, othe
     assert left(workers_v1, other) == [scheduler[0]["id"]]
 
 
-def test_a_worker_that_fails_takes_the_scheduler_along(workers_v1, other):
+def test_a_worker_that_fails_stops_the_scheduler_too(workers_v1, other):
     workers_v1.inject("succeeds", match="dask', 'worker'")
     with pytest.raises(SessionFailed, match="worker"):
         run_dask_cluster(2, 1, 1)
     assert left(workers_v1, other) == []
 
 
-def test_a_scheduler_that_is_lost_meanwhile_is_an_error(workers_v1, other, until):
+def test_a_scheduler_that_is_lost_while_workers_start_raises_an_error(workers_v1, other, until):
     def lose():
         def worker():
             return [each for each in workers_v1.sessions() if each["name"].endswith("-0")]

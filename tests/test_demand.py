@@ -75,7 +75,7 @@ async def test_nothing_is_known_of_an_empty_scheduler(scheduler):
     assert known_demand(scheduler, "mine") == {"work": [], "restricted": [], "groups": {}}
 
 
-async def test_tasks_without_workers_are_told_by_the_resources_that_they_need(scheduler, client, holds):
+async def test_tasks_without_workers_are_counted_by_the_resources_that_they_need(scheduler, client, holds):
     futures = client.map(abs, range(30), key="plain")
     futures += client.map(abs, range(3), key="gpu", resources={"GPU": 1})
     futures += client.map(abs, range(2), key="both", resources={"LICENSE": 2, "GPU": 1})
@@ -89,7 +89,7 @@ async def test_tasks_without_workers_are_told_by_the_resources_that_they_need(sc
     assert answer["groups"] == {}
 
 
-async def test_durations_are_those_that_dask_has_seen_or_was_told(scheduler, client, holds):
+async def test_durations_come_from_finished_tasks_or_the_configuration(scheduler, client, holds):
     with dask.config.set({"distributed.scheduler.default-task-durations": {"told": "1 minute"}}):
         futures = [
             client.submit(abs, 1, key=key, resources={"GPU": 1}) for key in ("told-1", "seen-1", "late-1")
@@ -123,7 +123,7 @@ async def test_processing_and_queued_tasks_and_sessions_by_group(scheduler, clie
     del plain, gpu
 
 
-async def test_sessions_that_only_do_what_others_could_are_lent(scheduler, client, holds):
+async def test_sessions_that_only_run_tasks_of_other_groups_are_lent(scheduler, client, holds):
     async with workers(scheduler, mine_gpu_0={"GPU": 1}, mine_gpu_1={"GPU": 1}), held(scheduler) as event:
         by_name = {worker.name: worker for worker in scheduler.workers.values()}
         one, other = by_name["mine-gpu-0"], by_name["mine-gpu-1"]
@@ -185,7 +185,9 @@ async def test_a_task_that_has_left_its_thread_needs_none_but_its_session(schedu
     del future
 
 
-async def test_tasks_for_certain_workers_are_told_apart_unless_others_may_run_them(scheduler, client, holds):
+async def test_tasks_for_certain_workers_are_counted_apart_unless_others_may_run_them(
+    scheduler, client, holds
+):
     futures = [client.submit(abs, i, workers=["mine-7"]) for i in range(3)]
     futures.append(client.submit(abs, 4, workers=["tcp://127.0.0.1:9"], resources={"GPU": 1}))
     futures.append(client.submit(abs, 5, workers=["mine-8"], allow_other_workers=True, key="loose"))
@@ -230,7 +232,7 @@ def known(unrunnable=(), queued=(), processing=()):
     return known_demand(scheduler, "mine")
 
 
-def test_of_very_many_tasks_few_are_looked_at_and_all_are_counted(monkeypatch):
+def test_a_sample_of_many_tasks_counts_for_all(monkeypatch):
     looked = []
     monkeypatch.setattr(demand, "duration_of", lambda _, task: looked.append(task) or 1.0)
     both = [Task(resources={"GPU": 1} if i % 3 else None) for i in range(50_000)]

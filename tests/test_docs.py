@@ -214,7 +214,7 @@ def check_command_line(command, words):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_configuration_on_a_page_is_what_the_options_allow(page):
+def test_the_configuration_on_a_page_is_valid(page):
     schema = yaml.safe_load((ROOT / "dask_cml" / "cml-schema.yaml").read_text())
     arguments = inspect.signature(CMLCluster).parameters
     for block in blocks(page, "yaml"):

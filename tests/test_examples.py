@@ -43,7 +43,7 @@ def test_script_runs(laptop, path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)
-def test_notebook_is_kept_with_what_it_shows(path):
+def test_the_notebook_is_stored_with_its_outputs(path):
     """It was run from top to end, without warnings, and tells nothing of the machine that did."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)

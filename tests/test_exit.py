@@ -190,7 +190,7 @@ store.write_sessions(launched, cluster.name, id=store.read(cluster.name).id)
 
 
 @pytest.mark.usefixtures("no_worker_processes")
-def test_what_another_manager_has_launched_ends_with_a_cluster_whose_loop_is_gone(platform, all_stopped):
+def test_sessions_of_another_manager_are_stopped_although_the_event_loop_has_ended(platform, all_stopped):
     returned, _, err = Program(ANOTHERS).ends()
     assert (returned, err) == (0, "")
     all_stopped(3)
@@ -247,7 +247,7 @@ def test_sigterm_in_the_constructor_leaves_no_session(platform, all_stopped, unt
 
 
 @pytest.mark.usefixtures("no_worker_processes")
-def test_a_second_sigterm_does_not_hinder_the_end(platform, all_stopped):
+def test_a_second_sigterm_does_not_interrupt_the_shutdown(platform, all_stopped):
     platform.configure(latency=0.3)
     program = Program(SYNC + "while True: time.sleep(0.1)").when_ready()
     program.process.send_signal(signal.SIGTERM)
@@ -300,7 +300,7 @@ def test_sigterm_ends_a_program_that_waits_for_the_thread_of_a_cluster(platform,
     all_stopped(2)
 
 
-def test_no_cluster_is_made_when_the_program_has_ended(platform, all_stopped):
+def test_no_cluster_is_created_while_the_program_exits(platform, all_stopped):
     code = """
     def work():
         while at_exit._is_over is False:
@@ -321,7 +321,7 @@ def test_no_cluster_is_made_when_the_program_has_ended(platform, all_stopped):
 
 
 @pytest.mark.usefixtures("no_worker_processes")
-def test_an_api_that_fails_at_exit_is_told_with_the_sessions_that_are_left(platform):
+def test_a_program_names_the_sessions_that_it_could_not_stop_at_exit(platform):
     program = Program(SYNC + "while True: time.sleep(0.1)", DASK_CML__API__RETRIES="1").when_ready()
     faults.inject("error", function="stop_workers", status=503, seconds=PATIENCE)
     program.process.terminate()
@@ -421,7 +421,7 @@ def default_sigterm():
     signal.signal(signal.SIGTERM, before)
 
 
-async def test_sigterm_is_minded_only_while_there_are_clusters(platform, default_sigterm):
+async def test_sigterm_is_handled_only_while_clusters_are_open(platform, default_sigterm):
     one = CMLCluster(platform="local", asynchronous=True)
     assert signal.getsignal(signal.SIGTERM) is at_exit._exit
     two = CMLCluster(platform="local", asynchronous=True)

@@ -126,7 +126,7 @@ async def test_the_next_scheduler_keeps_the_age_and_the_limit_of_hours(it):
 
 
 @simulated
-async def test_both_managers_of_a_cluster_follow_its_new_scheduler(it):
+async def test_both_managers_connect_to_the_next_scheduler(it):
     async with simulate(name="lab", n_workers=1) as cluster, rebuild("lab") as other:
         await eventually(lambda: arrived(cluster) == 1)
         await lose(it)
@@ -245,7 +245,7 @@ async def lose_and_recover(it, cluster):
 
 
 @simulated
-async def test_the_line_about_a_lost_scheduler_says_what_the_platform_says(it):
+async def test_the_line_about_a_lost_scheduler_contains_the_platforms_reason(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         it.platform.set(cluster.manager.scheduler.session_id, k8sMessage="OOMKilled")

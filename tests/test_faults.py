@@ -61,7 +61,7 @@ def complete(cluster, n):
 @modes
 @pytest.mark.parametrize("fault", ["fails", "succeeds", "silent"])
 @simulated
-async def test_a_worker_that_does_not_come_is_replaced(it, mode, fault):
+async def test_a_worker_that_does_not_connect_is_replaced(it, mode, fault):
     words = {
         "fails": "lost: it never connected; the platform says failed",
         "succeeds": "lost: it never connected; the platform says succeeded",
@@ -82,7 +82,7 @@ async def test_a_worker_that_does_not_come_is_replaced(it, mode, fault):
 
 @modes
 @simulated
-async def test_a_refused_worker_is_told_and_comes_when_there_is_room(it, mode):
+async def test_a_refused_worker_is_reported_and_launched_when_the_quota_allows_it(it, mode):
     async with simulate(**MODES[mode]) as cluster:
         it.platform.configure({"sessions": 2})
         ask(cluster, mode, 2)
@@ -182,7 +182,7 @@ def traceback_in(caplog):
 
 @pytest.mark.parametrize("wrong", WRONG)
 @simulated
-async def test_start_life_and_close_bear_one_wrong_answer_of_each_function(it, wrong, caplog):
+async def test_a_cluster_works_despite_one_wrong_answer_of_each_function(it, wrong, caplog):
     spoil_one(it, wrong)
     with dask.config.set({"cml.api.timeout": "2s"}):
         async with simulate(n_workers=1) as cluster:
@@ -213,7 +213,7 @@ async def test_sessions_that_are_listed_late_or_without_an_address_are_waited_fo
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 @simulated
-async def test_start_life_and_close_bear_wrong_answers_for_a_while(it, wrong, caplog):
+async def test_a_cluster_works_despite_wrong_answers_for_a_while(it, wrong, caplog):
     hangs = wrong in ("no answer", "answer lost")
     seconds = 5.0 if hangs else 12.0  # several tries
     spoil(it, wrong, seconds)
@@ -241,7 +241,7 @@ async def test_start_life_and_close_bear_wrong_answers_for_a_while(it, wrong, ca
 
 
 @simulated
-async def test_an_outage_is_told_when_it_begins_and_when_it_ends(it, caplog):
+async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
     def lines():
         return [
             each.getMessage()
@@ -270,7 +270,7 @@ async def test_an_outage_is_told_when_it_begins_and_when_it_ends(it, caplog):
     assert not traceback_in(caplog)
 
 
-async def test_a_missing_key_is_told_at_once(platform, holds, monkeypatch, caplog):
+async def test_a_missing_key_raises_an_error_at_once(platform, holds, monkeypatch, caplog):
     faults.inject("key", seconds=600)
     monkeypatch.delenv("CDSW_API_KEY", raising=False)
     with pytest.raises(CMLError, match=r"^CML did not launch .*: CDSW_API_KEY is not set: restart"):
@@ -302,7 +302,7 @@ async def test_too_many_failures_in_a_row_end_the_trying_until_scale(it):
 
 
 @simulated
-async def test_a_quota_met_by_a_hundred_launches_is_not_asked_for_each(it):
+async def test_an_exhausted_quota_refuses_few_of_a_hundred_launches(it):
     async with simulate() as cluster:
         it.platform.configure({"sessions": 3})
         cluster.scale(100)

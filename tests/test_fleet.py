@@ -67,7 +67,7 @@ def test_a_removed_session_lowers_the_target_at_once():
     assert seen(mine.fleet) == (2, ["mine-0", "mine-2"])
 
 
-def test_a_wish_replaces_those_of_its_group_that_it_makes_void():
+def test_a_wish_replaces_earlier_ones_of_its_group():
     mine = Cluster(gpu={})
     for group in "default", "gpu":
         for n in range(50):
@@ -101,7 +101,7 @@ def test_the_last_wish_of_many_threads_counts():
     assert mine.fleet.group().target == mine.wanted.groups["default"].target == 2
 
 
-def test_a_closed_cluster_takes_no_wishes():
+def test_a_closed_cluster_refuses_wishes():
     mine = Cluster(1)
     mine.fleet.close()
     with pytest.raises(CMLError, match="cannot scale cluster mine: it is closed"):
@@ -118,7 +118,7 @@ def test_an_unknown_group_is_refused():
         Cluster(gpu={}).fleet.group("no")
 
 
-def test_groups_come_and_go_with_the_schedulers_answers():
+def test_groups_follow_the_answers_of_the_scheduler():
     mine = Cluster()
     mine.wanted.add_group("m2", "gpu", {"nvidia_gpu": 2, "processes": 2}, 1)
     mine.answer()
@@ -136,7 +136,7 @@ def test_groups_come_and_go_with_the_schedulers_answers():
     assert mine.fleet.options_of("gpu") is mine.fleet.options
 
 
-def test_a_group_with_other_options_under_the_same_name_has_those():
+def test_a_group_that_is_added_again_has_its_new_options():
     mine = Cluster(gpu={"options": {"cpu": 2}})
     assert mine.fleet.group("gpu").options.cpu == 2
     mine.wanted.delete_group("m2", "gpu")
@@ -157,7 +157,7 @@ def test_a_group_that_a_newer_release_has_added_is_ignored(caplog):
 # -- sessions and Dask workers
 
 
-def test_a_session_has_arrived_when_one_of_its_dask_workers_is_connected():
+def test_a_session_has_arrived_once_one_of_its_dask_workers_is_connected():
     mine = Cluster(2, processes=2, gpu={"options": {"processes": 1}, "target": 1})
     member = mine.fleet.member("mine-0")
     for connected, arrived, whole in (["mine-0-1"], {"mine-0"}, False), (["mine-0-0"], {"mine-0"}, True):
@@ -208,7 +208,7 @@ def test_a_session_that_another_manager_stopped_is_gone():
     assert mine.fleet.detach("mine-0") is None
 
 
-def test_a_session_that_is_launched_and_not_told_yet_is_known_here():
+def test_a_manager_knows_its_launched_session_before_the_scheduler_does():
     mine = Cluster()
     mine.fleet.attach("mine-3", SimpleNamespace(waits_for=None))
     mine.answer()
@@ -279,7 +279,7 @@ def test_an_invalid_answer_changes_nothing(count):
     assert mine.fleet.revision == before
 
 
-def test_an_answer_that_cannot_be_read_is_asked_for_again():
+def test_a_manager_asks_again_for_an_answer_that_it_cannot_read():
     mine = Cluster(1)
     mine.wanted.scale("m2", "default", 3)
     before = mine.fleet.revision

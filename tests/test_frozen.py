@@ -97,7 +97,7 @@ class SlowToRead:
 
 
 @pytest.mark.slow
-async def test_a_worker_that_moves_its_data_slowly_but_answers_is_waited_for(
+async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
     platform, holds, tmp_path, monkeypatch
 ):
     heard = []

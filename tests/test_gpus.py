@@ -27,7 +27,7 @@ def dask_cuda_worker(tmp_path):
     return str(program)
 
 
-def test_tasks_that_ask_for_a_gpu_run_where_there_is_one(platform, dask_cuda_worker, until):
+def test_tasks_that_ask_for_a_gpu_run_on_workers_with_one(platform, dask_cuda_worker, until):
     with (
         CMLCluster(
             n_workers=1, cpu=2, nvidia_gpu=2, worker_command=[dask_cuda_worker], platform="local", quiet=True

@@ -200,7 +200,7 @@ def test_sidebar_counts_all_groups_and_scales_the_default_one(server, environmen
     assert server.ask("DELETE", path)[0] == 204
 
 
-def test_cluster_of_another_program_goes_with_it(server, leaves_no_session):
+def test_a_cluster_of_another_program_disappears_with_it(server, leaves_no_session):
     with CMLCluster(name="of a program", n_workers=1, platform="local", quiet=True) as cluster:
         until(lambda: server.clusters.get("of a program", {}).get("workers") == 1)
         cluster.scale(2)
@@ -343,7 +343,7 @@ def test_manager_is_found_where_releases_have_it(monkeypatch, place):
     assert find_manager(settings) is manager
 
 
-def test_manager_that_is_not_as_it_was_is_not_touched(monkeypatch):
+def test_an_unsupported_labextension_manager_is_not_changed(monkeypatch):
     monkeypatch.delitem(sys.modules, "dask_labextension.manager", raising=False)
     assert find_manager({}) is None
     assert find_manager({"dask_cluster_manager": SimpleNamespace(clusters={})}) is None
@@ -483,7 +483,7 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(it, mon
 
 
 @pytest.mark.slow
-async def test_cluster_whose_end_nobody_can_see_is_listed_until_its_scheduler_is_gone_for_long(
+async def test_a_cluster_with_an_unseen_end_is_listed_until_its_scheduler_has_been_silent_for_long(
     sidebar, platform, holds, monkeypatch
 ):
     monkeypatch.setattr(observers, "_LOST", 0.5)

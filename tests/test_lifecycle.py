@@ -49,7 +49,7 @@ def make_and_kill(**options):
         maker.kill()
 
 
-async def test_a_cluster_whose_maker_was_killed_is_rebuilt_steered_and_ended(platform, holds):
+async def test_a_cluster_whose_creator_was_killed_is_adopted_scaled_and_shut_down(platform, holds):
     await asyncio.to_thread(make_and_kill)
     [row] = await operations.describe(store.records())
     assert (row["name"], row["status"], row["workers"]) == ("made", "running", 2)
@@ -102,7 +102,7 @@ async def test_the_name_of_a_live_cluster_is_taken(it):
 
 
 @simulated
-async def test_the_name_of_a_dead_cluster_is_free_and_what_is_left_of_it_is_ended(it):
+async def test_the_name_of_a_dead_cluster_is_free_and_its_sessions_are_stopped(it):
     await create_and_kill(it, **MADE)
     record = store.read("made")
     it.platform.evict(record.scheduler.session)
@@ -111,7 +111,7 @@ async def test_the_name_of_a_dead_cluster_is_free_and_what_is_left_of_it_is_ende
 
 
 @simulated
-async def test_a_cluster_that_does_not_answer_is_not_rebuilt(it):
+async def test_a_manager_does_not_adopt_a_cluster_that_does_not_answer(it):
     await create_and_kill(it, **MADE)
     it.platform.evict(store.read("made").scheduler.session)
     with pytest.raises(CMLError, match="does not answer"):
@@ -185,7 +185,7 @@ async def test_an_orphan_ends_itself_and_its_sessions(it):
 
 
 @pytest.mark.slow
-def test_a_maker_that_is_killed_before_it_connects_leaves_an_orphan_that_ends_itself(platform, until):
+def test_a_creator_that_is_killed_before_it_connects_leaves_an_orphan_that_shuts_down(platform, until):
     platform.configure(start_delay=1.0)
     code = MAKER.format(options={"orphan_timeout": "1s", "scheduler_timeout": "10s"})
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as maker:
@@ -205,7 +205,7 @@ async def test_a_client_keeps_an_orphan_until_it_leaves(it):
 
 
 @simulated
-async def test_a_cluster_that_is_to_outlive_its_maker_is_no_orphan(it):
+async def test_a_cluster_that_outlives_its_creator_is_not_an_orphan(it):
     async with simulate(name="left", shutdown_on_close=False, orphan_timeout="1s"):
         pass
     async with rebuild("left") as cluster:
@@ -225,7 +225,7 @@ async def test_the_dashboard_is_forwarded(platform):
 
 
 @simulated
-async def test_discovery_yields_what_answers(it):
+async def test_discovery_yields_clusters_whose_scheduler_answers(it):
     async with simulate(name="here"):
         assert [item async for item in discover()] == [("here", CMLCluster)]
     assert [item async for item in discover()] == []

@@ -82,7 +82,7 @@ def test_amounts_with_fractions_fit_exactly():
         ("user-sessions", True),
     ],
 )
-def test_an_invalid_limit_is_told_with_its_key(name, value):
+def test_an_invalid_limit_raises_an_error_with_its_key(name, value):
     with (
         dask.config.set({f"cml.limits.{name}": value}),
         pytest.raises(
@@ -138,7 +138,7 @@ async def test_a_cluster_that_runs_is_connected_to_whatever_the_limits_are(it):
 
 
 @simulated
-async def test_a_cluster_that_does_not_run_is_refused_without_a_trace(it):
+async def test_from_name_refuses_a_cluster_that_does_not_run(it):
     with limited(sessions=2), pytest.raises(ValueError, match="invalid n_workers=3: expected at most 1"):
         await create(name="lab", n_workers=3, create_mode="create-or-connect")
     assert it.platform.live == []
@@ -209,7 +209,7 @@ def adapting(*groups):
 
 
 @simulated
-async def test_adapting_says_that_not_one_worker_fits(it):
+async def test_adaptive_scaling_logs_that_no_worker_fits(it):
     async with await create(cpu=8) as mine:
         with limited(cpu=4):
             mine.adapt()
@@ -275,7 +275,7 @@ def test_managers_refuse_an_answer_with_an_invalid_age():
 
 
 @simulated
-async def test_a_cluster_says_that_it_reaches_its_limit_and_ends_then(it):
+async def test_a_cluster_announces_its_limit_of_hours_and_shuts_down(it):
     with limited(hours=0.2):
         mine = await create(name="lab", n_workers=1)
     async with Client(mine, asynchronous=True) as client:

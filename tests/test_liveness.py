@@ -124,7 +124,7 @@ def address(listener):
     return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-async def test_a_scheduler_that_nobody_can_reach_is_dead_if_its_session_has_ended(cluster, listener):
+async def test_an_unreachable_scheduler_is_dead_if_its_session_has_ended(cluster, listener):
     for status in ("failed", "stopped", "succeeded", "timedout"):
         assert await state(cluster(address(listener)), status) is State.DEAD
     for status in ("running", "scheduling", "STOPPING", "UNKNOWN", None):
@@ -132,9 +132,7 @@ async def test_a_scheduler_that_nobody_can_reach_is_dead_if_its_session_has_ende
 
 
 @pytest.mark.parametrize("listed", ["running", None])
-async def test_a_scheduler_that_nobody_can_reach_is_dead_after_two_minutes_of_silence(
-    cluster, listener, listed
-):
+async def test_an_unreachable_scheduler_is_dead_after_two_minutes_of_silence(cluster, listener, listed):
     assert await state(cluster(address(listener), silence=60), listed) is State.UNKNOWN
     assert await state(cluster(address(listener), silence=130), listed) is State.DEAD
 
@@ -152,7 +150,7 @@ async def test_a_cluster_is_dead_if_another_scheduler_has_its_address(cluster):
         assert await state(cluster(running.address, silence=60, id=running.id)) is State.ALIVE
 
 
-async def test_a_cluster_whose_maker_runs_is_not_dead(cluster, listener):
+async def test_a_cluster_whose_creator_runs_is_not_dead(cluster, listener):
     maker = Maker.this_process()
     assert await state(cluster(address(listener), maker=maker), "failed") is State.UNKNOWN
     assert await state(cluster(None, maker=maker)) is State.UNKNOWN
@@ -267,7 +265,7 @@ async def test_a_program_at_a_scheduler_s_address_runs_no_code_in_the_probing_pr
         ({"name": {"a": 1}}, "name={'a': 1}"),
     ],
 )
-async def test_an_invalid_answer_is_the_problem_of_its_cluster_alone(cluster, change, words):
+async def test_an_invalid_answer_is_a_problem_of_its_own_cluster_only(cluster, change, words):
     async with scheduler() as good, scheduler() as bad:
         worker = {"name": "a-0", "nthreads": 1, "memory_limit": 1, **change}
         bad.handlers["identity"] = lambda: {"id": bad.id, "services": {}, "workers": {"tcp://w": worker}}
@@ -295,7 +293,7 @@ async def test_an_invalid_answer_is_the_problem_of_its_cluster_alone(cluster, ch
         "tcp://a..b:1",
     ],
 )
-async def test_an_invalid_address_is_the_problem_of_its_cluster_alone(cluster, address):
+async def test_an_invalid_address_is_a_problem_of_its_own_cluster_only(cluster, address):
     async with scheduler() as good:
         records = [
             cluster(address, silence=1),
@@ -305,13 +303,13 @@ async def test_an_invalid_address_is_the_problem_of_its_cluster_alone(cluster, a
     assert [row["status"] for row in rows] == ["not answering", "running"]
 
 
-def test_a_pipe_in_place_of_a_sign_of_life_hangs_nobody(tmp_path):
+def test_a_pipe_in_place_of_a_sign_of_life_blocks_no_process(tmp_path):
     os.mkfifo(tmp_path / scheduler_file(0))
     assert heartbeat.silence(tmp_path) is None
 
 
 @pytest.mark.parametrize("answer", [None, [], {"workers": {}}, {"id": "a", "workers": [1]}, {"id": 1.5}])
-async def test_an_answer_that_is_no_identity_is_invalid(answer):
+async def test_an_answer_without_an_identity_is_invalid(answer):
     with pytest.raises(ValueError, match="the scheduler's answer is invalid"):
         Identity.read(answer)
 

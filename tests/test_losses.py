@@ -69,7 +69,7 @@ async def test_a_session_that_connects_during_a_look_is_not_lost_however_long_it
     assert await look() == []
 
 
-async def test_a_session_has_its_time_from_the_moment_when_one_of_its_workers_is_gone(look, clock):
+async def test_the_time_of_a_session_begins_when_one_of_its_workers_leaves(look, clock):
     assert await look() == []
     look.cluster.connect("mine-0-0")
     clock.now += 60

@@ -188,7 +188,7 @@ async def test_sessions_that_end_with_the_leaders_session_are_replaced_by_the_ne
 
 
 @simulated
-async def test_who_scales_ends_the_adaptive_scaling_of_another_manager(it):
+async def test_scaling_stops_the_adaptive_scaling_of_another_manager(it):
     async with simulate(name="shared") as maker:
         adaptive = maker.adapt(minimum=0, maximum=3)
         await maker
@@ -222,7 +222,7 @@ async def test_the_leader_adapts_for_a_manager_that_has_left(it):
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 @simulated
-async def test_a_manager_says_that_another_one_has_ended_the_cluster(it, elsewhere):
+async def test_a_manager_reports_that_another_one_shut_the_cluster_down(it, elsewhere):
     async with simulate(name="shared") as maker:
         other = await rebuild("shared")
         ending, seeing = (other, maker) if elsewhere else (maker, other)
@@ -297,7 +297,7 @@ async def test_a_session_in_the_record_that_nobody_launched_is_stopped(it):
 
 
 @simulated
-async def test_a_session_that_nobody_launched_long_ago_is_stopped_by_who_comes_first(it):
+async def test_the_first_manager_stops_an_old_session_that_no_manager_launched(it):
     creator = await simulate(name="told", shutdown_on_close=False)
     await creator.leave()
     [stray] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))

@@ -28,7 +28,7 @@ def plan(**options):
     ("memory", "processes", "limit"),
     [(1, 1, 0.73), (4, 1, 3.67), (64, 1, 62.47), (64, 4, 15.6175)],
 )
-def test_dask_workers_share_what_the_other_processes_leave(memory, processes, limit):
+def test_dask_workers_share_the_memory_that_other_processes_leave(memory, processes, limit):
     planned = plan(memory=memory, processes=processes, cpu=processes)
     [found] = re.findall(r"'--memory-limit', '(\d+)'", planned.code)
     assert int(found) == pytest.approx(limit * GIB, abs=1)

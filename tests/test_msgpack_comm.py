@@ -125,13 +125,13 @@ def header(size):
     ids=range(13),
 )
 @pytest.mark.parametrize("shakes", [True, False])
-async def test_a_message_that_is_too_large_or_not_plain_is_an_error(message, shakes):
+async def test_a_message_that_is_too_large_or_not_plain_raises_an_error(message, shakes):
     async with server(*[SHAKE] * shakes, message) as address:
         with pytest.raises(InvalidMessage):
             await answer_of(address)
 
 
-async def test_a_silent_program_is_a_time_out():
+async def test_a_silent_program_raises_a_timeout():
     for messages in ((), (SHAKE[:20],)):
         async with server(*messages) as address:
             with pytest.raises(asyncio.TimeoutError):
@@ -144,7 +144,7 @@ async def test_a_silent_program_is_a_time_out():
             comm.abort()
 
 
-async def test_a_connection_that_ends_is_an_error():
+async def test_a_closed_connection_raises_an_error():
     async def hang_up(reader, writer):
         writer.close()
 
@@ -222,7 +222,7 @@ async def test_bytes_go_both_ways():
     listener.stop()
 
 
-async def test_a_scheduler_with_other_keys_is_an_error(security):
+async def test_a_scheduler_with_other_keys_raises_an_error(security):
     async with scheduler(security) as running:
         for others in (arguments(Security.temporary()), {}):
             with pytest.raises((OSError, ValueError)):
@@ -235,7 +235,7 @@ async def test_required_encryption_is_not_skipped():
             await MsgpackComm.connect(running.address, {"require_encryption": True})
 
 
-async def test_a_refused_connection_is_the_system_s_error():
+async def test_a_refused_connection_raises_the_error_of_the_system():
     """Dask's own error names an object of Dask, and users read it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -246,6 +246,6 @@ async def test_a_refused_connection_is_the_system_s_error():
 @pytest.mark.parametrize(
     "address", ["ucx://127.0.0.1:1", "cml://lab", "127.0.0.1:1", "tcp://", "tcp://a:x", ""]
 )
-async def test_an_unsupported_address_is_an_error(address):
+async def test_an_unsupported_address_raises_an_error(address):
     with pytest.raises((OSError, ValueError)):
         await MsgpackComm.connect(address)

@@ -134,7 +134,7 @@ def test_an_option_is_read_from_the_configuration(argument):
 
 
 @pytest.mark.parametrize("argument", EXAMPLES)
-def test_an_argument_goes_over_the_configuration(argument):
+def test_an_argument_takes_precedence_over_the_configuration(argument):
     value, _, where, expected = EXAMPLES[argument]
     with dask.config.set({key(argument): "of the configuration", **NEEDED.get(argument, {})}):
         assert of(Options.read(**{argument: value}), where) == expected
@@ -174,7 +174,7 @@ def test_the_state_directory_is_absolute_and_knows_the_home_folder(monkeypatch):
 
 
 @pytest.mark.parametrize("argument", EXAMPLES)
-def test_the_schema_allows_what_the_code_allows(argument):
+def test_the_schema_allows_the_same_values_as_the_code(argument):
     import jsonschema
 
     schema = yaml.safe_load((PACKAGE / "cml-schema.yaml").read_text())
@@ -239,12 +239,12 @@ def test_a_log_directory_may_be_a_path_in_the_home_folder(monkeypatch):
     assert Options.read(log_directory=Path("~/logs")).log_directory == "/home/someone/logs"
 
 
-def test_a_security_is_taken_as_it_is():
+def test_a_given_security_is_used_unchanged():
     security = Security(require_encryption=True)
     assert Options.read(security=security).security is security
 
 
-def test_later_changes_of_what_was_given_change_nothing():
+def test_options_do_not_change_with_the_given_objects():
     env, arguments = {"A": "1"}, ["--no-show"]
     options = Options.read(env=env, scheduler_args=arguments)
     env["B"] = "2"
@@ -445,9 +445,7 @@ def refused_as(argument, value, name=None):
 
 
 @pytest.mark.parametrize(("argument", "value", "error", "allowed"), REFUSED)
-def test_a_bad_value_is_refused_with_what_is_allowed_and_nothing_is_launched(
-    stub, argument, value, error, allowed
-):
+def test_an_invalid_value_is_refused_before_a_launch(stub, argument, value, error, allowed):
     with pytest.raises(error) as caught:
         CMLCluster(**{argument: value})
     assert str(caught.value).startswith(f"invalid {refused_as(argument, value)}")
@@ -455,7 +453,7 @@ def test_a_bad_value_is_refused_with_what_is_allowed_and_nothing_is_launched(
 
 
 @pytest.mark.parametrize(("argument", "value", "error"), [row[:3] for row in REFUSED])
-def test_a_bad_value_of_the_configuration_is_refused_alike(stub, argument, value, error):
+def test_an_invalid_value_in_the_configuration_is_refused_alike(stub, argument, value, error):
     with dask.config.set({key(argument): value}), pytest.raises(error) as caught:
         CMLCluster()
     assert str(caught.value).startswith(f"invalid {refused_as(argument, value, key(argument))}")
@@ -463,7 +461,7 @@ def test_a_bad_value_of_the_configuration_is_refused_alike(stub, argument, value
 
 
 @pytest.mark.parametrize("mode", ["connect", "create-or-connect"])
-def test_a_cluster_that_may_be_there_already_needs_a_name(stub, mode):
+def test_create_or_connect_requires_a_name(stub, mode):
     with pytest.raises(ValueError, match=r"name=None: expected the name of a cluster, .*the defaults"):
         CMLCluster(create_mode=mode)
 
@@ -492,7 +490,7 @@ def test_empty_text_is_no_time(seconds):
 
 
 @pytest.mark.parametrize("memory", ["-2 GiB", "0 GiB"])
-def test_refused_memory_is_told_as_it_was_given(memory):
+def test_the_error_repeats_an_invalid_amount_of_memory_as_it_was_given(memory):
     with pytest.raises(ValueError, match="invalid memory") as caught:
         Options.read(memory=memory)
     assert f"memory={memory!r}" in str(caught.value)
@@ -506,12 +504,12 @@ def test_text_that_no_program_can_be_given_is_refused(argument):
 
 
 @pytest.mark.parametrize("seconds", ["0s", "0", "1e999 s"])
-def test_a_refused_time_is_told_as_it_was_given(seconds):
+def test_the_error_repeats_an_invalid_time_as_it_was_given(seconds):
     with pytest.raises(ValueError, match=f"invalid worker_timeout='{seconds}': expected"):
         Options.read(worker_timeout=seconds)
 
 
-def test_text_of_subclasses_of_str_is_made_plain():
+def test_text_of_subclasses_of_str_becomes_plain():
     class Text(str, enum.Enum):
         PLATFORM = "local"
         OTHER = "mine"
@@ -542,13 +540,13 @@ def test_dask_cuda_starts_a_worker_for_each_gpu(command):
         Options.read(worker_command=command)
 
 
-def test_a_sessions_gpus_are_what_it_offers():
+def test_a_session_offers_its_gpus_as_resources():
     assert Options.read().resources == {}
     assert Options.read(nvidia_gpu=2).resources == {"GPU": 2}
     assert Options.read(nvidia_gpu=2, resources={"FPGA": 1}).resources == {"FPGA": 1}
 
 
-def test_launch_options_are_what_the_clusters_record_will_have():
+def test_launch_options_are_stored_as_json_represents_them():
     given = {"zones": ("a", "b"), "label": {"id": 7}}
     options = Options.read(launch_options=given)
     assert options.launch_options == {"zones": ["a", "b"], "label": {"id": 7}}
@@ -577,9 +575,7 @@ BAD_SETTINGS = [
 
 
 @pytest.mark.parametrize(("name", "value", "error", "allowed"), BAD_SETTINGS)
-def test_a_bad_setting_is_refused_with_its_key_and_what_is_allowed_and_nothing_is_launched(
-    stub, name, value, error, allowed
-):
+def test_an_invalid_setting_is_refused_with_its_key_before_a_launch(stub, name, value, error, allowed):
     with dask.config.set({f"cml.{name}": value}), pytest.raises(error) as caught:
         CMLCluster()
     assert f"invalid cml.{name}={value!r}: expected" in str(caught.value)
@@ -595,7 +591,7 @@ def test_several_processes_in_a_session_need_nannies(stub):
         CMLCluster(worker_args=arguments, worker_groups={"wide": {"processes": 2}})
 
 
-def test_never_is_no_time_limit_where_the_configuration_has_one():
+def test_never_overrides_a_time_limit_in_the_configuration():
     with dask.config.set({"cml.idle-timeout": "1 hour", "cml.orphan-timeout": "never"}):
         options = Options.read(idle_timeout="never")
     assert (options.idle_timeout, options.orphan_timeout) == (None, None)
@@ -626,6 +622,6 @@ def test_a_launch_option_that_the_platform_lacks_is_refused_by_name(stub):
         CMLCluster(launch_options={"no_such_thing": 3})
 
 
-def test_an_unknown_argument_is_a_type_error(stub):
+def test_an_unknown_argument_raises_a_type_error(stub):
     with pytest.raises(TypeError, match="no_such_argument"):
         CMLCluster(no_such_argument=3)

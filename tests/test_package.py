@@ -80,7 +80,7 @@ def test_importing_it_loads_dask_and_one_module_more():
     assert loaded("import dask_cml") - loaded("import dask.config") == {"dask_cml"}
 
 
-def test_importing_its_commands_loads_what_they_need_only_when_they_run():
+def test_commands_import_slow_modules_only_when_they_run():
     added = loaded("import dask_cml.cli") - loaded("import dask.cli")
     ours = {name for name in added if name.startswith("dask_cml")}
     assert {name for name in ours if not name.startswith("dask_cml.cli")} == {
@@ -120,7 +120,7 @@ def test_every_name_that_is_offered_can_be_imported_and_is_listed(name):
     assert name in dir(dask_cml)
 
 
-def test_a_name_that_is_not_offered_is_an_attribute_error():
+def test_an_unknown_name_raises_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = dask_cml.no_such_name
     with pytest.raises(ImportError):
@@ -174,7 +174,7 @@ def test_sections_have_the_names_and_the_order_of_numpy_docstrings(cls):
 
 
 @pytest.mark.parametrize("name", ["CMLCluster", "CMLAdaptive"])
-def test_what_users_begin_with_has_an_example(name):
+def test_the_first_functions_of_users_have_examples(name):
     assert ">>> " in sections(getattr(dask_cml, name))["Examples"]
 
 

@@ -95,7 +95,9 @@ async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path, monkeypatc
         }
 
 
-async def test_its_file_says_how_to_reach_it_and_what_is_wanted(scheduler, folder, comm, holds, monkeypatch):
+async def test_the_file_of_a_scheduler_contains_its_address_and_the_targets(
+    scheduler, folder, comm, holds, monkeypatch
+):
     monkeypatch.setattr(state_file, "_REST", 0.01)
     about = file_of(folder)
     assert (about["address"], about["id"]) == (scheduler.address, scheduler.id)
@@ -107,7 +109,7 @@ async def test_its_file_says_how_to_reach_it_and_what_is_wanted(scheduler, folde
     await holds(lambda: file_of(folder)["app_url"] == "https://abc.example.com/")
 
 
-async def test_another_scheduler_begins_with_what_this_one_wrote(tmp_path):
+async def test_the_next_scheduler_begins_with_the_file_of_this_one(tmp_path):
     groups = {"default": {"target": 2, "number": 7}, "gpu": {"options": {"cpu": 2}, "target": 1}}
     folder = prepare(tmp_path / "mine", number=1, **groups)
     async with scheduler_in(folder, number=1) as running, rpc(running.address) as comm:
@@ -146,7 +148,7 @@ async def test_a_change_ends_the_wait_of_managers(scheduler, comm):
         assert {*answer["sessions"]} == {"mine-0", "mine-1"}
 
 
-async def test_dask_workers_that_come_and_go_are_told(scheduler, comm):
+async def test_managers_get_dask_workers_that_connect_and_leave(scheduler, comm):
     await comm.cml_watch(manager="m1", **WATCH)
     await comm.cml_apply(manager="m1", operations=[{**SCALE, "n": 1}], since=0)
     async with Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False) as worker:
@@ -176,7 +178,7 @@ async def test_dask_workers_that_come_and_go_are_told(scheduler, comm):
         ("cml_held", {"names": "mine-0"}),
     ],
 )
-async def test_a_message_that_no_manager_sends_changes_nothing(comm, handler, message):
+async def test_an_invalid_message_of_a_manager_changes_nothing(comm, handler, message):
     await comm.cml_watch(manager="m1", **WATCH)
     before = await comm.cml_watch(manager="m1", **WATCH)
     with pytest.raises(ValueError, match=r"invalid (message of a )?manager"):
@@ -184,7 +186,7 @@ async def test_a_message_that_no_manager_sends_changes_nothing(comm, handler, me
     assert await comm.cml_watch(manager="m1", **WATCH) == before
 
 
-async def test_an_invalid_operation_keeps_no_other_from_being_carried_out(comm):
+async def test_an_invalid_operation_does_not_block_the_others(comm):
     await comm.cml_watch(manager="m1", **WATCH)
     operations = [{"op": "scale", "group": "no"}, SCALE, {"op": "lead"}, 3]
     answer = await comm.cml_apply(manager="m1", operations=operations, since=0)

@@ -47,7 +47,7 @@ def groups_of(supplies, **resources):
     return [each.name for each in supplies if snapshot.work_of(each.name)]
 
 
-def test_tasks_grow_the_group_that_offers_what_they_need():
+def test_tasks_scale_up_the_group_that_offers_their_resources():
     supplies = [supply(), gpus()]
     assert groups_of(supplies) == ["default"]
     assert groups_of(supplies, GPU=1) == ["gpu"]
@@ -87,7 +87,7 @@ def test_a_task_must_fit_into_one_dask_worker():
     assert groups_of([supply(), half], GPU=0.5) == ["gpu"]
 
 
-def test_a_need_of_nothing_is_none():
+def test_a_need_of_zero_counts_as_none():
     assert groups_of([supply()], GPU=0) == ["default"]
 
 
@@ -146,7 +146,7 @@ def test_without_work_none_is_wanted():
     assert wanted(Snapshot([], [supply(sessions=3)]), arrived=3) == 0
 
 
-def test_work_for_another_group_wants_none_here():
+def test_work_of_another_group_needs_no_session_of_this_one():
     snapshot = Snapshot([work(100, GPU=1)], [supply(), gpus()])
     assert wanted(snapshot) == 0
 
@@ -169,17 +169,17 @@ def test_sessions_stay_that_do_the_work_of_a_group_without_sessions_or_of_their_
     assert wanted(Snapshot([work(9)], [supply(adapts=False), lent]), "gpu", arrived=3) == 3
 
 
-def test_busy_sessions_that_are_not_wanted_any_more_bring_no_others():
+def test_busy_sessions_that_are_no_longer_wanted_launch_no_others():
     assert wanted(Snapshot([work(1)], [supply(sessions=5, busy=4)]), arrived=1) == 1
 
 
-def test_what_those_there_get_done_in_a_start_brings_none():
+def test_work_that_present_sessions_finish_within_a_start_launches_none():
     there = supply(sessions=4, busy=4)
     assert wanted(Snapshot([work(80)], [there]), arrived=4, start=20, minimum=4) == 4
     assert wanted(Snapshot([work(400)], [there]), arrived=4, start=20, minimum=4) > 10
 
 
-def test_none_on_its_way_is_closed_while_work_waits():
+def test_a_starting_session_is_not_closed_while_work_waits():
     assert wanted(Snapshot([work(6)], [supply()]), underway=[1.0] * 7, start=20) == 7
     assert wanted(Snapshot([], [supply()]), underway=[1.0] * 7, start=20) == 0
 
@@ -196,7 +196,7 @@ def test_more_than_60_percent_of_memory_wants_twice_the_sessions():
 
 
 @pytest.mark.parametrize(("managed", "stay"), [(0, 0), (1, 1), (100, 2), (101, 3), (150, 3)])
-def test_those_that_stay_can_hold_twice_what_is_held(managed, stay):
+def test_the_remaining_sessions_can_hold_twice_the_data(managed, stay):
     snapshot = Snapshot([], [supply(sessions=3, managed=managed, limit=300)])
     assert wanted(snapshot, arrived=3) == stay
 
@@ -224,12 +224,12 @@ def test_data_that_others_cannot_hold_keeps_a_group():
 # -- what no worker will run
 
 
-def test_tasks_that_need_what_no_group_offers_are_told():
+def test_tasks_that_need_resources_of_no_group_are_reported():
     snapshot = Snapshot([work(3, unrunnable=3, FPGA=1)], [supply(), gpus()])
     assert [*unrunnable(snapshot, []).values()] == ["3 tasks need FPGA=1, which no worker group offers"]
 
 
-def test_tasks_for_a_group_without_workers_are_told_until_it_is_scaled():
+def test_tasks_for_a_group_without_workers_are_reported_until_it_is_scaled():
     tasks = [work(1, unrunnable=1, GPU=0.5)]
     words = [
         "1 task needs GPU=0.5; worker group gpu offers it, but has no workers: "
@@ -240,7 +240,7 @@ def test_tasks_for_a_group_without_workers_are_told_until_it_is_scaled():
     assert not unrunnable(Snapshot(tasks, [supply(), gpus()]), [])
 
 
-def test_tasks_for_workers_that_are_not_to_come_are_told():
+def test_tasks_for_workers_that_will_not_connect_are_reported():
     snapshot = Snapshot(restricted={("mine-7",): 1, ("mine-8", "mine-9"): 2, ("mine-1",): 3})
     assert [*unrunnable(snapshot, ["mine-0", "mine-1"]).values()] == [
         "1 task is restricted to mine-7, which the cluster does not have",
@@ -261,7 +261,7 @@ def test_tasks_that_run_and_plain_ones_are_no_trouble():
 # -- what it is decided by
 
 
-def test_a_snapshot_is_what_the_scheduler_and_the_fleet_say():
+def test_a_snapshot_combines_the_state_of_scheduler_and_fleet():
     answer = {
         "work": [{"resources": GPU, "tasks": 3, "unrunnable": 2, "seconds": 1.5}],
         "restricted": [{"names": ("mine-7",), "tasks": 4}],

@@ -133,19 +133,19 @@ def test_a_client_whose_network_is_silent_is_disconnected_after_a_minute(world):
 
 
 @pytest.mark.parametrize("name", ["fire-and-forget", "Client-worker-1234"])
-def test_a_client_that_dask_itself_has_keeps_no_orphan(world, name):
+def test_a_client_of_dask_itself_does_not_keep_an_orphan(world, name):
     world.client(name)
     assert world.after(60) == 5
 
 
-def test_a_clock_that_is_set_makes_no_client_silent(world):
+def test_a_client_stays_connected_if_the_clock_is_set(world):
     world.client()
     assert world.after(30) is None
     world.clients["Client-1"].last_seen -= 100_000
     assert world.after(55) is None
 
 
-def test_after_it_stood_still_a_scheduler_first_hears_what_was_sent_meanwhile(world):
+def test_a_scheduler_that_was_stopped_first_reads_the_messages_of_that_time(world):
     world.hear("one")
     world.client()
     world.silent = {"one", "Client-1"}
@@ -171,7 +171,7 @@ def test_a_manager_is_new_once(world, caplog):
     assert caplog.text.count("Manager one connected") == 2
 
 
-def test_nobody_unknown_is_connected(world):
+def test_no_worker_outside_the_fleet_counts_as_connected(world):
     assert not world.presence.has("one")
     assert not world.presence.has(None)
 
@@ -187,7 +187,7 @@ def test_the_first_manager_leads_and_goes_on_when_others_come(world):
     assert world.presence.next_leader("one") == "one"
 
 
-def test_another_manager_leads_before_the_creator_comes_only_if_it_does_not_come_in_time(world):
+def test_another_manager_leads_only_if_the_creator_does_not_connect_in_time(world):
     presence = Presence({}, None, creator="one")
     presence.hear("other", False, 15.0, Comm())
     assert presence.next_leader("one") == "one"

@@ -49,13 +49,13 @@ def mode(path):
 # -- folders
 
 
-def test_a_folder_is_made_private_whatever_the_umask(tmp_path, umask):
+def test_a_new_folder_is_private_whatever_the_umask(tmp_path, umask):
     make_folder(tmp_path / "state")
     assert mode(tmp_path / "state") == 0o700
     make_folder(tmp_path / "state")
 
 
-def test_the_prototypes_functions_make_the_state_directory_private(platform, umask):
+def test_the_prototypes_functions_create_a_private_state_directory(platform, umask):
     async def start(api, place):
         return mode(place.folder)
 
@@ -63,7 +63,7 @@ def test_the_prototypes_functions_make_the_state_directory_private(platform, uma
     assert dask_utils._launching(options, start) == mode(state_directory()) == 0o700
 
 
-def test_a_folder_that_others_can_write_to_is_refused_with_the_command_that_mends_it(tmp_path, open_up):
+def test_a_folder_that_others_can_write_to_is_refused_with_the_command_that_fixes_it(tmp_path, open_up):
     folder = tmp_path / "it's mine"
     make_folder(folder)
     open_up(folder)
@@ -88,7 +88,7 @@ def test_a_file_that_others_can_write_to_is_not_read(tmp_path, open_up):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "link", "device"])
-def test_what_is_no_regular_file_is_not_read(tmp_path, kind):
+def test_only_regular_files_are_read(tmp_path, kind):
     path = tmp_path / "file"
     with socket.socket(socket.AF_UNIX) as listener:
         if kind == "pipe":
@@ -127,7 +127,7 @@ async def planted():
 
 
 @pytest.mark.parametrize("part", ["state directory", "folder", "record", "sessions"])
-async def test_a_planted_record_is_passed_over_with_one_warning_and_nobody_is_asked(
+async def test_a_planted_record_is_skipped_with_one_warning_and_no_connection(
     platform, caplog, open_up, planted, part
 ):
     record, connections = planted
@@ -150,7 +150,9 @@ async def test_a_planted_record_is_passed_over_with_one_warning_and_nobody_is_as
     assert warning.startswith(f"{paths[part]} ignored: it ")
 
 
-async def test_a_planted_file_of_a_scheduler_leads_nobody_to_its_address(platform, caplog, open_up, planted):
+async def test_no_process_connects_to_an_address_in_a_planted_scheduler_file(
+    platform, caplog, open_up, planted
+):
     record, connections = planted
     file = write_record(record) / scheduler_file(0)
     open_up(file)
@@ -162,7 +164,7 @@ async def test_a_planted_file_of_a_scheduler_leads_nobody_to_its_address(platfor
     assert warning.startswith(f"{file} ignored: it ")
 
 
-def test_no_cluster_is_made_where_others_can_write(state, open_up):
+def test_no_cluster_is_created_in_a_folder_that_others_can_write_to(state, open_up):
     make_folder(state)
     open_up(state)
     with pytest.raises(NotPrivate):
@@ -170,7 +172,7 @@ def test_no_cluster_is_made_where_others_can_write(state, open_up):
     assert os.listdir(state) == []
 
 
-def test_a_pipe_in_place_of_a_record_hangs_nobody(state, caplog):
+def test_a_pipe_in_place_of_a_record_blocks_no_process(state, caplog):
     folder = store.claim(Record("a"), WANTED)
     (folder / RECORD_FILE).unlink()
     os.mkfifo(folder / RECORD_FILE)

@@ -155,7 +155,7 @@ async def test_awaiting_it_twice_launches_once(stub, make, folder, running):
     assert stub.count("launch_workers") == 1
 
 
-async def test_nobody_looks_any_more_after_the_start(stub, make, folder, running, connects_to):
+async def test_the_scheduler_file_is_not_read_after_the_start(stub, make, folder, running, connects_to):
     write_scheduler_file(folder, running.address)
     await make().start()
     looks, listed = len(connects_to), stub.count("list_workers")
@@ -180,7 +180,7 @@ async def test_a_session_that_ends_first_fails_the_start_whatever_its_status(stu
     assert "line 900\n" not in message
 
 
-async def test_a_session_that_ends_first_without_output_says_so(stub, make):
+async def test_the_error_says_that_a_session_wrote_no_output(stub, make):
     scheduler = make()
     starting = await begin(stub, scheduler)
     stub.set(scheduler.session_id, "failed")
@@ -207,9 +207,7 @@ async def test_output_that_is_not_utf8_is_shown_as_well_as_it_can_be(stub, make)
         ("UNKNOWN", "did not answer within 0.3 s"),
     ],
 )
-async def test_a_scheduler_that_does_not_come_in_time_is_told_with_session_and_status(
-    stub, make, status, words
-):
+async def test_a_late_scheduler_raises_an_error_with_its_session_and_status(stub, make, status, words):
     stub.first_status = status
     scheduler = make(pending_timeout=0.4, scheduler_timeout=0.3)
     with pytest.raises(SchedulerTimeout) as caught:
@@ -234,7 +232,7 @@ async def test_the_scheduler_has_its_time_from_when_its_session_runs(stub, make,
         await starting
 
 
-async def test_a_scheduler_that_is_never_listed_is_not_waited_for_without_end(stub, make, monkeypatch):
+async def test_a_start_fails_in_time_if_its_scheduler_is_never_listed(stub, make, monkeypatch):
     monkeypatch.setattr(stub, "list_workers", list)
     with pytest.raises(SchedulerTimeout, match=r"did not answer within 0\.3 s"):
         await make(scheduler_timeout=0.3).start()
@@ -257,7 +255,7 @@ async def test_a_workers_time_begins_when_its_session_runs(stub, api, make_worke
     assert worker.runs_for == 30
 
 
-async def test_a_worker_that_is_never_listed_has_its_time_from_its_launch(stub, make_worker, clock):
+async def test_the_time_of_a_worker_that_is_never_listed_begins_with_its_launch(stub, make_worker, clock):
     worker = make_worker()
     await worker
     clock.now += 20
@@ -305,9 +303,7 @@ async def test_the_listed_address_is_tried_when_the_scheduler_file_is_late(
 
 
 @pytest.mark.parametrize("content", ["", '{"type": "Sched', "{}", "[]", '{"address": 3}', "[" * 100_000])
-async def test_a_scheduler_file_that_is_not_wholly_written_is_looked_at_again(
-    stub, make, folder, running, content
-):
+async def test_an_incomplete_scheduler_file_is_read_again(stub, make, folder, running, content):
     (folder / scheduler_file(0)).write_text(content)
     starting = await begin(stub, make())
     assert not starting.done()
@@ -315,7 +311,7 @@ async def test_a_scheduler_file_that_is_not_wholly_written_is_looked_at_again(
     await starting
 
 
-async def test_a_pipe_in_place_of_the_scheduler_file_does_not_hold_up_the_start(stub, make, folder, running):
+async def test_a_pipe_in_place_of_the_scheduler_file_does_not_delay_the_start(stub, make, folder, running):
     os.mkfifo(folder / scheduler_file(0))
     starting = await begin(stub, make())
     assert not starting.done()
@@ -323,7 +319,7 @@ async def test_a_pipe_in_place_of_the_scheduler_file_does_not_hold_up_the_start(
     await starting
 
 
-async def test_an_address_that_does_not_answer_is_not_the_last_word(
+async def test_a_scheduler_is_found_although_an_earlier_address_does_not_answer(
     stub, make, folder, running, connects_to, monkeypatch
 ):
     monkeypatch.setattr(process, "_ANSWER_TIMEOUT", 0.1)
@@ -358,14 +354,14 @@ async def test_a_listing_that_fails_for_a_while_does_not_fail_the_start(stub, ma
     await starting
 
 
-async def test_a_listing_that_is_not_allowed_fails_the_start_in_its_words(stub, make):
+async def test_a_forbidden_listing_fails_the_start_with_its_reason(stub, make):
     starting = await begin(stub, make())
     stub.fail("list_workers", HTTPError(403))
     with pytest.raises(CMLError, match="403"):
         await starting
 
 
-async def test_a_refused_launch_is_told_and_there_is_no_session(stub, make, connects_to):
+async def test_a_refused_launch_raises_an_error_and_leaves_no_session(stub, make, connects_to):
     stub.refuse(k8s_message="exceeded quota: memory")
     scheduler = make()
     with pytest.raises(LaunchRefused, match=r"mine-scheduler.*exceeded quota: memory"):
@@ -483,13 +479,13 @@ async def test_a_workers_start_returns_once_its_launch_is_accepted(stub, make_wo
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:8786", None])
-async def test_a_worker_is_given_the_schedulers_address_or_its_file(make_worker, folder, address):
+async def test_a_worker_gets_the_address_or_the_file_of_its_scheduler(make_worker, folder, address):
     code = make_worker(address=address).plan.code
     assert ("tcp://10.0.0.1:8786" in code) is (address is not None)
     assert (f"'--scheduler-file', '{folder / scheduler_file(0)}'" in code) is (address is None)
 
 
-async def test_what_is_known_of_a_session_is_what_was_listed_last(stub, api, make_worker):
+async def test_the_state_of_a_session_is_the_one_that_was_listed_last(stub, api, make_worker):
     before = datetime.now(timezone.utc)
     worker = make_worker()
     await worker
@@ -552,14 +548,14 @@ async def test_close_stops_exactly_its_session_and_may_be_called_again(stub, mak
     await asyncio.wait_for(first.finished(), 120)
 
 
-async def test_close_of_what_was_never_launched_calls_nothing(stub, make, make_worker):
+async def test_close_of_a_session_that_was_never_launched_calls_nothing(stub, make, make_worker):
     for each in make(), make_worker():
         await each.close()
         assert each.status == Status.closed
     assert stub.calls == []
 
 
-async def test_close_leaves_a_session_that_was_left_to_others(stub, api, make_worker):
+async def test_close_does_not_stop_a_session_that_was_left_to_others(stub, api, make_worker):
     worker = make_worker()
     await worker
     api.forget(worker.session_id)

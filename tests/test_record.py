@@ -40,7 +40,7 @@ def test_the_state_of_a_scheduler_reads_back_as_it_was_written():
     assert Record("a", scheduler=state).groups == {"gpu": {"nvidia_gpu": 1}}
 
 
-def test_fields_of_newer_schedulers_are_ignored_and_missing_ones_are_unknown():
+def test_unknown_fields_of_a_scheduler_are_ignored_and_missing_ones_allowed():
     assert SchedulerState.from_json(0, json.dumps({"groups": {}, "region": "west"})) == SchedulerState()
 
 
@@ -74,7 +74,7 @@ def test_other_content_is_not_the_state_of_a_scheduler(content):
         SchedulerState.from_json(0, content if isinstance(content, str) else json.dumps(content))
 
 
-def test_a_session_of_a_scheduler_that_is_no_id_is_unknown():
+def test_an_invalid_session_id_of_a_scheduler_counts_as_unknown():
     """Otherwise it would get into calls of the platform."""
     content = {"groups": {}, "session": "../etc"}
     assert SchedulerState.from_json(0, json.dumps(content)).session is None
@@ -148,7 +148,7 @@ def test_process_id_that_was_used_again_is_another_process():
     assert dataclasses.replace(own, started=own.started - 3600).lives() is False
 
 
-def test_of_another_host_or_session_nothing_is_said(monkeypatch):
+def test_the_life_of_a_process_in_another_session_is_unknown(monkeypatch):
     own = Maker.this_process()
     assert dataclasses.replace(own, host=f"not-{own.host}", pid=1).lives() is None
     monkeypatch.setenv("CDSW_ENGINE_ID", "abcdefgh12345678")

@@ -98,7 +98,7 @@ def test_the_extra_dashboard_excludes_a_bokeh_that_breaks_the_dashboard_of_a_rel
 
 @pytest.mark.skipif(not IMAGES.exists(), reason="needs the repository, not a source distribution")
 @pytest.mark.parametrize("file", [path.name for path in sorted(IMAGES.glob("*.txt"))])
-def test_the_images_constraints_exclude_what_the_extras_exclude(file):
+def test_the_constraints_of_the_images_exclude_the_same_releases_as_the_extras(file):
     python = f"{file[2]}.{file[3:5]}"
     pins = constraints(file)
     assert {*pins["pyarrow"]} <= {*required("pyarrow", "notebooks", python)}

@@ -110,7 +110,7 @@ def test_widget_and_representations(cluster, client):
     assert cluster._repr_html_().count(">connected</td>") == 2
 
 
-def test_job_script_is_what_is_launched(shared_platform, cluster):
+def test_job_script_shows_the_code_that_is_launched(shared_platform, cluster):
     script = cluster.job_script()
     assert "'-m', 'dask', 'scheduler'" in script
     assert "'-m', 'dask', 'worker'" in script

@@ -92,7 +92,7 @@ async def test_after_it_has_joined_a_manager_knows_the_state(scheduler, client):
         (RECORD, 1, "speaks protocol 1 of dask-cml, this process"),
     ],
 )
-async def test_another_cluster_or_protocol_is_left_alone(scheduler, record, version, words):
+async def test_a_manager_does_not_join_another_cluster_or_protocol(scheduler, record, version, words):
     hello = scheduler.handlers["cml_hello"]
     scheduler.handlers["cml_hello"] = lambda: {**hello(), "protocol": version}
     client = SchedulerClient(Fleet(Options.read(name="mine"), "m1"), False, list)
@@ -148,7 +148,7 @@ async def test_the_lease_of_a_leader_ends_also_while_its_connection_is_open(sche
 # -- wishes
 
 
-async def test_a_wish_before_the_first_answer_is_sent_when_the_scheduler_is_there(scheduler, holds):
+async def test_a_wish_before_the_first_answer_is_sent_once_the_scheduler_answers(scheduler, holds):
     fleet = Fleet(Options.read(name="mine"), "m1")
     client = SchedulerClient(fleet, False, lambda: None)
     fleet.wish("scale", group="default", n=2)
@@ -172,7 +172,7 @@ async def test_a_wish_is_sent_until_it_is_answered_and_carried_out_once(
     assert client.fleet.groups == ["default", "gpu"]
 
 
-async def test_a_refused_wish_is_an_error_for_who_waits_and_a_warning_for_others(client, holds, caplog):
+async def test_a_refused_wish_raises_an_error_or_without_a_waiting_task_logs_a_warning(client, holds, caplog):
     wish = client.fleet.wish("delete_group", group="no")
     with pytest.raises(ValueError, match="invalid worker_group='no'"):
         await asyncio.wait_for(client.answer_to(wish), 60)
@@ -188,9 +188,7 @@ async def test_an_invalid_wish_is_refused_at_once(client):
     assert client.fleet.wishes == []
 
 
-async def test_a_wish_that_the_scheduler_finds_invalid_keeps_no_other_from_being_true(
-    scheduler, client, holds, caplog, monkeypatch
-):
+async def test_an_invalid_wish_does_not_block_the_others(scheduler, client, holds, caplog, monkeypatch):
     """It may be of another release, with other checks."""
     with monkeypatch.context() as patch:
         patch.setattr(fleet_module, "check_operation", lambda operation: None)
@@ -264,7 +262,7 @@ async def test_a_dropped_dask_worker_is_lost_for_the_scheduler(scheduler, client
         await holds(lambda: not scheduler.workers)
 
 
-async def test_without_an_answer_there_is_nothing_to_choose_from(scheduler, client, monkeypatch):
+async def test_without_an_answer_no_worker_is_chosen(scheduler, client, monkeypatch):
     async def no_answer(*_, **__):
         raise OSError("gone")
 
@@ -331,7 +329,7 @@ async def test_questions_at_one_time_share_an_answer(asked):
     assert len(asked.comm.questions) == 1
 
 
-async def test_a_young_answer_is_used_again(asked):
+async def test_a_recent_answer_is_used_again(asked):
     first = await asking(asked)
     asked.comm.questions[0].set_result({"work": []})
     await first
@@ -343,7 +341,7 @@ async def test_a_young_answer_is_used_again(asked):
     assert await again == {"work": [1]}
 
 
-async def test_an_error_is_that_of_all_who_asked_and_of_no_later_question(asked):
+async def test_an_error_reaches_all_waiting_tasks_but_no_later_request(asked):
     tasks = [await asking(asked) for _ in range(3)]
     asked.comm.questions[0].set_exception(OSError("gone"))
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
@@ -353,7 +351,7 @@ async def test_an_error_is_that_of_all_who_asked_and_of_no_later_question(asked)
     assert await later == {"work": []}
 
 
-async def test_a_cancelled_question_takes_the_answer_from_no_other(asked):
+async def test_a_cancelled_request_does_not_cancel_the_answer_for_others(asked):
     first, second = await asking(asked), await asking(asked)
     first.cancel()
     await asyncio.wait([first])

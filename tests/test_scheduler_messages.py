@@ -42,7 +42,7 @@ WRONG = {
 }
 
 
-def test_there_is_a_valid_example_of_each_operation():
+def test_each_operation_has_a_valid_example():
     assert VALID.keys() == {operation.__name__ for operation in OPERATIONS}
 
 

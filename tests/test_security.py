@@ -60,7 +60,7 @@ async def test_a_client_without_the_clusters_keys_gets_nothing(cluster, protocol
         await computes(address, timeout=5, security=security)
 
 
-async def test_without_keys_whoever_has_the_address_gets_in(platform):
+async def test_without_keys_any_program_with_the_address_can_connect(platform):
     options = {"platform": "local", "asynchronous": True, "quiet": True}
     async with CMLCluster(name="open", n_workers=1, security=False, **options) as cluster:
         assert cluster.scheduler_address.startswith("tcp://")
@@ -70,7 +70,7 @@ async def test_without_keys_whoever_has_the_address_gets_in(platform):
             assert await computes(address) == 3
 
 
-async def test_who_must_encrypt_does_not_get_into_a_cluster_without_keys(platform):
+async def test_a_client_that_requires_encryption_refuses_a_cluster_without_keys(platform):
     options = {"platform": "local", "asynchronous": True, "quiet": True}
     async with CMLCluster(name="open", security=False, **options):
         with pytest.raises(RuntimeError, match="encryption required"):
@@ -169,7 +169,7 @@ async def test_pickles_in_the_answers_of_its_scheduler_run_no_code_in_a_manager(
     assert not hostile.ran
 
 
-async def test_a_security_is_taken_as_it_is(platform, tmp_path):
+async def test_a_given_security_is_used_unchanged(platform, tmp_path):
     security = Security.temporary()
     for field in ("tls_ca_file", "tls_scheduler_key"):
         (tmp_path / field).write_text(getattr(security, field))

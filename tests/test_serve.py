@@ -194,7 +194,7 @@ async def log_of(cluster):
 
 
 @on_page
-async def test_the_page_is_not_told_of_the_clusters_that_it_created_before(server):
+async def test_the_page_gets_no_line_on_the_clusters_that_it_created_before(server):
     for name in ("night", "noon"):
         await server.post("/api/clusters", name=name)
         await server.until(name, running)
@@ -745,7 +745,7 @@ async def xsrf(server, headers):
         ({"Origin": "null"}, "The page refuses requests from pages of 'null'"),
     ],
 )
-async def test_requests_for_other_hosts_and_of_other_origins_are_refused(server, headers, words):
+async def test_requests_for_other_hosts_and_from_other_origins_are_refused(server, headers, words):
     answer = await server.ask("POST", "/api/clusters", {"name": "night"}, **headers)
     assert (answer.status, answer.json["error"][: len(words)]) == (403, words)
     assert store.records() == []

@@ -125,7 +125,7 @@ def test_a_session_that_ended_while_another_manager_notes_its_wait_stays_ended(s
     assert read("a").sessions == {}
 
 
-def test_an_ended_session_keeps_what_is_known_of_it(state):
+def test_an_ended_session_keeps_its_last_known_state(state):
     record = Record("a")
     claim(record, WANTED)
     session = Launch("session-1", "a-gpu-0", "ijklmnop12345678", LAUNCHED, SessionSize(4, 16, 1))

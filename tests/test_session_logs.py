@@ -103,7 +103,7 @@ def test_each_reading_gives_the_new_lines(tmp_path, write):
     assert new(whole=True) == [("mine-0", "\xe9 without an end")]
 
 
-def test_a_log_that_goes_while_it_is_read_is_passed_over(tmp_path, write, monkeypatch):
+def test_a_log_that_is_removed_while_it_is_read_is_skipped(tmp_path, write, monkeypatch):
     logs = SessionLogs("mine", tmp_path)
     monkeypatch.setattr(logs, "paths", lambda: {"mine-0": tmp_path / "mine-0.log"})
     assert [*logs.lines()] == []
@@ -144,7 +144,7 @@ def foreign(request, tmp_path):
         yield path
 
 
-def test_a_file_that_is_not_a_log_of_this_user_is_refused_in_words(tmp_path, write, foreign):
+def test_a_log_of_another_user_is_refused_with_a_reason(tmp_path, write, foreign):
     write("mine-0", "one\n")
     logs = SessionLogs("mine", tmp_path)
     with pytest.raises(CMLError, match=f"cannot read the log {foreign}"):
@@ -168,7 +168,7 @@ def test_a_log_that_is_replaced_by_a_link_is_refused(tmp_path, write):
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "file of another user"])
-def test_output_is_not_written_into_what_others_put_in_place_of_a_log(tmp_path, kind):
+def test_output_is_not_written_into_another_file_in_place_of_a_log(tmp_path, kind):
     path, reader = tmp_path / "mine-0.log", None
     if kind == "link":
         path.symlink_to(tmp_path / "mine")

@@ -44,13 +44,13 @@ def test_more_sessions_than_a_cluster_can_have_are_refused(total):
         ((None, None, NONE, (None, "1000 PiB")), "maximum_memory"),
     ],
 )
-def test_limits_above_what_a_cluster_can_have_are_refused(arguments, named):
+def test_limits_above_the_largest_cluster_are_refused(arguments, named):
     with pytest.raises(ValueError, match=rf"^invalid {named}=.*expected .*100000"):
         bounds(OPTIONS, *arguments)
 
 
 @pytest.mark.usefixtures("light")
-async def test_a_cluster_refuses_numbers_that_make_no_sense_before_it_names_a_session(platform):
+async def test_a_cluster_refuses_invalid_numbers_before_it_names_a_session(platform):
     async with CMLCluster(platform="local", asynchronous=True, quiet=True) as cluster:
         for request in (
             lambda: cluster.scale(MANY),

@@ -94,7 +94,7 @@ def test_the_error_shows_the_output_of_a_scheduler_that_cannot_run(start):
 
 
 @simulated
-async def test_a_scheduler_that_does_not_come_is_given_up(it):
+async def test_a_start_fails_if_its_scheduler_does_not_answer_in_time(it):
     it.platform.doom("silent", key="scheduler")
     with pytest.raises(SchedulerTimeout, match="did not answer within 30 s, its status is running"):
         await simulate(n_workers=1, scheduler_timeout=30)
@@ -109,12 +109,12 @@ async def test_a_scheduler_that_waits_for_room_for_too_long_is_given_up(it):
     assert not it.platform.running
 
 
-def test_not_on_cml(platform):
+def test_outside_of_cml_a_cluster_raises_an_error(platform):
     with pytest.raises(dask_cml.NotOnCML, match='platform="local"'):
         CMLCluster()
 
 
-def test_what_will_not_pass_is_told_at_once(platform, start):
+def test_permanent_errors_are_raised_at_once(platform, start):
     faults.inject("error", function="launch_workers", status=403)
     with pytest.raises(CMLError, match=r"did not launch .*: HTTPError: 403 Forbidden"):
         CMLCluster(platform="local")

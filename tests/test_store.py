@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_nothing(state, monkeypatch):
     assert os.listdir(state) == []
 
 
-def test_a_record_that_nobody_would_read_is_refused(state):
+def test_a_record_that_is_too_large_is_refused(state):
     with pytest.raises(CMLError, match="the record of cluster 'a' is too large: expected at most"):
         claim(Record("a", options={"env": {"A": "x" * 2**20}}))
     assert os.listdir(state) == []
@@ -155,7 +155,7 @@ def test_a_record_that_nobody_would_read_is_refused(state):
 # -- what the scheduler has written
 
 
-def test_before_a_scheduler_has_written_the_record_has_what_its_manager_wrote_for_it(state):
+def test_until_a_scheduler_writes_its_file_the_record_contains_the_one_of_its_manager(state):
     groups = {"default": {"options": {}, "target": 3}}
     store.claim(Record("a"), {"groups": groups, "leader": "m1"})
     assert read("a").scheduler == SchedulerState(groups=groups)
@@ -183,7 +183,7 @@ def test_a_damaged_file_of_a_scheduler_is_reported_once_and_the_cluster_is_still
 # -- names
 
 
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones(state):
+def test_an_unknown_name_raises_an_error_that_lists_the_known_ones(state):
     with pytest.raises(NoSuchCluster, match="no clusters exist"):
         read("a")
     claim(Record("b"))
@@ -395,7 +395,7 @@ def test_a_damaged_record_is_reported_once_and_ignored(state, caplog, content, w
     assert remove("bad") == {}
 
 
-def test_nobody_writes_into_a_damaged_cluster(state):
+def test_no_process_writes_into_a_damaged_cluster(state):
     record = Record("bad")
     folder = claim(record)
     for content in (b"[" * 100_000, b"[1]"):
@@ -530,7 +530,7 @@ def die_at(what, step):
         remove("a", id=old.id)
 
 
-def test_a_removal_whose_process_died_is_in_nobodys_way(state):
+def test_a_removal_whose_process_died_does_not_block_the_name(state):
     """The cluster is not found any more, its name is free, and its sessions are still known."""
     record = Record("a")
     folder = claim(record)

@@ -87,7 +87,7 @@ def fails(seen, error, function):
 
 
 @pytest.mark.slow
-def test_errors_when_a_cluster_is_made(platform, seen, shown, monkeypatch):
+def test_the_page_lists_the_errors_of_a_start(platform, seen, shown, monkeypatch):
     scheduler = {"match": "The scheduler of"}
     fails(seen, NotOnCML, lambda: make(platform="auto"))
     fails(seen, ValueError, lambda: make(memory="lots"))
@@ -119,7 +119,7 @@ def test_errors_when_a_cluster_is_made(platform, seen, shown, monkeypatch):
     shown("Errors when a cluster starts")
 
 
-def test_errors_about_names(platform, seen, shown, caplog):
+def test_the_page_lists_the_errors_about_names(platform, seen, shown, caplog):
     fails(seen, NoSuchCluster, lambda: CMLCluster.from_name("night"))
     with make():
         fails(seen, ClusterExists, make)
@@ -141,7 +141,7 @@ def worker_sessions(cluster):
 
 
 @pytest.mark.slow
-def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen, shown, until):
+def test_the_page_lists_the_messages_about_workers_that_do_not_connect(platform, seen, shown, until):
     with dask.config.set({"cml.failure-limit": 2}), make(worker_timeout="2s") as cluster:
         for n, fault in enumerate(["fails", "succeeds", "hangs"], start=1):
             platform.inject(fault, times=2)
@@ -167,7 +167,7 @@ def test_what_a_running_cluster_says_of_workers_that_do_not_come(platform, seen,
 
 
 @pytest.mark.slow
-def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, until):
+def test_the_page_lists_the_messages_about_lost_workers(platform, seen, shown, until):
     with dask.config.set({"cml.retire-timeout": "2s"}):
         cluster = make(n_workers=3)
     with cluster, Client(cluster) as client:
@@ -197,7 +197,7 @@ def test_what_a_running_cluster_says_of_workers_that_go(platform, seen, shown, u
     shown("Workers that stop")
 
 
-def test_what_is_said_of_tasks_that_wait(platform, seen, shown, until):
+def test_the_page_lists_the_messages_about_waiting_tasks(platform, seen, shown, until):
     with make(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster, Client(cluster) as client:
         waiting = client.map(abs, range(3), resources={"FPGA": 1})
         waiting += client.map(abs, range(3, 5), resources={"GPU": 1})

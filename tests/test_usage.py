@@ -224,7 +224,7 @@ async def test_a_session_still_waits_for_a_manager_that_has_just_taken_it_over(i
 
 
 @simulated
-async def test_another_manager_sees_the_same_and_its_end_ends_the_count(it):
+async def test_another_manager_sees_the_same_usage_and_stops_the_count_by_its_shutdown(it):
     async with mine(n_workers=1) as maker:
         await eventually(lambda: arrived(maker) == 1)
         async with rebuild("mine") as other:

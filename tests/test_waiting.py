@@ -91,7 +91,7 @@ async def test_six_workers_where_one_has_room(platform, room, holds):
     assert len(platform.sessions()) == 7
 
 
-async def test_a_scheduler_that_waits_for_room_is_told_and_comes_with_the_workers_that_were_early(
+async def test_a_scheduler_that_waits_for_room_is_shown_and_connects_workers_that_were_earlier(
     platform, room, holds
 ):
     room(0)
@@ -132,7 +132,7 @@ async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_run
 
 
 @simulated
-async def test_adapting_asks_for_no_more_than_what_waits_already(it):
+async def test_adaptive_scaling_launches_no_more_while_sessions_wait_for_room(it):
     it.platform.configure({"sessions": 2}, waits_for_room=True)
     async with clusters.simulate() as cluster:
         cluster.scale(2)
@@ -146,7 +146,7 @@ async def test_adapting_asks_for_no_more_than_what_waits_already(it):
 
 
 @pytest.mark.parametrize("fault", ["unknown_status", "stopping"])
-async def test_statuses_that_are_no_ends(platform, holds, fault):
+async def test_unknown_and_stopping_sessions_have_not_ended(platform, holds, fault):
     faults.inject(fault, seconds=2.0, match="A worker of")
     async with make(n_workers=1) as cluster:
         await holds(lambda: arrived(cluster) == 1)

@@ -115,7 +115,7 @@ def test_lost_sessions_are_replaced_if_they_are_still_wanted():
     assert names(wanted) == ["mine-3"]
 
 
-def test_a_lost_session_is_not_replaced_while_there_is_an_excess():
+def test_a_lost_session_is_not_replaced_while_others_exceed_the_target():
     wanted = new(3)
     wanted.scale("m", "default", 2)
     assert wanted.replace("leader", ["mine-1"], {}) == ["mine-1"]
@@ -130,7 +130,7 @@ def test_a_replaced_session_stays_known_until_it_is_stopped_if_it_was_launched()
     assert [*wanted.sessions] == ["mine-2", "mine-3"]
 
 
-def test_a_refusal_lowers_the_target_to_what_was_launched():
+def test_a_refusal_lowers_the_target_to_the_launched_sessions():
     wanted = new(8)
     wanted.launched("leader", names(wanted)[:5])
     # One of them was launched after all, and the answer got lost.
@@ -148,7 +148,7 @@ def test_a_refusal_of_an_older_wish_changes_nothing(n):
     assert (target(wanted), len(names(wanted))) == (n, 8)
 
 
-def test_a_session_whose_data_nobody_can_take_is_wanted_again():
+def test_a_session_whose_data_no_worker_can_take_is_wanted_again():
     wanted = new(1, launched=1)
     wanted.scale("m", "default", 0)
     wanted.trim("leader", "default", ["mine-0"])
@@ -294,7 +294,7 @@ def test_a_deleted_group_that_is_wanted_again_stays(again):
 # -- what happened to sessions
 
 
-def test_a_session_is_launched_by_the_manager_that_says_so():
+def test_the_launcher_of_a_session_is_the_manager_that_reports_it():
     wanted = new(1)
     wanted.launched("other", ["mine-0"])
     entry = wanted.sessions["mine-0"]
@@ -317,7 +317,7 @@ def test_connected_dask_workers_are_those_of_a_session():
     assert wanted.sessions["mine-gpu-0"].seen == {"mine-gpu-0-0", "mine-gpu-0-1"}
 
 
-def test_a_wanted_session_that_was_stopped_is_replaced():
+def test_a_stopped_session_that_is_wanted_is_replaced():
     wanted = new(1, launched=1)
     wanted.stopped("m", ["mine-0", "unknown"])
     assert [*wanted.sessions] == names(wanted) == ["mine-1"]
@@ -350,7 +350,7 @@ def test_the_kept_answers_of_many_managers_are_few():
 # -- what managers are told
 
 
-def test_a_manager_gets_all_at_first_and_then_what_has_changed():
+def test_a_manager_first_gets_the_whole_state_and_then_changes():
     wanted = new(2, gpu={"target": 1})
     first = wanted.since(0)
     assert first["whole"]
@@ -391,7 +391,7 @@ def test_a_revision_of_another_scheduler_is_not_known():
     assert wanted.since(wanted.changes.revision + 10)["whole"]
 
 
-def test_another_leader_is_told():
+def test_managers_get_the_new_leader():
     wanted = new()
     known = wanted.changes.revision
     wanted.lead("leader")

@@ -72,7 +72,7 @@ async def test_scale_ends_adapting_that_is_under_way(it):
 
 
 @simulated
-async def test_what_is_not_wanted_any_more_is_no_failure(it):
+async def test_a_session_that_is_no_longer_wanted_is_not_a_failure(it):
     async with await make() as mine:
         for _ in range(10):
             mine.scale(3)
@@ -112,7 +112,7 @@ async def test_workers_that_a_client_restarts_are_replaced_and_no_failure(it):
 
 
 @simulated
-async def test_a_stop_that_hangs_holds_up_no_launch(it):
+async def test_a_stop_that_hangs_delays_no_launch(it):
     async with await make(n_workers=2) as mine:
         await eventually(lambda: has(mine, 2))
         with it.platform.held("stop_workers"):
@@ -124,7 +124,7 @@ async def test_a_stop_that_hangs_holds_up_no_launch(it):
 
 
 @simulated
-async def test_a_closed_cluster_says_so(it):
+async def test_a_request_to_a_closed_cluster_raises_an_error(it):
     mine = await make()
     await mine.close()
     with pytest.raises(CMLError, match=f"cannot scale cluster {mine.name}: it is closed"):
@@ -137,7 +137,7 @@ async def test_a_closed_cluster_says_so(it):
 
 
 @simulated
-async def test_a_cluster_that_lost_its_scheduler_does_not_say_that_it_runs(it):
+async def test_a_cluster_that_lost_its_scheduler_is_not_shown_as_running(it):
     with dask.config.set({"cml.scheduler-restarts": 0}):
         mine = await make(n_workers=1)
         await eventually(lambda: has(mine, 1))
@@ -149,7 +149,7 @@ async def test_a_cluster_that_lost_its_scheduler_does_not_say_that_it_runs(it):
 
 
 @simulated
-async def test_who_deletes_a_group_waits_for_the_leader_without_haste(it):
+async def test_deleting_a_group_waits_for_the_leader_without_a_busy_loop(it):
     """Each look of a manager that does not lead is over at once."""
     async with await make(worker_groups={"big": {"n_workers": 1}}) as leader:
         other = it.process("other", {"CDSW_ENGINE_ID": "other12345678901"})

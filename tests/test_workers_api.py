@@ -91,7 +91,7 @@ FUNCTIONS = ["launch_workers", "list_workers", "stop_workers"]
 # -- launch
 
 
-async def test_a_session_is_launched_by_itself_with_all_that_was_asked_for(stub, api):
+async def test_each_session_is_launched_alone_with_the_given_options(stub, api):
     session = await api.launch("mine", SIZE, "pass", {"A": "1"}, {"accelerator_label_id": 7})
     [sent] = stub.arguments("launch_workers")
     assert {k: sent[k] for k in ("n", "cpu", "memory", "nvidia_gpu", "code", "env")} == {
@@ -129,7 +129,7 @@ async def test_unknown_launch_options_are_refused_by_name_before_any_call(newer)
     assert stub.calls == []
 
 
-async def test_a_refused_launch_says_the_platforms_words_and_stops_what_was_half_made(stub, api, left):
+async def test_a_refused_launch_shows_the_reason_and_stops_the_half_created_session(stub, api, left):
     stub.refuse(message="failed to launch", k8s_message="exceeded quota: pods")
     with pytest.raises(LaunchRefused) as caught:
         await api.launch("mine", SIZE, "pass")
@@ -142,9 +142,7 @@ async def test_a_refused_launch_says_the_platforms_words_and_stops_what_was_half
     assert not api.live
 
 
-async def test_a_launch_is_tried_again_when_stopped_sessions_have_ended_that_may_have_filled_the_quota(
-    stub, api
-):
+async def test_a_launch_is_retried_after_stopped_sessions_have_freed_the_quota(stub, api):
     [stopped] = await launch(api)
     await api.stop(stopped)
     # It has ended when the refusal arrives, but the platform may have counted it before.
@@ -170,7 +168,7 @@ async def test_a_launch_is_tried_again_when_stopped_sessions_have_ended_that_may
         ({"id": None, "message": "Quota exceeded"}, "Quota exceeded"),
     ],
 )
-async def test_an_answer_that_says_so_is_a_refusal(stub, api, answer, words):
+async def test_only_an_answer_with_a_reason_is_a_refusal(stub, api, answer, words):
     stub.say("launch_workers", [answer])
     with pytest.raises(LaunchRefused) as caught:
         await api.launch("mine", SIZE, "pass")
@@ -203,7 +201,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("function", "answer", "words"), WRONG)
-async def test_an_answer_of_no_right_shape_is_asked_for_again(stub, api, left, function, answer, words):
+async def test_a_call_with_a_malformed_answer_is_retried(stub, api, left, function, answer, words):
     await launch(api)
     before = stub.count(function)
     stub.say(function, answer, answer)
@@ -213,7 +211,7 @@ async def test_an_answer_of_no_right_shape_is_asked_for_again(stub, api, left, f
 
 
 @pytest.mark.parametrize(("function", "answer", "words"), WRONG)
-async def test_an_answer_of_no_right_shape_is_told_in_the_platforms_words_if_it_lasts(
+async def test_a_malformed_answer_that_lasts_raises_an_error_with_the_platforms_reason(
     stub, api, left, function, answer, words
 ):
     await launch(api)
@@ -230,7 +228,9 @@ async def test_an_answer_of_no_right_shape_is_told_in_the_platforms_words_if_it_
 
 
 @pytest.mark.parametrize("code", [503, 403])
-async def test_a_refusal_is_told_though_the_half_made_session_cannot_be_stopped_now(stub, api, left, code):
+async def test_a_refusal_raises_an_error_although_the_half_created_session_cannot_be_stopped(
+    stub, api, left, code
+):
     stub.refuse()
     stub.answer_stop(code)
     with pytest.raises(LaunchRefused):
@@ -262,7 +262,7 @@ async def test_a_refusal_is_told_though_the_half_made_session_cannot_be_stopped_
     ],
     ids=repr,
 )
-async def test_what_may_pass_is_tried_again(stub, api, function, error):
+async def test_temporary_errors_are_retried(stub, api, function, error):
     await launch(api)
     before = stub.count(function)
     stub.fail(function, error, error)
@@ -270,7 +270,7 @@ async def test_what_may_pass_is_tried_again(stub, api, function, error):
     assert stub.count(function) - before == 3
 
 
-async def test_a_stop_that_is_answered_with_503_is_tried_again(stub, api, left):
+async def test_a_stop_that_is_answered_with_503_is_retried(stub, api, left):
     ids = await launch(api, 2)
     stub.answer_stop(200, 503)
     await api.stop(*ids)
@@ -281,7 +281,7 @@ async def test_a_stop_that_is_answered_with_503_is_tried_again(stub, api, left):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("error", [HTTPError(503), ConnectionError("broken")], ids=repr)
-async def test_it_gives_up_at_the_limit_with_the_last_error_as_the_cause(stub, api, function, error):
+async def test_a_request_fails_at_its_time_limit_with_the_last_error_as_the_cause(stub, api, function, error):
     await launch(api)
     before = stub.count(function)
     stub.fail(function, *[error] * 4)
@@ -340,7 +340,7 @@ NO_KEY = RuntimeError("Environment variable CDSW_API_KEY is not set.")
     ],
     ids=repr,
 )
-async def test_what_will_not_pass_is_told_at_once(stub, api, function, error, words):
+async def test_permanent_errors_are_raised_at_once(stub, api, function, error, words):
     await launch(api)
     before = stub.count(function)
     stub.fail(function, error)
@@ -376,7 +376,7 @@ def lose_answers(monkeypatch):
 @pytest.mark.parametrize(
     "error", [ConnectionError("broken"), HTTPError(504), JSONDecodeError("no JSON")], ids=repr
 )
-async def test_a_session_whose_launch_was_not_answered_is_taken_and_no_other_launched(
+async def test_a_session_whose_launch_was_not_answered_is_adopted_instead_of_another_launch(
     stub, api, left, lose_answers, error
 ):
     lose_answers(stub, error)
@@ -420,7 +420,7 @@ async def test_a_session_that_has_ended_or_is_known_is_not_taken_for_a_lost_one(
     assert session["id"] not in (ended["id"], known["id"])
 
 
-async def test_nothing_is_launched_again_before_a_listing_tells_what_is_there(stub, api, left, lose_answers):
+async def test_a_launch_without_an_answer_is_retried_only_after_a_listing(stub, api, left, lose_answers):
     lose_answers(stub, ConnectionError("broken"))
     stub.fail("list_workers", HTTPError(503), HTTPError(503))
     session = await api.launch("mine", SIZE, "pass")
@@ -471,9 +471,7 @@ async def test_the_end_stops_the_session_of_a_launch_that_was_given_up(stub, api
     assert not left()
 
 
-async def test_the_end_tells_the_names_of_sessions_that_it_cannot_look_for(
-    stub, api, left, lose_answers, caplog
-):
+async def test_closing_names_the_sessions_that_it_cannot_look_for(stub, api, left, lose_answers, caplog):
     [session_id] = await launch(api)
     lose_answers(stub, ConnectionError("broken"))
     stub.fail("list_workers", *[HTTPError(503)] * 4)
@@ -497,14 +495,14 @@ async def test_on_the_local_platform_a_lost_answer_leaves_one_session(platform, 
 # -- the listing
 
 
-async def test_one_listing_serves_all_who_wait(stub, api):
+async def test_one_listing_serves_all_waiting_tasks(stub, api):
     [session_id] = await launch(api)
     listings = await asyncio.gather(*[api.sessions() for _ in range(100)])
     assert stub.count("list_workers") == 1
     assert all(listing[session_id]["status"] == "starting" for listing in listings)
 
 
-async def test_there_is_no_listing_when_nobody_waits(stub, api):
+async def test_no_listing_runs_without_a_waiting_task(stub, api):
     await launch(api)
     assert stub.count("list_workers") == 0
     await api.sessions()
@@ -523,7 +521,7 @@ async def test_listings_are_an_interval_apart(stub):
     await api.close()
 
 
-async def test_one_who_waits_no_longer_leaves_the_others_their_listing(stub, api):
+async def test_a_cancelled_task_does_not_cancel_the_listing_of_others(stub, api):
     with stub.held("list_workers"):
         first, second = (asyncio.create_task(api.sessions()) for _ in range(2))
         await eventually(lambda: stub.under_way)
@@ -550,7 +548,7 @@ async def test_a_failed_listing_fails_for_all_and_the_next_is_tried_anew(stub, a
     assert await api.sessions()
 
 
-async def test_the_end_is_told_to_all_who_wait_for_a_listing_and_cancels_none_of_them(stub, api):
+async def test_closing_raises_an_error_in_all_tasks_that_wait_for_a_listing(stub, api):
     with stub.held("list_workers"):
         waiting = [asyncio.create_task(api.sessions()) for _ in range(2)]
         await eventually(lambda: stub.under_way)
@@ -561,7 +559,7 @@ async def test_the_end_is_told_to_all_who_wait_for_a_listing_and_cancels_none_of
     assert [type(outcome) for outcome in outcomes] == [CMLError] * 3
 
 
-async def test_one_who_is_cancelled_while_the_api_ends_is_cancelled(stub, api):
+async def test_a_task_that_is_cancelled_while_the_api_closes_is_cancelled(stub, api):
     with stub.held("list_workers"):
         waiting = asyncio.create_task(api.sessions())
         await eventually(lambda: stub.under_way)
@@ -586,14 +584,14 @@ async def test_ended_sessions_are_listed_too_and_known_as_ended(stub, api):
 
 
 @pytest.mark.parametrize("ids", [(), ("",), (None,), ("stub000000000000", ""), ("../x",), ("ab cd",)])
-async def test_stop_of_what_is_no_id_is_refused_and_the_platform_is_not_called(stub, api, ids):
+async def test_stop_refuses_an_invalid_id_without_a_call(stub, api, ids):
     named = re.escape(f"session id={ids[-1]!r}") if ids else r"ids=\(\)"
     with pytest.raises(ValueError, match=f"invalid {named}: expected"):
         await api.stop(*ids)
     assert stub.calls == []
 
 
-def test_what_is_no_id_is_not_adopted(api):
+def test_an_invalid_id_is_not_adopted(api):
     with pytest.raises(ValueError, match="invalid session id='': expected"):
         api.adopt("", "night-1")
     assert api.live == set()
@@ -613,7 +611,7 @@ async def test_a_session_that_is_gone_counts_as_stopped(stub, api):
     assert not api.live
 
 
-async def test_a_stop_that_is_not_allowed_is_told_and_the_session_is_not_forgotten(stub, api):
+async def test_a_forbidden_stop_raises_an_error_and_the_session_is_not_forgotten(stub, api):
     [session_id] = await launch(api)
     stub.answer_stop(403)
     with pytest.raises(CMLError, match=f"{session_id}.*403"):
@@ -632,7 +630,7 @@ async def test_close_with_nothing_live_calls_nothing(stub, api):
     assert stub.calls == []
 
 
-async def test_close_stops_nothing_of_what_is_stopped_or_forgotten(stub, api, left):
+async def test_close_does_not_stop_stopped_or_forgotten_sessions(stub, api, left):
     stopped, forgotten = await launch(api, 2)
     await api.stop(stopped)
     api.forget(forgotten)
@@ -745,7 +743,7 @@ async def test_a_launch_after_the_end_is_refused_at_once(api, caplog):
 
 
 @pytest.mark.parametrize("trouble", ["answers", "errors"])
-async def test_close_gets_along_with_an_api_that_fails_for_a_while(stub, api, left, trouble):
+async def test_close_succeeds_although_the_api_fails_for_a_while(stub, api, left, trouble):
     await launch(api, 2)
     if trouble == "answers":
         stub.answer_stop(503, 503, 503, 200)
@@ -837,7 +835,7 @@ def hasty(stub):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-async def test_a_call_that_hangs_is_left_behind_and_tried_again(stub, impatient, left, function):
+async def test_a_call_that_hangs_is_abandoned_and_retried(stub, impatient, left, function):
     await launch(impatient)
     before = stub.count(function)
     with stub.hangs(function):
@@ -849,14 +847,14 @@ async def test_a_call_that_hangs_is_left_behind_and_tried_again(stub, impatient,
     await eventually(lambda: left() == impatient.live)
 
 
-async def test_what_hangs_for_ever_is_told(stub, hasty):
+async def test_a_call_that_hangs_for_ever_raises_an_error(stub, hasty):
     words = r"did not list sessions in 4 tries, .*: no answer within 0.2 s"
     with stub.hangs("list_workers", times=100), pytest.raises(CallFailed, match=words):
         await hasty.sessions()
     await eventually(lambda: not stub.under_way)
 
 
-async def test_calls_that_hang_do_not_become_ever_more(stub, hasty, monkeypatch):
+async def test_the_number_of_hanging_calls_is_limited(stub, hasty, monkeypatch):
     monkeypatch.setattr(calls, "_MOST_HANGING", 2)
     with stub.hangs("list_workers", times=100):
         with pytest.raises(CallFailed, match="2 earlier calls have not returned"):
@@ -881,7 +879,7 @@ async def test_a_launch_that_hangs_leaves_one_session_when_it_is_answered(stub, 
     assert impatient.live == {session["id"]}
 
 
-async def test_a_launch_that_hangs_and_is_answered_meanwhile_is_not_tried_again(stub, impatient, left):
+async def test_a_launch_that_hangs_and_is_answered_meanwhile_is_not_retried(stub, impatient, left):
     with stub.hangs("launch_workers", after=True) as release, stub.hangs("list_workers"):
         launching = asyncio.create_task(impatient.launch("mine", SIZE, "pass"))
         await eventually(lambda: stub.count("list_workers"))
@@ -922,7 +920,7 @@ async def test_a_launch_that_hangs_beyond_the_end_stops_its_session_if_its_answe
         await launching
 
 
-async def test_close_stops_what_does_not_hang_and_names_what_does(stub, impatient, left):
+async def test_close_stops_all_sessions_but_those_whose_stop_hangs_and_names_these(stub, impatient, left):
     ids = await launch(impatient, 5)
     stub.never_stops.add(ids[2])
     with pytest.raises(CallFailed, match=rf"did not stop {ids[2]}, which may still run: no answer within"):
@@ -944,7 +942,7 @@ async def test_a_stop_that_is_answered_late_has_stopped_all_of_its_sessions(stub
     assert left() == api.live == set()
 
 
-async def test_a_hanging_stop_is_not_tried_longer_than_one_call_may_take(stub, left):
+async def test_a_hanging_stop_is_not_retried_beyond_the_time_limit_of_one_call(stub, left):
     with dask.config.set({"cml.api.timeout": "200ms", "cml.api.retries": 6}):
         api = WorkersAPI(stub)
     ids = await launch(api, 3)
@@ -1006,7 +1004,7 @@ async def test_live_sessions_have_the_names_that_they_were_launched_as(stub, api
     assert api.named_sessions() == {third: "s2"}
 
 
-async def test_a_half_made_session_has_its_name_while_it_is_not_stopped(stub, api):
+async def test_a_half_created_session_keeps_its_name_until_it_is_stopped(stub, api):
     stub.refuse()
     stub.answer_stop(503)
     with pytest.raises(LaunchRefused):
@@ -1014,7 +1012,7 @@ async def test_a_half_made_session_has_its_name_while_it_is_not_stopped(stub, ap
     assert api.named_sessions() == {[*stub.all][-1]: "mine"}
 
 
-async def test_what_is_launched_and_stopped_is_told_in_the_event_loop(stub, api):
+async def test_launches_and_stops_are_reported_in_the_event_loop(stub, api):
     seen = []
     api.on_change = lambda: seen.append((threading.current_thread(), {*api.live}))
     [session_id] = await launch(api)
@@ -1022,7 +1020,7 @@ async def test_what_is_launched_and_stopped_is_told_in_the_event_loop(stub, api)
     assert seen == [(threading.current_thread(), {session_id}), (threading.current_thread(), set())]
 
 
-async def test_a_change_is_not_told_where_there_was_none(stub, api):
+async def test_managers_get_no_change_without_one(stub, api):
     [session_id] = await launch(api)
     seen = []
     api.on_change = lambda: seen.append("called")
@@ -1038,7 +1036,7 @@ async def test_a_change_is_not_told_where_there_was_none(stub, api):
 # -- threads
 
 
-async def test_no_call_is_made_in_the_event_loops_thread(stub, api):
+async def test_no_call_runs_in_the_thread_of_the_event_loop(stub, api):
     stub.refuse()
     with pytest.raises(LaunchRefused):
         await launch(api)
@@ -1098,12 +1096,12 @@ def test_the_current_module_is_preferred(installed):
     assert load_platform("auto") is current
 
 
-def test_the_older_module_is_taken_where_there_is_no_other(installed):
+def test_the_older_module_is_used_if_no_other_exists(installed):
     [older] = installed("cdsw")
     assert load_platform("auto") is older
 
 
-def test_a_module_of_that_name_that_cannot_launch_is_passed_over(installed):
+def test_a_module_without_launch_workers_is_skipped(installed):
     installed("cml.workers_v1", functions=())
     with pytest.raises(NotOnCML):
         load_platform("auto")

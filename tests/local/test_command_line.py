@@ -51,7 +51,7 @@ def test_ambiguous_commands_are_refused(platform, arguments, capsys):
 ENGINE = [sys.executable, "-m", "dask_cml.local", "engine"]
 
 
-def test_a_command_is_the_engine_of_what_it_launches(platform, until):
+def test_a_command_is_the_engine_of_the_sessions_that_it_launches(platform, until):
     code = f"from dask_cml import local; local.launch_workers(1, 1, 1, code={FOREVER!r}); raise SystemExit(3)"
     assert subprocess.call([*ENGINE, sys.executable, "-c", code]) == 3
     until(lambda: [each["status"] for each in platform.sessions()] == ["stopped"])

@@ -88,7 +88,7 @@ def test_code_runs_in_the_launchers_python(output_of):
     assert os.path.samefile(executable, sys.executable)
 
 
-def test_exception_makes_a_session_fail(launch, reaches):
+def test_a_session_whose_code_raises_an_exception_fails(launch, reaches):
     [session] = launch(code="1 / 0")
     assert reaches(session, "succeeded", "failed")["status"] == "failed"
 
@@ -127,7 +127,7 @@ def test_environment_is_not_the_launchers(output_of, monkeypatch):
     assert environment["HOME"] == os.environ["HOME"]
 
 
-def test_environment_says_what_the_session_is(launch, reaches, directory):
+def test_the_environment_describes_the_session(launch, reaches, directory):
     path = directory / "environment"
     code = DUMP_ENVIRONMENT.replace("{output}", str(path))
     [session] = launch(code=code, cpu=1.5, memory=2)
@@ -162,14 +162,14 @@ def test_over_quota_the_answer_is_a_dict_without_an_id(launch, workers_v1):
 
 
 @not_on_cml
-def test_some_of_many_sessions_can_be_over_quota(launch, workers_v1):
+def test_the_quota_can_refuse_some_of_many_sessions(launch, workers_v1):
     workers_v1.configure(quota={"memory": 5})
     answers = launch(4, memory=2, code=FOREVER)
     assert sorted("id" in each for each in answers) == [False, False, True, True]
 
 
 @not_on_cml
-def test_half_made_session_can_be_stopped(launch, find, reaches, workers_v1):
+def test_a_half_created_session_can_be_stopped(launch, find, reaches, workers_v1):
     workers_v1.configure(quota={"sessions": 0})
     [answer] = launch(code=FOREVER)
     assert find(answer["engineId"])["status"] == "scheduling"
@@ -284,7 +284,7 @@ def test_await_without_any_time_calls_every_session_a_failure(launch, reaches, w
     assert [each["id"] for each in result["failures"]] == [session["id"]]
 
 
-def test_stop_takes_what_the_other_functions_tell_of_a_session(launch, reaches, workers_v1):
+def test_stop_workers_accepts_sessions_as_other_functions_return_them(launch, reaches, workers_v1):
     [session] = launch(code=FOREVER)
     workers_v1.stop_workers(reaches(session, "running"))
     reaches(session, "stopped")

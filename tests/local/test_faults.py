@@ -11,7 +11,7 @@ from extensions import faults
 from .conftest import FOREVER
 
 
-def test_refused_launch_leaves_a_half_made_session(platform, launch):
+def test_a_refused_launch_leaves_a_half_created_session(platform, launch):
     platform.inject("refused")
     [answer] = launch(code=FOREVER)
     assert "id" not in answer
@@ -47,7 +47,7 @@ def test_session_can_be_stuck_in_scheduling(platform, launch, reaches, find):
     assert not reaches(stuck, "stopped")["running_at"]
 
 
-def test_fault_hits_what_matches_after_what_it_skips(platform, launch):
+def test_a_fault_applies_to_matching_sessions_after_the_skipped_ones(platform, launch):
     platform.inject("refused", match="worker", skip=1, times=2)
     refused = [
         "id" not in launch(code=FOREVER, name=name)[0]
@@ -274,7 +274,7 @@ def test_cleared_faults_hit_nothing(platform, launch):
         ("fails", {"skip": -1}, "skip"),
     ],
 )
-def test_faults_that_make_no_sense_are_refused(platform, kind, options, words):
+def test_invalid_faults_are_refused(platform, kind, options, words):
     with pytest.raises(ValueError, match=words):
         platform.inject(kind, **options)
     assert platform.list_workers() == []

@@ -11,7 +11,7 @@ import pytest
 from .conftest import FOREVER
 
 
-def test_configure_changes_only_what_is_given(platform):
+def test_configure_changes_only_the_given_settings(platform):
     platform.configure(start_delay=1.5, quota={"cpu": 2})
     platform.configure(stop_grace=0.5)
     now = platform.settings()
@@ -39,7 +39,7 @@ def test_configure_changes_only_what_is_given(platform):
         ({"extensions": "/absent.py"}, TypeError, "extensions"),
     ],
 )
-def test_configure_refuses_nonsense_and_changes_nothing(platform, changes, error, words):
+def test_configure_refuses_invalid_settings_and_changes_nothing(platform, changes, error, words):
     before = platform.settings()
     with pytest.raises(error, match=words):
         platform.configure(**{"start_delay": 9.0, **changes})
@@ -55,7 +55,7 @@ def test_configure_refuses_nonsense_and_changes_nothing(platform, changes, error
         ({"env": {"A": 1}}, TypeError),
     ],
 )
-def test_launch_refuses_nonsense(platform, options, error):
+def test_launch_workers_refuses_invalid_arguments(platform, options, error):
     with pytest.raises(error):
         platform.launch_workers(**{"n": 1, "cpu": 1, "memory": 1, "code": "pass", **options})
     assert platform.sessions() == []

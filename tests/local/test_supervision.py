@@ -127,7 +127,7 @@ def test_sessions_end_with_the_engine_at_their_root(platform, launch, until):
     assert kept["status"] == "running"
 
 
-def test_what_is_launched_by_an_engine_that_has_ended_is_stopped(platform, monkeypatch, until):
+def test_sessions_of_an_engine_that_has_ended_are_stopped(platform, monkeypatch, until):
     with platform.engine("other"):
         pass
     monkeypatch.setenv("CDSW_ENGINE_ID", "other")
@@ -172,7 +172,7 @@ def test_stop_leaves_no_process(platform, launch, reaches, daemon):
     assert processes.find(session["id"]) == set()
 
 
-def test_end_of_the_code_ends_what_it_started(launch, reaches, daemon):
+def test_the_processes_of_a_session_end_with_its_code(launch, reaches, daemon):
     code, pid = daemon
     [session] = launch(code=code)
     daemon_pid = pid()
@@ -293,7 +293,7 @@ def test_terminated_supervisor_stops_its_session(launch, reaches):
     reaches(session, "stopped")
 
 
-def test_lost_supervisor_makes_a_session_fail_and_leaves_no_process(launch, reaches, daemon):
+def test_a_session_without_its_supervisor_fails_and_leaves_no_process(launch, reaches, daemon):
     code, pid = daemon
     [session] = launch(code=f"{code}\n{FOREVER}")
     daemon_pid = pid()
@@ -324,7 +324,7 @@ def test_session_that_has_not_started_yet_can_be_evicted(platform, launch, find)
     assert find(session["id"])["status"] == "failed"
 
 
-def test_log_has_what_the_session_wrote(platform, launch, reaches):
+def test_a_log_contains_the_output_of_its_session(platform, launch, reaches):
     [python] = launch(code="import sys; print('out'); print('err', file=sys.stderr); 1 / 0")
     [command] = launch(code="!echo out; no-such-command")
     reaches(python, "failed")
@@ -353,7 +353,7 @@ def test_interrupt_key_reaches_a_session_as_usual(launch, reaches, output_of):
     assert "default_int_handler" in output_of(code)
 
 
-def test_commands_without_ipython_name_what_to_install(platform, monkeypatch):
+def test_commands_without_ipython_show_how_to_install_it(platform, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"dask-cml\[local\]"):
         platform.launch_workers(1, 1, 1, code="!true")
@@ -365,7 +365,7 @@ def test_ipython_leaves_no_files_of_the_user(output_of, directory):
     assert sorted(path.name for path in directory.iterdir()) == ["output"]
 
 
-def test_what_each_session_imports_is_cheap():
+def test_the_modules_that_each_session_imports_are_cheap():
     code = f"import runpy, sys; runpy.run_path({str(launching._SUPERVISOR)!r})['_import_siblings']()"
     code += "; print(*{'IPython', 'distributed', 'dask', 'psutil'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
