@@ -131,7 +131,7 @@ def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_counts():
 # -- on real processes
 
 
-@pytest.fixture(params=["cgroups", "watch"])
+@pytest.fixture(params=["cgroups", pytest.param("watch", marks=pytest.mark.slow)])
 def limited(request, platform):
     """Let the platform limit the memory of sessions by the kernel, and by a look at their processes."""
     if request.param == "watch":

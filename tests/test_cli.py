@@ -288,6 +288,7 @@ def in_a_terminal(*arguments):
 STEERING = "\x1b]0;title\x07\x1b[2J\u202e"
 
 
+@pytest.mark.slow
 def test_control_characters_of_other_processes_do_not_reach_a_terminal(platform):
     name = f"a{STEERING}"
     options = {"platform": "local", "cpu": "many"}

@@ -158,6 +158,7 @@ async def test_adapting_counts_cores_and_memory_in_sessions(unstarted, arguments
     assert (adaptive.minimum, adaptive.maximum) == limits
 
 
+@pytest.mark.slow
 def test_adapting_follows_the_work(platform, until):
     with CMLCluster(platform="local", quiet=True) as cluster, Client(cluster) as client:
         cluster.adapt(minimum=0, maximum=2, interval="100 ms", wait_count=2)
@@ -168,6 +169,7 @@ def test_adapting_follows_the_work(platform, until):
         assert client.submit(sum, [1, 2]).result() == 3
 
 
+@pytest.mark.slow
 def test_another_adaptive_class_may_be_used(platform, until):
     with CMLCluster(platform="local", quiet=True) as cluster, Client(cluster) as client:
         adaptive = cluster.adapt(Adaptive=Adaptive, minimum=1, maximum=2, interval="100 ms")
@@ -303,6 +305,7 @@ def test_close_from_two_threads(platform):
     assert cluster.status.name == "closed"
 
 
+@pytest.mark.slow
 def test_two_clusters_side_by_side(platform, capsys):
     with (
         CMLCluster(n_workers=1, platform="local", name="one") as one,
@@ -340,6 +343,7 @@ def test_close_all_closes_the_cluster_of_a_cell_that_ran_twice(platform):
         assert '<strong>Dashboard:</strong> <a href=""' in cluster._repr_html_()
 
 
+@pytest.mark.slow
 def test_another_session_of_the_user_survives(platform, until):
     [other] = platform.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(3600)")
     status = lambda: {each["id"]: each["status"] for each in platform.list_workers()}[other["id"]]  # noqa: E731

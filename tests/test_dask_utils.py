@@ -223,6 +223,7 @@ def test_they_work_where_an_event_loop_runs(workers_v1):
     assert asyncio.run(notebook()) == 3
 
 
+@pytest.mark.slow
 def test_they_leave_no_thread(workers_v1):
     before = {*threading.enumerate()}
     cluster = run_dask_cluster(1, 1, 1)

@@ -517,6 +517,7 @@ def test_doctor_shows_the_time_outs_of_jupyterlab_on_cml_only(cml, monkeypatch):
 # -- clusters
 
 
+@pytest.mark.slow
 def test_doctor_names_different_versions_and_silent_workers_of_a_cluster(platform, light, monkeypatch):
     with CMLCluster(n_workers=1, name="lab", platform="local", quiet=True) as cluster:
         cluster.wait_for_workers(1, timeout=120)

@@ -154,6 +154,7 @@ async def test_settled_workers_are_listed_once_in_an_interval(platform, holds, l
         assert listings[settled + 2] - listings[settled] > 3
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_node_fails_silently_is_dropped_and_replaced(namespaces, holds):
     # So long nothing else tells anybody that the node is lost.
     hour = {

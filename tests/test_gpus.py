@@ -27,6 +27,7 @@ def dask_cuda_worker(tmp_path):
     return str(program)
 
 
+@pytest.mark.slow
 def test_tasks_that_ask_for_a_gpu_run_on_workers_with_one(platform, dask_cuda_worker, until):
     with (
         CMLCluster(

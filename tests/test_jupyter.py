@@ -141,6 +141,7 @@ def test_shutdown_of_a_cluster_whose_scheduler_has_died(server, shared_platform,
     assert server.clusters == {}
 
 
+@pytest.mark.slow
 def test_server_answers_while_a_cluster_starts(server, shared_platform, new):
     shared_platform.configure(start_delay=2.0, latency=0.5)
     try:
@@ -184,6 +185,7 @@ def test_a_cluster_of_a_shell_is_listed_scaled_and_shut_down(server, environment
     assert server.clusters == {}
 
 
+@pytest.mark.slow
 def test_sidebar_counts_all_groups_and_scales_the_default_one(server, environment, leaves_no_session):
     run("create", "--name", "groups", "--n-workers", "1", "--worker-groups", 'big={"n_workers": 1, "cpu": 2}')
     until(lambda: server.clusters.get("groups", {}).get("workers") == 2)
@@ -312,6 +314,7 @@ def test_two_servers_list_the_clusters_of_each_other(
 # -- without dask-labextension
 
 
+@pytest.mark.slow
 def test_a_server_without_labextension_logs_this_once(platform, tmp_path):
     disabled = "--ServerApp.jpserver_extensions=dask_labextension=False"
     with JupyterServer(tmp_path, FACTORY, arguments=[disabled]) as server:

@@ -48,7 +48,6 @@ _APART = {
 #: Messages that the page need not contain, each with the reason. Regular expressions.
 _EXCEPTIONS = {
     r"invalid ": "one entry of the page is for all invalid arguments and options",
-    r"expected a number": "the reason in `… ignored: …`",
     r"it |its ": "the reason in `… ignored: …` or `cannot read the record …: …`",
     r"\0 (is not the name of a session's file|does not describe a session)": "likewise",
     r"\0 is not in dask-cml's form": "likewise",
