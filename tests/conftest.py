@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import os
 import shutil
@@ -45,6 +46,12 @@ TOGETHER = (
     "test_serve_browser.py",
     "test_workloads.py",
 )
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage, of which simulated tests need one each, skip what stays for all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import dask
 import pytest
@@ -121,6 +122,21 @@ async def test_a_stop_that_hangs_delays_no_launch(it):
             mine.scale(3)
             await eventually(lambda: arrived(mine) == 3)
         await eventually(lambda: has(mine, 3))
+
+
+@simulated
+async def test_a_slow_stop_is_requested_once_and_noticed_at_once(it):
+    async with await make(n_workers=1) as mine:
+        await eventually(lambda: arrived(mine) == 1)
+        with it.platform.held("stop_workers"):
+            mine.scale(0)
+            await eventually(lambda: it.platform.under_way)
+            await asyncio.sleep(20.0)  # several looks
+            assert mine.workers
+        began = time.monotonic()
+        await eventually(lambda: not mine.workers)
+        assert time.monotonic() - began < 1.0
+        assert it.platform.count("stop_workers") == 1
 
 
 @simulated

@@ -47,6 +47,8 @@ class Launcher:
         The cluster's options.
     fleet : Fleet
         The cluster's workers.
+    stopped : callable
+        Called when the platform has stopped sessions, or has failed to.
 
     Attributes
     ----------
@@ -58,7 +60,7 @@ class Launcher:
         The display of the start.
     """
 
-    def __init__(self, api: WorkersAPI, options: Options, fleet: Fleet) -> None:
+    def __init__(self, api: WorkersAPI, options: Options, fleet: Fleet, stopped: Callable[[], None]) -> None:
         self.api = api
         self.options = options
         self.place = Place(state_directory() / options.name)
@@ -66,6 +68,7 @@ class Launcher:
         self.scheduler: CMLScheduler | None = None
         self.display: StartDisplay | None = None
         self._fleet = fleet
+        self._notify_stopped = stopped
         self._stops: dict[asyncio.Task[None], set[str]] = {}
 
     # -- a new cluster
@@ -323,13 +326,17 @@ class Launcher:
     async def stop(self, ids: Collection[str]) -> None:
         """Stop sessions in a task, so that a call that hangs blocks no other. Wait for it for some seconds.
 
+        Sessions that an earlier call is stopping are left to that call.
+
         Raises
         ------
         CMLError
             If the platform does not stop them, and says so in this time.
         """
-        task = asyncio.create_task(self.api.stop(*sorted(ids)))
-        self._stops[task] = {*ids}
+        if not (left := {*ids}.difference(*self._stops.values())):
+            return
+        task = asyncio.create_task(self.api.stop(*sorted(left)))
+        self._stops[task] = left
         task.add_done_callback(self._stopped)
         await asyncio.wait([task], timeout=_STOPS_WITHIN)
         if task.done():
@@ -339,6 +346,7 @@ class Launcher:
         del self._stops[task]
         if not task.cancelled():
             task.exception()
+        self._notify_stopped()
 
     async def stop_stray(self, session_id: str, name: str) -> None:
         """Stop a session that belongs to the cluster but to no worker."""

@@ -72,7 +72,7 @@ class ClusterState:
         self.log = log
         self.fleet = Fleet(options, manager)
         self.client = SchedulerClient(self.fleet, observes, changed)
-        self.launcher = Launcher(api, options, self.fleet)
+        self.launcher = Launcher(api, options, self.fleet, changed)
         self.record_keeper = RecordKeeper(api, self.fleet, self.launcher, record)
         self.backoffs = Backoffs(self.fleet, log)
         self.end: str | None = None
