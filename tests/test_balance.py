@@ -130,8 +130,7 @@ async def test_workers_that_come_later_get_their_share_while_other_tasks_are_que
                 ]
 
             try:
-                await holds(lambda: gpu_tasks() == [4, 4, 4])
-                assert running.queued
+                await holds(lambda: gpu_tasks() == [4, 4, 4] and running.queued)
             finally:
                 await Event("go", client=client).set()
             await client.gather(gpu)
