@@ -68,6 +68,7 @@ class SimulatedProcess:
         #: Connections from others. A frozen process does not get to make comms of them.
         self._accepted: WeakSet[IOStream] = WeakSet()
         self._stopped: list[_Guarded] = []
+        self._started: list[asyncio.Task[Any]] = []
         self._context = contextvars.copy_context()
         self._context.run(_process.set, self)
 
@@ -89,7 +90,10 @@ class SimulatedProcess:
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine as this process."""
-        return self.call(self.loop.create_task, coroutine)
+        task: asyncio.Task[Any] = self.call(self.loop.create_task, coroutine)
+        # The loop refers to tasks weakly, and a program does not end because nobody waits for it.
+        self._started.append(task)
+        return task
 
     def check(self) -> None:
         """End the calling thread if the process does not run any more.
@@ -137,6 +141,7 @@ class SimulatedProcess:
 
     def forget(self) -> None:
         """Let go of what the process was about to do. Call this when the loop is closed."""
+        self._started.clear()
         while self._stopped:
             coroutine = self._stopped.pop().coroutine
             for _ in range(20):
