@@ -15,6 +15,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError, LaunchRefused
 from dask_cml.cli import change
+from dask_cml.manager.reconciler import Reconciler
 
 
 async def make(**options):
@@ -56,6 +57,22 @@ async def test_the_last_wish_counts(it, wish):
         await mine.manager.wishes.settle()
         assert target(mine) == 2
         assert has(mine, 2)
+
+
+@simulated
+async def test_one_look_that_knows_the_wish_settles_it(it, monkeypatch):
+    know, look = [], Reconciler._look
+
+    async def noted(self):
+        know.append(not self._state.fleet.wishes and len(self._state.fleet.names) == 3)
+        return await look(self)
+
+    monkeypatch.setattr(Reconciler, "_look", noted)
+    async with await make() as mine:
+        mine.scale(3)
+        await mine.manager.wishes.settle()
+        assert len(mine.workers) == 3
+        assert sum(know) == 1
 
 
 @simulated

@@ -51,8 +51,8 @@ class Reconciler:
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state
-        #: The numbers of the last look that has begun, and of the last one that has ended.
-        self._begun = self._ended = 0
+        #: The numbers of the last look that has begun, and of the last ended one that knew all wishes.
+        self._begun = self._settled = 0
         self._closed = False
         self._looked = asyncio.Condition()
         #: The lines that are true now, and were told.
@@ -100,24 +100,23 @@ class Reconciler:
         if not self._state.fleet.wishes and not self._state.fleet.differs:
             return
         self.poke()
-        answered = False
-        while not (self._closed or answered):
-            # A look counts that begins after the scheduler has answered the last wish.
-            answered, next_look = not self._state.fleet.wishes, self._begun + 1
-            async with self._looked:
-                await self._looked.wait_for(lambda: self._closed or self._ended >= next_look)  # noqa: B023
+        begun = self._begun
+        async with self._looked:
+            await self._looked.wait_for(lambda: self._closed or self._settled > begun)
 
     async def close(self) -> None:
         """Stop waiting for what the looks have started."""
         self._closed = True
-        await self._has_ended(self._ended)
+        await self._has_ended(self._settled)
         await self._retirements.close()
         await self._state.launcher.close()
 
     async def _look(self) -> Losses | None:
         """Act if this manager leads, and find lost sessions."""
         self._changed.clear()
-        number = self._begun = self._begun + 1
+        self._begun += 1
+        # The scheduler has answered all wishes, so this look knows them.
+        settled = self._settled if self._state.fleet.wishes else self._begun
         losses = None
         self._state.backoffs.look(time.monotonic())
         try:
@@ -126,7 +125,7 @@ class Reconciler:
             await self._tell_states()
             if self._state.client.leads:
                 await self._act()
-            await self._has_ended(number)
+            await self._has_ended(settled)
             losses = await self._find_losses()
             if losses.outcome is None and self._state.client.leads:
                 await self._replace(losses)
@@ -140,11 +139,11 @@ class Reconciler:
             logger.exception("Cannot manage cluster %s", self._state.fleet.name)
         self._tell_outage()
         self._state.retiring = self._retirements.words
-        await self._has_ended(number)
+        await self._has_ended(settled)
         return losses
 
-    async def _has_ended(self, look: int) -> None:
-        self._ended = look
+    async def _has_ended(self, settled: int) -> None:
+        self._settled = settled
         async with self._looked:
             self._looked.notify_all()
 
