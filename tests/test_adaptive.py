@@ -62,7 +62,7 @@ class Wishes:
         names = [*self.fleet.group().names]
         self.cluster.launch(*names[:launched])
         self.arrive(*names[:arrived])
-        client = SchedulerClient(self.fleet, False, lambda: None)
+        client = SchedulerClient(self.fleet, False, lambda _: None)
         client.call, client.connected, client.decide = self.scheduler.call, True, self.decide
         # How long sessions take to start is not known.
         self.state = SimpleNamespace(

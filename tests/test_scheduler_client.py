@@ -37,7 +37,7 @@ async def joined(scheduler, manager="m1", observes=False):
     """A manager's client, and how often it has said that something changed."""
     changes = []
     fleet = Fleet(Options.read(name="mine"), manager)
-    client = SchedulerClient(fleet, observes, lambda: changes.append(fleet.revision))
+    client = SchedulerClient(fleet, observes, lambda _: changes.append(fleet.revision))
     client.fleet, client.changes = fleet, changes
     await client.join(scheduler.address, {}, RECORD)
     try:
@@ -95,7 +95,7 @@ async def test_after_it_has_joined_a_manager_knows_the_state(scheduler, client):
 async def test_a_manager_does_not_join_another_cluster_or_protocol(scheduler, record, version, words):
     hello = scheduler.handlers["cml_hello"]
     scheduler.handlers["cml_hello"] = lambda: {**hello(), "protocol": version}
-    client = SchedulerClient(Fleet(Options.read(name="mine"), "m1"), False, list)
+    client = SchedulerClient(Fleet(Options.read(name="mine"), "m1"), False, lambda _: None)
     with pytest.raises(CMLError, match=words):
         await client.join(scheduler.address, {}, record)
     assert not client.connected
@@ -150,7 +150,7 @@ async def test_the_lease_of_a_leader_ends_also_while_its_connection_is_open(sche
 
 async def test_a_wish_before_the_first_answer_is_sent_once_the_scheduler_answers(scheduler, holds):
     fleet = Fleet(Options.read(name="mine"), "m1")
-    client = SchedulerClient(fleet, False, lambda: None)
+    client = SchedulerClient(fleet, False, lambda _: None)
     fleet.wish("scale", group="default", n=2)
     client.send_wishes()
     await client.join(scheduler.address, {}, RECORD)
@@ -297,7 +297,7 @@ class Comm:
 
 @pytest.fixture
 def asked():
-    client = SchedulerClient(Fleet(Options.read(name="mine"), "m1"), False, lambda: None)
+    client = SchedulerClient(Fleet(Options.read(name="mine"), "m1"), False, lambda _: None)
     client.comm, client.connected = Comm(), True
     client.call = client.comm.call
     return client

@@ -158,7 +158,7 @@ async def test_pickles_in_the_answers_of_its_scheduler_run_no_code_in_a_manager(
         for op in protocol.HELLO, "identity", protocol.WATCH, protocol.APPLY:
             running.handlers[op] = planting(op, running.handlers[op])
         fleet = Fleet(Options.read(name="a"), "m1")
-        client = SchedulerClient(fleet, False, list)
+        client = SchedulerClient(fleet, False, lambda _: None)
         await client.join(running.address, {}, RECORD)
         fleet.wish("scale", group="default", n=2)
         assert await client.apply(*fleet.wishes) == [None]

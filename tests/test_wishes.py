@@ -15,6 +15,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError, LaunchRefused
 from dask_cml.cli import change
+from dask_cml.manager import reconciler
 from dask_cml.manager.reconciler import Reconciler
 
 
@@ -73,6 +74,16 @@ async def test_one_look_that_knows_the_wish_settles_it(it, monkeypatch):
         await mine.manager.wishes.settle()
         assert len(mine.workers) == 3
         assert sum(know) == 1
+
+
+@simulated
+async def test_a_manager_that_rests_between_two_looks_acts_on_a_wish_at_once(it, monkeypatch):
+    monkeypatch.setattr(reconciler, "_SHARE", 1e-9)
+    monkeypatch.setattr(reconciler, "_LONGEST_PAUSE", 1000.0)
+    async with await make() as mine:
+        for n in 2, 1:
+            mine.scale(n)
+            await eventually(lambda n=n: len(mine.workers) == n)
 
 
 @simulated

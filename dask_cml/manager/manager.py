@@ -270,9 +270,9 @@ class Manager:
         """The keys of the cluster."""
         return self.state.launcher.security or Security()
 
-    def _changed(self) -> None:
+    def _changed(self, urgent: bool) -> None:
         """React to an answer of the scheduler."""
-        self._reconciler.poke()
+        self._reconciler.poke(urgent)
         if self.status == Status.running:
             self.wishes.tend_adaptives()
 

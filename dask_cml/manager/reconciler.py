@@ -57,7 +57,7 @@ class Reconciler:
         self._looked = asyncio.Condition()
         #: The lines that are true now, and were told.
         self._told: set[str] = set()
-        self._changed = asyncio.Event()
+        self._changed, self._urgent = asyncio.Event(), asyncio.Event()
         self._strays = Strays(state)
         self._unrunnable = UnrunnableTasks(state)
         self._begin()
@@ -76,15 +76,19 @@ class Reconciler:
         await self._retirements.close()
         self._begin()
 
-    def poke(self, *_: object) -> None:
-        """Look again now. Call this in the event loop."""
+    def poke(self, urgent: bool = False) -> None:
+        """Look again soon or, if urgent, now. Call this in the event loop."""
         self._changed.set()
+        if urgent:
+            self._urgent.set()
 
     async def run(self) -> Losses:
         """Keep the cluster until its scheduler ends. Return why it ended."""
         begun = time.thread_time()
         while (losses := await self._look()) is None or losses.outcome is None:
-            await asyncio.sleep(min((time.thread_time() - begun) / _SHARE, _LONGEST_PAUSE))
+            rest = min((time.thread_time() - begun) / _SHARE, _LONGEST_PAUSE)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), rest)
             # While sessions start, look as often as the platform may be asked.
             interval = _OBSERVER_INTERVAL if self._state.observes else _LOOK_INTERVAL
             interval = _STARTING_INTERVAL if self._losses.starting else interval
@@ -114,6 +118,7 @@ class Reconciler:
     async def _look(self) -> Losses | None:
         """Act if this manager leads, and find lost sessions."""
         self._changed.clear()
+        self._urgent.clear()
         self._begun += 1
         # The scheduler has answered all wishes, so this look knows them.
         settled = self._settled if self._state.fleet.wishes else self._begun

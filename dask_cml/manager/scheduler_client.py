@@ -41,7 +41,7 @@ class SchedulerClient(Connection):
     observes : bool
         Whether this manager only observes.
     changed : callable
-        Called in the event loop after the fleet has changed.
+        Called in the event loop after the fleet has changed, with True if the scheduler has answered wishes.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class SchedulerClient(Connection):
         The monotonic time of the scheduler's last answer.
     """
 
-    def __init__(self, fleet: Fleet, observes: bool, changed: Callable[[], None]) -> None:
+    def __init__(self, fleet: Fleet, observes: bool, changed: Callable[[bool], None]) -> None:
         super().__init__()
         self.info: dict[str, Any] = {}
         self.heard = time.monotonic()
@@ -151,7 +151,7 @@ class SchedulerClient(Connection):
         before = self._fleet.revision
         self._fleet.update(answer)
         if self._fleet.revision != before:
-            self._changed()
+            self._changed(False)
 
     async def _keep_watching(self) -> None:
         pause = _FIRST_PAUSE
@@ -163,7 +163,7 @@ class SchedulerClient(Connection):
                 if self.connected:
                     logger.info("Scheduler of cluster %s not reached: %r", self._fleet.name, error)
                 self.connected = False
-                self._changed()
+                self._changed(False)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -235,7 +235,7 @@ class SchedulerClient(Connection):
                     waiting.set_result(result)
                 elif isinstance(result, dict) and "error" in result:
                     logger.warning("Cluster %s not changed: %s", self._fleet.name, result["error"])
-            self._changed()
+            self._changed(True)
 
     async def apply(self, *operations: Mapping[str, Any]) -> list[Any]:
         """Let the scheduler carry out operations, and return their results.

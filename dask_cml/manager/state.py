@@ -43,7 +43,7 @@ class ClusterState:
     log : callable
         Gets each line for the user.
     changed : callable
-        Called in the event loop after an answer of the scheduler.
+        Called in the event loop after an answer of the scheduler, with True if it has answered wishes.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class ClusterState:
         *,
         observes: bool = False,
         log: Callable[[str], None],
-        changed: Callable[[], None],
+        changed: Callable[[bool], None],
     ) -> None:
         self.status = Status.created
         self.options = options
@@ -72,7 +72,7 @@ class ClusterState:
         self.log = log
         self.fleet = Fleet(options, manager)
         self.client = SchedulerClient(self.fleet, observes, changed)
-        self.launcher = Launcher(api, options, self.fleet, changed)
+        self.launcher = Launcher(api, options, self.fleet, lambda: changed(False))
         self.record_keeper = RecordKeeper(api, self.fleet, self.launcher, record)
         self.backoffs = Backoffs(self.fleet, log)
         self.end: str | None = None
