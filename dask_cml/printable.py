@@ -18,6 +18,8 @@ def printable(text: str) -> str:
     >>> print(printable("\x1b]0;title\x07 50%"))
     \x1b]0;title\x07 50%
     """
+    if text.isprintable():  # which is far faster
+        return text
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 

@@ -191,6 +191,13 @@ class Fleet:
         return name in self._groups and self._groups[name][1].deleted
 
     @property
+    def adapting(self) -> dict[str, Mapping[str, Any] | None]:
+        """The limits of the adaptive scaling of each worker group. None: it has a fixed size."""
+        with self._lock:
+            known = {name: group for name, (_, group) in self._groups.items()}
+            return {name: each.adapting for name, each in (self._wanted() if self._wishes else known).items()}
+
+    @property
     def states(self) -> list[GroupState]:
         """The states of all worker groups at one moment."""
         with self._lock:
@@ -291,8 +298,7 @@ class Fleet:
     @property
     def waits(self) -> dict[str, float]:
         """For each wanted session that waits for room, the time it has waited, in seconds."""
-        absent = [each for each in self.members if each.wanted and not each.seen and each.worker]
-        waits = {each.name: each.worker.waits_for for each in absent if each.worker}
+        waits = {each.name: each.waits_for for each in self.members if each.wanted}
         return {name: waited for name, waited in waits.items() if waited is not None}
 
     # -- wishes

@@ -66,14 +66,14 @@ class LossFinder:
         self._state = state
         self._watch_interval: float = setting("api.watch-interval")
         self._watched = time.monotonic()
-        self._missing: set[str] = set()
+        self._missing: dict[str, Member] = {}
         #: Since when sessions are missing that were complete before.
         self._gone_since: dict[str, float] = {}
 
     @property
     def starting(self) -> bool:
         """Whether sessions are on their way that do not wait for room."""
-        return bool(self._missing - self._state.fleet.waits.keys())
+        return any(each.waits_for is None for each in self._missing.values())
 
     async def look(self, wanted: list[Member], missing: list[Member]) -> Losses:
         """Find the sessions to replace.
@@ -95,7 +95,7 @@ class LossFinder:
         }:
             return Losses(leaving)
         now = time.monotonic()
-        self._missing = {each.name for each in missing}
+        self._missing = {each.name: each for each in missing}
         gone = [each.name for each in missing if each.has_registered]
         self._gone_since = {name: self._gone_since.get(name, now) for name in gone}
         starting = [

@@ -66,6 +66,11 @@ class Member:
         return len(self.connected) == len(self.dask_names)
 
     @property
+    def waits_for(self) -> float | None:
+        """For how long its session has waited for room, in seconds. None: it does not wait."""
+        return None if self.seen or self.worker is None else self.worker.waits_for
+
+    @property
     def has_registered(self) -> bool:
         """Whether all its Dask workers have been connected once."""
         return len(self.seen) >= len(self.dask_names)

@@ -32,7 +32,7 @@ _LOOK_INTERVAL, _STARTING_INTERVAL = 3.0, 0.1
 #: Seconds between two looks of an observer. A process may observe many clusters.
 _OBSERVER_INTERVAL = 7.5
 #: The share of the event loop's time that looks take at most, and the longest pause for it, in seconds.
-_SHARE, _LONGEST_PAUSE = 0.01, 1.0
+_SHARE, _LONGEST_PAUSE = 0.005, 3.0
 #: Characters of a cause that the scheduler logs.
 _LONGEST_CAUSE = 300
 
@@ -181,7 +181,7 @@ class Reconciler:
         new = [
             each
             for each in self._state.fleet.members
-            if each.worker and each.worker.session_id and not (each.launched or each.gone)
+            if not (each.launched or each.gone) and each.worker and each.worker.session_id
         ]
         if not (new and self._state.client.connected):
             return
@@ -218,7 +218,8 @@ class Reconciler:
         now = time.monotonic()
         wanted = [each for each in self._state.fleet.members if each.wanted and each.worker is not None]
         complete = {each.name for each in wanted if self._retirements.is_complete(each)}
-        for group in {each.group for each in wanted if each.name in complete - self._registered}:
+        arrived = complete - self._registered
+        for group in {each.group for each in wanted if each.name in arrived}:
             self._state.backoffs.of(group).arrived(now)
         self._registered = complete | (self._registered & {each.name for each in wanted})
         missing = [each for each in wanted if each.name not in complete]

@@ -223,13 +223,7 @@ class RecordKeeper:
     def _changes(self, processes: Mapping[str, CMLProcess], sessions: Mapping[str, str]) -> Changes:
         new = [each for each in sessions.keys() - self._written if self._may_lack(processes.get(each))]
         waiting = {each for each, process in processes.items() if process.waits_for is not None}
-        scheduling = {each for each, process in processes.items() if process.is_scheduling}
-        # Only the manager that launched a session knows it, if the platform does not list it here.
-        known = {
-            each
-            for each, process in processes.items()
-            if process.is_listed or not process.adopted or self._has_registered(process.name)
-        }
+        began = [each for each in self._waiting & processes.keys() if self._has_begun(processes[each])]
         now = int(time.time())
         ended = {*self._api.stopped}
         changes = Changes(
@@ -237,7 +231,7 @@ class RecordKeeper:
             ended={each: _end_of(self._seen.get(each), now) for each in ended},
             causes={each: loss for each in ended if (seen := self._seen.get(each)) and (loss := seen.loss)},
             waiting=(waiting & sessions.keys()) - self._waiting,
-            began=dict.fromkeys((self._waiting & known) - scheduling, now),
+            began=dict.fromkeys(began, now),
         )
         # A process is forgotten after its session is stopped, but it may know when the session ended by
         # itself.
@@ -253,9 +247,12 @@ class RecordKeeper:
         recorded = {} if self.record is None else self.record.launches
         return str(process.session_id) not in recorded and process is self._launcher.scheduler
 
-    def _has_registered(self, name: str) -> bool:
-        member = self._fleet.member(name)
-        return member is not None and member.has_registered
+    def _has_begun(self, process: CMLProcess) -> bool:
+        """Return whether a session no longer waits for room, as far as it is known."""
+        # Only the manager that launched a session knows it, if the platform does not list it here.
+        member = self._fleet.member(process.name)
+        known = process.is_listed or not process.adopted or (member is not None and member.has_registered)
+        return known and not process.is_scheduling
 
     def _launch(self, session_id: str, name: str, process: CMLProcess | None) -> Launch:
         scheduler = self._launcher.scheduler

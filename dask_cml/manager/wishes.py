@@ -219,17 +219,17 @@ class Wishes:
         with self._lock:
             for deleted in self._adaptives.keys() - {*self._fleet.groups}:
                 stop_adapting(self._adaptives.pop(deleted), "the worker group was deleted")
-            for group in self._fleet.states:
-                own, adapting = self._adaptives.get(group.name), group.adapting
+            for group, adapting in self._fleet.adapting.items():
+                own = self._adaptives.get(group)
                 scales = isinstance(own, CMLAdaptive) and not own.released
                 if scales and (adapting is None or adapting["key"] != own.key):  # type: ignore[union-attr]
                     stop_adapting(own, "another manager scales the cluster")  # type: ignore[arg-type]
                     scales = False
                 if adapting is not None and not scales and self.state.client.leads:
                     logger.info(
-                        "Adaptive scaling of group %s of cluster %s taken over", group.name, self._fleet.name
+                        "Adaptive scaling of group %s of cluster %s taken over", group, self._fleet.name
                     )
-                    self._adaptives[group.name] = CMLAdaptive.of(self, group.name, adapting)
+                    self._adaptives[group] = CMLAdaptive.of(self, group, adapting)
 
     def close(self) -> None:
         """Stop all adaptive scaling of this process."""

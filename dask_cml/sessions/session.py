@@ -217,7 +217,7 @@ class CMLProcess(ProcessInterface):
             self.since, self.launched_at = created, time.monotonic() - max(0.0, ago)
         self.is_listed = self.is_listed or bool(listed)
         runs = status_of(listed) == "running"
-        if is_pending(listed) or (runs and not self._has_run):
+        if (runs and not self._has_run) or (not runs and is_pending(listed)):
             self._begun_at = time.monotonic()
         self._has_run = self._has_run or runs
         return has_ended(self.info)
