@@ -37,17 +37,12 @@ def impatience(monkeypatch):
         yield
 
 
-def scheduler_of(platform):
-    [session] = [each["id"] for each in live(platform) if name_of(each).endswith("-scheduler")]
-    return session
-
-
-async def lose_scheduler(platform, holds):
+async def lose_scheduler(platform, wait_until):
     """Kill the scheduler's session, and wait for the next scheduler."""
-    number = store.read("lab").scheduler.number
-    platform.evict(scheduler_of(platform))
-    await holds(lambda: store.read("lab").scheduler.number > number)
-    await holds(lambda: store.read("lab").scheduler.address is not None)
+    lost = store.read("lab").scheduler
+    platform.evict(lost.session)
+    await wait_until(lambda: store.read("lab").scheduler.number > lost.number)
+    await wait_until(lambda: store.read("lab").scheduler.address is not None)
 
 
 def is_whole(platform, cluster, n):
@@ -58,14 +53,6 @@ def is_whole(platform, cluster, n):
         and len(live(platform)) == n + 1
         and {name_of(each) for each in live(platform)} == {"lab-scheduler", *cluster.workers}
     )
-
-
-async def lose(it):
-    """The same on the simulated platform."""
-    number = store.read("lab").scheduler.number
-    it.platform.evict(it.platform.running["lab-scheduler"])
-    await eventually(lambda: store.read("lab").scheduler.number > number)
-    await eventually(lambda: store.read("lab").scheduler.address is not None)
 
 
 def stands(it, cluster, n):
@@ -104,7 +91,7 @@ async def test_targets_groups_and_limits_stay_as_they_were(it, options):
         cluster.adapt(minimum=1, maximum=3)
         await cluster.add_worker_group("gpu", n_workers=1, cpu=1, memory=1, nvidia_gpu=1)
         await eventually(lambda: stands(it, cluster, 2))
-        await lose(it)
+        await lose_scheduler(it.platform, eventually)
         await eventually(lambda: stands(it, cluster, 2))
         assert cluster.manager.state.limits() == {"minimum": 1, "maximum": 3}
         assert cluster.worker_groups["gpu"].n_workers == 1
@@ -118,7 +105,7 @@ async def test_the_next_scheduler_keeps_the_age_and_the_limit_of_hours(it):
         cluster = simulate(name="lab")
         await cluster
     async with cluster:
-        await lose(it)
+        await lose_scheduler(it.platform, eventually)
         await eventually(lambda: store.read("lab").scheduler.hours == 48)
         wanted = json.loads((cluster.manager.state.folder / wanted_file(1)).read_text())
         assert (wanted["created"], wanted["hours"]) == (store.read("lab").created.isoformat(), 48)
@@ -129,7 +116,7 @@ async def test_the_next_scheduler_keeps_the_age_and_the_limit_of_hours(it):
 async def test_both_managers_connect_to_the_next_scheduler(it):
     async with simulate(name="lab", n_workers=1) as cluster, rebuild("lab") as other:
         await eventually(lambda: arrived(cluster) == 1)
-        await lose(it)
+        await lose_scheduler(it.platform, eventually)
         await eventually(lambda: stands(it, cluster, 1))
         await eventually(lambda: other.manager.state.connected and arrived(other) == 1)
         other.scale(2)
@@ -145,7 +132,7 @@ async def test_an_observer_replaces_the_scheduler_of_a_cluster_that_outlived_its
     observer = Manager.adopt(store.read("lab"), observes=True)
     await observer.start()
     try:
-        await lose(it)
+        await lose_scheduler(it.platform, eventually)
         await eventually(lambda: observer.state.connected and len(observer.fleet.arrived()) == 1)
         async with Client("cml://lab", asynchronous=True) as client:
             assert await client.submit(sum, [1, 2]) == 3
@@ -177,7 +164,7 @@ async def test_a_refused_scheduler_does_not_count_as_lost(it):
         async with simulate(name="lab", n_workers=1) as cluster:
             await eventually(lambda: arrived(cluster) == 1)
             it.platform.refuse(times=6, half_made=False)
-            await lose(it)
+            await lose_scheduler(it.platform, eventually)
             await eventually(lambda: stands(it, cluster, 1))
 
 
@@ -319,7 +306,7 @@ async def test_six_schedulers_in_a_row_are_replaced_if_tasks_are_computed_in_bet
         for number in range(6):
             assert await client.submit(pow, number, 2) == number**2
             await eventually(lambda: store.read("lab").scheduler.restarts == 0)
-            await lose(it)
+            await lose_scheduler(it.platform, eventually)
         await eventually(lambda: stands(it, cluster, 1))
         assert await client.submit(sum, [1, 2]) == 3
 
@@ -395,7 +382,7 @@ async def test_of_two_managers_one_launches_the_scheduler_however_often_it_is_lo
             for number in range(3):
                 assert await client.submit(pow, number, 2) == number**2
                 await eventually(lambda: store.read("lab").scheduler.restarts == 0)
-                await lose(it)
+                await lose_scheduler(it.platform, eventually)
                 await eventually(lambda: stands(it, cluster, 1))
                 await eventually(lambda: other.manager.state.connected)
         await eventually(lambda: [*store.read("lab").sessions.values()].count("scheduler") == 1)
