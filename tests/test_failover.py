@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import threading
@@ -11,7 +12,7 @@ from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, live, log_of, make, name_of, rebuild, simulate, target
+from clusters import arrived, create_and_kill, live, log_of, make, name_of, rebuild, simulate, target
 from distributed import Client
 from distributed.core import Status
 from simulated.faults import Mishap
@@ -123,6 +124,48 @@ async def test_both_managers_connect_to_the_next_scheduler(it):
         await eventually(lambda: stands(it, cluster, 2))
         # The record is written a moment after the platform has ended the lost session.
         await eventually(lambda: [*store.read("lab").sessions.values()].count("scheduler") == 1)
+
+
+@contextlib.asynccontextmanager
+async def in_another_session(it):
+    """A manager in another session, to which the platform does not list the cluster's sessions."""
+    managers, leave = asyncio.Queue(), asyncio.Event()
+
+    async def manage():
+        async with rebuild("lab") as other:
+            managers.put_nowait(other)
+            await leave.wait()
+
+    managing = it.process("another", {"CDSW_ENGINE_ID": "anothersession00"}).start(manage())
+    yield await managers.get()
+    leave.set()
+    await managing
+
+
+@simulated
+async def test_a_manager_in_another_session_connects_to_the_next_scheduler_at_once(it):
+    async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
+        await eventually(lambda: arrived(cluster) == 1)
+        await lose_scheduler(it.platform, eventually)
+        await eventually(lambda: other.manager.state.connected and arrived(other) == 1, 30)
+        assert other.manager.state.launcher.place.number == 1
+
+
+@simulated
+async def test_a_manager_in_another_session_closes_at_once_when_its_cluster_is_shut_down(it):
+    async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
+        await cluster.close()
+        await eventually(lambda: other.status == Status.closed, 30)
+        assert "Cluster lab shut down: " in log_of(other)  # by the record, which is removed a moment later
+
+
+@simulated
+async def test_a_manager_in_another_session_closes_at_once_when_the_scheduler_was_idle(it):
+    await create_and_kill(it, name="lab", idle_timeout="20s")
+    async with in_another_session(it) as other:
+        await eventually(lambda: not it.platform.running)
+        await eventually(lambda: other.status == Status.closed, 30)
+        assert "shut down: idle for 20 s" in log_of(other)
 
 
 @simulated

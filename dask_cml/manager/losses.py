@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -154,6 +155,8 @@ class LossFinder:
         silent = time.monotonic() - self._state.client.heard
         if scheduler.update(listing) and not self._state.client.connected:
             return Losses(outcome=Outcome.ENDED, why=await self._why_it_ended())
+        if (why := await self._recorded_end()) is not None and not self._state.client.connected:
+            return Losses(outcome=Outcome.ENDED, why=why)
         if scheduler.session_id not in listing and silent > _SILENCE:
             why = (
                 f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and CML does not "
@@ -161,6 +164,16 @@ class LossFinder:
             )
             return Losses(outcome=Outcome.OUT_OF_SIGHT, why=why)
         return Losses()
+
+    async def _recorded_end(self) -> str | None:
+        """Return why the scheduler has ended, by the record, which also other sessions can read."""
+        record = await asyncio.to_thread(self._state.record_keeper.read)
+        if record is None:  # the cluster was deleted, or its record cannot be read now
+            exists = await asyncio.to_thread(self._state.folder.is_dir)
+            return None if exists else "another process shut it down"
+        if record.scheduler.number > self._state.launcher.place.number:
+            return "another manager replaces it"
+        return record.scheduler.closed
 
     async def _why_it_ended(self) -> str:
         scheduler = self._state.launcher.scheduler
