@@ -23,9 +23,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which a scheduler that did not answer is asked again, unless its record changes before.
 _RETRY = 15.0
-#: Seconds after which an observer leaves a cluster whose scheduler does not answer. Its managers shut it
-#: down.
-_LOST = 30.0
 #: Errors that occur when a cluster ends meanwhile, or its record is invalid.
 EXPECTED = (CMLError, OSError, asyncio.TimeoutError, ValueError, TypeError)
 
@@ -49,7 +46,6 @@ class Observed:
     finding: Finding | None = None
     task: asyncio.Task[None] | None = None
     not_before: float = 0.0
-    lost_since: float | None = None
 
 
 class Observers:
@@ -150,7 +146,7 @@ class Observers:
             if cluster is None:
                 if there and time.monotonic() >= observed.not_before:
                     await self._join(observed)
-            elif not there or cluster.status == Status.closed or await self._is_lost(observed):
+            elif not there or cluster.status == Status.closed:
                 await self._leave(observed)
         except EXPECTED as error:
             logger.info("Cluster %s not shown: %s", observed.record.name, error)
@@ -172,12 +168,3 @@ class Observers:
         if leaving is not None:
             await leaving
         observed.cluster, observed.not_before = None, time.monotonic() + _RETRY
-
-    async def _is_lost(self, observed: Observed) -> bool:
-        """Return whether a cluster's scheduler has not answered for long, although its record exists."""
-        assert observed.cluster is not None
-        if observed.cluster.manager.state.connected or await liveness.is_alive(observed.record):
-            observed.lost_since = None
-            return False
-        observed.lost_since = observed.lost_since or time.monotonic()
-        return time.monotonic() - observed.lost_since > _LOST

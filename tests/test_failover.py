@@ -22,6 +22,7 @@ from dask_cml import address
 from dask_cml.layout import wanted_file
 from dask_cml.manager import failover
 from dask_cml.manager.manager import Manager
+from dask_cml.observers import Observers
 from dask_cml.records import store
 from dask_cml.records.operations import end_all
 from dask_cml.records.record import Maker
@@ -160,6 +161,25 @@ async def test_a_manager_in_another_session_closes_at_once_when_its_cluster_is_s
 
 
 @simulated
+async def test_a_manager_in_another_session_replaces_what_has_ended_with_the_creators_session(it):
+    async def create():
+        async with simulate(name="lab", n_workers=1) as cluster:
+            created.put_nowait(cluster)
+            await asyncio.Event().wait()
+
+    created, session = asyncio.Queue(), "anothersession00"
+    creator = it.process("creator", {"CDSW_ENGINE_ID": session})
+    creator.start(create())
+    await created.get()
+    async with rebuild("lab", shutdown_on_close=True) as mine:
+        await eventually(lambda: arrived(mine) == 1)
+        creator.kill()
+        it.platform.end_session(session)
+        await eventually(lambda: mine.manager.state.connected and stands(it, mine, 1))
+        assert store.read("lab").scheduler.number == 1
+
+
+@simulated
 async def test_a_manager_in_another_session_closes_at_once_when_the_scheduler_was_idle(it):
     await create_and_kill(it, name="lab", idle_timeout="20s")
     async with in_another_session(it) as other:
@@ -181,6 +201,30 @@ async def test_an_observer_replaces_the_scheduler_of_a_cluster_that_outlived_its
             assert await client.submit(sum, [1, 2]) == 3
     finally:
         await observer.close(shutdown=True)
+
+
+@simulated
+async def test_a_page_in_another_session_replaces_the_scheduler_even_if_that_takes_long(it):
+    async def create_and_leave():
+        await (await simulate(name="lab", n_workers=1, shutdown_on_close=False)).close()
+
+    await it.process("creator", {"CDSW_ENGINE_ID": "anothersession00"}).start(create_and_leave())
+    await eventually(lambda: store.read("lab").scheduler.orphan_timeout is None)
+    page = Observers()
+    page.start()
+    try:
+        await eventually(lambda: any(each.cluster for each in page.observed.values()))
+        [observed] = page.observed.values()
+        await eventually(lambda: arrived(observed.cluster) == 1)
+        it.platform.configure({"sessions": 0}, waits_for_room=True)
+        it.platform.evict(store.read("lab").scheduler.session)
+        await eventually(lambda: store.read("lab").scheduler.number == 1)
+        await asyncio.sleep(120)
+        it.platform.configure()
+        await eventually(lambda: stands(it, observed.cluster, 1))
+    finally:
+        await page.close()
+        assert await end_all(store.records()) == {"lab": None}
 
 
 @simulated

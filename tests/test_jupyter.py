@@ -25,6 +25,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, jupyter, observers
 from dask_cml.jupyter import Sidebar, find_manager
+from dask_cml.manager import losses
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record, SchedulerState
 
@@ -489,7 +490,7 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(it, mon
 async def test_a_cluster_with_an_unseen_end_is_listed_until_its_scheduler_has_been_silent_for_long(
     sidebar, platform, holds, monkeypatch
 ):
-    monkeypatch.setattr(observers, "_LOST", 0.5)
+    monkeypatch.setattr(losses, "_SILENCE", 0.5)
     await made_elsewhere("c")
     await holds(lambda: sidebar._manager._clusters)
     record = store.read("c")

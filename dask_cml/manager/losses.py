@@ -13,17 +13,20 @@ from enum import Enum
 import dask.config
 from dask.utils import parse_timedelta
 
+from dask_cml.heartbeat import LONGEST_SILENCE
 from dask_cml.manager.members import Member
 from dask_cml.manager.state import ClusterState
 from dask_cml.options import setting
+from dask_cml.records import liveness
 from dask_cml.sessions.answers import SessionInfo
 from dask_cml.sessions.causes import Cause, Loss, find_cause
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without an answer from the scheduler, after which the manager disconnects if the platform does not
-#: list the scheduler's session here. The platform lists a session only to the session that launched it.
-_SILENCE = 120.0
+#: Seconds without an answer from the scheduler, after which the manager gives up if the platform does not
+#: list the scheduler's session here, and nothing shows that it has ended. The platform lists a session only
+#: to the session that launched it. The last sign of life may be younger than the last answer.
+_SILENCE = LONGEST_SILENCE + 10.0
 #: Seconds within which the record disappears of a cluster that another process deletes, after its scheduler.
 _DELETED_WITHIN = 3.0
 
@@ -158,6 +161,8 @@ class LossFinder:
         if (why := await self._recorded_end()) is not None and not self._state.client.connected:
             return Losses(outcome=Outcome.ENDED, why=why)
         if scheduler.session_id not in listing and silent > _SILENCE:
+            if (why := await self._why_dead()) is not None and not self._state.client.connected:
+                return Losses(outcome=Outcome.ENDED, why=why)
             why = (
                 f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and CML does not "
                 f"list its session {scheduler.session_id} here; to check it, run `dask cml list`"
@@ -174,6 +179,13 @@ class LossFinder:
         if record.scheduler.number > self._state.launcher.place.number:
             return "another manager replaces it"
         return record.scheduler.closed
+
+    async def _why_dead(self) -> str | None:
+        """Return why the scheduler counts as dead for all commands, too. None: it may run."""
+        if (record := await asyncio.to_thread(self._state.record_keeper.read)) is None:
+            return None
+        finding = (await liveness.judge([record], api=self._state.api))[record.name]
+        return finding.why if finding.state is liveness.State.DEAD else None
 
     async def _why_it_ended(self) -> str:
         scheduler = self._state.launcher.scheduler
