@@ -345,6 +345,22 @@ async def test_a_scheduler_is_launched_again_after_any_error_of_the_platforms_li
 
 
 @simulated
+async def test_a_session_whose_launch_was_not_answered_is_stopped_with_its_scheduler(it):
+    def running():
+        return {each.key for each in it.platform.live_sessions if each.status == "running"}
+
+    async with simulate(name="lab", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        it.platform.doom("silent", key="lab-1")  # so it does not enter itself into the record
+        it.platform.plan("launch_workers", Mishap(), Mishap(error=KeyError("engineId")))
+        it.platform.evict(newest(it).id)
+        await eventually(lambda: running() >= {"lab-1", "scheduler"})
+        it.platform.evict(newest(it).id)
+        await eventually(lambda: store.read("lab").scheduler.number >= 2)
+        await eventually(lambda: stands(it, cluster, 1))
+
+
+@simulated
 async def test_the_scheduler_is_replaced_although_the_record_cannot_be_read_for_a_while(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)

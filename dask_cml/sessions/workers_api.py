@@ -354,10 +354,11 @@ class WorkersAPI(LiveSessions):
         with self._lock:
             launching = [*self._launching]
         wait(launching, timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
-        self._adopt_unanswered()
+        self.adopt_unanswered()
         self.stop_all(hangs, begin + self._limit)
 
-    def _adopt_unanswered(self) -> None:
+    def adopt_unanswered(self) -> None:
+        """Adopt the sessions of launches without an answer, to stop them. Blocks."""
         with self._lock:
             names = sorted(filter(None, +self._unanswered))
         if not names:
@@ -369,10 +370,7 @@ class WorkersAPI(LiveSessions):
 
         if errors := self._calls.run_all([look], self._limit / 4):
             why = answers.in_words(errors[0])
-            return logger.warning("Sessions named %s may still run: CML did not list them: %s", names, why)
-        with self._lock:
-            for name in names:
-                del self._unanswered[name]
+            logger.warning("Sessions named %s may still run: CML did not list them: %s", names, why)
 
 
 def _some(names: Iterable[str]) -> str:
