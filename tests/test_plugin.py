@@ -19,7 +19,7 @@ from distributed.security import Security
 from schedulers import RECORD, prepare, scheduler_in
 
 from dask_cml import protocol
-from dask_cml.layout import FOLDER, NUMBER, scheduler_file
+from dask_cml.layout import FOLDER, NUMBER, scheduler_file, wanted_file
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.state_file import StateFile
@@ -69,13 +69,19 @@ async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folde
         assert file_of(folder)["address"] == running.address
 
 
-async def test_a_scheduler_without_the_plugin_closes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("exists", [False, True], ids=["of a deleted cluster", "with an invalid file"])
+async def test_a_scheduler_without_the_plugin_closes(tmp_path, monkeypatch, caplog, exists):
     """Nobody else would end it without managers."""
-    monkeypatch.setenv(FOLDER, str(tmp_path / "gone"))
+    folder = tmp_path / "mine"
+    if exists:
+        (prepare(folder) / wanted_file(0)).write_text("{")
+    monkeypatch.setenv(FOLDER, str(folder))
     monkeypatch.setenv(NUMBER, "0")
     scheduler = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", preload=[PRELOAD])
     await scheduler
     await asyncio.wait_for(scheduler.finished(), 120)
+    assert ("its cluster was deleted" in caplog.text) != exists
+    assert ("Traceback" in caplog.text) == exists
 
 
 # -- managers

@@ -368,12 +368,15 @@ async def dask_setup(scheduler: Scheduler) -> None:
     plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]), setting("orphan-timeout"))
     try:
         await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
+    except FileNotFoundError:
+        logger.warning("Scheduler not started: its cluster was deleted")
+        scheduler.loop.add_callback(_close, scheduler, "its cluster was deleted")
     except Exception:
         # Nothing else ends a scheduler without managers.
-        scheduler.loop.add_callback(_close, scheduler)
+        scheduler.loop.add_callback(_close, scheduler, "its preload module failed")
         raise
 
 
-async def _close(scheduler: Scheduler) -> None:
+async def _close(scheduler: Scheduler, reason: str) -> None:
     await scheduler  # it is starting
-    await scheduler.close(reason="its preload module failed")
+    await scheduler.close(reason=reason)
