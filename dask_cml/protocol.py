@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Managers and plugins of another version leave each other alone.
-PROTOCOL = 5
+PROTOCOL = 6
 
 #: Asks which cluster a scheduler belongs to.
 HELLO = "cml_hello"

@@ -204,11 +204,8 @@ async def test_an_observer_replaces_the_scheduler_of_a_cluster_that_outlived_its
 
 
 @simulated
-async def test_a_page_in_another_session_replaces_the_scheduler_even_if_that_takes_long(it):
-    async def create_and_leave():
-        await (await simulate(name="lab", n_workers=1, shutdown_on_close=False)).close()
-
-    await it.process("creator", {"CDSW_ENGINE_ID": "anothersession00"}).start(create_and_leave())
+async def test_a_page_replaces_the_scheduler_even_if_that_takes_long(it):
+    await (await simulate(name="lab", n_workers=1, shutdown_on_close=False)).close()
     await eventually(lambda: store.read("lab").scheduler.orphan_timeout is None)
     page = Observers()
     page.start()

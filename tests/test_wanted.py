@@ -344,7 +344,7 @@ def test_the_kept_answers_of_many_managers_are_few():
     for manager in range(110):
         for wish in range(110):
             wanted.apply(f"m{manager}", {"op": "scale", "group": "default", "n": 1, "wish": wish})
-    assert sum(map(len, wanted._answered.values())) == 100 * 100
+    assert sum(map(len, wanted._answered._results.values())) == 100 * 100
 
 
 # -- what managers are told
@@ -398,3 +398,17 @@ def test_managers_get_the_new_leader():
     assert wanted.changes.revision == known
     wanted.lead("other")
     assert wanted.since(known)["leader"] == "other"
+
+
+def test_a_wish_that_comes_after_a_younger_one_of_another_manager_changes_nothing():
+    wanted = Wanted("mine", "m1")
+    scale = {"op": "scale", "group": "default", "wish": 1}
+    wanted.apply("m1", {**scale, "n": 2, "age": 2.0}, now=100.0)
+    late = wanted.apply("m2", {**scale, "n": 5, "age": 60.0}, now=110.0)
+    assert late == {"error": "another manager has changed worker group 'default' since this request"}
+    assert wanted.groups["default"].target == 2
+    wanted.apply("m2", {**scale, "wish": 2, "n": 6, "age": 0.0}, now=111.0)
+    wanted.apply("m1", {**scale, "wish": 2, "n": 7, "age": 0.5}, now=111.1)  # both were on their way
+    assert wanted.groups["default"].target == 7
+    wanted.apply("m1", {**scale, "wish": 3, "n": 8, "age": 30.0}, now=112.0)  # the message before took long
+    assert wanted.groups["default"].target == 8

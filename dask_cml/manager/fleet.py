@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -67,7 +68,8 @@ class Fleet:
         self._members: dict[str, Member] = {}
         #: The addresses of Dask workers by their names.
         self._observed: dict[str, str] = {}
-        self._wishes: dict[int, dict[str, Any]] = {}
+        #: The wishes that the scheduler has not answered, each with the time at which it was made.
+        self._wishes: dict[int, tuple[float, dict[str, Any]]] = {}
         self._last_wish = 0
         self._closed = False
 
@@ -240,7 +242,7 @@ class Fleet:
             wanted.sessions = {
                 name: Entry(each.group, each.manager, each.launched) for name, each in self._members.items()
             }
-            for wish in self._wishes.values():
+            for _, wish in self._wishes.values():
                 wanted.apply(self.manager, wish)
         return groups
 
@@ -323,18 +325,22 @@ class Fleet:
             if op in ("scale", "adapt"):
                 void = ("scale", "adapt", "stop_adapting")
                 self._wishes = {
-                    number: each
-                    for number, each in self._wishes.items()
+                    number: (made, each)
+                    for number, (made, each) in self._wishes.items()
                     if each["op"] not in void or each["group"] != arguments["group"]
                 }
-            self._wishes[self._last_wish] = {"op": op, **arguments}
+            self._wishes[self._last_wish] = (time.monotonic(), {"op": op, **arguments})
             return self._last_wish
 
     @property
     def wishes(self) -> list[dict[str, Any]]:
-        """The wishes that the scheduler has not answered, the oldest first."""
+        """The wishes that the scheduler has not answered, the oldest first, with their ages."""
+        now = time.monotonic()
         with self._lock:
-            return [{**each, "wish": number} for number, each in self._wishes.items()]
+            return [
+                {**each, "wish": number, "age": max(0.0, now - made)}
+                for number, (made, each) in self._wishes.items()
+            ]
 
     def answered(self, wishes: Iterable[int]) -> None:
         """Forget wishes that the scheduler has answered."""

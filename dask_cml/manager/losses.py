@@ -182,7 +182,9 @@ class LossFinder:
 
     async def _why_dead(self) -> str | None:
         """Return why the scheduler counts as dead for all commands, too. None: it may run."""
-        if (record := await asyncio.to_thread(self._state.record_keeper.read)) is None:
+        record = await asyncio.to_thread(self._state.record_keeper.read)
+        # Its user may have ended the session that launched it. Then, only the user's own managers go on.
+        if record is None or self._state.observes:
             return None
         finding = (await liveness.judge([record], api=self._state.api))[record.name]
         return finding.why if finding.state is liveness.State.DEAD else None

@@ -18,6 +18,7 @@ Number = Annotated[int, Meta(ge=0, le=2**53)]
 Count = Annotated[int, Meta(ge=0, le=MOST_SESSIONS)]
 #: Less than ten years.
 Seconds = Annotated[float, Meta(gt=0, lt=10 * 365 * 24 * 3600)]
+Age = Annotated[float, Meta(ge=0, lt=10 * 365 * 24 * 3600)]
 Names = Annotated[Collection[Text], Meta(max_length=MOST_SESSIONS)]
 #: Texts by the names of sessions, and numbers by the names of worker groups.
 Texts = Annotated[Mapping[Text, Text], Meta(max_length=MOST_SESSIONS)]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, get_type_hints
 
 import msgspec
 
-from dask_cml.scheduler.arguments import Number
+from dask_cml.scheduler.arguments import Age, Number
 from dask_cml.scheduler.wanted import Wanted
 from dask_cml.validation import validate
 
@@ -55,6 +55,7 @@ def checked(handler: Handler) -> Handler:
 
 class _Operation(msgspec.Struct, tag_field="op", kw_only=True):
     wish: Number | None = None
+    age: Age = 0.0
 
 
 #: The operations that managers may send.

@@ -222,7 +222,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             check_operation(operation)
         except ValueError as error:
             return {"error": str(error)}
-        return self._wanted.apply(manager, operation)
+        return self._wanted.apply(manager, operation, time.monotonic())
 
     @checked
     def set(

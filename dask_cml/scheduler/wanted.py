@@ -17,20 +17,15 @@ from dataclasses import asdict
 from typing import Any
 
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
+from dask_cml.scheduler.answered import AnsweredWishes
 from dask_cml.scheduler.arguments import Count, Group, Names, Number, Options, Text, Texts, Wishes
 from dask_cml.scheduler.changes import ChangeLog
 from dask_cml.scheduler.wanted_group import Entry, WantedGroup
 
-#: Maximum number of managers, and of wishes of each, whose results are kept.
-_MOST_ANSWERED = 100
 #: Maximum number of events that nobody has taken yet.
 _MOST_EVENTS = 10_000
 #: What a change of a group, and of the leader, is logged as; sessions are logged by their names.
 GROUPS = ("groups", "")
-
-
-def _last(answers: dict[Any, Any]) -> dict[Any, Any]:
-    return dict([*answers.items()][-_MOST_ANSWERED:])
 
 
 class Wanted:
@@ -63,8 +58,7 @@ class Wanted:
         #: What has happened to sessions, for Dask's log of events.
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
         self.groups = {name: WantedGroup(**each) for name, each in (groups or {DEFAULT_GROUP: {}}).items()}
-        #: The results of each manager's last wishes, by their numbers.
-        self._answered: dict[str, dict[int, Any]] = {}
+        self._answered = AnsweredWishes()
         self._grow_all()
 
     def to_json(self) -> dict[str, dict[str, Any]]:
@@ -106,7 +100,7 @@ class Wanted:
             self.leader = manager
             self.changes.touch(GROUPS)
 
-    def apply(self, manager: str, operation: Mapping[str, Any]) -> Any:
+    def apply(self, manager: str, operation: Mapping[str, Any], now: float = 0.0) -> Any:
         """Carry out an operation. Return its result, or ``{"error": message}``.
 
         Parameters
@@ -115,23 +109,25 @@ class Wanted:
             The manager's id.
         operation : mapping
             ``op``, the name of one of the methods below, with its arguments. A ``wish`` has a number, which
-            counts up. A wish that a manager sends again, because the answer was lost, is not carried out
-            again.
+            counts up, and its ``age`` in seconds. A wish that a manager sends again, because the answer was
+            lost, is not carried out again. A wish that comes after a younger one of another manager for its
+            group changes nothing.
+        now : float
+            The time of the call, in seconds.
         """
         arguments = dict(operation)
-        wish, op = arguments.pop("wish", None), arguments.pop("op")
-        answered = self._answered.get(manager, {})
-        if wish in answered:
-            return answered[wish]
-        try:
-            result = getattr(self, op)(manager, **arguments)
-        except ValueError as error:
-            result = {"error": str(error)}
-        if wish is not None:
-            self._answered.pop(manager, None)
-            self._answered[manager] = _last({**answered, wish: result})
-            self._answered = _last(self._answered)
-        return result
+        wish, op, made = arguments.pop("wish", None), arguments.pop("op"), now - arguments.pop("age", 0.0)
+        group = arguments.get("group")
+
+        def carry_out() -> Any:
+            if wish is not None and group in self.groups and not self._answered.is_last(manager, group, made):
+                return {"error": f"another manager has changed worker group {group!r} since this request"}
+            try:
+                return getattr(self, op)(manager, **arguments)
+            except ValueError as error:
+                return {"error": str(error)}
+
+        return carry_out() if wish is None else self._answered.once(manager, wish, carry_out)
 
     # -- wishes of users
 
