@@ -105,7 +105,7 @@ def plot(report: Report) -> None:
     axes.plot([each["n"] for each in runs], [each["ms of CPU a worker"] for each in runs], "o-")
     axes.set_xlabel("workers")
     axes.set_ylabel("ms of CPU a worker")
-    axes.set_ylim(0)
+    axes.set_ylim(0, 1.2 * max(each["ms of CPU a worker"] for each in runs))
     save_figure(fig, report.name)
 
 

@@ -78,10 +78,10 @@ async def test_one_look_that_knows_the_wish_settles_it(it, monkeypatch):
 
 @simulated
 async def test_a_manager_that_rests_between_two_looks_acts_on_a_wish_at_once(it, monkeypatch):
-    monkeypatch.setattr(reconciler, "_SHARE", 1e-9)
-    monkeypatch.setattr(reconciler, "_LONGEST_PAUSE", 1000.0)
+    monkeypatch.setattr(reconciler, "_REST", 1000.0)
+    monkeypatch.setattr(reconciler, "_LONGEST_REST", 1000.0)
     async with await make() as mine:
-        for n in 2, 1:
+        for n in 2, 1, 3:
             mine.scale(n)
             await eventually(lambda n=n: len(mine.workers) == n)
 

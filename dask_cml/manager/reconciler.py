@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 _LOOK_INTERVAL, _STARTING_INTERVAL = 3.0, 0.1
 #: Seconds between two looks of an observer. A process may observe many clusters.
 _OBSERVER_INTERVAL = 7.5
-#: The share of the event loop's time that looks take at most, and the longest pause for it, in seconds.
-_SHARE, _LONGEST_PAUSE = 0.005, 3.0
+#: Seconds between two looks for each session, because a look considers them all, and the most.
+_REST, _LONGEST_REST = 0.0025, 3.0
 #: Characters of a cause that the scheduler logs.
 _LONGEST_CAUSE = 300
 
@@ -84,9 +84,8 @@ class Reconciler:
 
     async def run(self) -> Losses:
         """Keep the cluster until its scheduler ends. Return why it ended."""
-        begun = time.thread_time()
         while (losses := await self._look()) is None or losses.outcome is None:
-            rest = min((time.thread_time() - begun) / _SHARE, _LONGEST_PAUSE)
+            rest = min(len(self._state.fleet.members) * _REST, _LONGEST_REST)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._urgent.wait(), rest)
             # While sessions start, look as often as the platform may be asked.
@@ -95,7 +94,6 @@ class Reconciler:
             pause = min(interval, self._state.backoffs.shortest_pause or interval)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), pause)
-            begun = time.thread_time()
         self._state.end = losses.why
         return losses
 
