@@ -27,6 +27,7 @@ from clusters import (
 )
 from distributed import Worker
 from distributed.core import Status
+from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml.manager import losses
@@ -306,6 +307,17 @@ async def test_the_first_manager_stops_an_old_session_that_no_manager_launched(i
     async with rebuild("told") as cluster:
         await eventually(lambda: it.platform.all[stray].stop_requested, seconds=2.0)
         await cluster.close()
+
+
+@simulated
+async def test_a_session_whose_launch_was_not_answered_and_is_not_wanted_any_more_is_stopped(it):
+    async with simulate(name="told") as cluster:
+        it.platform.doom("silent", key="told-0")  # so it does not enter itself into the record
+        it.platform.plan("launch_workers", Mishap(error=KeyError("engineId")))
+        cluster.scale(1)
+        await eventually(lambda: "told-0" in {each.key for each in it.platform.live_sessions})
+        cluster.scale(0)
+        await eventually(lambda: len(it.platform.live) == 1)
 
 
 @simulated

@@ -165,10 +165,8 @@ async def _stop(state: ClusterState, record: Record) -> None:
     now = await asyncio.to_thread(state.record_keeper.read) or record
     for session, key in now.sessions.items():
         state.api.adopt(session, key)
-    await asyncio.to_thread(state.api.adopt_unanswered)  # their names are not used again
-    if not state.api.live:
-        return
     try:
+        await state.api.adopt_unanswered()  # their names are not used again
         await state.launcher.stop(state.api.live)
     except CMLError as error:  # the leader tries again
         logger.warning("Old sessions of cluster %s not stopped yet: %s", record.name, error)

@@ -133,6 +133,7 @@ class Reconciler:
             if losses.outcome is None and self._state.client.leads:
                 await self._replace(losses)
                 await self._strays.look()
+            await self._strays.stop_unanswered()
             await self._unrunnable.look()
         except CallFailed:
             pass  # _tell_outage logs it once

@@ -22,7 +22,7 @@ _INTERVAL, _PATIENCE = 15.0, 20.0
 class Strays:
     """Takes over or stops sessions and Dask workers of the cluster that the scheduler's list lacks.
 
-    Only the leader looks.
+    Only the leader looks. Each manager stops the sessions that it has launched without an answer.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Strays:
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state
-        self._next = 0.0
+        self._next = self._next_unanswered = 0.0
         self._since: dict[str, float] = {}
 
     async def look(self) -> None:
@@ -67,6 +67,21 @@ class Strays:
         for name in late:
             if name not in lost:
                 await self._end(name, found[name], unknown.get(name, []))
+
+    async def stop_unanswered(self) -> None:
+        """Stop sessions that this manager has launched without an answer, and that nobody waits for any more.
+
+        Raises
+        ------
+        CMLError
+            If the platform does not answer.
+        """
+        if time.monotonic() < self._next_unanswered:
+            return
+        self._next_unanswered = time.monotonic() + _INTERVAL
+        awaited = {each.name for each in self._state.fleet.members if each.worker is None}
+        if found := await self._state.api.adopt_unanswered(awaited):
+            await self._state.launcher.stop(found)
 
     def _unknown_workers(self) -> Mapping[str, list[str]]:
         """Return the Dask workers of sessions that are not in the scheduler's list, by the session's name."""

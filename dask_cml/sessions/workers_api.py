@@ -104,6 +104,8 @@ class WorkersAPI(LiveSessions):
         #: Number of launch calls per title without an answer, or with an error after which a session may
         #: exist.
         self._unanswered: Counter[str | None] = Counter()
+        #: The names of the sessions by their titles.
+        self._titled: dict[str, str] = {}
         self._launching: set[Future[None]] = set()
 
     @property
@@ -214,13 +216,15 @@ class WorkersAPI(LiveSessions):
                 return launch.session
             self._launching.add(under_way)
         try:
-            if found := self._find_unanswered({launch.title}):
-                return self._take(launch, found[0])
+            if launch.title and self._unanswered[launch.title]:
+                for found in self._find([launch.title], self._listing.now()):
+                    return self._take(launch, found)
             return self._take(launch, self._ask_for(launch))
         except Exception:
             # The answer of a late call may be lost, too. Nobody else looks for its session any more.
-            if launch.title and (launch.over or self._ended) and (found := self._find({launch.title})):
-                self._take(launch, found[0])
+            if launch.title and (launch.over or self._ended):
+                for found in self._find([launch.title], self._listing.now()):
+                    self._take(launch, found)
             raise
         finally:
             with self._lock:
@@ -231,6 +235,8 @@ class WorkersAPI(LiveSessions):
         """Return the session that the platform launched, or raise the reason why it launched none."""
         with self._lock:
             self._unanswered[launch.title] += 1
+            if launch.title:
+                self._titled[launch.title] = launch.name
         may_exist = False
         try:
             session = answers.launched(self.module.launch_workers(**launch.arguments))
@@ -269,15 +275,11 @@ class WorkersAPI(LiveSessions):
             raise CMLError(f"session {session_id} was launched too late for {launch.name}")
         return taken
 
-    def _find_unanswered(self, titles: Iterable[str | None]) -> list[SessionInfo]:
-        """Return sessions from launches whose answer was lost. Without names, there are none."""
-        return self._find({title for title in titles if title and self._unanswered[title]})
-
-    def _find(self, titles: set[str]) -> list[SessionInfo]:
+    def _find(self, titles: Collection[str], listed: Iterable[SessionInfo]) -> list[SessionInfo]:
         """Return sessions with these names on the platform that no call has taken."""
         return [
             session
-            for session in (self._listing.now() if titles else ())
+            for session in listed
             if session.get("name") in titles and session["id"] not in self.names and not has_ended(session)
         ]
 
@@ -354,23 +356,38 @@ class WorkersAPI(LiveSessions):
         with self._lock:
             launching = [*self._launching]
         wait(launching, timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
-        self.adopt_unanswered()
+        if titles := self._unanswered_titles():
+            errors = self._calls.run_all([lambda: self._adopt(titles, self._listing.now())], self._limit / 4)
+            if errors:
+                names, why = sorted(titles), answers.in_words(errors[0])
+                logger.warning("Sessions named %s may still run: CML did not list them: %s", names, why)
         self.stop_all(hangs, begin + self._limit)
 
-    def adopt_unanswered(self) -> None:
-        """Adopt the sessions of launches without an answer, to stop them. Blocks."""
+    async def adopt_unanswered(self, awaited: Collection[str] = ()) -> list[str]:
+        """Adopt the sessions of launches without an answer, to stop them. Return their ids.
+
+        Parameters
+        ----------
+        awaited : collection of str
+            The names of sessions that are still to be launched: these use what is there.
+
+        Raises
+        ------
+        CMLError
+            If the platform does not list its sessions.
+        """
+        titles = self._unanswered_titles(awaited)
+        return self._adopt(titles, (await self.sessions()).values()) if titles else []
+
+    def _unanswered_titles(self, awaited: Collection[str] = ()) -> set[str]:
         with self._lock:
-            names = sorted(filter(None, +self._unanswered))
-        if not names:
-            return
+            return {title for title in +self._unanswered if title and self._titled[title] not in awaited}
 
-        def look() -> None:
-            for session in self._find_unanswered(names):
-                self.adopt(session["id"], session["name"])
-
-        if errors := self._calls.run_all([look], self._limit / 4):
-            why = answers.in_words(errors[0])
-            logger.warning("Sessions named %s may still run: CML did not list them: %s", names, why)
+    def _adopt(self, titles: Collection[str], listed: Iterable[SessionInfo]) -> list[str]:
+        found = self._find(titles, listed)
+        for session in found:
+            self.adopt(session["id"], self._titled[session["name"]])
+        return [session["id"] for session in found]
 
 
 def _some(names: Iterable[str]) -> str:

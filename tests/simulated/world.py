@@ -15,6 +15,7 @@ from unittest import mock
 
 import dask
 from distributed import SpecCluster
+from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from dask_cml import heartbeat, observers, private_files, wrapper
 from dask_cml.layout import HISTORY_FOLDER
@@ -43,6 +44,9 @@ _SETTINGS = {
     "distributed.scheduler.work-stealing-interval": "2s",
     "distributed.worker.profile.enabled": False,
 }
+
+
+_shut_down = ThreadPoolExecutor.shutdown
 
 
 class _Platform(SimulatedPlatform):
@@ -151,6 +155,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         (heartbeat, "tempfile", files.tempfile),
         (record, "psutil", table),
         *((module, "load_platform", lambda _: it.platform) for module in (manager, operations, liveness)),
+        (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
         (lifetime, "threading", _with(threading, Timer=_Timer)),
         (record_keeper, "threading", _with(threading, Lock=Lock)),
@@ -165,6 +170,11 @@ def _patched(it: World) -> contextlib.ExitStack:
     for module, name, value in patches:
         stack.enter_context(mock.patch.object(module, name, value))
     return stack
+
+
+def _shutdown(executor: ThreadPoolExecutor, wait: bool = True, timeout: float | None = None) -> None:
+    """Do not join threads, which may wait for a clock that stands still meanwhile."""
+    _shut_down(executor, wait=False)
 
 
 def _clusters() -> list[Any]:
