@@ -76,7 +76,7 @@ def _processes(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
             if process.environ().get("TMPDIR") != str(folder / "tmp"):
                 continue
             command = " ".join(process.cmdline())
-            if "runner.py" in command:
+            if "session = {" in command:
                 yield process, "kernel"
             elif "dask worker" in command:
                 yield process, "nanny"

@@ -160,12 +160,18 @@ async def test_a_manager_in_another_session_closes_at_once_when_its_cluster_is_s
         assert "Cluster lab shut down: " in log_of(other)  # by the record, which is removed a moment later
 
 
-@simulated
-async def test_a_manager_in_another_session_replaces_what_has_ended_with_the_creators_session(it):
+@contextlib.asynccontextmanager
+async def whose_creator_dies_with_its_session(it):
+    """A manager of a cluster that was created in another session, and a function that ends this session."""
+
     async def create():
         async with simulate(name="lab", n_workers=1) as cluster:
             created.put_nowait(cluster)
             await asyncio.Event().wait()
+
+    def end():
+        creator.kill()
+        it.platform.end_session(session)
 
     created, session = asyncio.Queue(), "anothersession00"
     creator = it.process("creator", {"CDSW_ENGINE_ID": session})
@@ -173,10 +179,27 @@ async def test_a_manager_in_another_session_replaces_what_has_ended_with_the_cre
     await created.get()
     async with rebuild("lab", shutdown_on_close=True) as mine:
         await eventually(lambda: arrived(mine) == 1)
-        creator.kill()
-        it.platform.end_session(session)
+        yield mine, end
+
+
+@simulated
+async def test_a_manager_in_another_session_replaces_what_has_ended_with_the_creators_session(it):
+    async with whose_creator_dies_with_its_session(it) as (mine, end):
+        end()
         await eventually(lambda: mine.manager.state.connected and stands(it, mine, 1))
         assert store.read("lab").scheduler.number == 1
+
+
+@simulated
+async def test_an_observer_keeps_a_wish_until_a_manager_has_replaced_the_scheduler(it):
+    async with whose_creator_dies_with_its_session(it) as (mine, end):
+        observer = Manager.adopt(store.read("lab"), observes=True)
+        await observer.start()
+        end()
+        observer.wishes.scale(2)
+        await eventually(lambda: mine.manager.state.connected and stands(it, mine, 2))
+        assert observer.status == Status.running
+        await observer.close(shutdown=False)
 
 
 @simulated

@@ -28,10 +28,10 @@ def sessions() -> list[dict[str, Any]]:
     return [
         {
             **state.public(session),
-            "launcher": session.plan["launcher"],
-            "owner": session.plan["owner"],
-            "stop_requested": session.stop_requested,
-            "reason": session.status.get("reason"),
+            "launcher": session["launcher"],
+            "owner": session["owner"],
+            "stop_requested": state.stop_requested(session["id"]),
+            "reason": session.get("reason"),
         }
         for session in state.read_sessions()
     ]
@@ -60,7 +60,7 @@ def log(session_id: str) -> str:
     """
     if state.read_session(session_id) is None:
         raise LookupError(f"no session {session_id!r}")
-    path = state.directory() / "sessions" / session_id / "log"
+    path = state.folder_of(session_id) / "log"
     return path.read_text(errors="replace") if path.exists() else ""
 
 
@@ -91,7 +91,7 @@ def evict(session_id: str, *, notice: bool = False) -> None:
     >>> local.evict(session["id"], notice=True)
     """
     session = state.request_end(session_id, "failed", state.EVICTED, notice)
-    while session and session.live:
+    while session and state.is_live(session):
         time.sleep(0.01)
         session = state.read_session(session_id)
     if session is None:
@@ -111,7 +111,7 @@ def prune() -> list[str]:
     >>> from dask_cml import local
     >>> removed = local.prune()
     """
-    ended = [session for session in state.read_sessions() if not session.live]
-    for session in ended:
-        shutil.rmtree(session.folder, ignore_errors=True)
-    return [session.id for session in ended]
+    ended = [session["id"] for session in state.read_sessions() if not state.is_live(session)]
+    for session_id in ended:
+        shutil.rmtree(state.folder_of(session_id), ignore_errors=True)
+    return ended

@@ -59,8 +59,8 @@ def engine(name: str) -> Iterator[None]:
         os.close(lock)
         # Before their supervisors notice that the engine has ended.
         for session in state.read_sessions():
-            if session.plan["owner"] == name:
-                state.request_end(session.id)
+            if session["owner"] == name:
+                state.request_end(session["id"])
 
 
 def become(name: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import getpass
 import hashlib
+import importlib.util
 import os
 import pwd
 import random
@@ -19,12 +20,13 @@ from typing import Any
 from dask_cml import checks
 from dask_cml.local import configuration, extensions, faults, state
 from dask_cml.local.configuration import Settings
-from dask_cml.local.state import SessionState
+from dask_cml.local.state import Session
 from dask_cml.private_files import owner_only
 
 # Below the ports that Linux and macOS give to outgoing connections.
 _PORTS = range(20000, 32000)
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
+_IPYTHON = ("-m", "IPython", "--quick", "--no-banner", "--colors=nocolor", "--HistoryManager.enabled=False")
 # A CML session does not inherit the environment of its launcher. These variables describe the machine.
 _BASE = (
     "PATH",
@@ -63,20 +65,18 @@ def launch(request: Mapping[str, Any]) -> dict[str, Any]:
         fate = faults.take(request["name"], request["code"])
         live = _live_sessions()
         excess = _excess(request, live, current.quota or {})
-        waits = current.over_quota == "wait" and (excess is not None or any(each.waits for each in live))
+        waits = current.over_quota == "wait" and (excess is not None or any(each["waits"] for each in live))
         if excess and not waits:
             fate = "refused"
-        plan = {**_plan(request, current, live), "fate": fate, "waits": waits}
-        lock = state.create_session(plan)
+        session = {**_plan(request, current, live), "status": "scheduling", "fate": fate, "waits": waits}
+        lock = state.create_session(session)
     try:
-        if fate == "refused":
-            return _refusal(plan["id"], excess or "requested: pods=1, used: pods=1, limited: pods=1")
-        _start_supervisor(plan["id"], lock)
+        _start_supervisor(session["id"], lock)
     finally:
         os.close(lock)
-    session = state.read_session(plan["id"])
-    # The session may have been removed meanwhile.
-    return state.public(session) if session else {"id": plan["id"], "status": "failed"}
+    if fate == "refused":
+        return _refusal(session["id"], excess or "requested: pods=1, used: pods=1, limited: pods=1")
+    return state.public(session)
 
 
 def has_room(session_id: str) -> bool:
@@ -85,22 +85,22 @@ def has_room(session_id: str) -> bool:
     Call this while the state is locked, and keep it locked until the session is admitted.
     """
     live = _live_sessions()
-    waiting = [session for session in live if session.waits]
-    if not waiting or waiting[0].id != session_id:
+    waiting = [session for session in live if session["waits"]]
+    if not waiting or waiting[0]["id"] != session_id:
         return False
-    return _excess(waiting[0].plan, live, configuration.settings().quota or {}) is None
+    return _excess(waiting[0], live, configuration.settings().quota or {}) is None
 
 
-def _live_sessions() -> list[SessionState]:
-    """Return the sessions that have not ended, the oldest first."""
-    return [session for session in state.read_sessions() if session.live and not session.half_made]
+def _live_sessions() -> list[Session]:
+    """Return the sessions that have not ended, the oldest first, without those of refused launches."""
+    return [each for each in state.read_sessions() if state.is_live(each) and each["fate"] != "refused"]
 
 
-def _excess(plan: Mapping[str, Any], live: Iterable[SessionState], quota: Mapping[str, float]) -> str | None:
+def _excess(request: Mapping[str, Any], live: Iterable[Session], quota: Mapping[str, float]) -> str | None:
     """Return the message if one more session would exceed the quota, else None. Waiting ones use nothing."""
-    present = [session for session in live if not session.waits]
+    present = [session for session in live if not session["waits"]]
     for resource, limit in quota.items():
-        wanted, used = plan[resource], sum(session.plan[resource] for session in present)
+        wanted, used = request[resource], sum(session[resource] for session in present)
         if wanted and used + wanted > limit:
             unit = "Gi" if resource == "memory" else ""
             return ", ".join(
@@ -110,7 +110,7 @@ def _excess(plan: Mapping[str, Any], live: Iterable[SessionState], quota: Mappin
     return None
 
 
-def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState]) -> dict[str, Any]:
+def _plan(request: Mapping[str, Any], current: Settings, live: list[Session]) -> dict[str, Any]:
     plan = {
         **dataclasses.asdict(current),
         **request,
@@ -123,7 +123,6 @@ def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState
         "ip": "127.0.0.1",
         "gateway": "127.0.0.1",
         "ports": _free_ports(2, live),
-        "python": sys.executable,
         "directory": os.getcwd(),
         "scratch": None if current.scratch is None else checks.gibibytes("scratch", current.scratch),
     }
@@ -131,7 +130,23 @@ def _plan(request: Mapping[str, Any], current: Settings, live: list[SessionState
         plan |= hook(plan)
     plan["app_url"] = f"http://{plan['ip']}:{plan['ports'][0]}/"
     plan["env"] = _session_environment(plan)
+    plan["command"] = [sys.executable, "-u", *_program(plan)]
     return plan
+
+
+def _program(plan: Mapping[str, Any]) -> list[str]:
+    """Return the words after the interpreter's that run the script or code of a session."""
+    if plan["script"]:
+        return [plan["script"]]
+    if not plan["code"].lstrip().startswith("!"):
+        return ["-c", plan["code"]]
+    if importlib.util.find_spec("IPython") is None:
+        raise ImportError(
+            "the local platform runs !commands with IPython, which is not installed: "
+            "`pip install 'dask-cml[local]'`"
+        )
+    # The exit status of a !command is lost, as on CML.
+    return [*_IPYTHON, f"--ipython-dir={state.folder_of(plan['id'])}", "-c", plan["code"]]
 
 
 def _base_environment() -> dict[str, str]:
@@ -151,7 +166,7 @@ def _session_environment(plan: Mapping[str, Any]) -> dict[str, str]:
     """
     project = os.getcwd()
     platform = {
-        "TMPDIR": str(state.directory() / "sessions" / plan["id"] / "tmp"),
+        "TMPDIR": str(state.folder_of(plan["id"]) / "tmp"),
         "CDSW_API_KEY": _digest("key", plan["id"]),
         "CDSW_MASTER_ID": plan["owner"],
         "CDSW_MASTER_IP": os.environ.get("CDSW_IP_ADDRESS", plan["gateway"]),
@@ -183,26 +198,24 @@ def _refusal(session_id: str, words: str) -> dict[str, Any]:
     }
 
 
-def _free_ports(n: int, live: list[SessionState]) -> list[int]:
-    taken = {port for session in live for port in session.plan["ports"]}
+def _free_ports(n: int, live: list[Session]) -> list[int]:
+    taken = {port for session in live for port in session["ports"]}
     candidates = random.SystemRandom().sample(_PORTS, len(_PORTS))
     free = (port for port in candidates if port not in taken and _is_free(port))
     return [next(free) for _ in range(n)]
 
 
 def _is_free(port: int) -> bool:
-    for host in ("127.0.0.1", ""):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError:
-                return False
+    try:
+        for host in ("127.0.0.1", ""):
+            socket.create_server((host, port)).close()
+    except OSError:
+        return False
     return True
 
 
 def _start_supervisor(session_id: str, lock: int) -> None:
-    folder = state.directory() / "sessions" / session_id
+    folder = state.folder_of(session_id)
     env = _base_environment()
     if "PYTHONPATH" in os.environ:  # psutil may be found by it
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]

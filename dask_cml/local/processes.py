@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 #: Seconds until killed processes must have ended.
 _PATIENCE = 10.0
+#: Seconds of pause after a look of one second at what processes share.
+_PAUSE = 30.0
 
 
 def find(session_id: str, group: int | None = None) -> set[psutil.Process]:
@@ -33,7 +36,7 @@ def find(session_id: str, group: int | None = None) -> set[psutil.Process]:
     for process in psutil.process_iter():
         pid = process.pid
         with contextlib.suppress(psutil.Error, OSError), process.oneshot():
-            if pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+            if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             parents[process] = process.ppid()
             in_group = group is not None and group in (os.getpgid(pid), os.getsid(pid))
@@ -75,23 +78,18 @@ class MemoryWatch:
 
     Parameters
     ----------
-    session_id : str
-        The session's id.
+    session : mapping
+        The session. Its ``over_memory`` says whether all processes must end when they exceed its ``memory``.
+        Otherwise, only the largest one is killed.
     group : int
         See :func:`find`.
-    memory : float
-        The session's size, in GiB.
-    whole : bool
-        Whether all processes must end when they exceed the limit. Otherwise, only the largest one is killed.
     """
 
-    #: Seconds between two looks.
-    interval = 0.1
-
-    def __init__(self, session_id: str, group: int, memory: float, whole: bool) -> None:
-        self.session_id, self.group, self.limit, self.whole = session_id, group, memory * 2**30, whole
-        #: How often the processes exceeded the limit.
-        self.oom_kills = 0
+    def __init__(self, session: Mapping[str, Any], group: int) -> None:
+        self.session_id, self.group, self.limit = session["id"], group, session["memory"] * 2**30
+        self.whole = session["over_memory"] == "session"
+        self._exceeded = False
+        self._next_exact = 0.0
         self._processes: set[psutil.Process] = set()
         self._killed: psutil.Process | None = None
 
@@ -100,21 +98,25 @@ class MemoryWatch:
         self._processes = find(self.session_id, self.group)
 
     def look(self) -> bool:
-        """Return whether all processes must end."""
+        """Return whether the processes have exceeded the limit. If only the largest must end, kill it."""
+        begin = time.monotonic()
         sizes = self._sizes(lambda process: process.memory_info().rss)
         # A killed process keeps its memory for a moment.
         if sum(sizes.values()) <= self.limit or (self._killed and sizes.get(self._killed)):
-            return False
+            return self._exceeded
         # Memory that processes share is counted for each of them. It takes longer to count it once.
+        if begin < self._next_exact:
+            return self._exceeded
         sizes = self._sizes(_share)
+        self._next_exact = begin + _PAUSE * (time.monotonic() - begin)
         if sum(sizes.values()) <= self.limit:
-            return False
-        self.oom_kills += 1
+            return self._exceeded
+        self._exceeded = True
         if not self.whole:
             self._killed = max(sizes, key=lambda process: sizes[process] + self._adjustment(process))
             with contextlib.suppress(psutil.Error):
                 self._killed.kill()
-        return self.whole
+        return True
 
     def _sizes(self, size: Callable[[psutil.Process], int]) -> dict[psutil.Process, int]:
         sizes = {}

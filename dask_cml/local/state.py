@@ -1,15 +1,14 @@
 """The state that all processes of the local platform share: small files, each written as a whole.
 
-Each session has a folder, which every function reads anew. ``plan.json`` describes the launch and never
-changes. The session's supervisor writes its status to ``status.json``. The file ``end.json`` requests that
-the session stops, or that it fails. The folder ``tmp`` is the session's TMPDIR. The supervisor holds the file
-``lock`` while it runs. If it dies, the kernel releases the lock.
+Each session has a folder. Its ``session.json`` describes the launch, and what has become of it since. The
+session's supervisor alone writes it. The file ``end.json`` requests that the session stops, or that it fails.
+The folder ``tmp`` is the session's TMPDIR. The supervisor holds the file ``lock`` while it runs. If it dies,
+the kernel releases the lock, and whoever reads the session next ends it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import fcntl
 import functools
@@ -18,29 +17,31 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import string
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dask_cml.local import extensions
 from dask_cml.private_files import make_folder, owner_only
 
+#: A session as ``session.json`` has it.
+Session = dict[str, Any]
+
 DIRECTORY_VARIABLE = "DASK_CML_LOCAL_DIRECTORY"
 ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
 #: Logs once what several calls find.
 _warn = functools.lru_cache(maxsize=1000)(logging.getLogger(__name__).warning)
 _ALPHABET = string.ascii_lowercase + string.digits
-#: What the platform tells of a session's plan.
-_TOLD = ("name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
+#: What the platform tells of a session as it is.
+_TOLD = ("id", "status", "name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
 #: Why a session failed, in the words of :func:`dask_cml.local.sessions`.
 OUT_OF_MEMORY, SCRATCH_FULL, EVICTED = "out of memory", "scratch full", "evicted"
-#: The version of the plans.
-_VERSION = 3
+#: The version of ``session.json``.
+_VERSION = 4
 
 
 def directory() -> Path:
@@ -62,6 +63,11 @@ def directory() -> Path:
     make_folder(path)
     make_folder(path / "sessions")
     return path
+
+
+def folder_of(session_id: str) -> Path:
+    """Return the folder of a session."""
+    return directory() / "sessions" / session_id
 
 
 @contextlib.contextmanager
@@ -107,46 +113,12 @@ def locked() -> Iterator[Path]:
         yield path
 
 
-@dataclasses.dataclass(frozen=True)
-class SessionState:
-    """A session at one moment."""
-
-    folder: Path
-    plan: Mapping[str, Any]
-    status: Mapping[str, Any]
-
-    @property
-    def id(self) -> str:
-        """The session's id."""
-        return self.folder.name
-
-    @property
-    def live(self) -> bool:
-        """Whether the session has not ended."""
-        return self.status["status"] not in ENDED
-
-    @property
-    def half_made(self) -> bool:
-        """Whether the session is an engine that a refused launch left behind."""
-        return self.plan["fate"] == "refused"
-
-    @property
-    def waits(self) -> bool:
-        """Whether the session waits for room, because the quota is exhausted."""
-        return self.plan["waits"] and not self.status.get("admitted")
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether the session was asked to stop."""
-        return (read_json(self.folder / "end.json") or {}).get("how") == "stopped"
-
-
 def new_id() -> str:
     """Return 16 random letters and digits."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(16))
 
 
-def create_session(plan: Mapping[str, Any]) -> int:
+def create_session(session: Session) -> int:
     """Create the folder of a new session.
 
     Returns
@@ -154,48 +126,57 @@ def create_session(plan: Mapping[str, Any]) -> int:
     int
         A file descriptor with the session's lock. The session fails when all copies of it are closed.
     """
-    sessions = directory() / "sessions"
-    hidden = sessions / f".{plan['id']}"
-    hidden.mkdir(mode=0o700)
-    lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    folder = folder_of(session["id"])
+    folder.mkdir(mode=0o700)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    write_json(hidden / "plan.json", {**plan, "version": _VERSION})
-    write_json(hidden / "status.json", {"status": "scheduling"})
-    hidden.rename(sessions / plan["id"])
+    # Nobody sees the session before it has this file.
+    write_json(folder / "session.json", {**session, "version": _VERSION})
     return lock
 
 
-def read_session(session_id: str) -> SessionState | None:
+def is_live(session: Session) -> bool:
+    """Return whether a session has not ended."""
+    return session["status"] not in ENDED
+
+
+def read_session(session_id: str) -> Session | None:
     """Return the current state of a session. Return None if no session has this id.
 
-    If the session has not ended but its supervisor has died, mark it as failed.
+    If the session has not ended but its supervisor has died, end it as failed.
     """
-    return _read_and_check(directory() / "sessions" / session_id)
+    return _current(folder_of(session_id))
 
 
-def read_sessions() -> list[SessionState]:
+def read_sessions() -> list[Session]:
     """Return the current states of all sessions, the oldest first."""
-    with os.scandir(directory() / "sessions") as entries:
-        folders = [Path(entry.path) for entry in entries]
-    sessions = [session for session in map(_read_and_check, folders) if session]
-    return sorted(sessions, key=lambda session: session.plan["created_at"])
+    sessions = [session for session in map(_current, (directory() / "sessions").iterdir()) if session]
+    return sorted(sessions, key=lambda session: session["created_at"])
 
 
-def _read_and_check(folder: Path) -> SessionState | None:
-    if not folder.name.isalnum():
-        return None
+def _current(folder: Path) -> Session | None:
     session = _read(folder)
-    if session and session.live and not session.half_made:
-        return _end(session, "failed", "supervisor lost")
+    if session is None or not is_live(session):
+        return session
+    try:
+        with lock_if_free(folder / "lock") as is_free:
+            # The supervisor may have written the session's end before it released the lock.
+            if is_free and (session := _read(folder)) and is_live(session):
+                free(session)
+                session |= {"status": "failed", "finished_at": time.time(), "reason": "supervisor lost"}
+                write_json(folder / "session.json", session)
+    except FileNotFoundError:  # the session was removed
+        return None
     return session
 
 
-def _read(folder: Path) -> SessionState | None:
+def _read(folder: Path) -> Session | None:
+    if not folder.name.isalnum():
+        return None
     try:
-        status = json.loads((folder / "status.json").read_bytes())
-        session = SessionState(folder, _plan(folder), {**status, "status": status["status"]})
+        session: Session = json.loads((folder / "session.json").read_bytes())
         # Another release of dask-cml may have launched it.
-        return session if session.plan.get("version") == _VERSION else None
+        return session if session["version"] == _VERSION and session["status"] else None
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
@@ -203,51 +184,27 @@ def _read(folder: Path) -> SessionState | None:
         return None
 
 
-@functools.lru_cache(maxsize=1000)
-def _plan(folder: Path) -> Mapping[str, Any]:
-    """Return the plan, which never changes."""
-    plan: dict[str, Any] = json.loads((folder / "plan.json").read_bytes())
-    return plan
-
-
-def _end(session: SessionState, how: str, reason: str | None = None) -> SessionState | None:
-    """End a session that has no supervisor. Return its current state."""
-    try:
-        with lock_if_free(session.folder / "lock") as is_free:
-            if not is_free:
-                return session
-            # The supervisor may have written the session's end before it released the lock.
-            now = _read(session.folder)
-            if now and now.live:
-                free(now)
-                ended = {**now.status, "status": how, "finished_at": time.time(), "reason": reason}
-                write_json(now.folder / "status.json", ended)
-    except FileNotFoundError:  # the session was removed
-        return None
-    return _read(session.folder)
-
-
-def free(session: SessionState, group: int | None = None) -> None:
+def free(session: Session, group: int | None = None) -> None:
     """Kill every process of a session, and remove its scratch space.
 
     Parameters
     ----------
-    session : SessionState
+    session : dict
         The session.
     group : int, optional
         See :func:`processes.find`.
     """
     from dask_cml.local import processes  # imports psutil, which takes long
 
-    processes.kill(session.id, group)
-    shutil.rmtree(session.folder / "tmp", ignore_errors=True)
-    for remove in extensions.hooks(session.plan["extensions"], "remove"):
-        remove(session.plan)
+    processes.kill(session["id"], group)
+    shutil.rmtree(folder_of(session["id"]) / "tmp", ignore_errors=True)
+    for remove in extensions.hooks(session["extensions"], "remove"):
+        remove(session)
 
 
 def request_end(
     session_id: str, how: str = "stopped", reason: str | None = None, notice: bool = True
-) -> SessionState | None:
+) -> Session | None:
     """Ask a session to end, without waiting for it. Return its last state, or None if it does not exist.
 
     Parameters
@@ -262,34 +219,29 @@ def request_end(
         Whether its main process gets SIGTERM first.
     """
     session = read_session(session_id)
-    if session and session.live:
+    if session and is_live(session):
         with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
-            write_json(session.folder / "end.json", {"how": how, "reason": reason, "notice": notice})
-        if session.half_made:
-            _end(session, how, reason)
-        elif "supervisor" in session.status:  # otherwise, it looks for the file when it is ready
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(session.status["supervisor"], signal.SIGUSR1)
+            write_json(folder_of(session_id) / "end.json", {"how": how, "reason": reason, "notice": notice})
     return session
 
 
-def public(session: SessionState) -> dict[str, Any]:
+def stop_requested(session_id: str) -> bool:
+    """Return whether a session was asked to stop."""
+    return (read_json(folder_of(session_id) / "end.json") or {}).get("how") == "stopped"
+
+
+def public(session: Session) -> dict[str, Any]:
     """Return a session as the platform describes it."""
-    plan, status = session.plan, session.status
+    created, running, finished = (session.get(f"{event}_at") for event in ("created", "running", "finished"))
     description = {
-        **{name: plan[name] for name in _TOLD},
-        "id": session.id,
-        "status": status["status"],
-        "created_at": _timestamp(plan["created_at"]),
-        "running_at": _timestamp(status.get("running_at")),
-        "finished_at": _timestamp(status.get("finished_at")),
-        "duration": None,
+        **{name: session[name] for name in _TOLD},
+        "created_at": _timestamp(created),
+        "running_at": _timestamp(running),
+        "finished_at": _timestamp(finished),
+        "duration": round(max(0.0, finished - (running or created)), 3) if finished else None,
     }
-    if "finished_at" in status:
-        begin = status.get("running_at", plan["created_at"])
-        description["duration"] = round(max(0.0, status["finished_at"] - begin), 3)
-    if status["status"] != "scheduling":
-        description["ip_address"] = plan["ip"] if "running_at" in status else "unknown"
+    if session["status"] != "scheduling":
+        description["ip_address"] = session["ip"] if running else "unknown"
     return description
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,11 +18,12 @@ if TYPE_CHECKING:
     from dask_cml.local import engines, extensions, state
     from dask_cml.local.processes import MemoryWatch
 
-_RUNNER = Path(__file__).with_name("runner.py")
 #: Seconds for which a session runs that an injected fault ends.
 _MOMENT = 0.1
-#: Seconds between two checks whether the session's owner has ended, or a waiting session has room.
-_INTERVAL = 0.5
+#: Seconds between two looks at what may end the session.
+_INTERVAL = 0.1
+#: Seconds between two checks whether a waiting session has room.
+_ROOM_INTERVAL = 0.5
 #: Seconds between two looks at which processes the session has, and at its scratch space.
 _SEARCH_INTERVAL, _SCRATCH_INTERVAL = 0.5, 1.0
 #: Seconds of pause after a look of one second, at least: looks take a thirtieth of a CPU at most.
@@ -43,44 +41,23 @@ class Supervisor:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.plan: dict[str, Any] = state.read_json(folder / "plan.json")
-        self.status: dict[str, Any] = {"supervisor": os.getpid()}
+        self.session: dict[str, Any] = state.read_json(folder / "session.json")
         self.child: subprocess.Popen[bytes] | None = None
         self.memory: MemoryWatch | None = None
-        #: Whether all processes must die if memory is exhausted.
-        self.whole = self.plan["over_memory"] == "session"
+        self.scratch_is_full = False
         #: Why the session fails, and whether its main process gets SIGTERM first.
-        self.reason, self.notice = "", True
-        self._listen()
-
-    def _listen(self) -> None:
-        """Let signals interrupt :meth:`pause`."""
-        self._woken, self._wake = os.pipe()
-        for end in (self._woken, self._wake):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        for signum in (signal.SIGUSR1, signal.SIGCHLD):
-            signal.signal(signum, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: state.request_end(self.folder.name))
+        self.reason: str | None = None
+        self.notice = True
+        signal.signal(signal.SIGTERM, lambda *_: state.request_end(folder.name))
         # The shell that started this process ignores these signals, and the session would inherit that.
         for signum in (signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_DFL)
 
-    def pause(self, seconds: float) -> None:
-        """Wait for a signal, for :meth:`wake`, or for this many seconds."""
-        if select.select([self._woken], [], [], seconds)[0]:
-            os.read(self._woken, 4096)
-
-    def wake(self, reason: str = "") -> None:
-        """Interrupt :meth:`pause`, from a thread, and let the session fail for a reason."""
-        self.reason = self.reason or reason
-        os.write(self._wake, b"0")
-
-    @property
     def out_of_memory(self) -> bool:
-        """Whether all processes must be killed, because of the memory that they took together."""
-        main_is_killed = self.child is not None and self.child.poll() == -signal.SIGKILL
-        return self.memory is not None and self.memory.oom_kills > 0 and (self.whole or main_is_killed)
+        """Return whether all processes must be killed, because of the memory that they took together."""
+        if self.child is None or self.memory is None or not self.memory.look():
+            return False
+        return self.session["over_memory"] == "session" or self.child.poll() == -signal.SIGKILL
 
     def find_end(self) -> str | None:
         """Return the session's last status if it has ended or must end."""
@@ -88,10 +65,12 @@ class Supervisor:
         if request := state.read_json(self.folder / "end.json"):
             self.reason, self.notice = request["reason"], request["notice"]
             return str(request["how"])
-        if engines.has_ended(self.plan["owner"]):
+        if engines.has_ended(self.session["owner"]):
             return "stopped"
-        if self.out_of_memory:
+        if self.out_of_memory():
             self.reason, self.notice = state.OUT_OF_MEMORY, False
+        elif self.scratch_is_full:
+            self.reason = state.SCRATCH_FULL
         if self.reason or exit_status:
             return "failed"
         return None if exit_status is None else "succeeded"
@@ -108,13 +87,13 @@ class Supervisor:
         while not (end := self.find_end()):
             if (left := deadline - time.monotonic()) <= 0:
                 return None
-            self.pause(min(left, _INTERVAL))
+            time.sleep(min(left, _INTERVAL))
         return end
 
     def write(self, status: str, **more: Any) -> None:
         """Publish the session's status."""
-        self.status.update(status=status, **more)
-        state.write_json(self.folder / "status.json", self.status)
+        self.session.update(status=status, **more)
+        state.write_json(self.folder / "session.json", self.session)
 
     def run(self) -> None:
         """Run the session, from its start to its end."""
@@ -123,21 +102,20 @@ class Supervisor:
         except Exception:
             traceback.print_exc()
             end = "failed"
-        reason = self.reason if end == "failed" else ""
         try:
             self.clean_up()
         except Exception:
             traceback.print_exc()
-        self.write(end, finished_at=time.time(), reason=reason or None)
+        self.write(end, finished_at=time.time(), reason=self.reason)
 
     def live(self) -> str:
         """Run the session, and return its last status."""
-        fate, delay = self.plan["fate"], self.plan["start_delay"]
-        self.write("scheduling")
-        while self.plan["waits"] and not self.admitted():
-            if end := self.wait(_INTERVAL):
+        fate, delay = self.session["fate"], self.session["start_delay"]
+        self.write("scheduling", supervisor=os.getpid())
+        while self.session["waits"] and not self.admitted():
+            if end := self.wait(_ROOM_INTERVAL):
                 return end
-        if end := self.wait(None if fate == "stuck" else delay / 2):
+        if end := self.wait(None if fate in ("refused", "stuck") else delay / 2):
             return end
         self.write("starting")
         if end := self.wait(delay / 2):
@@ -147,7 +125,7 @@ class Supervisor:
         self.write("running", running_at=time.time())
         if fate in ("fails", "succeeds"):
             return self.wait(_MOMENT) or {"fails": "failed", "succeeds": "succeeded"}[fate]
-        return self.wait(self.plan["lifetime"]) or "timedout"
+        return self.wait(self.session["lifetime"]) or "timedout"
 
     def admitted(self) -> bool:
         """Admit a waiting session if there is room and it is the first. Return whether it was admitted."""
@@ -156,62 +134,55 @@ class Supervisor:
         with state.locked():
             room = launching.has_room(self.folder.name)
             if room:
-                self.write("scheduling", admitted=True)
+                self.write("scheduling", waits=False)
             return room
 
     def start(self) -> None:
         """Start the session's program within its limits."""
-        scratch = self.folder / "tmp"
-        scratch.mkdir(mode=0o700)
-        entry = [word for enter in self._hooks("enter") for word in enter(self.plan)]
-        if script := self.plan["script"]:
-            program = [script]
-        else:
-            program = [str(_RUNNER), str(self.folder / "plan.json")]
+        (self.folder / "tmp").mkdir(mode=0o700)
+        entry = [word for enter in self._hooks("enter") for word in enter(self.session)]
         # The leader of a process group and a POSIX session.
         self.child = subprocess.Popen(
-            [*entry, self.plan["python"], "-u", *program],
+            [*entry, *self.session["command"]],
             stdin=subprocess.DEVNULL,
-            env=self.plan["env"],
-            cwd=self.plan["directory"],
+            env=self.session["env"],
+            cwd=self.session["directory"],
             start_new_session=True,
         )
-        self.memory = next((memory(self.plan) for memory in self._hooks("memory")), None)
-        if self.memory is None and self.plan["over_memory"] != "nothing":
+        self.memory = next((memory(self.session) for memory in self._hooks("memory")), None)
+        if self.memory is None and self.session["over_memory"] != "nothing":
             from dask_cml.local.processes import MemoryWatch  # imports psutil, which takes long
 
-            self.memory = MemoryWatch(self.folder.name, self.child.pid, self.plan["memory"], self.whole)
+            self.memory = MemoryWatch(self.session, self.child.pid)
             _repeat(self.memory.search, _SEARCH_INTERVAL)
-        if self.memory is not None:
-            _repeat(self.memory.look, self.memory.interval, self.wake)
-        if limit := self.plan["scratch"]:
-            full = functools.partial(self.wake, state.SCRATCH_FULL)
-            _repeat(lambda: gibibytes(scratch) > limit, _SCRATCH_INTERVAL, full)
+        if self.session["scratch"]:
+            _repeat(self.look_at_scratch, _SCRATCH_INTERVAL)
+
+    def look_at_scratch(self) -> None:
+        """Find out whether the scratch space is full."""
+        self.scratch_is_full = gibibytes(self.folder / "tmp") > self.session["scratch"]
 
     def _hooks(self, name: str) -> list[Callable[..., Any]]:
-        return extensions.hooks(self.plan["extensions"], name)
+        return extensions.hooks(self.session["extensions"], name)
 
     def clean_up(self) -> None:
         """End all processes of the session by SIGKILL: after a notice to the main one, or at once."""
         if self.child and self.notice:
             self.child.terminate()
-            deadline = time.monotonic() + self.plan["stop_grace"]
-            while self.child.poll() is None and not self.out_of_memory and time.monotonic() < deadline:
-                self.pause(max(0.0, deadline - time.monotonic()))
-        session = state.SessionState(self.folder, self.plan, self.status)
-        state.free(session, self.child.pid if self.child else None)
+            deadline = time.monotonic() + self.session["stop_grace"]
+            while self.child.poll() is None and not self.out_of_memory() and time.monotonic() < deadline:
+                time.sleep(_INTERVAL)
+        state.free(self.session, self.child.pid if self.child else None)
 
 
-def _repeat(look: Callable[[], object], interval: float, then: Callable[[], None] | None = None) -> None:
-    """Call a function in a thread every `interval` seconds. If it returns true, call `then` and end."""
+def _repeat(look: Callable[[], object], interval: float) -> None:
+    """Call a function in a thread every `interval` seconds."""
 
     def run() -> None:
-        with contextlib.suppress(FileNotFoundError):  # the session has ended
-            while True:
-                begin = time.monotonic()
-                if look() and then:
-                    return then()
-                time.sleep(max(interval, _PAUSE * (time.monotonic() - begin)))
+        while True:
+            begin = time.monotonic()
+            look()
+            time.sleep(max(interval, _PAUSE * (time.monotonic() - begin)))
 
     threading.Thread(target=run, daemon=True).start()
 

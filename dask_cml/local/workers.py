@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import importlib.util
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -122,11 +121,6 @@ def launch_workers(
     if not script and not code:
         raise ValueError("invalid script='', code='': expected a script or code")
     checks.environment("env", env)
-    if not script and code.lstrip().startswith("!") and importlib.util.find_spec("IPython") is None:
-        raise ImportError(
-            "the local platform runs !commands with IPython, which is not installed: "
-            "`pip install 'dask-cml[local]'`"
-        )
     request: dict[str, Any] = {
         "cpu": float(cpu),
         "memory": float(memory),
@@ -164,8 +158,7 @@ def list_workers() -> list[SessionInfo]:
 def _list(function: str) -> list[SessionInfo]:
     def get() -> list[SessionInfo]:
         launcher = launching.calling_session()
-        sessions = state.read_sessions()
-        return [state.public(each) for each in sessions if each.plan["launcher"] == launcher]
+        return [state.public(each) for each in state.read_sessions() if each["launcher"] == launcher]
 
     return _request(get, function)
 
@@ -249,13 +242,12 @@ def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
         return stop_workers(*mine) if mine else None
 
     def put(session_id: str) -> Response:
-        session = state.read_session(session_id)
-        plan = session.plan if session else {"name": "", "code": ""}
+        session = state.read_session(session_id) or {"name": "", "code": ""}
 
         def stop() -> Response:
             return Response(204 if state.request_end(session_id) else 404)
 
-        return _request(stop, "stop_workers", plan["name"], plan["code"])
+        return _request(stop, "stop_workers", session["name"], session["code"])
 
     return _in_threads(put, [each["id"] if isinstance(each, Mapping) else each for each in ids])
 

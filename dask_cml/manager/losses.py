@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 #: list the scheduler's session here, and nothing shows that it has ended. The platform lists a session only
 #: to the session that launched it. The last sign of life may be younger than the last answer.
 _SILENCE = LONGEST_SILENCE + 10.0
+#: Seconds more for observers, within which a manager of the cluster's user replaces a dead scheduler.
+_OBSERVER_PATIENCE = 60.0
 #: Seconds within which the record disappears of a cluster that another process deletes, after its scheduler.
 _DELETED_WITHIN = 3.0
 
@@ -160,11 +162,12 @@ class LossFinder:
             return Losses(outcome=Outcome.ENDED, why=await self._why_it_ended())
         if (why := await self._recorded_end()) is not None and not self._state.client.connected:
             return Losses(outcome=Outcome.ENDED, why=why)
-        if scheduler.session_id not in listing and silent > _SILENCE:
+        patience = _SILENCE + _OBSERVER_PATIENCE * self._state.observes
+        if scheduler.session_id not in listing and silent > patience:
             if (why := await self._why_dead()) is not None and not self._state.client.connected:
                 return Losses(outcome=Outcome.ENDED, why=why)
             why = (
-                f"the scheduler at {scheduler.address} has not answered for {_SILENCE:g} s, and CML does not "
+                f"the scheduler at {scheduler.address} has not answered for {patience:g} s, and CML does not "
                 f"list its session {scheduler.session_id} here; to check it, run `dask cml list`"
             )
             return Losses(outcome=Outcome.OUT_OF_SIGHT, why=why)

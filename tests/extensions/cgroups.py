@@ -31,8 +31,6 @@ class Cgroup:
         Whether all processes die when they exceed the limit.
     """
 
-    interval = 0.02
-
     def __init__(self, path: Path, whole: bool = True) -> None:
         self.path, self.whole = path, whole
 
@@ -61,10 +59,11 @@ class Cgroup:
         return int(dict(line.split() for line in self._read(name)).get("oom_kill", 0))
 
     def look(self) -> bool:
-        """Return whether all processes must end. With version 1, the kernel kills only one."""
-        if exhausted := self.oom_kills > 0 and self.whole:
+        """Return whether the processes have exceeded the limit. With version 1, the kernel kills only one."""
+        exceeded = self.oom_kills > 0
+        if exceeded and self.whole:
             self._kill()  # the others must not have time to notice
-        return exhausted
+        return exceeded
 
     def remove(self) -> None:
         """Remove it, when the session's processes have ended.

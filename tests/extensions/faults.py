@@ -221,11 +221,6 @@ def _show(session: dict[str, Any], hidden: Mapping[str, float]) -> dict[str, Any
     if session["status"] == "running" and since("running_at", "unknown_status"):
         session = {**session, "status": "UNKNOWN"}
     ends = not session["finished_at"] or since("finished_at", "stopping")
-    if "stopping" in hidden and _stops(session) and ends:
+    if "stopping" in hidden and state.stop_requested(session["id"]) and ends:
         session = {**session, "status": "STOPPING", "finished_at": None, "duration": None}
     return session
-
-
-def _stops(session: Mapping[str, Any]) -> bool:
-    end = state.read_json(state.directory() / "sessions" / session["id"] / "end.json") or {}
-    return bool(end.get("how") == "stopped")

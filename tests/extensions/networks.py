@@ -61,7 +61,7 @@ def enter(plan: dict[str, Any]) -> list[str]:
 
 def cut(session_id: str) -> None:
     """Take down a session's link, so that all packets from and to it are lost."""
-    own = state.read_json(state.directory() / "sessions" / session_id / "plan.json")["network"]
+    own = state.read_json(state.directory() / "sessions" / session_id / "session.json")["network"]
     _batch(own["bridge"], f"link set {own['interface']} down")
 
 

@@ -30,7 +30,7 @@ ENDS = {
 def supervisor_of(session: dict[str, Any]) -> int:
     """The process id of a session's supervisor."""
     folder = Path(os.environ["DASK_CML_LOCAL_DIRECTORY"], "sessions", session["id"])
-    status = json.loads((folder / "status.json").read_text())
+    status = json.loads((folder / "session.json").read_text())
     return int(status["supervisor"])
 
 

@@ -158,7 +158,8 @@ def test_shared_memory_counts_once():
 
 
 def exceeds(process, memory):
-    watch = MemoryWatch("0" * 16, process.pid, memory, whole=True)
+    session = {"id": "0" * 16, "memory": memory, "over_memory": "session"}
+    watch = MemoryWatch(session, process.pid)
     watch.search()
     return watch.look()
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
 
-def write_session(status, plan):
+def write_session(session):
     folder = Path(os.environ["DASK_CML_LOCAL_DIRECTORY"], "sessions", "0123456789abcdef")
     folder.mkdir(mode=0o700)
     (folder / "lock").touch(mode=0o600)
-    (folder / "plan.json").write_text(json.dumps(plan))
-    (folder / "status.json").write_text(status)
+    (folder / "session.json").write_text(session)
 
 
 def test_settings_of_other_versions_are_readable(platform):
@@ -24,14 +22,14 @@ def test_settings_of_other_versions_are_readable(platform):
 
 
 def test_sessions_of_another_release_are_not_listed(platform, caplog):
-    write_session('{"status": "running"}', {"created_at": 1790000000.0})
+    write_session('{"status": "running", "created_at": 1790000000.0, "version": 3}')
     assert platform.sessions() == []
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("status", ["", "{", "[]", '{"supervisor": 1}'])
-def test_unreadable_session_is_skipped_with_one_line(platform, launch, caplog, status):
-    write_session(status, {"version": 3})
+@pytest.mark.parametrize("session", ["", "{", "[]", '{"version": 4}'])
+def test_unreadable_session_is_skipped_with_one_line(platform, launch, caplog, session):
+    write_session(session)
     [session] = launch(code="pass")
     assert [each["id"] for each in platform.sessions()] == [session["id"]]
     platform.sessions()
