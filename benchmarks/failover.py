@@ -26,7 +26,7 @@ def one_run(n: int, platform: Any) -> dict[str, float]:
         client.submit(abs, -1).result()
         start = time.perf_counter() - begin
         begin = time.perf_counter()
-        platform.evict(cluster.manager.scheduler.session_id)
+        platform.evict(cluster.scheduler.session_id)
         while client.status != "connecting":
             time.sleep(0.01)
         while client.status != "running":

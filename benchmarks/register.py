@@ -61,7 +61,7 @@ def one_run(n: int) -> dict[str, Any]:
         while len(manager.fleet.workers) < n:
             time.sleep(0.1)
         keys = [str(getattr(cluster.security, key)) for key in _KEYS]
-        address = manager.scheduler.address
+        address = cluster.scheduler.address
         stalls = Stalls(cluster.loop.asyncio_loop)
         stalls.so_far()
         cpu, begin = time.process_time(), time.monotonic()

@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import threading
+import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -223,11 +224,12 @@ class CMLCluster(SpecCluster):
         **kwargs: Any,
     ) -> None:
         refuse_unexpected(CMLCluster, kwargs)
+        _check_loop(asynchronous, loop)
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}
         options = Options.read(**given).inheriting()
         self._begin(
-            lambda **more: Manager(options, given, show=not quiet, **more),
+            Manager(options, given, show=not quiet),
             asynchronous=asynchronous,
             loop=loop,
             silence_logs=silence_logs,
@@ -236,12 +238,11 @@ class CMLCluster(SpecCluster):
 
     def _begin(
         self,
-        make_manager: Callable[..., Manager],
+        manager: Manager,
         *,
-        asynchronous: bool = False,
-        loop: Any = None,
         silence_logs: int | str | bool | None = logging.WARNING,
         quiet: bool = False,
+        **arguments: Any,
     ) -> None:
         """Begin with a manager. Without a running event loop, start."""
         self._silence = contextlib.ExitStack()
@@ -250,18 +251,18 @@ class CMLCluster(SpecCluster):
         self._forwarder: DashboardForwarder | None = None
         self._close_lock = threading.Lock()
         self._quiet = quiet
-        self.manager = make_manager(log=lambda text: self._log(printable_lines(text)))
+        self.manager = manager
+        manager.log = lambda text: self._log(printable_lines(text))
         try:
             SpecCluster.__init__(
                 self,
                 worker={"cls": CMLWorker, "options": {}},
-                asynchronous=asynchronous,
-                loop=loop,
                 name=self.manager.options.name,
                 shutdown_on_close=self.manager.shutdown_on_close,
+                **arguments,
             )
         except BaseException as error:  # also Ctrl-C must leave no session behind
-            self._end(None, shutdown=not self.manager.adopts)
+            self._end(shutdown=not self.manager.adopts)
             if isinstance(error, KeyboardInterrupt):
                 self.manager.show_interrupt()
             if isinstance(error, (CMLError, KeyboardInterrupt)):
@@ -316,9 +317,10 @@ class CMLCluster(SpecCluster):
         ...     print(cluster.name)
         mine
         """
+        _check_loop(asynchronous, loop)
         own = {"shutdown_on_close": shutdown_on_close, "forward_dashboard": forward_dashboard}
         return cls.of_manager(
-            lambda **more: Manager.adopt(store.read(name), **own, **more),
+            Manager.adopt(store.read(name), **own),
             asynchronous=asynchronous,
             loop=loop,
             silence_logs=silence_logs,
@@ -326,18 +328,18 @@ class CMLCluster(SpecCluster):
         )
 
     @classmethod
-    def of_manager(cls, make_manager: Callable[..., Manager], **arguments: Any) -> Self:
+    def of_manager(cls, manager: Manager, **arguments: Any) -> Self:
         """Return a cluster with a manager of its own.
 
         Parameters
         ----------
-        make_manager : callable
-            Returns the manager. Gets its argument ``log``.
+        manager : Manager
+            The manager, which has not started.
         **arguments
             ``asynchronous``, ``loop``, ``silence_logs`` and ``quiet`` of the class.
         """
         cluster = cls.__new__(cls)
-        cluster._begin(make_manager, **arguments)
+        cluster._begin(manager, **arguments)
         return cluster
 
     # -- scaling
@@ -558,8 +560,8 @@ class CMLCluster(SpecCluster):
 
     status = _OfManager(lambda manager: manager.status)
     options = _OfManager(lambda manager: manager.options)
-    security = _OfManager(lambda manager: manager.security)
-    scheduler = _OfManager(lambda manager: manager.scheduler)
+    security = _OfManager(lambda manager: manager.state.launcher.security or Security())
+    scheduler = _OfManager(lambda manager: manager.state.launcher.scheduler)
     workers = _OfManager(lambda manager: manager.fleet.workers)
     scheduler_info = _OfManager(lambda manager: manager.state.scheduler_info)
     scheduler_comm = _OfManager(lambda manager: manager.state.client.rpc)
@@ -583,8 +585,8 @@ class CMLCluster(SpecCluster):
 
     def _spec(self, options: Options) -> dict[str, Any]:
         """Return SpecCluster's form of a worker session, by which it counts the Dask workers."""
-        spec: dict[str, Any] = {"cls": CMLWorker, "options": {"nthreads": options.nthreads}}
-        return {**spec, "group": dask_names("", options.processes)} if options.processes > 1 else spec
+        names = dask_names("", options.processes)
+        return {"cls": CMLWorker, "options": {"nthreads": options.nthreads}, "group": names}
 
     @property
     def _cluster_class_name(self) -> str:
@@ -791,15 +793,15 @@ class CMLCluster(SpecCluster):
         await self.manager.wishes.settle()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
-        async def wait() -> None:
-            while len(self.scheduler_info["workers"]) < n_workers:  # noqa: ASYNC110
-                await asyncio.sleep(_WAIT_INTERVAL)
-
-        try:
-            await asyncio.wait_for(wait(), parse_timedelta(timeout, "s"))
-        except asyncio.TimeoutError:
-            n = len(self.scheduler_info["workers"])
-            raise TimeoutError(f"{n} of {n_workers} workers connected within {timeout} s") from None
+        deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
+        while (n := len(self.scheduler_info["workers"])) < n_workers:
+            if self.status in (Status.closing, Status.closed, Status.failed):
+                raise CMLError(
+                    f"{n} of {n_workers} workers connected: cluster {self.name} is {self.status.name}"
+                )
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{n} of {n_workers} workers connected within {timeout} s")
+            await asyncio.sleep(_WAIT_INTERVAL)
 
     def __await__(self) -> Generator[Any, Any, Self]:
         async def ready() -> Self:
@@ -813,13 +815,14 @@ class CMLCluster(SpecCluster):
         return ready().__await__()
 
     async def __aenter__(self) -> Self:
-        return await self
+        try:
+            return await self
+        except BaseException:  # also if it is cancelled, when Dask's class would leave it open
+            await self._close()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._end(None, self.shutdown_on_close)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._close(self.shutdown_on_close)
+        self._end(shutdown=self.shutdown_on_close)
 
     def sync(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a coroutine function. Remove the event loop's frames from errors of the platform."""
@@ -839,7 +842,7 @@ class CMLCluster(SpecCluster):
 
     # -- end
 
-    def close(self, timeout: float | None = None) -> Awaitable[None] | None:
+    def close(self, timeout: float | None = None) -> Any:
         """Shut the cluster down: stop all sessions, unless it was created with ``shutdown_on_close=False``.
 
         This also shuts down a cluster from :meth:`from_name`. To keep it running, call :meth:`leave`.
@@ -854,35 +857,45 @@ class CMLCluster(SpecCluster):
         CMLError
             If CML did not stop some sessions. The message names them.
         """
-        return self._end(timeout, self.shutdown_on_close or self.manager.adopts)
+        return self._end(timeout, shutdown=self.shutdown_on_close or self.manager.adopts)
 
-    def leave(self) -> Awaitable[None] | None:
+    def leave(self) -> Any:
         """Close this object only. The scheduler and the workers keep running.
 
         Examples
         --------
         >>> CMLCluster.from_name("mine").leave()
         """
-        return self._end(None, shutdown=False)
+        return self._end(shutdown=False)
 
-    def _end(self, timeout: float | None, shutdown: bool) -> Awaitable[None] | None:
+    def _end(self, timeout: float | None = None, *, shutdown: bool) -> Any:
         if self.asynchronous:
             return self.sync(self._close, shutdown, callback_timeout=timeout)
         if self.manager.is_forks_copy:
             return None
         with self._close_lock:  # a second thread would wait for a loop that the first one has stopped
-            if self.status != Status.closed:
+            if self._loop_runner.is_started():
                 self.sync(self._close, shutdown, callback_timeout=timeout)
             self._loop_runner.stop()
         return None
 
-    async def _close(self, shutdown: bool = True) -> None:
+    async def _close(self, shutdown: bool | None = None) -> None:
+        """Close this object. By default, as at the end of an ``async with`` block."""
         try:
             if self._forwarder is not None:
                 await self._forwarder.close()
-            await self.manager.close(shutdown)
+            await self.manager.close(self.shutdown_on_close if shutdown is None else shutdown)
         finally:
             self._silence.close()
             for callback in self.periodic_callbacks.values():  # of the widget, which shows the end
                 callback.stop()
                 callback.callback()
+
+
+def _check_loop(asynchronous: bool, loop: Any) -> None:
+    if asynchronous and loop is None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            expected = "a running event loop; create the cluster in a coroutine, or pass asynchronous=False"
+            raise ValueError(message("asynchronous", asynchronous, expected)) from None

@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from distributed.core import Status
@@ -84,7 +84,7 @@ def find_manager(settings: Mapping[str, Any]) -> Any:
 class ListedCluster(CMLCluster):
     """A cluster of another process. SHUTDOWN calls :meth:`close` without asking the user."""
 
-    def close(self, timeout: float | None = None) -> Awaitable[None] | None:
+    def close(self, timeout: float | None = None) -> Any:
         """Shut the cluster down.
 
         Raises

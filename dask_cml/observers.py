@@ -87,11 +87,8 @@ class Observers:
         **arguments
             Arguments of :meth:`Manager.adopt`.
         """
-
-        def adopt(**more: Any) -> Manager:
-            return Manager.adopt(record, **{"observes": True, **arguments, **more})
-
-        return self.cluster_class.of_manager(adopt, asynchronous=True, quiet=True)
+        manager = Manager.adopt(record, **{"observes": True, **arguments})
+        return self.cluster_class.of_manager(manager, asynchronous=True, quiet=True)
 
     def joined(self, observed: Observed) -> None:
         """Show a cluster, which now has a manager."""
@@ -162,9 +159,6 @@ class Observers:
             self.joined(observed)
 
     async def _leave(self, observed: Observed) -> None:
-        if observed.cluster is None:
-            return
-        leaving = observed.cluster.leave()
-        if leaving is not None:
-            await leaving
-        observed.cluster, observed.not_before = None, time.monotonic() + _RETRY
+        if observed.cluster is not None:
+            await observed.cluster.leave()
+            observed.cluster, observed.not_before = None, time.monotonic() + _RETRY

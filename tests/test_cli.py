@@ -218,7 +218,8 @@ def test_ctrl_c_before_adapt_is_settled_leaves_nothing_adapting(platform, monkey
 
     async def interrupted(self):
         await settle(self)
-        raise asyncio.CancelledError
+        if self.state.fleet.adapting["default"]:
+            raise asyncio.CancelledError
 
     with monkeypatch.context() as patch:
         patch.setattr(Wishes, "settle", interrupted)

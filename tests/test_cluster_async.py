@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from unittest import mock
 
 import dask
 import pytest
@@ -14,6 +15,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
 from dask_cml.layout import HISTORY_FOLDER
+from dask_cml.manager.wishes import Wishes
 from dask_cml.options import state_directory
 from dask_cml.records import store
 
@@ -184,6 +186,27 @@ async def test_an_idle_cluster_shuts_down(it):
     cluster = await simulate(n_workers=1, idle_timeout="5s")
     await eventually(lambda: cluster.status == Status.closed)
     assert not it.platform.running
+
+
+@simulated
+async def test_wait_for_workers_fails_when_the_cluster_has_ended(it):
+    cluster = await simulate(idle_timeout="5s")
+    with pytest.raises(CMLError, match=r"0 of 1 workers connected: cluster .* is clos"):
+        await cluster.wait_for_workers(1)
+
+
+@simulated
+async def test_a_block_that_is_cancelled_before_it_begins_closes_the_cluster(it):
+    interrupted = mock.patch.object(Wishes, "settle", side_effect=asyncio.CancelledError)
+    with interrupted, pytest.raises(asyncio.CancelledError):
+        async with simulate(n_workers=1):
+            pytest.fail("the block has begun")
+    assert not it.platform.running
+
+
+def test_an_asynchronous_cluster_needs_an_event_loop(platform):
+    with pytest.raises(ValueError, match="invalid asynchronous=True: expected a running event loop"):
+        CMLCluster(platform="local", asynchronous=True)
 
 
 @simulated

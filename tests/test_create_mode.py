@@ -6,7 +6,7 @@ import asyncio
 
 import dask
 import pytest
-from clusters import arrived, simulate, target, write_record
+from clusters import arrived, rebuild, simulate, target, write_record
 from distributed import Client
 from distributed.core import Status
 from simulated.testing import eventually, simulated
@@ -90,6 +90,16 @@ async def test_a_busy_scheduler_may_answer_as_late_as_dasks_clients_allow(platfo
     ):
         await CMLCluster.from_name("lab", asynchronous=True)
     assert patience == [77]
+
+
+@simulated
+async def test_a_running_cluster_does_not_take_worker_groups_from_the_configuration(it):
+    async with lab(memory=2, worker_groups={}):
+        unfit = {"cml.memory": 16, "cml.worker-groups": {"big": {"memory-reserve": 3}}}
+        with dask.config.set(unfit):
+            for connect in (lambda: rebuild("lab"), lambda: lab(create_mode="connect")):
+                async with connect() as other:
+                    assert other.worker_groups.keys() == {"default"}
 
 
 async def test_connecting_creates_no_cluster(platform):

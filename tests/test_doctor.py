@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -21,7 +22,7 @@ from distributed.versions import get_versions
 
 from dask_cml import CMLCluster, cli
 from dask_cml.doctor import clusters, environment, examine
-from dask_cml.doctor.finding import Finding
+from dask_cml.doctor.environment import Finding
 from dask_cml.records import liveness
 from dask_cml.records.record import Maker, Record, SchedulerState
 
@@ -541,6 +542,16 @@ def test_doctor_names_different_versions_and_silent_workers_of_a_cluster(platfor
             os.kill(pid, signal.SIGCONT)
         assert finding.state == "warning"
         assert "The cluster did not report all versions within 5 s: TimeoutError()" in finding.words
+
+
+def test_workers_that_connect_during_the_check_do_not_count_as_silent(monkeypatch):
+    async def ask(record, timeout):
+        return [get_versions()["packages"]] * 4
+
+    monkeypatch.setattr(clusters, "_ask", ask)
+    row = {"status": "running", "workers": 2}
+    finding = asyncio.run(clusters._compare(Record("lab"), row, 5))
+    assert (finding.state, "(3)" in finding.words) == ("ok", True)
 
 
 def test_an_unknown_cluster_is_wrong_and_a_stale_one_a_warning(platform):

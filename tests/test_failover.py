@@ -281,7 +281,7 @@ async def test_after_too_many_lost_schedulers_in_a_row_the_cluster_ends(it, limi
     with dask.config.set({"cml.scheduler-restarts": limit}):
         async with simulate(name="lab", n_workers=1) as cluster:
             it.platform.doom("fails", times=10, key="scheduler")
-            it.platform.evict(cluster.manager.scheduler.session_id)
+            it.platform.evict(cluster.scheduler.session_id)
             await eventually(lambda: cluster.status == Status.closed)
             assert log_of(cluster).count("launching another scheduler") == limit
             assert not it.platform.running
@@ -300,7 +300,7 @@ async def test_a_cluster_that_a_client_shuts_down_gets_no_other_scheduler(it):
 async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it):
     with mock.patch.object(failover, "_PAUSES", (3600.0,)):
         async with simulate(name="lab", n_workers=1) as cluster:
-            it.platform.evict(cluster.manager.scheduler.session_id)
+            it.platform.evict(cluster.scheduler.session_id)
             await eventually(lambda: not cluster.manager.state.connected)
             await end_all([store.read("lab")])
             await cluster.close()
@@ -311,7 +311,7 @@ async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it
 async def test_a_cluster_that_closes_while_its_next_scheduler_starts_leaves_nothing(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         it.platform.doom("silent", key="scheduler")
-        it.platform.evict(cluster.manager.scheduler.session_id)
+        it.platform.evict(cluster.scheduler.session_id)
         await eventually(lambda: "launching another scheduler" in log_of(cluster))
         await cluster.close()
     assert not it.platform.running
@@ -323,7 +323,7 @@ async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
         await eventually(lambda: arrived(cluster) == 1)
         answered = threading.Event()
         it.platform.plan("launch_workers", Mishap(), Mishap(before=answered))
-        it.platform.evict(cluster.manager.scheduler.session_id)
+        it.platform.evict(cluster.scheduler.session_id)
         await eventually(lambda: not cluster.manager.state.connected)
         await eventually(lambda: cluster.manager.state.connected, seconds=20.0)
         answered.set()
@@ -333,7 +333,7 @@ async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
 async def lose_and_recover(it, cluster):
     """Let a cluster with one worker lose its scheduler, and wait for another one with a worker."""
     await eventually(lambda: arrived(cluster) == 1)
-    it.platform.evict(cluster.manager.scheduler.session_id)
+    it.platform.evict(cluster.scheduler.session_id)
     await eventually(lambda: not cluster.manager.state.connected)
     await eventually(lambda: cluster.manager.state.connected and arrived(cluster) == 1)
 
@@ -342,7 +342,7 @@ async def lose_and_recover(it, cluster):
 async def test_the_line_about_a_lost_scheduler_contains_the_platforms_reason(it):
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
-        it.platform.set(cluster.manager.scheduler.session_id, k8sMessage="OOMKilled")
+        it.platform.set(cluster.scheduler.session_id, k8sMessage="OOMKilled")
         await lose_and_recover(it, cluster)
         assert "with tasks and results: out of memory, the platform says OOMKilled" in log_of(cluster)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import math
 import shlex
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
 
 if TYPE_CHECKING:
+    from dask_cml.cluster import CMLCluster
     from dask_cml.manager.manager import Manager
 
 _DELETED = "another process has deleted it"
@@ -51,9 +51,9 @@ _time_limit = click.option(
 @_time_limit
 async def scale(name: str, n: int, group: str, timeout: float) -> None:
     """Scale a cluster to N worker sessions, and wait until they are connected."""
-    async with managing(name) as manager:
-        manager.wishes.scale(n, group)
-        await wait_for_scale(manager, n, group, timeout)
+    async with running(name) as cluster:
+        cluster.scale(n, worker_group=group)
+        await wait_for_scale(cluster.manager, n, group, timeout)
     click.echo(f"Cluster {name} scaled to {_n_workers(n, group)}")
 
 
@@ -71,14 +71,11 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
     """
     from distributed.core import Status
 
-    from dask_cml.manager.adaptive import CMLAdaptive
-
-    async with managing(name) as manager:
-        state = manager.state
-        minimum, maximum = manager.wishes.bounds(group, minimum, maximum)
-        adaptive = CMLAdaptive(manager.wishes, worker_group=group, minimum=minimum, maximum=maximum)
-        manager.wishes.adapt(adaptive, group)
-        adapts = f"Cluster {name} adapts between {minimum} and {_n_workers(maximum, group)}"
+    async with running(name) as cluster:
+        manager, state = cluster.manager, cluster.manager.state
+        most = math.inf if maximum is None else maximum
+        adaptive: Any = cluster.adapt(minimum, most, worker_group=group)
+        adapts = f"Cluster {name} adapts between {adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
         try:
             await manager.wishes.settle()
             click.echo(f"{adapts} until Ctrl-C" if state.leads else adapts)
@@ -101,21 +98,11 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
         raise CMLError(f"the cluster {name} has shut down: {state.problem or _DELETED}")
 
 
-@asynccontextmanager
-async def managing(name: str) -> AsyncIterator[Manager]:
-    """Manage a cluster for the time of an ``async with`` block. The cluster runs on."""
-    from distributed.utils import silence_logging_cmgr
+def running(name: str) -> CMLCluster:
+    """Return a cluster, which runs on after an ``async with`` block."""
+    from dask_cml.cluster import CMLCluster
 
-    from dask_cml.manager.manager import Manager
-    from dask_cml.records import store
-
-    with silence_logging_cmgr(logging.WARNING):
-        manager = Manager.adopt(store.read(name))
-        await manager.start()
-        try:
-            yield manager
-        finally:
-            await manager.close(shutdown=False)
+    return CMLCluster.from_name(name, asynchronous=True, quiet=True)
 
 
 def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
@@ -190,11 +177,11 @@ async def add_group(name: str, group: str, timeout: float, **options: Any) -> No
 
     Without an option, the group takes the cluster's value.
     """
-    async with managing(name) as manager:
-        checked = manager.options.of_group(given(options))
-        await manager.wishes.add_group(group, checked)
-        await wait_for_scale(manager, checked.n_workers, group, timeout)
-    click.echo(f"Worker group {group} added to cluster {name}: {_n_workers(checked.n_workers)}")
+    async with running(name) as cluster:
+        await cluster.add_worker_group(group, **given(options))
+        n = cluster.worker_groups[group].n_workers
+        await wait_for_scale(cluster.manager, n, group, timeout)
+    click.echo(f"Worker group {group} added to cluster {name}: {_n_workers(n)}")
 
 
 @group.command("delete")
@@ -203,8 +190,8 @@ async def add_group(name: str, group: str, timeout: float, **options: Any) -> No
 async def delete_group(name: str, group: str) -> None:
     """Delete a worker group: stop all its sessions. Its workers move their results to others first."""
     show(f"Deleting worker group {group}")
-    async with managing(name) as manager:
-        await manager.wishes.delete_group(group)
+    async with running(name) as cluster:
+        await cluster.delete_worker_group(group)
     show()
     click.echo(f"Worker group {group} deleted from cluster {name}")
 
@@ -214,8 +201,8 @@ async def delete_group(name: str, group: str) -> None:
 @as_json
 async def list_groups(name: str, as_json: bool) -> None:
     """List the worker groups of a cluster."""
-    async with managing(name) as manager:
-        groups = [*manager.state.groups.values()]
+    async with running(name) as cluster:
+        groups = [*cluster.worker_groups.values()]
     if as_json:
         print_json([asdict(each) for each in groups])
         return

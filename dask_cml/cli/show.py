@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from dask_cml.printable import printable
 
 if TYPE_CHECKING:
     from dask_cml.records.history import EndedCluster
-    from dask_cml.records.usage import SessionHours
+    from dask_cml.records.usage import SessionHours, Usage
 
 #: Every log is opened at each look, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
@@ -94,19 +94,17 @@ async def info(name: str, as_json: bool) -> None:
         "security": "none" if record.security is None else "TLS with its own keys",
         "creator": f"process {record.maker.pid} on {record.maker.host}",
     }
-    for key, text in about.items():
-        if text:
-            _print(key, text)
+    lines = [*about.items()]
     for group, options in {DEFAULT_GROUP: record.options, **record.groups}.items():
-        sizes = {each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu")}
-        words = [f"{each}={size:g}" for each, size in sizes.items() if isinstance(size, (int, float))]
+        size = {each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu")}
+        sizes = [f"{each}={amount:g}" for each, amount in size.items() if isinstance(amount, (int, float))]
         present = (row["groups"] or {}).get(group)
-        _print("group", f"{group}  {_shown('workers', present)} Dask workers connected, {' '.join(words)}")
+        words = f"{group}  {_shown('workers', present)} Dask workers connected, {' '.join(sizes)}"
+        lines.append(("group", words))
     for session, role in sessions.items():
         owner = f"  ends with the session {record.owners[session]}" if session in record.owners else ""
-        _print("session", f"{session}  {role}{owner}")
-    for line in repr(usage).splitlines():
-        _print("usage", line)
+        lines.append(("session", f"{session}  {role}{owner}"))
+    _print(lines, usage)
 
 
 @cml.command(name="history")
@@ -178,15 +176,14 @@ def _print_one(one: EndedCluster) -> None:
         "workers": f"{one.most_workers} at most; {one.idle_words}",
         "cost": None if cost is None else f"{cost:,.2f}",
     }
-    for key, text in about.items():
+    _print(about.items(), one.usage)
+
+
+def _print(lines: Iterable[tuple[str, str | None]], usage: Usage) -> None:
+    """Print lines with their keys, and a table of the usage."""
+    for key, text in [*lines, *(("usage", line) for line in repr(usage).splitlines())]:
         if text:
-            _print(key, text)
-    for line in repr(one.usage).splitlines():
-        _print("usage", line)
-
-
-def _print(key: str, text: str) -> None:
-    click.echo(printable(f"{key:<10} {text}"))
+            click.echo(printable(f"{key:<10} {text}"))
 
 
 @cml.command()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from dask_cml.doctor import clusters, environment
-from dask_cml.doctor.finding import Finding, dask_command
+from dask_cml.doctor.environment import Finding, dask_command
 from dask_cml.sessions.calls import start
 
 __all__ = ["Finding", "examine"]

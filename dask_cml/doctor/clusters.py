@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dask_cml.doctor.finding import Finding, dask_command
+from dask_cml.doctor.environment import Finding, dask_command
 from dask_cml.errors import NoSuchCluster
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
     if differences := compare(get_versions()["packages"], found):
         words = f"{' '.join(differences)} Delete the cluster, and create it again."
         return Finding("warning", words, f"{dask_command()} cml delete {name}")
-    if silent := row["workers"] + 1 - len(found):
+    if (silent := row["workers"] + 1 - len(found)) > 0:  # some may have connected meanwhile
         return Finding("warning", f"{silent} of {row['workers']} workers do not respond.")
     return Finding("ok", f"The scheduler and all workers ({len(found) - 1}) run this process's versions.")
 

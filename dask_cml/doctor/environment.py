@@ -13,14 +13,17 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
+import click
 import dask.config
 
 from dask_cml import options
-from dask_cml.doctor.finding import Finding, dask_command, pip_command
 from dask_cml.errors import NotOnCML
+from dask_cml.printable import printable
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import answers
 from dask_cml.sessions.loading import load_platform
@@ -51,6 +54,50 @@ _IMPORTED = ("bokeh", "numba", "pandas", "pyarrow")
 
 _SERVER_EXTENSIONS = ("dask_labextension", "dask_cml.jupyter")
 _TIME_OUTS = ("JUPYTER_KERNEL_TIMEOUT_SECONDS", 3600), ("JUPYTER_SERVER_TIMEOUT_SECONDS", 300)
+
+
+State = Literal["ok", "warning", "wrong"]
+
+_COLORS = {"ok": "green", "warning": "yellow", "wrong": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Parameters
+    ----------
+    state : {"ok", "warning", "wrong"}
+        With ``"wrong"``, clusters cannot run. With ``"warning"``, clusters run, but a feature does not work.
+    words : str
+        The result, in sentences.
+    command : str, optional
+        A shell command that fixes the problem.
+    name : str
+        The name of the check, or of the cluster.
+    """
+
+    state: State
+    words: str
+    command: str | None = None
+    name: str = ""
+
+    def render(self) -> str:
+        """Format the finding for a terminal, with the command on a separate line."""
+        begin = f"{click.style(self.state, fg=_COLORS[self.state])}{' ' * (9 - len(self.state))}"
+        command = f"\n{'':<28}{self.command}" if self.command else ""
+        return f"{begin}{printable(self.name):<16} {printable(self.words)}" + command
+
+
+def pip_command(action: str, *arguments: str) -> str:
+    """Return a shell command that runs this Python's pip."""
+    user = ["--user"] if action == "install" and sys.prefix == sys.base_prefix else []
+    return shlex.join([sys.executable, "-m", "pip", action, *user, *arguments])
+
+
+def dask_command() -> str:
+    """Return the shell command ``dask``, or its long form if ``dask`` is not on the PATH."""
+    return "dask" if shutil.which("dask") else shlex.join([sys.executable, "-m", "dask"])
 
 
 def platform() -> Finding:

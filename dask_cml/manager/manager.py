@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from distributed.core import Status
-from distributed.security import Security
 
 from dask_cml.cancellation import cancel
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
@@ -27,7 +26,6 @@ from dask_cml.options import Options
 from dask_cml.options.limits import check_new
 from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
-from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -55,8 +53,6 @@ class Manager:
         Whether this manager only observes: it keeps no orphan alive, and leads only if no other manager can.
     maker : Maker, optional
         What the record says of this process. Default: this process and its user.
-    log : callable, optional
-        Gets each line for the user. Default: the log.
     show : bool
         Whether to show the progress of the start.
 
@@ -73,6 +69,8 @@ class Manager:
         What is wanted, and which sessions exist.
     shutdown_on_close : bool
         Whether the cluster is shut down when this process exits.
+    log : callable
+        Gets each line for the user. Default: the log.
 
     Examples
     --------
@@ -92,7 +90,6 @@ class Manager:
         record: Record | None = None,
         observes: bool = False,
         maker: Maker | None = None,
-        log: Callable[[str], None] | None = None,
         show: bool = False,
     ) -> None:
         self.options = options
@@ -101,7 +98,7 @@ class Manager:
         self._given = given or {}
         self._maker = maker
         self._show = show
-        self._log = log or logger.info
+        self.log: Callable[[str], None] = logger.info
         self._pid = os.getpid()
         if record is None and options.create_mode == "create":
             check_new(options)
@@ -148,6 +145,7 @@ class Manager:
             create_mode="create",
             shutdown_on_close=shutdown_on_close,
             forward_dashboard=forward_dashboard,
+            worker_groups={},  # this process's configuration is for new clusters
         )
         return cls(options, record=record, **arguments)
 
@@ -160,7 +158,7 @@ class Manager:
             secrets.token_hex(8),
             record,
             observes=self._observes,
-            log=self._log,
+            log=lambda line: self.log(line),
             changed=self._changed,
         )
         self.state.status = status
@@ -237,7 +235,7 @@ class Manager:
         record = await wait_until_running(name, timeout)
         differing = self.options.differing(given, record.options)
         kept = f"; it keeps its {', '.join(differing)}" if differing else ""
-        self._log(f"Connected to running cluster {name}{kept}")
+        self.log(f"Connected to running cluster {name}{kept}")
         self.options = self.options.of_running(record.options, bool(given.get("shutdown_on_close")))
         self.shutdown_on_close = self.options.shutdown_on_close
         # Requests to a cluster that was not created do not apply to the running one.
@@ -259,16 +257,6 @@ class Manager:
     def status(self) -> Status:
         """The status of the manager. A fork's copy is closed."""
         return Status.closed if self.is_forks_copy else self.state.status
-
-    @property
-    def scheduler(self) -> CMLScheduler | None:
-        """The scheduler's session. None before the start."""
-        return self.state.launcher.scheduler
-
-    @property
-    def security(self) -> Security:
-        """The keys of the cluster."""
-        return self.state.launcher.security or Security()
 
     def _changed(self, urgent: bool) -> None:
         """React to an answer of the scheduler."""
@@ -348,7 +336,7 @@ class Manager:
         ended = losses.outcome == Outcome.ENDED
         self.end_reason = f"its scheduler was lost: {losses.why}"
         said = "shut down" if ended else "disconnected"
-        self._log(f"Cluster {self.options.name} {said}: {losses.why}")
+        self.log(f"Cluster {self.options.name} {said}: {losses.why}")
         while self.status != Status.closed:
             try:
                 await self.close(shutdown=ended)

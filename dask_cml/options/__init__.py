@@ -188,7 +188,7 @@ class Options:
     def of_running(self, recorded: Mapping[str, Any], shutdown_on_close: bool) -> Options:
         """Return the options of a running cluster, with this manager's own values of unrecorded options."""
         own = {each.argument: getattr(self, each.argument) for each in ARGUMENTS if not each.recorded}
-        return Options.read(recorded, **{**own, "shutdown_on_close": shutdown_on_close})
+        return Options.read(recorded, **{**own, "shutdown_on_close": shutdown_on_close, "worker_groups": {}})
 
     def differing(self, given: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
         """Return the names of the given options whose values differ from those of a running cluster."""

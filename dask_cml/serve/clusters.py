@@ -108,7 +108,7 @@ class ProjectClusters(Observers):
         """
         await cancel(self._looking, *(each.task for each in self._created.values()))
         owned = {name: each for name, each in self._managers().items() if each.shutdown_on_close}
-        ending = {name: asyncio.create_task(self._close(each)) for name, each in owned.items()}
+        ending = {name: asyncio.ensure_future(each.close()) for name, each in owned.items()}
         if ending:
             await asyncio.wait(ending.values(), timeout=_GRACE)
         left = [name for name, task in ending.items() if not task.done() or task.exception() is not None]
@@ -116,12 +116,6 @@ class ProjectClusters(Observers):
         await super().close()
         if left:
             raise CMLError(f"some sessions of these clusters were not stopped: {', '.join(left)}")
-
-    @staticmethod
-    async def _close(cluster: CMLCluster) -> None:
-        closing = cluster.close()
-        if closing is not None:
-            await closing
 
     # -- observers
 
@@ -297,9 +291,7 @@ class ProjectClusters(Observers):
         name = given.name
         if name in self._created and self._created[name].cluster is not None:
             raise ClusterExists(name)
-        cluster = CMLCluster.of_manager(
-            lambda **more: Manager(given, maker=maker, **more), asynchronous=True, quiet=True
-        )
+        cluster = CMLCluster.of_manager(Manager(given, maker=maker), asynchronous=True, quiet=True)
         own = self._created[name] = CreatedCluster(Record(name, maker=maker), cluster)
         own.task = asyncio.create_task(self._start(own, cluster))
         await asyncio.wait({own.task}, timeout=_PATIENCE)
@@ -316,7 +308,7 @@ class ProjectClusters(Observers):
                 logger.exception("Cluster %s not started", own.record.name)
             own.cluster, own.failure = None, error
             with contextlib.suppress(CMLError):
-                await self._close(cluster)
+                await cluster.close()
 
     async def delete(self, name: str, user: str | None = None) -> None:
         """Stop all sessions of a cluster, or forget a failed cluster.
@@ -340,10 +332,10 @@ class ProjectClusters(Observers):
             each.cluster.manager.end_reason = operations.deleted_by(user)
         if isinstance(each, CreatedCluster):
             if each.cluster is not None:
-                await self._close(each.cluster)
+                await each.cluster.close()
             self._created.pop(name, None)
         elif each.cluster is not None and each.cluster.status == Status.running:
-            await self._close(each.cluster)
+            await each.cluster.close()
         elif (error := (await operations.end_all([each.record], user))[name]) is not None:
             raise error
 
