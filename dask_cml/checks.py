@@ -379,3 +379,15 @@ def worker_groups(argument: str, value: Any) -> dict[str, dict[str, Any]]:
             raise TypeError(of_type(f"{argument}[{name!r}]", options, "a mapping of options"))
         groups[group] = {key.replace("-", "_"): each for key, each in options.items()}
     return groups
+
+
+def check_loop(asynchronous: bool, loop: Any) -> None:
+    """Check that an asynchronous cluster has an event loop."""
+    import asyncio
+
+    if asynchronous and loop is None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            expected = "a running event loop; create the cluster in a coroutine, or pass asynchronous=False"
+            raise ValueError(message("asynchronous", asynchronous, expected)) from None

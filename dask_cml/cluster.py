@@ -22,7 +22,7 @@ from distributed.scheduler import Scheduler
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
-from dask_cml.checks import message
+from dask_cml.checks import check_loop, message
 from dask_cml.dashboard.proxy import DashboardForwarder
 from dask_cml.display.group import WorkerGroup
 from dask_cml.display.html import escaped, render, status_of
@@ -224,7 +224,7 @@ class CMLCluster(SpecCluster):
         **kwargs: Any,
     ) -> None:
         refuse_unexpected(CMLCluster, kwargs)
-        _check_loop(asynchronous, loop)
+        check_loop(asynchronous, loop)
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}
         options = Options.read(**given).inheriting()
@@ -317,7 +317,7 @@ class CMLCluster(SpecCluster):
         ...     print(cluster.name)
         mine
         """
-        _check_loop(asynchronous, loop)
+        check_loop(asynchronous, loop)
         own = {"shutdown_on_close": shutdown_on_close, "forward_dashboard": forward_dashboard}
         return cls.of_manager(
             Manager.adopt(store.read(name), **own),
@@ -571,7 +571,7 @@ class CMLCluster(SpecCluster):
     def worker_spec(self) -> dict[str, Any]:
         """The wanted worker sessions by name, as in Dask's SpecCluster. A copy: use :meth:`scale`."""
         states = self.manager.fleet.states
-        return {name: self._spec(group.options) for group in states for name in group.names}
+        return {name: self._spec(group.options) for group in states for name in group.wanted.names}
 
     @worker_spec.setter
     def worker_spec(self, value: Any) -> None:
@@ -581,7 +581,7 @@ class CMLCluster(SpecCluster):
     def new_worker_spec(self) -> dict[str, Any]:
         """Return the name and the form of the next worker of the default group. Nothing is launched."""
         group = self.manager.fleet.group()
-        return {session_name(self.name, group.name, group.number): self._spec(group.options)}
+        return {session_name(self.name, group.name, group.wanted.number): self._spec(group.options)}
 
     def _spec(self, options: Options) -> dict[str, Any]:
         """Return SpecCluster's form of a worker session, by which it counts the Dask workers."""
@@ -890,12 +890,3 @@ class CMLCluster(SpecCluster):
             for callback in self.periodic_callbacks.values():  # of the widget, which shows the end
                 callback.stop()
                 callback.callback()
-
-
-def _check_loop(asynchronous: bool, loop: Any) -> None:
-    if asynchronous and loop is None:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            expected = "a running event loop; create the cluster in a coroutine, or pass asynchronous=False"
-            raise ValueError(message("asynchronous", asynchronous, expected)) from None

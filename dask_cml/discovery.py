@@ -21,5 +21,6 @@ async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
     """
     records = await asyncio.to_thread(store.records)
     # dask-ctl gives a discovery 5 s, which stale records must not use up.
-    for name in await liveness.identities(records, timeout=2.0, patience=4.0):
-        yield name, CMLCluster
+    for name, finding in (await liveness.look(records, timeout=2.0, patience=4.0)).items():
+        if finding.state is liveness.State.ALIVE:
+            yield name, CMLCluster

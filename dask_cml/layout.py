@@ -14,8 +14,8 @@ RECORD_FILE = "record.json"
 REMOVED_FILE = ".removed.json"
 #: The folder in the state directory for what remains of ended clusters. No cluster can have this name.
 HISTORY_FOLDER = ".history"
-#: The files of sessions that are launched, of those that have ended, and the names that sessions have taken.
-SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER = "sessions", "ended", "started"
+#: The files of sessions, and the names that sessions have taken.
+SESSIONS_FOLDER, STARTED_FOLDER = "sessions", "started"
 #: The name of the scheduler's session in these files. The other names are those of worker sessions.
 SCHEDULER = "scheduler"
 #: The environment variables of a scheduler's session: the cluster's folder, and the number of the scheduler.

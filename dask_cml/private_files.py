@@ -151,8 +151,8 @@ def read_file(path: Path, parent: int | None = None) -> bytes:
     return content
 
 
-def write_file(name: str, content: bytes, folder: int) -> None:
-    """Write a file atomically, and wait until the content is on the disk.
+def write_file(name: str, content: bytes, folder: int, *, new: bool = False) -> bool:
+    """Write a file atomically, and wait until the content is on the disk. Return whether it was written.
 
     Parameters
     ----------
@@ -162,6 +162,8 @@ def write_file(name: str, content: bytes, folder: int) -> None:
         The content of the file.
     folder : int
         The descriptor of its folder.
+    new : bool
+        Whether to leave an existing file alone. If several processes write it at the same time, one succeeds.
     """
     # By hand: libraries for atomic writes take paths, and another folder may have taken the path meanwhile.
     temporary = f".{name}-{secrets.token_hex(8)}"
@@ -171,28 +173,14 @@ def write_file(name: str, content: bytes, folder: int) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
-
-
-def write_new_file(name: str, content: bytes, folder: int) -> bool:
-    """Do the same as :func:`write_file`, unless the file exists. Return whether this call has written it.
-
-    If several processes write it at the same time, one succeeds.
-    """
-    mine = f".{name}-{secrets.token_hex(8)}"
-    write_file(mine, content, folder)
-    try:
-        os.link(
-            mine, name, src_dir_fd=folder, dst_dir_fd=folder
-        )  # the complete file gets its name in one step
+        # The complete file gets its name in one step.
+        name_it = os.link if new else os.replace
+        name_it(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except FileExistsError:
         return False
     finally:
-        os.unlink(mine, dir_fd=folder)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
     return True
 
 

@@ -29,3 +29,6 @@ TOPIC = "cml"
 HEARTBEAT, OBSERVER_HEARTBEAT = 2.0, 10.0
 #: Seconds without a message after which a manager counts as disconnected, and does not lead any more.
 LEASE, OBSERVER_LEASE = 15.0, 40.0
+#: Seconds between two signs of life of a scheduler, the times of its file, and of silence after which an
+#: unreachable scheduler counts as dead.
+SIGN_OF_LIFE, LONGEST_SILENCE = 15.0, 120.0

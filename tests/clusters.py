@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,10 +14,10 @@ from simulated.world import World
 
 from dask_cml import CMLCluster
 from dask_cml.layout import scheduler_file
+from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import Changes
-from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.entry import Launch, fact
 
 #: The time at which recorded sessions were launched.
 LAUNCHED = 1790000000
@@ -99,24 +99,29 @@ def write_record(record: Record) -> Path:
     if record.scheduler.address is not None:
         write_scheduler(record, folder)
     launches = [*record.launches.values()]
-    changes = Changes(
-        [replace(each, waits=False, began=None) for each in launches],
-        waiting=[each.id for each in launches if each.waits],
-        began={each.id: each.began for each in launches if each.began},
-    )
-    store.write_sessions(changes, record.name, id=record.id)
+    facts = [fact(each.id, "waits") for each in launches if each.waits]
+    facts += [fact(each.id, "began", each.began) for each in launches if each.began]
+    store.write_sessions(launches, facts, record.name, id=record.id)
     return folder
 
 
-def launch(record: Record, *ids: str, key: str = "a-0", **more: Any) -> None:
+def launch(record: Record, *ids: str, key: str = "a-0", waiting=(), began=None, ended=None) -> None:
     """Write sessions into a record, as the manager does that has launched them."""
-    changes = Changes([Launch(each, key, None, LAUNCHED) for each in ids], **more)
-    store.write_sessions(changes, record.name, id=record.id)
+    facts = [fact(each, "waits") for each in waiting]
+    facts += [fact(each, "began", at) for each, at in (began or {}).items()]
+    facts += [fact(each, "ended", at, "") for each, at in (ended or {}).items()]
+    launched = [Launch(each, key, None, LAUNCHED) for each in ids]
+    store.write_sessions(launched, facts, record.name, id=record.id)
+
+
+def sign_of(name: str) -> Path:
+    """Return the file of a cluster's last scheduler, whose time is the scheduler's last sign of life."""
+    return state_directory() / name / scheduler_file(store.read(name).scheduler.number)
 
 
 def end(record: Record, *ids: str, at: int = LAUNCHED + 60) -> None:
     """Write into a record that sessions have ended."""
-    store.write_sessions(Changes(ended=dict.fromkeys(ids, at)), record.name, id=record.id)
+    store.write_sessions([], [fact(each, "ended", at, "") for each in ids], record.name, id=record.id)
 
 
 def write_scheduler(record: Record, folder: Path) -> None:

@@ -59,7 +59,7 @@ class Wishes:
         self.cluster = Cluster(planned, processes, gpu={"options": {"nvidia_gpu": 2, "nthreads": 4}})
         self.fleet = self.cluster.fleet
         self.scheduler = Scheduler()
-        names = [*self.fleet.group().names]
+        names = [*self.fleet.group().wanted.names]
         self.cluster.launch(*names[:launched])
         self.arrive(*names[:arrived])
         client = SchedulerClient(self.fleet, False, lambda _: None)
@@ -84,7 +84,7 @@ class Wishes:
         self.scheduler.workers = sorted(self.fleet.observed)
 
     async def decide(self, op, group, key, n=None, names=()):
-        assert self.fleet.group(group).adapting["key"] == key
+        assert self.fleet.group(group).wanted.adapting["key"] == key
         self.did.append(
             (op, {*names} if n is None else n) if group == "default" else (op, {*names} or n, group)
         )
@@ -263,7 +263,7 @@ async def test_a_group_closes_its_own_sessions_only():
 async def test_idle_sessions_are_closed_before_those_that_run_another_groups_tasks():
     wishes = Wishes(planned=1)
     wishes.cluster.want("scale", "gpu", 4)
-    wishes.arrive(*wishes.fleet.group("gpu").names)
+    wishes.arrive(*wishes.fleet.group("gpu").wanted.names)
     held = {"managed": 0, "limit": 0}
     wishes.scheduler.groups = {
         "default": {"sessions": 1, "busy": 1, "lent": [0], **held},
@@ -358,7 +358,7 @@ async def test_the_leader_takes_over_the_limits_that_another_manager_asked_for(m
     asked = adaptive(wishes, minimum=1, maximum=maximum, wait_count=7, interval="2 s", target_duration="9 s")
     wishes.cluster.want("adapt", "default", **asked.limits)
     stop_adapting(asked, "its manager has left")
-    taken = CMLAdaptive.of(wishes, "default", wishes.fleet.group().adapting)
+    taken = CMLAdaptive.of(wishes, "default", wishes.fleet.group().wanted.adapting)
     assert (taken.minimum, taken.maximum, taken.key) == (1, maximum, asked.key)
     assert (taken.interval, taken.wait_count, taken.target_duration) == (2.0, 7, 9.0)
     stop_adapting(taken, "the test is over")

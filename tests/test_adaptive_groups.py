@@ -39,7 +39,7 @@ def client(cluster):
 
 def launched(cluster, group):
     """How many sessions a group has ever had."""
-    return cluster.manager.fleet.group(group).number
+    return cluster.manager.fleet.group(group).wanted.number
 
 
 @simulated

@@ -226,7 +226,7 @@ def test_ctrl_c_before_adapt_is_settled_leaves_nothing_adapting(platform, monkey
         with pytest.raises(asyncio.CancelledError):
             asyncio.run(change.adapt.callback("mine", 1, 2, "default"))
     with CMLCluster.from_name("mine", quiet=True, shutdown_on_close=True) as cluster:
-        assert cluster.manager.fleet.group().adapting is None
+        assert cluster.manager.fleet.group().wanted.adapting is None
 
 
 def test_ctrl_c_in_create_reports_the_stopped_sessions_and_leaves_none(platform, until):

@@ -180,11 +180,10 @@ ANOTHERS = (
 asyncio.run(main())
 from dask_cml import local
 from dask_cml.records import store
-from dask_cml.records.session_files import Changes
 from dask_cml.sessions.entry import Launch
 [session] = local.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
-launched = Changes([Launch(session["id"], f"{cluster.name}-7", None, int(time.time()))])
-store.write_sessions(launched, cluster.name, id=store.read(cluster.name).id)
+launched = [Launch(session["id"], f"{cluster.name}-7", None, int(time.time()))]
+store.write_sessions(launched, [], cluster.name, id=store.read(cluster.name).id)
 """
 )
 

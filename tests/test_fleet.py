@@ -17,7 +17,7 @@ from dask_cml.scheduler.wanted import Wanted
 def seen(fleet, group="default"):
     """The target of a group, and the names of its wanted sessions."""
     state = fleet.group(group)
-    return state.target, [*state.names]
+    return state.wanted.target, [*state.wanted.names]
 
 
 # -- wishes
@@ -49,20 +49,20 @@ def test_the_last_wishes_of_a_group_count(wishes, after):
     mine = Cluster(gpu={"target": 3})
     for op, arguments in wishes:
         mine.fleet.wish(op, group="gpu", **arguments)
-    assert mine.fleet.group("gpu").target == after
-    assert mine.fleet.group().target == 0
+    assert mine.fleet.group("gpu").wanted.target == after
+    assert mine.fleet.group().wanted.target == 0
     adapts = wishes[-1][0] == "adapt"
-    assert (mine.fleet.group("gpu").adapting is not None) == adapts
+    assert (mine.fleet.group("gpu").wanted.adapting is not None) == adapts
     if wishes[-1][0] != "delete_group":
         mine.carry_out()
-        assert mine.fleet.group("gpu").target == after
-        assert (mine.fleet.group("gpu").adapting is not None) == adapts
+        assert mine.fleet.group("gpu").wanted.target == after
+        assert (mine.fleet.group("gpu").wanted.adapting is not None) == adapts
 
 
 def test_a_removed_session_lowers_the_target_at_once():
     mine = Cluster(3)
     mine.fleet.wish("remove", names=["mine-1", "unknown"])
-    assert mine.fleet.group().target == 2
+    assert mine.fleet.group().wanted.target == 2
     mine.carry_out()
     assert seen(mine.fleet) == (2, ["mine-0", "mine-2"])
 
@@ -98,7 +98,7 @@ def test_the_last_wish_of_many_threads_counts():
         each.result()
     mine.fleet.wish("scale", group="default", n=2)
     mine.carry_out()
-    assert mine.fleet.group().target == mine.wanted.groups["default"].target == 2
+    assert mine.fleet.group().wanted.target == mine.wanted.groups["default"].target == 2
 
 
 def test_a_closed_cluster_refuses_wishes():
@@ -233,9 +233,9 @@ def test_a_wish_to_stop_adapting_counts_before_the_scheduler_has_answered():
     mine = Cluster(1)
     mine.fleet.wish("adapt", group="default", minimum=1, maximum=3, key="a", options={})
     mine.fleet.wish("stop_adapting", group="default", key="another")
-    assert mine.fleet.group().adapting["maximum"] == 3
+    assert mine.fleet.group().wanted.adapting["maximum"] == 3
     mine.fleet.wish("stop_adapting", group="default", key="a")
-    assert mine.fleet.group().adapting is None
+    assert mine.fleet.group().wanted.adapting is None
 
 
 # -- answers
@@ -288,7 +288,7 @@ def test_a_manager_asks_again_for_an_answer_that_it_cannot_read():
         mine.fleet.update({**answer, "sessions": {"mine-0": "wanted"}, "workers": {}})
     assert mine.fleet.revision == before
     mine.answer()
-    assert mine.fleet.group().target == 3
+    assert mine.fleet.group().wanted.target == 3
 
 
 def test_full_workers_are_counted_while_another_thread_takes_an_answer():

@@ -20,6 +20,7 @@ from clusters import (
     launch,
     make,
     sessions,
+    sign_of,
     simulate,
     write_record,
     write_scheduler,
@@ -30,7 +31,6 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import cli
 from dask_cml.errors import CMLError
-from dask_cml.heartbeat import newest
 from dask_cml.layout import RECORD_FILE, REMOVED_FILE
 from dask_cml.options import state_directory
 from dask_cml.records import history, operations, store
@@ -112,8 +112,8 @@ async def test_the_history_shows_that_a_client_shut_the_cluster_down(it):
 async def test_an_orphan_ended_when_it_closed_and_not_when_it_was_found(it):
     await create_and_kill(it, name="lab", n_workers=1, orphan_timeout="1s")
     await eventually(lambda: not it.platform.running)
-    last = newest(state_directory() / "lab").stat().st_mtime
-    os.utime(newest(state_directory() / "lab"), (last - 30, last - 30))
+    last = sign_of("lab").stat().st_mtime
+    os.utime(sign_of("lab"), (last - 30, last - 30))
     assert await operations.prune() == ({"lab": None}, {})
     found = the_only_one()
     assert found.why == "orphaned: no manager and no client for 1 s"
@@ -176,8 +176,8 @@ def dead_record(name="lab", ago=5 * HOUR, **scheduler):
     record = Record(name, maker=GONE, created=created, options={"platform": "local"}, scheduler=state)
     launched = sessions(**{"session-0": "scheduler", "session-1": f"{name}-0"})
     launched = {id: replace(each, launched=int(silent - HOUR)) for id, each in launched.items()}
-    folder = write_record(replace(record, launches=launched))
-    os.utime(newest(folder), (silent, silent))
+    write_record(replace(record, launches=launched))
+    os.utime(sign_of(name), (silent, silent))
     return store.read(name)
 
 

@@ -10,15 +10,16 @@ import sys
 import urllib.request
 
 import pytest
-from clusters import create_and_kill, lines_of, live, make, rebuild, simulate
+from clusters import create_and_kill, lines_of, live, make, rebuild, sign_of, simulate
 from distributed import Client
 from simulated.testing import eventually, simulated
 
-from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster, heartbeat
+from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
 from dask_cml.discovery import discover
 from dask_cml.layout import scheduler_file
 from dask_cml.local import processes
 from dask_cml.options import state_directory
+from dask_cml.protocol import LONGEST_SILENCE
 from dask_cml.records import operations, store
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -157,12 +158,12 @@ async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_sessio
     async def create():
         with pytest.raises(ClusterExists, match="nothing accepts connections"):
             await simulate(name="made")
-        os.utime(sign, (0, sign.stat().st_mtime - heartbeat.LONGEST_SILENCE))
+        os.utime(sign, (0, sign.stat().st_mtime - LONGEST_SILENCE))
         async with simulate(name="made") as cluster:
             assert it.platform.running["made-scheduler"] == cluster.sessions[0].id
 
     await create_and_kill(it, **MADE)
-    sign = heartbeat.newest(state_directory() / "made")
+    sign = sign_of("made")
     it.platform.evict(store.read("made").scheduler.session)
     await it.process("another", ANOTHER).start(create())
 

@@ -19,11 +19,10 @@ from distributed.security import Security
 from schedulers import prepare, scheduler_in
 from wire_samples import framed
 
-from dask_cml import heartbeat
 from dask_cml.identity import Identity
 from dask_cml.layout import scheduler_file
 from dask_cml.records import operations
-from dask_cml.records.liveness import State, identities, is_alive, judge
+from dask_cml.records.liveness import State, is_alive, judge, look, silence
 from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.records.store import records
 from dask_cml.scheduler import state_file
@@ -55,7 +54,7 @@ async def test_scheduler_is_known_by_its_id():
 
 async def test_record_without_an_address_is_not_alive():
     assert not await is_alive(Record("a"))
-    assert await identities([]) == {}
+    assert await look([]) == {}
 
 
 async def test_keys_of_a_scheduler_are_found_by_the_record(tmp_path):
@@ -198,8 +197,9 @@ async def test_among_two_hundred_records_those_that_are_alive_are_found(state):
                 silent_one = SchedulerState(address=stale[i % 2])
                 write_record(Record(f"stale-{i}", scheduler=silent_one))
             before = descriptors()
-            found = await identities(records(), timeout=10)
+            findings = await look(records(), timeout=10)
             end = time.monotonic()
+            found = {name: each.identity for name, each in findings.items() if each.identity}
             assert set(found) == {f"live-{i}" for i in range(100)}
             assert {each.id for each in found.values()} == {running.id}
             while descriptors() > before:  # the silent ones' are not kept until the system gives up
@@ -303,9 +303,10 @@ async def test_an_invalid_address_is_a_problem_of_its_own_cluster_only(cluster, 
     assert [row["status"] for row in rows] == ["not answering", "running"]
 
 
-def test_a_pipe_in_place_of_a_sign_of_life_blocks_no_process(tmp_path):
-    os.mkfifo(tmp_path / scheduler_file(0))
-    assert heartbeat.silence(tmp_path) is None
+def test_a_pipe_in_place_of_a_sign_of_life_blocks_no_process(state):
+    (state / "mine").mkdir(parents=True)
+    os.mkfifo(state / "mine" / scheduler_file(0))
+    assert silence(Record("mine")) is None
 
 
 @pytest.mark.parametrize("answer", [None, [], {"workers": {}}, {"id": "a", "workers": [1]}, {"id": 1.5}])
@@ -320,13 +321,14 @@ async def test_a_worker_s_name_may_be_a_number(cluster):
         assert (row["status"], row["workers"], row["groups"]) == ("running", 1, {"default": 1})
 
 
-async def test_a_scheduler_leaves_signs_of_life_in_its_clusters_folder(tmp_path, monkeypatch, holds):
-    assert heartbeat.silence(tmp_path / "mine") is None
-    for name in "INTERVAL", "_REST":
+async def test_a_scheduler_leaves_signs_of_life_in_its_clusters_folder(state, monkeypatch, holds):
+    state.mkdir(mode=0o700)
+    assert silence(Record("mine")) is None
+    for name in "SIGN_OF_LIFE", "_REST":
         monkeypatch.setattr(state_file, name, 0.05)
-    folder = prepare(tmp_path / "mine")
+    folder = prepare(state / "mine")
     async with scheduler_in(folder):
         sign = folder / scheduler_file(0)
         await holds(sign.exists)
         os.utime(sign, (0, 0))
-        await holds(lambda: heartbeat.silence(folder) < 3600)
+        await holds(lambda: silence(Record("mine")) < 3600)

@@ -34,7 +34,6 @@ from dask_cml.manager import losses
 from dask_cml.manager.reconciler import Reconciler
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import Changes
 from dask_cml.sessions.entry import Launch
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -302,8 +301,8 @@ async def test_the_first_manager_stops_an_old_session_that_no_manager_launched(i
     creator = await simulate(name="told", shutdown_on_close=False)
     await creator.leave()
     [stray] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
-    changes = Changes([Launch(stray, "told-7", None, int(time.time()) - 60)])
-    await asyncio.to_thread(store.write_sessions, changes, "told", id=store.read("told").id)
+    changes = [Launch(stray, "told-7", None, int(time.time()) - 60)]
+    await asyncio.to_thread(store.write_sessions, changes, [], "told", id=store.read("told").id)
     async with rebuild("told") as cluster:
         await eventually(lambda: it.platform.all[stray].stop_requested, seconds=2.0)
         await cluster.close()

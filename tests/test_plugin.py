@@ -263,7 +263,7 @@ async def test_an_orphan_ends_itself(folder, holds):
 
 
 async def test_a_cluster_whose_folder_was_removed_ends(folder, monkeypatch):
-    for name, seconds in ("_REST", 0.01), ("INTERVAL", 0.02), ("_GONE_FOR", 0.05):
+    for name, seconds in ("_REST", 0.01), ("SIGN_OF_LIFE", 0.02), ("_GONE_FOR", 0.05):
         monkeypatch.setattr(state_file, name, seconds)
     async with scheduler_in(folder) as running:
         folder.rename(folder.with_name(".removed"))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dask_cml.manager.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unrunnable
+from dask_cml.scheduler.wanted_group import WantedGroup
 
 GPU = {"GPU": 1}
 
@@ -271,8 +272,8 @@ def test_a_snapshot_combines_the_state_of_scheduler_and_fleet():
     snapshot = Snapshot.of(
         answer,
         [
-            SimpleNamespace(name="default", options=options, target=3, adapting=None),
-            SimpleNamespace(name="gpu", options=options, target=0, adapting={"minimum": 0}),
+            SimpleNamespace(name="default", options=options, wanted=WantedGroup(target=3)),
+            SimpleNamespace(name="gpu", options=options, wanted=WantedGroup(adapting={"minimum": 0})),
         ],
     )
     size = {"processes": 2, "nthreads": 4, "resources": GPU}

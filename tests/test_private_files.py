@@ -18,7 +18,6 @@ from dask_cml.options import Options, state_directory
 from dask_cml.private_files import MOST_BYTES, NotPrivate, make_folder, read_file
 from dask_cml.records import ignored, operations, store
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.records.session_files import Changes
 from dask_cml.sessions.entry import Launch
 
 STRANGER = 12345
@@ -144,7 +143,7 @@ async def test_a_planted_record_is_skipped_with_one_warning_and_no_connection(
     with pytest.raises(NoSuchCluster):
         store.read("planted")
     with pytest.raises(NotPrivate):
-        store.write_sessions(Changes([Launch("session-1", "planted-0", None, 1)]), "planted", id=record.id)
+        store.write_sessions([Launch("session-1", "planted-0", None, 1)], [], "planted", id=record.id)
     assert connections == []
     [warning] = [each.getMessage() for each in caplog.records if each.name == ignored.__name__]
     assert warning.startswith(f"{paths[part]} ignored: it ")

@@ -107,11 +107,11 @@ async def test_two_managers_see_each_others_wishes(scheduler, client, holds):
         assert not other.leads
         other.fleet.wish("scale", group="default", n=3)
         other.send_wishes()
-        await holds(lambda: client.fleet.group().target == 3)
+        await holds(lambda: client.fleet.group().wanted.target == 3)
         assert client.fleet.managers == 2
         client.fleet.wish("scale", group="default", n=1)
         client.send_wishes()
-        await holds(lambda: other.fleet.group().target == 1)
+        await holds(lambda: other.fleet.group().wanted.target == 1)
     await holds(lambda: client.fleet.managers == 1)
 
 
@@ -155,7 +155,7 @@ async def test_a_wish_before_the_first_answer_is_sent_once_the_scheduler_answers
     client.send_wishes()
     await client.join(scheduler.address, {}, RECORD)
     await holds(lambda: not fleet.wishes)
-    assert fleet.group().target == 2
+    assert fleet.group().wanted.target == 2
     await client.close()
 
 
@@ -196,8 +196,8 @@ async def test_an_invalid_wish_does_not_block_the_others(scheduler, client, hold
     client.fleet.wish("add_group", group="gpu", options={}, n=2)
     client.send_wishes()
     await holds(lambda: not client.fleet.wishes)
-    assert client.fleet.group("gpu").target == 2
-    assert client.fleet.group().target == 0
+    assert client.fleet.group("gpu").wanted.target == 2
+    assert client.fleet.group().wanted.target == 0
     assert "Cluster mine not changed: invalid operation: Expected `int` >= 0" in caplog.text
 
 
@@ -208,7 +208,7 @@ async def test_wishes_of_any_thread_are_sent(client, holds):
 
     await asyncio.to_thread(scale)
     await holds(lambda: not client.fleet.wishes)
-    assert client.fleet.group().target == 3
+    assert client.fleet.group().wanted.target == 3
 
 
 # -- requests

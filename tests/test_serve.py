@@ -21,7 +21,7 @@ from urllib.parse import quote, urlsplit
 import dask
 import psutil
 import pytest
-from clusters import sessions, write_record
+from clusters import sessions, sign_of, write_record
 from conftest import PATIENCE, configured
 from distributed import Client
 from ports import free_port
@@ -32,7 +32,6 @@ from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
 from dask_cml import CMLCluster
 from dask_cml.dashboard.http_server import LocalServer, Refused, local_socket
-from dask_cml.heartbeat import newest
 from dask_cml.options import state_directory
 from dask_cml.records import store
 from dask_cml.records.record import Maker, Record, SchedulerState
@@ -233,7 +232,7 @@ async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(serv
 async def test_the_history_lists_dead_clusters_before_they_are_removed(server):
     state = SchedulerState(address="tcp://127.0.0.1:1", id="Scheduler-1")
     write_record(Record("dead", maker=Maker("elsewhere", 1, 1.0, "gone"), scheduler=state))
-    os.utime(newest(state_directory() / "dead"), (time.time() - 3600,) * 2)
+    os.utime(sign_of("dead"), (time.time() - 3600,) * 2)
     await server.until("dead", lambda cluster: cluster["status"] == "stale")
     [found] = (await server.get("/api/history"))["clusters"]
     assert (found["name"], found["why"]) == ("dead", "its session ended")

@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 from clusters import LAUNCHED, WANTED, end, launch
 
-from dask_cml.layout import ENDED_FOLDER, SESSIONS_FOLDER
+from dask_cml.layout import SESSIONS_FOLDER
 from dask_cml.options import SessionSize
-from dask_cml.records import session_files
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import Changes
 from dask_cml.records.store import claim, read, remove, write_sessions
 from dask_cml.sessions.entry import Launch, file_name, form, parse
 
@@ -91,7 +89,7 @@ def test_of_two_files_of_one_session_the_first_launch_counts(state):
     record = Record("a")
     claim(record, WANTED)
     launches = [Launch("session-1", "a-0", None, 1790000000 + i) for i in (1, 0)]
-    write_sessions(Changes(launches), "a", id=record.id)
+    write_sessions(launches, [], "a", id=record.id)
     assert read("a").launches["session-1"].launched == 1790000000
 
 
@@ -109,8 +107,7 @@ def test_each_fact_of_a_session_is_a_file_of_its_own(state):
         end(record, "session-1", at=at)
         assert read("a").sessions == {"session-2": "a-0"}
     end(record, "session-2")
-    assert names_in(state / "a" / SESSIONS_FOLDER) == []
-    assert read("a", ended=True).ended == {
+    assert read("a").ended == {
         "session-1": replace(waiting, ended=LAUNCHED + 60),
         "session-2": replace(running, ended=LAUNCHED + 60),
     }
@@ -121,7 +118,7 @@ def test_a_session_that_ended_while_another_manager_notes_its_wait_stays_ended(s
     folder = claim(record, WANTED)
     launch(record, "session-1")
     end(record, "session-1")
-    (folder / SESSIONS_FOLDER / f"session-1,@-0,,{LAUNCHED},,waits").touch()
+    (folder / SESSIONS_FOLDER / "session-1,waits").touch()
     assert read("a").sessions == {}
 
 
@@ -129,32 +126,15 @@ def test_an_ended_session_keeps_its_last_known_state(state):
     record = Record("a")
     claim(record, WANTED)
     session = Launch("session-1", "a-gpu-0", "ijklmnop12345678", LAUNCHED, SessionSize(4, 16, 1))
-    write_sessions(Changes([session]), "a", id=record.id)
+    write_sessions([session], [], "a", id=record.id)
     end(record, "session-1", at=LAUNCHED + 90)
-    assert read("a", ended=True).ended == {"session-1": replace(session, ended=LAUNCHED + 90)}
+    assert read("a").ended == {"session-1": replace(session, ended=LAUNCHED + 90)}
     # Two managers may find the same end, each at its time.
-    write_sessions(Changes([session]), "a", id=record.id)
+    write_sessions([session], [], "a", id=record.id)
     end(record, "session-1", at=LAUNCHED + 80)
-    (state / "a" / ENDED_FOLDER / "stray").touch()
-    assert read("a", ended=True).ended == {"session-1": replace(session, ended=LAUNCHED + 80)}
+    (state / "a" / SESSIONS_FOLDER / "stray").touch()
+    assert read("a").ended == {"session-1": replace(session, ended=LAUNCHED + 80)}
     assert remove("a") == {}
-
-
-def test_a_reader_misses_no_session_that_ends_meanwhile(state, monkeypatch):
-    record = Record("a")
-    claim(record, WANTED)
-    launch(record, "session-1", "session-2")
-    names_in = session_files.names_in
-
-    def ends_before(*arguments):
-        monkeypatch.setattr(session_files, "names_in", names_in)
-        names = names_in(*arguments)
-        end(record, "session-1")
-        return names
-
-    monkeypatch.setattr(session_files, "names_in", ends_before)
-    found = read("a", ended=True)
-    assert {*found.launches, *found.ended} == {"session-1", "session-2"}
 
 
 def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monkeypatch):

@@ -8,14 +8,16 @@ import os
 import stat
 import threading
 
+import dask
 import pytest
 from conftest import PATIENCE
 from schedulers import prepare
 
-from dask_cml import heartbeat
 from dask_cml.cancellation import cancel
 from dask_cml.layout import scheduler_file, scheduler_number, wanted_file
 from dask_cml.private_files import NotPrivate
+from dask_cml.records import liveness
+from dask_cml.records.record import Record
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.state_file import StateFile
 
@@ -23,13 +25,14 @@ from dask_cml.scheduler.state_file import StateFile
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(state_file, "_REST", 0.01)
-    monkeypatch.setattr(state_file, "INTERVAL", 0.02)
+    monkeypatch.setattr(state_file, "SIGN_OF_LIFE", 0.02)
     monkeypatch.setattr(state_file, "_GONE_FOR", 0.05)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return prepare(tmp_path / "mine", leader="m1", gpu={"target": 2})
+    with dask.config.set({"cml.state-directory": str(tmp_path)}):
+        yield prepare(tmp_path / "mine", leader="m1", gpu={"target": 2})
 
 
 def content_of(folder, number=0):
@@ -192,20 +195,16 @@ async def test_a_state_directory_that_cannot_be_listed_does_not_end_it(folder, m
 
 
 def test_the_sign_of_life_is_the_age_of_the_last_schedulers_file(folder):
-    assert heartbeat.silence(folder) is None
-    assert not heartbeat.is_fresh(folder)
+    record = Record(folder.name)
+    assert liveness.silence(record) is None
     for number in 9, 10:
         StateFile(folder, number).write({})
-    assert heartbeat.newest(folder) == folder / scheduler_file(10)
     now = (folder / scheduler_file(10)).stat().st_mtime
     os.utime(folder / scheduler_file(9), (now, now - 3600))
-    assert heartbeat.silence(folder) < 60
-    assert heartbeat.is_fresh(folder)
+    assert liveness.silence(record) < 60
     os.utime(folder / scheduler_file(10), (now, now - 130))
-    assert 130 <= heartbeat.silence(folder) < 3600
-    assert not heartbeat.is_fresh(folder)
+    assert 130 <= liveness.silence(record) < 3600
 
 
-def test_a_folder_that_does_not_exist_has_no_sign_of_life(tmp_path):
-    assert heartbeat.newest(tmp_path / "gone") is None
-    assert heartbeat.silence(tmp_path / "gone") is None
+def test_a_folder_that_does_not_exist_has_no_sign_of_life(folder):
+    assert liveness.silence(Record("gone")) is None

@@ -24,7 +24,6 @@ from clusters import LAUNCHED, WANTED, end, launch, write_record, write_schedule
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
-    ENDED_FOLDER,
     RECORD_FILE,
     REMOVED_FILE,
     SESSIONS_FOLDER,
@@ -38,15 +37,11 @@ from dask_cml.records.record import Record, SchedulerState
 from dask_cml.records.store import read, records, remove
 from dask_cml.sessions.entry import Launch
 
-FILES = sorted([ENDED_FOLDER, RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER, wanted_file(0)])
+FILES = sorted([RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER, wanted_file(0)])
 
 
 def claim(record):
     return store.claim(record, WANTED)
-
-
-def names_in(state, folder):
-    return sorted(os.listdir(state / "a" / folder))
 
 
 def mode(path):
@@ -124,7 +119,7 @@ def test_only_the_owner_can_read_a_clusters_folder(state):
         launch(record, "session-1")
     finally:
         os.umask(previous)
-    folders = [folder / name for name in (SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER)]
+    folders = [folder / name for name in (SESSIONS_FOLDER, STARTED_FOLDER)]
     assert {mode(each) for each in (state, folder, *folders)} == {0o700}
     [file] = (folder / SESSIONS_FOLDER).iterdir()
     assert {mode(each) for each in (folder / RECORD_FILE, folder / wanted_file(0), file)} == {0o600}
@@ -329,7 +324,8 @@ def test_old_leftovers_of_crashes_are_removed(state):
     old = [state / ".claim-old", state / ".removed-old"]
     young = [state / ".claim-young"]
     for path in [*old, *young]:
-        path.write_text("half a rec")
+        path.mkdir(mode=0o700)
+        (path / "record.json").write_text("half a rec")
     for path in old:
         os.utime(path, (time.time() - 3600,) * 2)
     claim(Record("b"))
@@ -469,7 +465,7 @@ def test_sessions_are_read_whole_or_not_at_all_whenever_their_writer_is_killed(s
             assert key == f"a-{session.split('-')[1]}"
     assert not caplog.records
     end(record, *read("a").sessions)
-    assert names_in(state, SESSIONS_FOLDER) == []
+    assert not read("a").sessions
 
 
 def launch_for_ever(record, life):
@@ -573,7 +569,7 @@ def add_sessions(record, prefix):
         launch(record, f"{prefix}-session-{i}")
 
 
-def test_an_ended_session_is_in_one_folder_or_the_other_whenever_the_writer_dies(state, fork):
+def test_a_session_is_running_or_ended_whenever_the_writer_dies(state, fork):
     record = Record("a")
     seen = []
     for step in range(1, 100):
@@ -582,14 +578,14 @@ def test_an_ended_session_is_in_one_folder_or_the_other_whenever_the_writer_dies
         writer = fork(die_at, "end", step)
         writer.join()
         running = {*read("a").sessions}
-        over = {*read("a", ended=True).ended}
+        over = {*read("a").ended}
         assert running | over == {"session-1", "session-2"}
         assert not running & over
         seen.append(len(over))
         # Whoever looks after the cluster next finishes it.
         end(record, "session-1", "session-2")
-        assert names_in(state, SESSIONS_FOLDER) == []
-        assert len(names_in(state, ENDED_FOLDER)) == 2
+        assert not read("a").sessions
+        assert len(read("a").ended) == 2
         remove("a")
         if writer.exitcode == 0:
             break

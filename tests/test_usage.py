@@ -117,7 +117,7 @@ def mine(**options):
 
 
 def ended_keys():
-    return sorted(each.key for each in store.read("mine", ended=True).ended.values())
+    return sorted(each.key for each in store.read("mine").ended.values())
 
 
 def waiting():
@@ -166,8 +166,8 @@ async def test_a_lost_session_counts_until_the_end_that_the_platform_names(it):
         await eventually(lambda: arrived(cluster) == 1)
         [session] = [each.id for each in cluster.sessions if each.role == "worker"]
         it.platform.evict(session)
-        await eventually(lambda: session in store.read("mine", ended=True).ended)
-        over = store.read("mine", ended=True).ended[session]
+        await eventually(lambda: session in store.read("mine").ended)
+        over = store.read("mine").ended[session]
         assert over.ended == int(it.platform.all[session].finished_at.timestamp())
         await eventually(lambda: arrived(cluster) == 1)
         assert (await cluster.usage())["default"].sessions == 2

@@ -344,7 +344,7 @@ def test_the_kept_answers_of_many_managers_are_few():
     for manager in range(110):
         for wish in range(110):
             wanted.apply(f"m{manager}", {"op": "scale", "group": "default", "n": 1, "wish": wish})
-    assert sum(map(len, wanted._answered._results.values())) == 100 * 100
+    assert len(wanted._answered._results) == 10_000
 
 
 # -- what managers are told

@@ -88,7 +88,7 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
             show()
             if state.alone:
                 manager.wishes.stop_adapting(group, adaptive.key)
-                kept = _n_workers(manager.fleet.group(group).target, group)
+                kept = _n_workers(manager.fleet.group(group).wanted.target, group)
                 click.echo(f"Cluster {name} keeps {kept} and no longer adapts")
             else:
                 click.echo(f"Another manager continues to adapt cluster {name}")
@@ -152,7 +152,7 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
         problem = state.problem
         if state.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
-        if (target := fleet.group(group).target) != n:  # raises the error of a deleted group
+        if (target := fleet.group(group).wanted.target) != n:  # raises the error of a deleted group
             other = f"another manager scales the cluster {name}: {_n_workers(target, group)} wanted"
             raise CMLError(f"the cluster {name} has {problem}" if problem else other)
         if state.gave_up(group):

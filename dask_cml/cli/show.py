@@ -205,7 +205,7 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
     chosen = session_logs.choose(workers, launched) if workers else None
     shown = None
     while True:
-        lasts = follow and operations.current(record) is not None
+        lasts = follow and store.find(name, id=record.id) is not None
         for session, line in session_logs.lines(chosen, whole=not lasts):
             if session != shown:
                 click.echo("\n" * bool(shown) + printable(f"==> {session} <=="))

@@ -199,8 +199,8 @@ class Backoffs:
         for state in self._fleet.states:
             backoff = self.of(state.name)
             backoff.settle(now)
-            if state.wishes != self._wishes.setdefault(state.name, state.wishes):
-                self._wishes[state.name] = state.wishes
+            if state.wanted.wishes != self._wishes.setdefault(state.name, state.wanted.wishes):
+                self._wishes[state.name] = state.wanted.wishes
                 backoff.reset()
 
     @property
@@ -228,7 +228,7 @@ class Backoffs:
 
     def affordable(self, n: int, group: str = DEFAULT_GROUP) -> int:
         """Return how many of `n` sessions of a group to ask for; see :meth:`Backoff.affordable`."""
-        names = self._fleet.group(group).names
+        names = self._fleet.group(group).wanted.names
         waits = [waited for name, waited in self._fleet.waits.items() if name in names]
         n = self.of(group).affordable(self.within_limits(n, group), len(names), waits)
         # Groups adapt at the same moment, and the scheduler knows their requests only later.

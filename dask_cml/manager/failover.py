@@ -147,13 +147,7 @@ async def _launch(state: ClusterState, record: Record, why: str, restarts: int, 
     await _stop(state, record)
     state.fleet.begin(groups)
     state.launcher.detach([each.name for each in state.fleet.members if each.gone])
-    patience = state.options.scheduler_timeout
-
-    async def connect() -> None:
-        await join(state, record, patience)
-        await state.client.change_within(patience, orphan_timeout=last.orphan_timeout)
-
-    await state.launcher.relaunch(connect)
+    await state.launcher.relaunch(lambda: join(state, record, state.options.scheduler_timeout))
     await state.record_keeper.write()
     state.log(f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begun:.0f} s")
     return True

@@ -136,11 +136,12 @@ class Fleet:
         if member is None:
             member = self._members[name] = self._new_member(name, entry["group"])
         member.wanted, member.launched, member.gone = entry["wanted"], entry["launched"], False
-        member.manager, member.seen = entry["manager"], entry["seen"]
+        member.manager, member.seen = entry["manager"], frozenset(entry["seen"])
         member.leaving, member.last = entry["leaving"], entry["last"]
 
     def _new_member(self, name: str, group: str) -> Member:
-        return Member(name, group, dask_names(name, self.options_of(group).processes), self._observed)
+        names = dask_names(name, self.options_of(group).processes)
+        return Member(name=name, group=group, manager=None, dask_names=names, observed=self._observed)
 
     def _update_workers(self, workers: Mapping[str, dict[str, Any] | None], whole: bool) -> None:
         for address in [*self.workers_info] if whole else [each for each in workers if workers[each] is None]:
@@ -213,22 +214,13 @@ class Fleet:
         """
         others = [(self.options.scheduler, 1)]
         for each in self.states:
-            least = (granted or {}).get(each.name, 0) if each.adapting else 0
-            others += [(each.options.worker, max(each.target, least))] * (each.name != group)
+            least = (granted or {}).get(each.name, 0) if each.wanted.adapting else 0
+            others += [(each.options.worker, max(each.wanted.target, least))] * (each.name != group)
         return others
 
     def _state_of(self, name: str, wanted: Mapping[str, WantedGroup]) -> GroupState:
         options, known = self._groups[name]
-        group = wanted.get(name, WantedGroup())
-        return GroupState(
-            name,
-            options,
-            group.target,
-            group.number,
-            known.wishes,
-            group.adapting,
-            tuple(group.names),
-        )
+        return GroupState(name, options, replace(wanted.get(name, WantedGroup()), wishes=known.wishes))
 
     def _wanted(self) -> Mapping[str, WantedGroup]:
         """Return what is wanted when the scheduler has answered the wishes of this manager."""
@@ -270,7 +262,7 @@ class Fleet:
     @property
     def names(self) -> list[str]:
         """The names of the wanted sessions of all groups, with the wishes of this manager."""
-        return [name for group in self.states for name in group.names]
+        return [name for group in self.states for name in group.wanted.names]
 
     @property
     def differs(self) -> bool:

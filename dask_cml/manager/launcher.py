@@ -241,7 +241,7 @@ class Launcher:
             self.security, _ = tls.as_files(self.options.security, self.place.folder)
         plans = [str((self.scheduler or self.make_scheduler()).plan)]
         for group in self._fleet.states:
-            worker = self.make_worker(session_name(self._fleet.name, group.name, group.number))
+            worker = self.make_worker(session_name(self._fleet.name, group.name, group.wanted.number))
             plans.append(str(worker.plan))
         return "\n".join(plans)
 

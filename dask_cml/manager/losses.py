@@ -13,10 +13,10 @@ from enum import Enum
 import dask.config
 from dask.utils import parse_timedelta
 
-from dask_cml.heartbeat import LONGEST_SILENCE
 from dask_cml.manager.members import Member
 from dask_cml.manager.state import ClusterState
 from dask_cml.options import setting
+from dask_cml.protocol import LONGEST_SILENCE
 from dask_cml.records import liveness
 from dask_cml.sessions.answers import SessionInfo
 from dask_cml.sessions.causes import Cause, Loss, find_cause

@@ -24,6 +24,7 @@ from dask_cml.manager.state import ClusterState
 from dask_cml.manager.wishes import Wishes
 from dask_cml.options import Options
 from dask_cml.options.limits import check_new
+from dask_cml.protocol import SET
 from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
@@ -250,7 +251,8 @@ class Manager:
         CMLError
             If the scheduler does not answer. The cluster is still shut down with this process.
         """
-        await self.state.client.change_within(self.options.scheduler_timeout, orphan_timeout=None)
+        client, patience = self.state.client, self.options.scheduler_timeout
+        await client.insist(self.options.name, patience, lambda: client.ask(SET, orphan_timeout=None))
         self.shutdown_on_close = False
 
     @property

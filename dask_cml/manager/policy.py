@@ -129,8 +129,8 @@ class Snapshot:
                     processes=group.options.processes,
                     nthreads=group.options.nthreads,
                     resources=group.options.resources,
-                    adapts=group.adapting is not None,
-                    target=group.target,
+                    adapts=group.wanted.adapting is not None,
+                    target=group.wanted.target,
                     **answer["groups"].get(group.name, {}),
                 )
                 for group in groups

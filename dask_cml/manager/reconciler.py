@@ -309,7 +309,7 @@ class Reconciler:
             Arguments of ``Scheduler.workers_to_close``.
         """
         fleet = self._state.fleet
-        wanted, waits = fleet.group(group).names, fleet.waits
+        wanted, waits = fleet.group(group).wanted.names, fleet.waits
         present = fleet.arrived(group)
         arrived = [name for name in reversed(wanted) if name in present]
         absent = [name for name in reversed(wanted) if name not in present]
@@ -331,8 +331,8 @@ class Reconciler:
     async def _shrink(self) -> None:
         """Remove excess sessions from the wanted ones."""
         for group in self._state.fleet.states:
-            if group.excess > 0:
-                names = await self.choose(group.excess, group=group.name)
+            if group.wanted.excess > 0:
+                names = await self.choose(group.wanted.excess, group=group.name)
                 await self._state.client.decide("trim", group=group.name, names=names)
 
     async def _close_unwanted(self) -> None:
@@ -359,7 +359,7 @@ class Reconciler:
     async def _launch_missing(self) -> None:
         fleet = self._state.fleet
         self._state.backoffs.look(time.monotonic())
-        wishes = {group.name: group.wishes for group in fleet.states}
+        wishes = {group.name: group.wanted.wishes for group in fleet.states}
         mine = [each for each in fleet.unlaunched if each.manager == fleet.manager]
         names = [each.name for each in mine if not self._state.backoffs.of(each.group).pause]
         if not names:

@@ -18,12 +18,11 @@ from dask_cml.layout import SCHEDULER
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launcher import Launcher
 from dask_cml.records import store
-from dask_cml.records.operations import current, stop_and_remove, stop_and_remove_now, take_name, usage
+from dask_cml.records.operations import stop_and_remove, take_name, usage
 from dask_cml.records.record import Record
-from dask_cml.records.session_files import Changes
 from dask_cml.records.usage import Usage
 from dask_cml.sessions.answers import moment
-from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.entry import Launch, fact
 from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -133,7 +132,7 @@ class RecordKeeper:
 
     def read(self) -> Record | None:
         """Return the current record. None: it was removed, or another cluster has its name. Blocks."""
-        return None if self.record is None else current(self.record)
+        return None if self.record is None else store.find(self.record.name, id=self.record.id)
 
     def usage(self) -> Usage:
         """Return the cluster's usage so far, or until its end. Blocks.
@@ -158,20 +157,18 @@ class RecordKeeper:
         CMLError
             If sessions could not be stopped.
         """
-        if self.record is None:
-            await self._api.close()
-        else:
+        if self.record is not None:
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
                 self._usage = await asyncio.to_thread(self.usage)
                 self.lasted = self.record.age
-            await stop_and_remove(replace(self.record, launches={}), self._api, why)
+        await self._api.close(lambda: self.end_now(why))
 
     def end_now(self, why: str) -> None:
         """Do the same as :meth:`end` by blocking calls."""
         if self.record is None:
             self._api.end()
         else:
-            stop_and_remove_now(replace(self.record, launches={}), self._api, why)
+            stop_and_remove(replace(self.record, launches={}), self._api, why)
 
     async def _run(self) -> None:
         while True:
@@ -204,13 +201,26 @@ class RecordKeeper:
     async def _write(self) -> None:
         assert self.record is not None
         processes, sessions = self._processes(), self._api.named_sessions()
-        if changes := self._changes(processes, sessions):
+        new = [each for each in sessions.keys() - self._written if self._may_lack(processes.get(each))]
+        launched = [self._launch(each, sessions[each], processes.get(each)) for each in new]
+        waits = {each for each, process in processes.items() if process.waits_for is not None}
+        waiting = waits & sessions.keys()
+        began = {each for each in self._waiting & processes.keys() if self._has_begun(processes[each])}
+        # A process is forgotten after its session is stopped, but it may know when the session ended by
+        # itself.
+        self._seen = {**self._seen, **processes}
+        ended, now = {*self._api.stopped}, int(time.time())
+        facts = [fact(each, "waits") for each in waiting - self._waiting]
+        facts += [fact(each, "began", now) for each in began]
+        facts += [fact(each, "ended", *_end_of(self._seen.get(each), now)) for each in ended]
+        if launched or facts:
             name, id = self.record.name, self.record.id
-            await asyncio.to_thread(self._store, lambda: store.write_sessions(changes, name, id=id))
-            self._waiting = (self._waiting | {*changes.waiting}) - {*changes.began, *changes.ended}
+            await asyncio.to_thread(self._store, lambda: store.write_sessions(launched, facts, name, id=id))
+        self._waiting = (self._waiting | waiting) - began - ended
         self._written = {*sessions}
+        self._seen = {each: process for each, process in self._seen.items() if each not in ended}
         # A manager may record its launch later, if the platform answers late. Then it is stopped once more.
-        self._api.stopped.difference_update(changes.ended)
+        self._api.stopped.difference_update(ended)
 
     def _store(self, write: Callable[[], None]) -> None:
         with self._storing:  # a cancelled write, which is older, may continue in its thread
@@ -219,25 +229,6 @@ class RecordKeeper:
     def _processes(self) -> dict[str, CMLProcess]:
         """Return the launched processes of the cluster, by the ids of their sessions."""
         return {str(each.session_id): each for each in self._launcher.processes}
-
-    def _changes(self, processes: Mapping[str, CMLProcess], sessions: Mapping[str, str]) -> Changes:
-        new = [each for each in sessions.keys() - self._written if self._may_lack(processes.get(each))]
-        waiting = {each for each, process in processes.items() if process.waits_for is not None}
-        began = [each for each in self._waiting & processes.keys() if self._has_begun(processes[each])]
-        now = int(time.time())
-        ended = {*self._api.stopped}
-        changes = Changes(
-            launched=[self._launch(each, sessions[each], processes.get(each)) for each in new],
-            ended={each: _end_of(self._seen.get(each), now) for each in ended},
-            causes={each: loss for each in ended if (seen := self._seen.get(each)) and (loss := seen.loss)},
-            waiting=(waiting & sessions.keys()) - self._waiting,
-            began=dict.fromkeys(began, now),
-        )
-        # A process is forgotten after its session is stopped, but it may know when the session ended by
-        # itself.
-        self._seen = {**self._seen, **processes}
-        self._seen = {each: process for each, process in self._seen.items() if each not in ended}
-        return changes
 
     def _may_lack(self, process: CMLProcess | None) -> bool:
         """Return whether the record may lack a session, because nobody else writes it."""
@@ -268,7 +259,10 @@ class RecordKeeper:
         )
 
 
-def _end_of(process: CMLProcess | None, now: int) -> int:
-    """Return when a session ended: the platform's time, or now."""
-    finished = None if process is None else moment(process.info, "finished_at")
-    return now if finished is None else min(now, int(finished.timestamp()))
+def _end_of(process: CMLProcess | None, now: int) -> tuple[int, str]:
+    """Return when a session ended, by the platform or else now, and the cause if nobody asked for it."""
+    if process is None:
+        return now, ""
+    finished = moment(process.info, "finished_at")
+    ended = now if finished is None else min(now, int(finished.timestamp()))
+    return ended, (process.loss or "").replace(" ", "-")

@@ -132,7 +132,7 @@ class Retirements:
                 self._since.pop(name, None)
 
     async def _retire(self, names: set[str]) -> None:
-        wishes = {group.name: group.wishes for group in self._state.fleet.states}
+        wishes = {group.name: group.wanted.wishes for group in self._state.fleet.states}
         left = await self._hand_over(names)
         # With scale(0), the last worker stops even if its data is lost. If others are wanted, one of
         # them may connect later and take the data.

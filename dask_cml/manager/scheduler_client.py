@@ -79,10 +79,6 @@ class SchedulerClient(Connection):
         """
         await self.insist(self._fleet.name, timeout, lambda: self.join(*arguments))
 
-    async def change_within(self, timeout: float, **values: Any) -> None:
-        """Change values that the scheduler keeps, such as ``orphan_timeout``; see :meth:`join_within`."""
-        await self.insist(self._fleet.name, timeout, lambda: self.ask(protocol.SET, **values))
-
     async def join(self, address: str, connection_args: Mapping[str, Any], record: str) -> None:
         """Connect to the scheduler at this address, and follow it until :meth:`close`.
 

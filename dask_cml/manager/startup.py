@@ -42,16 +42,14 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     files = await launcher.prepare()
     keys = tls.paths(launcher.security)
     record = Record(options.name, maker=maker, options=options.arguments(), security=keys)
-    wanted = first_state(state, record, options.first_groups(), limits().get("hours"))
+    timeout = options.orphan_timeout if options.shutdown_on_close else None
+    wanted = first_state(state, record, options.first_groups(), limits().get("hours"), orphan_timeout=timeout)
     await record_keeper.take_name(record, wanted)
     check_new(options)  # only now it is known that no running cluster is to be connected to
     record_keeper.start()
     if not maker.serves:  # the page creates clusters for several users
         _tell_others(state)
     await launcher.launch(record.id, files, show, lambda: join(state, record, options.scheduler_timeout))
-    # Until now, the scheduler has waited for a manager for some time.
-    timeout = options.orphan_timeout if options.shutdown_on_close else None
-    await state.client.change_within(options.scheduler_timeout, orphan_timeout=timeout)
     await record_keeper.write()
     if not options.shutdown_on_close:
         state.log(owner.lifetime(options.name))

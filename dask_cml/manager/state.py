@@ -154,7 +154,7 @@ class ClusterState:
         return {
             group.name: WorkerGroup(
                 name=group.name,
-                n_workers=group.target,
+                n_workers=group.wanted.target,
                 n_arrived=len(self.fleet.arrived(group.name)),
                 size=group.options.worker,
                 nthreads=group.options.nthreads,
@@ -166,7 +166,7 @@ class ClusterState:
 
     def limits(self, group: str = DEFAULT_GROUP) -> Mapping[str, float] | None:
         """Return the ``minimum`` and ``maximum`` of a group's adaptive scaling. None: it has a fixed size."""
-        adapting = self.fleet.group(group).adapting
+        adapting = self.fleet.group(group).wanted.adapting
         if adapting is None:
             return None
         maximum = adapting["maximum"]

@@ -47,7 +47,9 @@ class UnrunnableTasks:
         """The names, addresses and hosts of Dask workers that are connected or wanted."""
         known = self._state.fleet.workers_info
         names = [
-            (name, group.options.processes) for group in self._state.fleet.states for name in group.names
+            (name, group.options.processes)
+            for group in self._state.fleet.states
+            for name in group.wanted.names
         ]
         return {
             *(each for name, processes in names for each in (name, *dask_names(name, processes))),

@@ -62,7 +62,7 @@ class Wishes:
             If the cluster is closed.
         """
         before = self._fleet.group(group)
-        if n > before.target:
+        if n > before.wanted.target:
             check_room("n", n, before.options.worker, self._fleet.beside(group))
         with self._lock:
             self._fleet.wish("scale", group=group, n=n)

@@ -20,13 +20,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from dask_cml import heartbeat
 from dask_cml.checks import is_session_id
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
 from dask_cml.printable import first_line, printable
-from dask_cml.private_files import check_folder, make_folder, open_folder, read_file, write_new_file
-from dask_cml.records import store
+from dask_cml.private_files import check_folder, make_folder, open_folder, read_file, write_file
+from dask_cml.protocol import LONGEST_SILENCE
+from dask_cml.records import liveness, store
 from dask_cml.records.ignored import report
 from dask_cml.records.record import Record
 from dask_cml.records.usage import Amount, SessionHours, Usage, read_usage, usage_of
@@ -172,9 +172,9 @@ def cost_of(used: SessionHours) -> float | None:
 
 def _end_of(record: Record) -> float:
     """Return now. If the cluster is dead, return the time of its last sign of life."""
-    now, silence = time.time(), heartbeat.silence(state_directory() / record.name)
+    now, silence = time.time(), liveness.silence(record)
     if silence is not None:
-        return now - silence if record.scheduler.closed or silence > heartbeat.LONGEST_SILENCE else now
+        return now - silence if record.scheduler.closed or silence > LONGEST_SILENCE else now
     if record.maker.lives():
         return now
     launches = {**record.launches, **record.ended}.values()
@@ -200,7 +200,7 @@ def remember(record: Record, why: str = UNSEEN) -> None:
             make_folder(folder)
             content = json.dumps(EndedCluster.of(last, why).to_json()).encode()
             with open_folder(folder) as descriptor:
-                write_new_file(f"{record.id}{_SUFFIX}", content, descriptor)
+                write_file(f"{record.id}{_SUFFIX}", content, descriptor, new=True)
         _forget(folder, keep, time.time() - setting("history.days") * _DAY)
     except Exception as error:  # the cluster must end, whatever its record contains
         logger.warning("History of cluster %s not written: %r", record.name, error)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import os
 import shlex
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from distributed.comm.addressing import get_address_host_port, parse_address
 
-from dask_cml import heartbeat
 from dask_cml.identity import Identity
-from dask_cml.layout import SCHEDULER
+from dask_cml.layout import SCHEDULER, scheduler_file, scheduler_number
 from dask_cml.msgpack_comm import InvalidMessage
 from dask_cml.options import state_directory
+from dask_cml.private_files import open_regular
+from dask_cml.protocol import LONGEST_SILENCE
 from dask_cml.records.record import Record
 from dask_cml.sessions.tls import ask
 from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
@@ -56,6 +59,24 @@ class Finding:
     why: str = ""
     identity: Identity | None = None
     reachable: bool = True
+
+
+def silence(record: Record) -> float | None:
+    """Return the seconds since a scheduler of a cluster wrote its file last. Blocks.
+
+    Return None if none has written any.
+    """
+    folder = state_directory() / record.name
+    try:
+        # NFS may cache that a file does not exist, so list the folder.
+        numbers = {number for name in os.listdir(folder) if (number := scheduler_number(name)) is not None}
+        file = folder / scheduler_file(max(numbers))
+        # The file system's clock dated the file, so use the same clock for now. NFS may cache an old time of
+        # a file, but not of a file that was just opened.
+        with open_regular(file) as sign, tempfile.TemporaryFile(dir=folder.parent) as now:
+            return max(0.0, os.fstat(now.fileno()).st_mtime - os.fstat(sign.fileno()).st_mtime)
+    except (OSError, ValueError):
+        return None
 
 
 async def judge(
@@ -121,9 +142,9 @@ async def _judge_unreachable(record: Record, ended: set[str]) -> Finding:
     if session in ended:
         return Finding(State.DEAD, f"its scheduler's session {session} has ended", reachable=False)
     why = f"nothing accepts connections at {record.scheduler.address}"
-    silence = await asyncio.to_thread(heartbeat.silence, state_directory() / record.name)
-    if silence is not None and silence >= heartbeat.LONGEST_SILENCE:
-        why += f", and the scheduler's last sign of life is {silence:.0f} s old"
+    silent = await asyncio.to_thread(silence, record)
+    if silent is not None and silent >= LONGEST_SILENCE:
+        why += f", and the scheduler's last sign of life is {silent:.0f} s old"
         return Finding(State.DEAD, why, reachable=False)
     return Finding(State.UNKNOWN, f"{why}, but nothing shows that the scheduler has ended", reachable=False)
 
@@ -170,10 +191,9 @@ async def look(
 
     async def bounded(record: Record) -> Finding:
         limit = timeout
-        if patience is not None and await asyncio.to_thread(
-            heartbeat.is_fresh, state_directory() / record.name
-        ):
-            limit = max(timeout, patience)
+        if patience is not None:
+            silent = await asyncio.to_thread(silence, record)
+            limit = max(limit, patience) if silent is not None and silent < LONGEST_SILENCE else limit
         try:
             return await asyncio.wait_for(_look_at(record, limit), limit)
         except asyncio.TimeoutError:
@@ -181,16 +201,6 @@ async def look(
 
     findings = await asyncio.gather(*map(bounded, records))
     return {record.name: finding for record, finding in zip(records, findings, strict=True)}
-
-
-async def identities(
-    records: Iterable[Record],
-    timeout: float = 2.5,
-    patience: float | None = None,
-) -> dict[str, Identity]:
-    """Return the identities of the schedulers that answer, by the clusters' names; see :func:`look`."""
-    findings = await look(records, timeout, patience)
-    return {name: each.identity for name, each in findings.items() if each.identity is not None}
 
 
 async def is_alive(record: Record, timeout: float = 5.0) -> bool:
@@ -203,7 +213,7 @@ async def is_alive(record: Record, timeout: float = 5.0) -> bool:
     timeout : float
         Time limit, in seconds. A scheduler that needs longer may still run; see :func:`judge`.
     """
-    return bool(await identities([record], timeout))
+    return (await look([record], timeout))[record.name].state is State.ALIVE
 
 
 async def _look_at(record: Record, timeout: float) -> Finding:
@@ -237,10 +247,10 @@ def why_not_contacted(record: Record) -> str | None:
     address = record.scheduler.address
     if record.security is not None or str(address).startswith("tls:") or record.maker.lives():
         return None
-    silence = heartbeat.silence(state_directory() / record.name)
-    if silence is not None and silence < heartbeat.LONGEST_SILENCE:
+    silent = silence(record)
+    if silent is not None and silent < LONGEST_SILENCE:
         return None
-    sign = "left no sign of life" if silence is None else f"left its last sign of life {silence:.0f} s ago"
+    sign = "left no sign of life" if silent is None else f"left its last sign of life {silent:.0f} s ago"
     return (
         f"it has no keys, and its scheduler {sign}, so another program may have the address {address}: if "
         f"the cluster does not run any more, run `dask cml delete {shlex.quote(record.name)}`"

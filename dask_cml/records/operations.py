@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
+from dask_cml.errors import ClusterExists, CMLError
 from dask_cml.identity import WorkerIdentity, full_workers
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import state_directory
@@ -108,12 +108,6 @@ async def wait_until_running(name: str, timeout: float) -> Record:
         await asyncio.sleep(_LOOK_INTERVAL)
 
 
-def current(record: Record) -> Record | None:
-    """Return a cluster's record as it is now. Return None if the cluster was deleted."""
-    now = store.find(record.name)
-    return now if now is not None and now.id == record.id else None
-
-
 async def describe(
     records: Iterable[Record], timeout: float = 1.5, patience: float = liveness.PATIENCE
 ) -> list[dict[str, Any]]:
@@ -197,10 +191,7 @@ def usage(name: str, id: str | None = None) -> Usage:
     NoSuchCluster
         If the cluster does not exist any more, or another one has its name.
     """
-    record = store.read(name, ended=True)
-    if id not in (None, record.id):
-        raise NoSuchCluster(name, tuple(each.name for each in store.records()))
-    return usage_of(record, time.time())
+    return usage_of(store.read(name, id=id), time.time())
 
 
 async def ended_clusters() -> list[history.EndedCluster]:
@@ -239,7 +230,8 @@ async def end_all(records: Iterable[Record], user: str | None = None) -> dict[st
     """
     records = [*records]
     # A scheduler that answers for another cluster, because it reuses the address, is left alone.
-    answering = await liveness.identities(records, timeout=_GOODBYE_TIMEOUT)
+    findings = await liveness.look(records, timeout=_GOODBYE_TIMEOUT)
+    answering = [name for name, each in findings.items() if each.state is State.ALIVE]
     return await _end_all(records, answering, deleted_by(user))
 
 
@@ -259,7 +251,7 @@ async def _end_all(
                 if record.name in answering:
                     await _say_goodbye(record, why)
                 api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
-                await stop_and_remove(record, api, why)
+                await api.close(lambda: stop_and_remove(record, api, why))
             except CMLError as error:
                 return error
             except Exception as error:  # of the file system, for example: the others are deleted nevertheless
@@ -279,31 +271,8 @@ async def _say_goodbye(record: Record, why: str) -> None:
         logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 
 
-async def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
-    """Stop all sessions in a cluster's record, and remove the record with the cluster's folder.
-
-    Managers may launch sessions meanwhile. This function stops those that they have recorded. Managers stop
-    those that they cannot record any more.
-
-    Parameters
-    ----------
-    record : Record
-        The last known record of the cluster.
-    api : WorkersAPI
-        Stops the sessions, including all that it launched itself. This function closes it.
-    why : str
-        Why the cluster ends, for its history.
-
-    Raises
-    ------
-    CMLError
-        If sessions could not be stopped. The record remains, unless they were launched at the last moment.
-    """
-    await api.close(lambda: stop_and_remove_now(record, api, why))
-
-
-def stop_and_remove_now(record: Record, api: WorkersAPI, why: str) -> None:
-    """Do the same as :func:`stop_and_remove` by blocking calls, without an event loop."""
+def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
+    """Stop all sessions in a cluster's record, and remove the record with the cluster's folder. Blocks."""
     stopped: set[str] = set()
 
     def stop(sessions: Mapping[str, str]) -> None:
@@ -312,9 +281,9 @@ def stop_and_remove_now(record: Record, api: WorkersAPI, why: str) -> None:
         stopped.update(sessions)
         api.end()
 
-    now = current(record)
+    now = store.find(record.name, id=record.id)
     stop({**record.sessions, **(now.sessions if now else {})})
-    while (now := current(record)) and now.sessions.keys() - stopped:
+    while (now := store.find(record.name, id=record.id)) and now.sessions.keys() - stopped:
         stop(now.sessions)
     history.remember(record, why)
     if last := store.remove(record.name, id=record.id):

@@ -53,8 +53,8 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
         # Another process may have removed the files already.
         sessions: dict[str, str] | None = {} if entries(descriptor) else None
         with contextlib.suppress(OSError, NotPrivate):
-            found, _ = session_files.parse_all(session_files.names_in(folder, descriptor), folder.name)
-            sessions = {session: launch.key for session, launch in found.items()}
+            found, _ = session_files.read(folder, descriptor)
+            sessions = {session: each.key for session, each in found.items() if each.ended is None}
         make_folder(aside)
         for _ in range(_TRIES):  # a session may write its log meanwhile
             for entry in sorted(entries(descriptor), key=REMOVED_FILE.__eq__):  # the mark at last

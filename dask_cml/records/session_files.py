@@ -1,98 +1,26 @@
-"""The files of a cluster's sessions: each is empty, and its name describes a session.
+"""The files of a cluster's sessions: each is empty, and its name describes a session, or what became of it.
 
-The folder ``sessions`` contains a file for each session that runs or waits for room, and ``ended`` one for
-each session that has ended. :mod:`dask_cml.sessions.entry` describes the names.
-
-A session that waits for room, or has waited, has another file for that, beside its first one.
-
-Each operation creates, moves or removes one file, and no name in ``sessions`` ever changes. So all managers
-of a cluster write at once without a lock, and a reader that lists a folder once misses no session, even if a
-writer dies. A session moves to ``ended`` in one step. So a process that lists ``sessions`` first, and
-``ended`` after it, misses none.
+:mod:`dask_cml.sessions.entry` describes the names. Each operation creates one file, and none is ever changed,
+moved or removed. So all managers of a cluster write at once without a lock, and a reader that lists the
+folder once misses no session, even if a writer dies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from dask_cml.layout import ENDED_FOLDER, SESSIONS_FOLDER
+from dask_cml.layout import SESSIONS_FOLDER
 from dask_cml.private_files import open_folder
-from dask_cml.sessions.entry import Launch, file_name, parse
+from dask_cml.sessions.entry import Launch, file_name, parse, read_fact
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Changes of a cluster's sessions, to be written.
-
-    Parameters
-    ----------
-    launched : collection of Launch
-        New sessions.
-    ended : mapping of str to int
-        For the id of each session that has ended, the time of its end, in seconds since 1970.
-    waiting : collection of str
-        The ids of sessions that wait for room.
-    began : mapping of str to int
-        For the id of each session that does not wait any more, the end of its wait.
-    causes : mapping of str to str
-        For the ids of sessions in `ended` that nobody asked to end, the cause.
-    """
-
-    launched: Collection[Launch] = ()
-    ended: Mapping[str, int] = field(default_factory=dict)
-    waiting: Collection[str] = ()
-    began: Mapping[str, int] = field(default_factory=dict)
-    causes: Mapping[str, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return any((self.launched, self.ended, self.waiting, self.began))
-
-    def of(self, launch: Launch) -> Launch:
-        """Return a session after its changes. What another manager has written before remains."""
-        if launch.began is None:
-            began = self.began.get(launch.id)
-            waits = began is None and (launch.waits or launch.id in self.waiting)
-            launch = replace(launch, waits=waits, began=began)
-        if launch.id in self.ended:
-            launch = replace(launch, ended=self.ended[launch.id], cause=self.causes.get(launch.id, ""))
-        return launch
-
-
-def parse_all(names: Iterable[str], cluster: str) -> tuple[dict[str, Launch], list[str]]:
-    """Return the sessions that the names of files describe, the oldest first, and the other names."""
-    found, strays = [], []
-    for name in names:
-        if not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
-            try:
-                found.append(parse(name, cluster))
-            except ValueError:
-                strays.append(name)
-    sessions: dict[str, Launch] = {}
-    for each in sorted(found, key=_age):
-        first = sessions.get(each.id)
-        if first is None and (each.ended or each == _first(each)):
-            sessions[each.id] = each
-        elif first is not None and first.began is None and not first.ended:
-            sessions[each.id] = replace(first, waits=each.waits, began=each.began)
-    return sessions, strays
-
-
-def _first(launch: Launch) -> Launch:
-    """Return a session as its first file describes it."""
-    return replace(launch, waits=False, began=None)
-
-
-def _age(launch: Launch) -> tuple[int, bool, int, int, int, str, str]:
-    age = (launch.began or 0, launch.waits, launch.launched, launch.ended or 0)
-    return *age, len(launch.key), launch.key, launch.id
-
-
-def names_in(folder: Path, descriptor: int, of: str = SESSIONS_FOLDER) -> list[str]:
-    """List the files of a cluster's sessions.
+def read(folder: Path, descriptor: int) -> tuple[dict[str, Launch], list[str]]:
+    """Return the sessions of a cluster, the oldest first, and the names of files that describe none.
 
     Parameters
     ----------
@@ -100,27 +28,41 @@ def names_in(folder: Path, descriptor: int, of: str = SESSIONS_FOLDER) -> list[s
         The cluster's folder.
     descriptor : int
         The descriptor of that folder.
-    of : str
-        The name of the folder in it: of running or of ended sessions.
 
     Raises
     ------
     NotPrivate
         If others can write to the folder.
     """
-    with open_folder(folder / of, descriptor) as own:
-        return os.listdir(own)
+    with open_folder(folder / SESSIONS_FOLDER, descriptor) as own:
+        names = os.listdir(own)
+    found, strays = [], []
+    facts: dict[str, dict[str, Any]] = {}
+    # In this order, the end of a wait counts more than the wait, and the first of two times.
+    for name in sorted(names, reverse=True):
+        if (fact := read_fact(name)) is not None:
+            session, known = fact
+            facts.setdefault(session, {}).update(known)
+        elif not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
+            try:
+                found.append(parse(name, folder.name))
+            except ValueError:
+                strays.append(name)
+    sessions: dict[str, Launch] = {}
+    for each in sorted(found, key=lambda each: (each.launched, len(each.key), each.key, each.id)):
+        sessions.setdefault(each.id, replace(each, **facts.get(each.id, {})))
+    return sessions, strays
 
 
-def write(changes: Changes, cluster: str, folder: Path, descriptor: int) -> None:
-    """Create, move and remove files of a cluster's sessions. Ignore files that exist, or are gone, already.
+def write(launched: Iterable[Launch], facts: Collection[str], folder: Path, descriptor: int) -> None:
+    """Create files of a cluster's sessions, unless they exist.
 
     Parameters
     ----------
-    changes : Changes
-        The changes.
-    cluster : str
-        The cluster's name.
+    launched : iterable of Launch
+        New sessions.
+    facts : collection of str
+        The names of files from :func:`dask_cml.sessions.entry.fact`.
     folder : Path
         The cluster's folder.
     descriptor : int
@@ -132,26 +74,11 @@ def write(changes: Changes, cluster: str, folder: Path, descriptor: int) -> None
         If the folder was removed.
     """
     with open_folder(folder / SESSIONS_FOLDER, descriptor) as own:
-        for launch in changes.launched:
-            _create(file_name(launch, cluster), own)
-        # Other managers may have launched the others, so list the names.
-        changed = {*changes.waiting, *changes.began, *changes.ended}
-        names = [name for name in os.listdir(own) if name.partition(",")[0] in changed] if changed else []
-        with open_folder(folder / ENDED_FOLDER, descriptor) as ended:
-            for launch in parse_all(names, cluster)[0].values():
-                now = changes.of(launch)
-                if now.ended is None:
-                    _create(file_name(now, cluster), own)
-                    continue
-                old, new = file_name(_first(launch), cluster), file_name(now, cluster)
-                with contextlib.suppress(FileNotFoundError):  # another manager moves it, too
-                    os.rename(old, new, src_dir_fd=own, dst_dir_fd=ended)
+        names = [file_name(each, folder.name) for each in launched]
+        if facts:
+            # Some were never in the record, such as the engines of refused launches.
+            known = {name.partition(",")[0] for name in (*os.listdir(own), *names)}
+            names += [name for name in facts if name.partition(",")[0] in known]
         for name in names:
-            if name.partition(",")[0] in changes.ended:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=own)
-
-
-def _create(name: str, folder: int) -> None:
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder))
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=own))

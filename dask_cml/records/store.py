@@ -17,14 +17,13 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
-    ENDED_FOLDER,
     RECORD_FILE,
     REMOVED_FILE,
     SESSIONS_FOLDER,
@@ -42,18 +41,17 @@ from dask_cml.private_files import (
     open_folder,
     read_file,
     write_file,
-    write_new_file,
 )
 from dask_cml.records import removal, session_files
 from dask_cml.records.ignored import report
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.records.session_files import Changes
+from dask_cml.sessions.entry import Launch
 
 T = TypeVar("T")
 
 # Files and folders with names of temporary ones, and of this age in seconds, were left behind by a crash.
 _LEFTOVER_AGE = 600.0
-_LEFTOVERS = (".claim-", ".removed-", f".{RECORD_FILE}-")
+_LEFTOVERS = (".claim-", ".removed-")
 _TRIES = 5
 _PAUSE = 0.01
 
@@ -87,7 +85,7 @@ def claim(record: Record, wanted: Mapping[str, Any]) -> Path:
     made = folder.parent / f".claim-{secrets.token_hex(8)}"
     make_folder(made)
     try:
-        for each in (SESSIONS_FOLDER, ENDED_FOLDER, STARTED_FOLDER):
+        for each in (SESSIONS_FOLDER, STARTED_FOLDER):
             make_folder(made / each)
         with open_folder(made) as descriptor:
             write_file(RECORD_FILE, _encoded(record.to_json(), record.name), descriptor)
@@ -140,21 +138,21 @@ def claim_scheduler(record: Record, number: int, wanted: Mapping[str, Any]) -> b
     def claim(descriptor: int) -> None:
         nonlocal claimed
         # A second attempt finds the file of the first one.
-        claimed = write_new_file(wanted_file(number), content, descriptor) or claimed
+        claimed = write_file(wanted_file(number), content, descriptor, new=True) or claimed
 
     _write_in(_folder(record.name), record.id, claim)
     return claimed
 
 
-def write_sessions(changes: Changes, name: str, *, id: str) -> None:
-    """Write changes of sessions into a cluster's record.
+def write_sessions(launched: Collection[Launch], facts: Collection[str], name: str, *, id: str) -> None:
+    """Write sessions into a cluster's record.
 
     A process that removes the cluster after this returns gets these sessions from :func:`remove`.
 
     Parameters
     ----------
-    changes : Changes
-        The caller's own changes.
+    launched, facts
+        As in :func:`dask_cml.records.session_files.write`.
     name : str
         The cluster's name.
     id : str
@@ -167,7 +165,7 @@ def write_sessions(changes: Changes, name: str, *, id: str) -> None:
         sessions that it launched.
     """
     folder = _folder(name)
-    _write_in(folder, id, lambda descriptor: session_files.write(changes, name, folder, descriptor))
+    _write_in(folder, id, lambda descriptor: session_files.write(launched, facts, folder, descriptor))
 
 
 def _write_in(folder: Path, id: str, write: Callable[[int], None]) -> None:
@@ -191,31 +189,30 @@ def _write_in(folder: Path, id: str, write: Callable[[int], None]) -> None:
         raise NoSuchCluster(folder.name, tuple(each.name for each in records()))
 
 
-def read(name: str, *, ended: bool = False) -> Record:
+def read(name: str, *, id: str | None = None) -> Record:
     """Read the record of a cluster.
 
     Parameters
     ----------
     name : str
         The cluster's name.
-    ended : bool
-        Whether to read also which of its sessions have ended.
 
     Raises
     ------
     NoSuchCluster
         If it does not exist. The message lists the names of the existing clusters.
     """
-    record = find(name, ended=ended)
+    record = find(name, id=id)
     if record is None:
         raise NoSuchCluster(name, tuple(each.name for each in records()))
     return record
 
 
-def find(name: str, *, ended: bool = False) -> Record | None:
+def find(name: str, *, id: str | None = None) -> Record | None:
     """Do the same as :func:`read`, but return None if the cluster does not exist."""
     with contextlib.suppress(ValueError):
-        return _load(_folder(name), ended=ended)
+        record = _load(_folder(name))
+        return record if record is None or id in (None, record.id) else None
     return None
 
 
@@ -225,7 +222,7 @@ def last(record: Record) -> Record | None:
     Return None if the cluster was deleted.
     """
     folder = _folder(record.name)
-    found = (_load(folder, file, ended=True) for file in (RECORD_FILE, REMOVED_FILE))
+    found = (_load(folder, file) for file in (RECORD_FILE, REMOVED_FILE))
     return next((each for each in found if each is not None and each.id == record.id), None)
 
 
@@ -284,14 +281,10 @@ def sweep() -> None:
             with contextlib.suppress(OSError):  # another process sweeps, too
                 if entry.stat().st_mtime >= oldest:
                     continue
-                if not entry.name.startswith("."):
-                    os.rmdir(entry)  # only an empty one, which is no cluster any more
-                elif not entry.name.startswith(_LEFTOVERS):
-                    continue
-                elif entry.is_dir(follow_symlinks=False):
+                if entry.name.startswith(_LEFTOVERS):
                     shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    os.unlink(entry)
+                elif not entry.name.startswith("."):
+                    os.rmdir(entry)  # only an empty one, which is no cluster any more
 
 
 def _id_in(folder: Path, descriptor: int) -> str | None:
@@ -313,16 +306,16 @@ def _folder(name: str) -> Path:
     return state_directory() / name
 
 
-def _load(folder: Path, file: str = RECORD_FILE, *, ended: bool = False) -> Record | None:
+def _load(folder: Path, file: str = RECORD_FILE) -> Record | None:
     """Read the record in a folder. Return None if the folder contains no valid record."""
     try:
-        return _until_settled(lambda: _read(folder, file, ended), folder)
+        return _until_settled(lambda: _read(folder, file), folder)
     except (OSError, ValueError, RecursionError) as error:
         report(folder / file, error)
     return None
 
 
-def _read(folder: Path, file: str, ended: bool) -> Record | None:
+def _read(folder: Path, file: str) -> Record | None:
     check_folder(folder.parent)
     if folder.is_symlink():
         raise ValueError("its folder is a symbolic link")
@@ -338,14 +331,13 @@ def _read(folder: Path, file: str, ended: bool) -> Record | None:
             return record
         if SESSIONS_FOLDER not in names and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
             raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
-        found, strays = session_files.parse_all(session_files.names_in(folder, descriptor), folder.name)
+        found, strays = session_files.read(folder, descriptor)
         for stray in strays:
             report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
-        over = session_files.names_in(folder, descriptor, ENDED_FOLDER) if ended else []
         return replace(
             record,
-            launches=found,
-            ended=session_files.parse_all(over, folder.name)[0],
+            launches={session: each for session, each in found.items() if each.ended is None},
+            ended={session: each for session, each in found.items() if each.ended is not None},
             scheduler=_read_scheduler(folder, names, descriptor) or record.scheduler,
         )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-#: Maximum number of managers, and of wishes of each, whose results are kept.
-_MOST = 100
+#: Maximum number of wishes whose results are kept.
+_MOST = 10_000
 #: Seconds for which messages of managers are on their way: of wishes within them, the last to come counts.
 _ON_ITS_WAY = 1.0
 
@@ -15,21 +15,18 @@ class AnsweredWishes:
     """The results of the last wishes, and when they were made."""
 
     def __init__(self) -> None:
-        #: By managers, and by the numbers of their wishes.
-        self._results: dict[str, dict[int, Any]] = {}
+        #: By managers and the numbers of their wishes, the oldest first.
+        self._results: dict[tuple[str, int], Any] = {}
         #: The manager of the last wish for each group, and when it was made.
         self._made: dict[str, tuple[str, float]] = {}
 
     def once(self, manager: str, wish: int, carry_out: Callable[[], Any]) -> Any:
         """Return the result of a wish. Carry it out unless it was before: its answer may have been lost."""
-        results = self._results.get(manager, {})
-        if wish in results:
-            return results[wish]
-        result = carry_out()
-        self._results.pop(manager, None)
-        self._results[manager] = _last({**results, wish: result})
-        self._results = _last(self._results)
-        return result
+        if (manager, wish) not in self._results:
+            self._results[manager, wish] = carry_out()
+        if len(self._results) > _MOST:
+            del self._results[next(iter(self._results))]
+        return self._results[manager, wish]
 
     def is_last(self, manager: str, group: str, made: float) -> bool:
         """Return whether no other manager has made a younger wish for a group. Note the last wish."""
@@ -38,7 +35,3 @@ class AnsweredWishes:
             return False
         self._made[group] = (manager, made)
         return True
-
-
-def _last(answers: dict[Any, Any]) -> dict[Any, Any]:
-    return dict([*answers.items()][-_MOST:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 #: What has changed: its kind, and its name.
 Key = tuple[str, str]
 
@@ -37,12 +39,7 @@ class ChangeLog:
         """Return the keys that have changed since a revision. None: not known, so look at everything."""
         if not self._forgotten <= revision <= self.revision:
             return None
-        found = []
-        for key in reversed(self._changed):
-            if self._changed[key] <= revision:
-                break
-            found.append(key)
-        return found
+        return [*takewhile(lambda key: self._changed[key] > revision, reversed(self._changed))]
 
     def forget(self, existing: int) -> None:
         """Forget the oldest changes if they are many more than the existing keys."""

@@ -58,24 +58,8 @@ class _Operation(msgspec.Struct, tag_field="op", kw_only=True):
     age: Age = 0.0
 
 
-#: The operations that managers may send.
-OPERATIONS = (
-    Wanted.scale,
-    Wanted.adapt,
-    Wanted.stop_adapting,
-    Wanted.remove,
-    Wanted.add_group,
-    Wanted.delete_group,
-    Wanted.resize,
-    Wanted.shrink,
-    Wanted.trim,
-    Wanted.replace,
-    Wanted.refuse,
-    Wanted.keep,
-    Wanted.launched,
-    Wanted.found,
-    Wanted.stopped,
-)
+#: The operations that managers may send: the methods that take the id of the manager that sends them.
+OPERATIONS = [each for each in vars(Wanted).values() if "manager" in getattr(each, "__annotations__", ())]
 _FORMS = [_message(each, {"self", "manager"}, bases=(_Operation,), tag=each.__name__) for each in OPERATIONS]
 _Sent = msgspec.defstruct("_Sent", [("operation", Union[tuple(_FORMS)])])  # noqa: UP007, of a tuple
 

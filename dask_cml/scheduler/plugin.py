@@ -64,9 +64,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     name = NAME
     idempotent = True
 
-    def __init__(self, folder: Path, number: int = 0, orphan_timeout: float | None = None) -> None:
+    def __init__(self, folder: Path, number: int = 0, patience: float | None = None) -> None:
         self._file = StateFile(folder, number)
-        self._orphan_timeout = orphan_timeout
+        self._patience = patience
         self._app_url: str | None = None
         self._told = asyncio.Condition()
         self._telling: asyncio.Task[None] | None = None
@@ -80,7 +80,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._scheduler = scheduler
         self._forwards = Forwards(scheduler)
         self._record = begin["record"]
-        self._presence = Presence(scheduler.clients, self._orphan_timeout, begin["leader"])
+        self._presence = Presence(scheduler.clients, self._patience, begin["leader"])
+        self._orphan_timeout = begin.get("orphan_timeout")
         self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
         self._restarts = int(begin.get("restarts", 0))
         self._activity = Activity(begin.get("activity", {}))
@@ -128,7 +129,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "app_url": self._app_url,
             "protocol": protocol.PROTOCOL,
             "revision": self._wanted.changes.revision,
-            "orphan_timeout": self._presence.timeout,
+            "orphan_timeout": self._orphan_timeout,
             "hours": self._lifetime.hours,
             "restarts": 0 if self._tasks_done() else self._restarts,
             "closed": self._lifetime.closed,
@@ -184,6 +185,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             If the message is invalid. Nothing changes then.
         """
         self._presence.hear(manager, observes, lease, comm)
+        self._presence.timeout = self._orphan_timeout
         self._choose_leader()
         changes = self._wanted.changes
         if since == changes.revision:
@@ -243,7 +245,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             If a value is invalid. Nothing changes then.
         """
         if orphan_timeout is not UNSET:
-            self._presence.timeout = orphan_timeout
+            self._presence.timeout = self._orphan_timeout = orphan_timeout
         if app_url is not UNSET:
             self._app_url = app_url
         self._file.changed()

@@ -53,7 +53,8 @@ class Presence:
         self.timeout = timeout
         self._scheduler_clients = clients
         self._managers: dict[str, _Manager] = {}
-        self._clients: dict[str, tuple[float, float]] = {}
+        #: Since when each client has been seen last, by the client's name and its time of that.
+        self._clients: dict[tuple[str, float], float] = {}
         self._alone_since: float | None = None
         self._looked = time.monotonic()
         #: The creator leads at first. Until this time it may come later than others.
@@ -110,24 +111,20 @@ class Presence:
         """
         late = now - self._looked > _LATE
         self._looked = now
-        seen = {key: client.last_seen for key, client in self._scheduler_clients.items()}
-        seen = {key: each for key, each in seen.items() if not key.startswith(_NO_USERS)}
         # Not the age of last_seen, which would be wrong after the clock is set.
-        old = self._clients
-        self._clients = {
-            key: old[key] if key in old and old[key][0] == each else (each, now) for key, each in seen.items()
-        }
+        seen = [(key, client.last_seen) for key, client in self._scheduler_clients.items()]
+        before = {} if late else self._clients
+        self._clients = {each: before.get(each, now) for each in seen if not each[0].startswith(_NO_USERS)}
         if late:
             # The process or its event loop was stopped: messages from that time arrive only now.
             self._alone_since = None
-            self._clients = {key: (each, now) for key, each in seen.items()}
             for manager in self._managers.values():
                 manager.heard = now
         left = [key for key, each in self._managers.items() if not each.is_here(now)]
         for key in left:
             logger.info("Manager %s disconnected", key)
             del self._managers[key]
-        clients = [key for key, (_, heard) in self._clients.items() if now - heard <= _CLIENT_SILENCE]
+        clients = [heard for heard in self._clients.values() if now - heard <= _CLIENT_SILENCE]
         if clients or not all(each.observes for each in self._managers.values()):
             self._alone_since = None
         elif self._alone_since is None:

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dask_cml.heartbeat import INTERVAL
 from dask_cml.layout import scheduler_file, wanted_file
 from dask_cml.private_files import open_folder, read_file, write_file
+from dask_cml.protocol import SIGN_OF_LIFE
 
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
@@ -91,7 +91,7 @@ class StateFile:
                 logger.warning("State of the cluster not written: %s", error)
             await asyncio.sleep(_REST)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), INTERVAL)
+                await asyncio.wait_for(self._changed.wait(), SIGN_OF_LIFE)
         return "its folder was removed"
 
     async def write_next(self, content: Mapping[str, Any]) -> bool:

@@ -94,18 +94,18 @@ class Wanted:
         group = self.groups.get(entry.group)
         return {**asdict(entry), "seen": [*entry.seen], "wanted": group is not None and name in group.names}
 
-    def lead(self, manager: str | None) -> None:
+    def lead(self, leader: str | None) -> None:
         """Let a manager lead from now on."""
-        if manager != self.leader:
-            self.leader = manager
+        if leader != self.leader:
+            self.leader = leader
             self.changes.touch(GROUPS)
 
-    def apply(self, manager: str, operation: Mapping[str, Any], now: float = 0.0) -> Any:
+    def apply(self, sender: str, operation: Mapping[str, Any], now: float = 0.0) -> Any:
         """Carry out an operation. Return its result, or ``{"error": message}``.
 
         Parameters
         ----------
-        manager : str
+        sender : str
             The manager's id.
         operation : mapping
             ``op``, the name of one of the methods below, with its arguments. A ``wish`` has a number, which
@@ -120,14 +120,14 @@ class Wanted:
         group = arguments.get("group")
 
         def carry_out() -> Any:
-            if wish is not None and group in self.groups and not self._answered.is_last(manager, group, made):
+            if wish is not None and group in self.groups and not self._answered.is_last(sender, group, made):
                 return {"error": f"another manager has changed worker group {group!r} since this request"}
             try:
-                return getattr(self, op)(manager, **arguments)
+                return getattr(self, op)(sender, **arguments)
             except ValueError as error:
                 return {"error": str(error)}
 
-        return carry_out() if wish is None else self._answered.once(manager, wish, carry_out)
+        return carry_out() if wish is None else self._answered.once(sender, wish, carry_out)
 
     # -- wishes of users
 

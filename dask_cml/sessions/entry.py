@@ -1,15 +1,20 @@
-"""The name of the file that describes a session in its cluster's record.
+"""The names of the files that describe a session in its cluster's record.
 
-Managers write such files for the sessions that they launch, and each session writes its own when it starts.
-The name is ``<id>,<key>,<owner>,<launched>,<size>,<began>``. That of an ended session continues
-``,<ended>,<cause>``. See :class:`Launch`. What is unknown is empty. At the beginning of the key, ``@`` stands
-for the cluster's name, which may be long. Ambiguous characters in a key are percent-encoded.
+Managers write a file for each session that they launch, and each session writes its own when it starts. Its
+name is ``<id>,<key>,<owner>,<launched>,<size>,``. See :class:`Launch`. What is unknown is empty. At the
+beginning of the key, ``@`` stands for the cluster's name, which may be long. Ambiguous characters in a key
+are percent-encoded.
+
+What is known later are files of their own: ``<id>,waits``, ``<id>,began,<time>`` and
+``<id>,ended,<time>,<cause>``.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 from urllib.parse import quote, unquote
 
 from dask_cml.checks import is_session_id
@@ -18,10 +23,8 @@ from dask_cml.options import SessionSize, exact
 _TIME = "[1-9][0-9]{0,11}"
 _NUMBER = "[0-9.e+-]+"
 _SIZE = rf"({_NUMBER})x({_NUMBER})x([0-9]+)"
-_NAME = re.compile(
-    rf"([^,]+),([^,]+),([^,]*),({_TIME}),(?:{_SIZE})?,(waits|{_TIME})?(?:,({_TIME}),([a-z-]*))?", re.ASCII
-)
-_WAITS = "waits"
+_NAME = re.compile(rf"([^,]+),([^,]+),([^,]*),({_TIME}),(?:{_SIZE})?,", re.ASCII)
+_FACT = re.compile(rf"([^,]+),(?:waits|began,({_TIME})|ended,({_TIME}),([a-z-]*))", re.ASCII)
 _CLUSTER = "@"
 
 
@@ -67,7 +70,7 @@ class Launch:
 
 
 def file_name(launch: Launch, cluster: str) -> str:
-    """Return the name of a session's file.
+    """Return the name of a new session's file.
 
     Parameters
     ----------
@@ -83,9 +86,7 @@ def file_name(launch: Launch, cluster: str) -> str:
     'abcdefgh12345678,@-0,ijklmnop12345678,1790000000,4x16x1,'
     """
     described = form(launch.key, cluster, launch.size)
-    name = described.format(id=launch.id, owner=launch.owner or "", launched=launch.launched)
-    name += _WAITS if launch.waits else str(launch.began or "")
-    return name if launch.ended is None else f"{name},{launch.ended},{launch.cause.replace(' ', '-')}"
+    return described.format(id=launch.id, owner=launch.owner or "", launched=launch.launched)
 
 
 def form(key: str, cluster: str, size: SessionSize | None) -> str:
@@ -96,6 +97,8 @@ def form(key: str, cluster: str, size: SessionSize | None) -> str:
     return f"{{id}},{quoted},{{owner}},{{launched}},{text},"
 
 
+# Files of ended sessions stay, and processes read all of them again and again.
+@lru_cache(maxsize=2**16)
 def parse(name: str, cluster: str) -> Launch:
     """Return the session that a file's name describes. The inverse of :func:`file_name`.
 
@@ -106,24 +109,37 @@ def parse(name: str, cluster: str) -> Launch:
     """
     if (match := _NAME.fullmatch(name)) is None:
         raise ValueError(f"{name!a} is not the name of a session's file")
-    session_id, key, owner, launched, cpu, memory, gpus, began, ended, cause = match.groups()
+    session_id, key, owner, launched, cpu, memory, gpus = match.groups()
     whose = cluster if key.startswith(_CLUSTER) else ""
     key = whose + unquote(key.removeprefix(_CLUSTER), errors="strict")
     size = SessionSize(float(cpu), float(memory), int(gpus)) if cpu else None
-    launch = Launch(
-        session_id,
-        key,
-        owner or None,
-        int(launched),
-        size,
-        waits=began == _WAITS,
-        began=int(began) if began and began != _WAITS else None,
-        ended=int(ended) if ended else None,
-        cause=(cause or "").replace("-", " "),
-    )
+    launch = Launch(session_id, key, owner or None, int(launched), size)
     ids = {session_id, launch.owner or session_id}
     if not all(map(is_session_id, ids)) or not key.isprintable() or "/" in key:
         raise ValueError(f"{name!a} does not describe a session")
     if file_name(launch, cluster) != name:
         raise ValueError(f"{name!a} is not in dask-cml's form")
     return launch
+
+
+def fact(session_id: str, what: str, *details: object) -> str:
+    """Return the name of a file that says what became of a session, see :func:`read_fact`.
+
+    Examples
+    --------
+    >>> fact("abcdefgh12345678", "waits"), fact("abcdefgh12345678", "began", 1790000000)
+    ('abcdefgh12345678,waits', 'abcdefgh12345678,began,1790000000')
+    """
+    return ",".join([session_id, what, *map(str, details)])
+
+
+def read_fact(name: str) -> tuple[str, dict[str, Any]] | None:
+    """Return a session's id, and the fields of :class:`Launch` that a file adds. None: it is no such file."""
+    if (match := _FACT.fullmatch(name)) is None:
+        return None
+    session_id, began, ended, cause = match.groups()
+    if ended:
+        return session_id, {"ended": int(ended), "cause": cause.replace("-", " ")}
+    if began:
+        return session_id, {"waits": False, "began": int(began)}
+    return session_id, {"waits": True}

@@ -17,7 +17,7 @@ import dask
 from distributed import SpecCluster
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
-from dask_cml import heartbeat, observers, private_files, wrapper
+from dask_cml import observers, private_files, wrapper
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.manager import manager, record_keeper, startup
 from dask_cml.records import liveness, operations, record, removal, session_files, store
@@ -152,7 +152,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         ),
         *((module, "os", files) for module in (state_file, store, wrapper)),
         *((module, "shutil", files.shutil) for module in (removal, store)),
-        (heartbeat, "tempfile", files.tempfile),
+        (liveness, "tempfile", files.tempfile),
         (record, "psutil", table),
         *((module, "load_platform", lambda _: it.platform) for module in (manager, operations, liveness)),
         (ThreadPoolExecutor, "shutdown", _shutdown),
