@@ -785,9 +785,13 @@ class CMLCluster(SpecCluster):
 
     async def _start(self) -> None:
         self.quiet = self._quiet
-        await self.manager.start()
         if self.options.forward_dashboard and self._forwarder is None:
-            self._forwarder = DashboardForwarder(self.manager.state.open_dashboard)
+            self._forwarder = DashboardForwarder(lambda: self.manager.state.open_dashboard())
+        try:
+            await self.manager.start()
+        except BaseException:
+            await self._release()
+            raise
 
     async def _correct_state(self) -> None:
         await self.manager.wishes.settle()
@@ -882,11 +886,14 @@ class CMLCluster(SpecCluster):
     async def _close(self, shutdown: bool | None = None) -> None:
         """Close this object. By default, as at the end of an ``async with`` block."""
         try:
-            if self._forwarder is not None:
-                await self._forwarder.close()
             await self.manager.close(self.shutdown_on_close if shutdown is None else shutdown)
         finally:
-            self._silence.close()
-            for callback in self.periodic_callbacks.values():  # of the widget, which shows the end
-                callback.stop()
-                callback.callback()
+            await self._release()
+
+    async def _release(self) -> None:
+        self._silence.close()
+        for callback in self.periodic_callbacks.values():  # of the widget, which shows the end
+            callback.stop()
+            callback.callback()
+        if self._forwarder is not None:
+            await self._forwarder.close()

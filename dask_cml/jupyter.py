@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -24,8 +23,6 @@ from dask_cml.observers import Observed, Observers
 from dask_cml.records.record import Record
 from dask_cml.sessions.owner import this_user
 
-#: Seconds for which a closed cluster stays listed, because the sidebar removes it itself after SHUTDOWN.
-_GRACE = 2.0
 #: The sidebar identifies a cluster by an id, which should be the same after the server restarts.
 _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")
 
@@ -123,7 +120,9 @@ class Sidebar(Observers):
     def __init__(self, manager: Any, interval: float = 2.0) -> None:
         super().__init__(interval)
         self._manager = manager
-        self._closed_since: dict[str, float] = {}
+        #: The clusters that were closed at the last look. They stay listed until the next one, because the
+        #: sidebar removes them itself after SHUTDOWN.
+        self._closed: set[str] = set()
 
     def manage(self, record: Record, **arguments: Any) -> CMLCluster:
         """Return a cluster that forwards the dashboard to a port of this machine, for the sidebar."""
@@ -143,13 +142,12 @@ class Sidebar(Observers):
 
     async def looked(self) -> None:
         """Remove closed clusters, and adaptive scaling that stopped because another manager scales."""
-        listed, adaptives, now = self._manager._clusters, self._manager._adaptives, time.monotonic()
+        listed, adaptives = self._manager._clusters, self._manager._adaptives
         clusters = {key: each for key, each in listed.items() if isinstance(each, CMLCluster)}
-        closed = [key for key, each in clusters.items() if each.status == Status.closed]
-        self._closed_since = {key: self._closed_since.get(key, now) for key in closed}
-        for key, since in self._closed_since.items():
-            if now - since >= _GRACE:
-                self._drop(key)
+        closed = {key for key, each in clusters.items() if each.status == Status.closed}
+        for key in self._closed & closed:
+            self._drop(key)
+        self._closed = closed
         for key, adaptive in [*adaptives.items()]:
             if key in clusters and getattr(adaptive, "state", None) == "stopped":
                 del adaptives[key]

@@ -155,7 +155,11 @@ class Observers:
         observed.finding = await self.examine(observed.record)
         if observed.finding.state is State.ALIVE:
             observed.cluster = self.manage(observed.record)
-            await observed.cluster
+            try:
+                await observed.cluster
+            except BaseException:  # its manager may run, without the cluster's dashboard
+                await self._leave(observed)
+                raise
             self.joined(observed)
 
     async def _leave(self, observed: Observed) -> None:

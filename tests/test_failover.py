@@ -18,7 +18,7 @@ from distributed.core import Status
 from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
-from dask_cml import address
+from dask_cml import address, cluster
 from dask_cml.layout import wanted_file
 from dask_cml.manager import failover
 from dask_cml.manager.manager import Manager
@@ -245,6 +245,27 @@ async def test_a_page_replaces_the_scheduler_even_if_that_takes_long(it):
     finally:
         await page.close()
         assert await end_all(store.records()) == {"lab": None}
+
+
+@simulated
+async def test_an_observer_whose_dashboard_got_no_port_connects_again(it):
+    class Forwarding(Observers):
+        def manage(self, record):
+            return super().manage(record, forward_dashboard=True)
+
+        def joined(self, observed):
+            joined.append(observed.record.name)
+
+    await (await simulate(name="lab", shutdown_on_close=False)).close()
+    joined, observers = [], Forwarding()
+    try:
+        with mock.patch.object(cluster, "DashboardForwarder", side_effect=OSError(24, "Too many open files")):
+            observers.start()
+            await asyncio.sleep(20.0)
+        await eventually(lambda: joined == ["lab"])
+    finally:
+        await observers.close()
+        await end_all(store.records())
 
 
 @simulated

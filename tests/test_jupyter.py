@@ -358,7 +358,6 @@ def test_an_unsupported_labextension_manager_is_not_changed(monkeypatch):
 
 @pytest.fixture
 async def sidebar(platform, monkeypatch):
-    monkeypatch.setattr(jupyter, "_GRACE", 0.0)
     async with listing() as sidebar:
         yield sidebar
 

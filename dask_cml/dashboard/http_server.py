@@ -8,7 +8,6 @@ origin can open WebSockets and post forms. Such requests have it as their Origin
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import resource
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPServerRequest
 from tornado.iostream import IOStream
+from tornado.netutil import is_valid_ip
 from tornado.web import Application
 
 from dask_cml.options import setting
@@ -116,10 +116,6 @@ class LocalServer(HTTPServer):
             self.handle_stream(IOStream(connection), address)
 
 
-class Refused(Exception):
-    """A request that is refused. Its text is the reason, for the client."""
-
-
 class HostGuard:
     """Checks the Host and the Origin of requests.
 
@@ -148,45 +144,36 @@ class HostGuard:
             page for variable, page in pages.items() if port is None or os.environ.get(variable) == str(port)
         }
 
-    def check_host(self, request: HTTPServerRequest) -> None:
-        """Refuse a request for another host.
+    def why_refused(self, request: HTTPServerRequest, any_origin: bool = False) -> str | None:
+        """Return why a request must be refused, for its client. Return None if it may be answered.
 
-        Raises
-        ------
-        Refused
-            If the request is refused. The error contains the reason.
+        A request is refused if it is for another host, or if a page of another origin has sent it, and it
+        could change something.
+
+        Parameters
+        ----------
+        request : HTTPServerRequest
+            The request.
+        any_origin : bool
+            Whether to accept pages of all origins. Default False.
         """
-        host = request.headers.get("Host", "")
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if not self._is_known(_split(f"//{host}")[0]):
-            raise Refused(
+            return (
                 f"{self._server} refuses requests for host {host!r}. If this is your proxy, add it to "
                 "cml.forward-hosts in Dask's configuration, and create the cluster again"
             )
-
-    def check_origin(self, request: HTTPServerRequest) -> None:
-        """Refuse a request that a page of another origin has sent, and that could change something.
-
-        Raises
-        ------
-        Refused
-            If the request is refused. The error contains the reason.
-        """
-        origin = request.headers.get("Origin")
-        if origin is None or (request.method in _SAFE and "Upgrade" not in request.headers):
-            return
-        if not self._is_same(origin, request.headers.get("Host", "")):
-            raise Refused(f"{self._server} refuses requests from pages of {origin!r}")
+        reads = request.method in _SAFE and "Upgrade" not in request.headers
+        if any_origin or reads or origin is None or self._is_same(origin, host):
+            return None
+        return f"{self._server} refuses requests from pages of {origin!r}"
 
     def _is_known(self, name: str | None) -> bool:
         if not name:
             return False
         if name in self._hosts or (self._domain is not None and name.endswith(self._domain)):
             return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        return is_valid_ip(name)
 
     def _is_same(self, origin: str, host: str) -> bool:
         name, port, scheme = _split(origin)

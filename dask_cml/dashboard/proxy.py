@@ -23,7 +23,7 @@ from tornado.iostream import IOStream, StreamClosedError
 from tornado.web import Application, RequestHandler
 
 from dask_cml.cancellation import cancel
-from dask_cml.dashboard.http_server import HostGuard, LocalServer, Refused, local_socket
+from dask_cml.dashboard.http_server import HostGuard, LocalServer, local_socket
 from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.protocol import FORWARD
 
@@ -63,7 +63,7 @@ _RELATIVE = re.compile(r"[\w.-][\w./-]*", re.ASCII)
 _CLOSED = {"proxy", "jupyter", ".", ".."}
 #: How often a path may be percent-encoded.
 _MOST_ENCODED = 3
-#: Seconds for the head of an answer, and for the whole of it. Bytes of an answer.
+#: Seconds for the head of an answer, and for its body. Bytes of an answer.
 _HEAD_TIMEOUT, _ANSWER_TIMEOUT, _MOST_BYTES = 60.0, 600.0, 2**30
 #: Bytes of a WebSocket that are read at once.
 _CHUNK = 2**16
@@ -122,6 +122,8 @@ def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) 
 class DashboardProxy(RequestHandler):
     """Answers a request by a scheduler's dashboard. A subclass has the method ``get``."""
 
+    #: Whether pages of all origins may open WebSockets.
+    any_origin = False
     #: Answers the request.
     _forwarding: asyncio.Task[Any] | None = None
 
@@ -135,17 +137,11 @@ class DashboardProxy(RequestHandler):
 
     def prepare(self) -> None:
         """Refuse requests for other hosts, of other origins, and for service workers."""
-        try:
-            self.settings["guard"].check_host(self.request)
-            self.check_origin()
-        except Refused as refused:
-            self.refuse(403, str(refused))
+        why = self.settings["guard"].why_refused(self.request, self.any_origin)
         if "Service-Worker" in self.request.headers:
-            self.refuse(403, "The dashboard has no service workers")
-
-    def check_origin(self) -> None:
-        """Refuse WebSockets of other origins."""
-        self.settings["guard"].check_origin(self.request)
+            why = "The dashboard has no service workers"
+        if why is not None:
+            self.refuse(403, why)
 
     def refuse(self, status: int, words: str) -> None:
         """Answer with the reason of a refusal or failure, unless the answer has begun."""
@@ -185,7 +181,9 @@ class DashboardProxy(RequestHandler):
 
     async def _exchange(self, stream: IOStream, path: str) -> None:
         request = self.request
-        parameters = HTTP1ConnectionParameters(header_timeout=_HEAD_TIMEOUT, max_body_size=_MOST_BYTES)
+        parameters = HTTP1ConnectionParameters(
+            header_timeout=_HEAD_TIMEOUT, body_timeout=_ANSWER_TIMEOUT, max_body_size=_MOST_BYTES
+        )
         connection = HTTP1Connection(stream, is_client=True, params=parameters)
         upgrades = request.headers.get("Upgrade", "").lower() == "websocket"
         headers = HTTPHeaders(_allowed(request.headers, _REQUEST_HEADERS))
@@ -197,12 +195,8 @@ class DashboardProxy(RequestHandler):
         connection.write_headers(RequestStartLine("GET", target, "HTTP/1.1"), headers)
         connection.finish()
         answer = _Answer(self, connection, upgrades)
-        limit = asyncio.get_running_loop().call_later(_ANSWER_TIMEOUT, self.on_connection_close)
-        try:
-            with contextlib.suppress(StreamClosedError):
-                await connection.read_response(answer)
-        finally:
-            limit.cancel()
+        with contextlib.suppress(StreamClosedError):
+            await connection.read_response(answer)
         if answer.socket is not None:
             await self._carry(answer.socket, answer.headers)
         elif answer.complete:
@@ -346,11 +340,8 @@ class DashboardForwarder(LocalServer):
         """Start to listen. Tornado calls this instead of ``__init__``."""
         application = dashboard_application([(r"/.*", _Forwarded)], HostGuard(), open_comm=open_comm)
         super().initialize(application, local_socket(port))
-
-    @property
-    def link(self) -> str:
-        """The dashboard's URL for a browser on this machine."""
-        return f"http://127.0.0.1:{self.port}/status"
+        #: The dashboard's URL for a browser on this machine.
+        self.link = f"http://127.0.0.1:{self.port}/status"
 
 
 class _Forwarded(DashboardProxy):

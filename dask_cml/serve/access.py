@@ -12,7 +12,7 @@ from typing import Any
 from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
-from dask_cml.dashboard.http_server import HostGuard, Refused
+from dask_cml.dashboard.http_server import HostGuard
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.sessions.owner import this_session, this_user
 
@@ -66,14 +66,11 @@ class Access:
 
     def __post_init__(self) -> None:
         self.guard = HostGuard("The page", self.port)
+        #: The cookie's name. It contains the port, because browsers send cookies to all ports of a host.
+        self.cookie = f"dask-cml-{self.port}"
         ports = {os.environ.get(name) for name in ("CDSW_APP_PORT", "CDSW_READONLY_PORT")}
         #: Whether requests come through CML's ingress. Elsewhere, any program could send its headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports
-
-    @property
-    def cookie(self) -> str:
-        """The cookie's name. It contains the port, because browsers send cookies to all ports of a host."""
-        return f"dask-cml-{self.port}"
 
     def fits(self, token: str | None) -> bool:
         """Return whether this token is valid."""
@@ -149,11 +146,8 @@ class Handler(RequestHandler):
     def prepare(self) -> None:
         """Refuse other hosts and origins, unknown users, and changes by read-only users."""
         reads = self.request.method in ("GET", "HEAD")
-        try:
-            self.access.guard.check_host(self.request)
-            self.access.guard.check_origin(self.request)
-        except Refused as refused:
-            raise HTTPError(403, str(refused)) from None
+        if (why := self.access.guard.why_refused(self.request)) is not None:
+            raise HTTPError(403, why)
         if reads and self.access.fits(self.get_query_argument("token", None)):
             # Move the token from the address, which others may see, to a cookie. The redirect is relative,
             # because a proxy may serve the page below another path.

@@ -125,7 +125,9 @@ class Adapt(ApiHandler):
     async def delete(self, name: str) -> None:
         """Stop adapting a worker group."""
         group = self.get_query_argument("worker_group", DEFAULT_GROUP)
-        self.clusters.manager_of(name).manager.wishes.stop_adapting(group)
+        manager = self.clusters.manager_of(name).manager
+        manager.fleet.group(group)  # which must exist
+        manager.wishes.stop_adapting(group)
         self.answer(await self.details(name))
 
 

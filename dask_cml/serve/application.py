@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import html
-import logging
 import os
 import signal
 import tempfile
@@ -21,8 +20,6 @@ from dask_cml.serve import api, metrics, pages
 from dask_cml.serve.access import Access
 from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.serve.dashboards import Dashboards
-
-logger = logging.getLogger(__name__)
 
 #: The variables with the ports that CML serves, in the order in which the page tries them.
 _PORTS = ("CDSW_APP_PORT", "CDSW_READONLY_PORT")
@@ -98,24 +95,19 @@ async def serve(
     access, clusters = Access(listener.getsockname()[1]), ProjectClusters()
     dashboards = Dashboards(clusters, access, dashboard_port)
     server = LocalServer(make_application(clusters, access, dashboards), listener)
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    clusters.start()
-    try:
+    async with contextlib.AsyncExitStack() as ending:
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, stop.set)
+            ending.callback(loop.remove_signal_handler, number)
+        for part in (dashboards, clusters, server):  # which closes first
+            ending.push_async_callback(part.close)
+        clusters.start()
         link = f"http://127.0.0.1:{access.port}/"
         if not access.behind_entry:
             link += f"?token={access.token}"
         on_start(link, access.behind_entry)
         with _opened(link) if open_browser else contextlib.nullcontext():
             await stop.wait()
-    finally:
-        await server.close()
-        try:
-            await clusters.close()
-        finally:
-            await dashboards.close()
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +49,12 @@ _ALLOWED = tuple(name for name in OPTION_NAMES if name not in _SETTLED)
 
 @dataclass
 class CreatedCluster(Observed):
-    """A cluster that a user of the page created. Its task starts it. After a failure, it has no manager.
+    """A cluster that a user of the page created. Its task starts it.
 
     Parameters
     ----------
     failure : Exception or None
-        Why it failed.
+        Why it did not start.
     """
 
     failure: Exception | None = None
@@ -129,19 +129,15 @@ class ProjectClusters(Observers):
         return super().manage(record, shutdown_on_close=owns, observes=not owns, **arguments)
 
     async def looked(self) -> None:
-        """Read usages, and forget clusters that another process deleted."""
+        """Read usages, and forget clusters that have ended."""
+        managers, now = self._managers(), time.monotonic()
         for name, each in [*self._created.items()]:
-            cluster, starting = each.cluster, each.task
-            if cluster is not None and cluster.status == Status.closed and starting and starting.done():
-                if (problem := cluster.manager.state.problem) is None:
-                    del self._created[name]
-                else:
-                    each.cluster, each.failure = None, CMLError(problem)
-        self.starts.look(self._managers().values())
-        now = time.monotonic()
+            if name not in managers and each.failure is None and each.task and each.task.done():
+                del self._created[name]  # the history says why it ended
+        self.starts.look(managers.values())
         if now - self._asked_at < _ASKED_LATELY and now - self._usages_read_at > _USAGE_AGE:
             self._usages_read_at = now
-            self.usages = await asyncio.to_thread(_usages, [*self._managers()])
+            self.usages = {name: used for name in managers if (used := await self._usage(name)) is not None}
 
     # -- lookups
 
@@ -155,7 +151,14 @@ class ProjectClusters(Observers):
         return found[name]
 
     def _managers(self) -> dict[str, CMLCluster]:
-        return {name: each.cluster for name, each in self._all().items() if each.cluster is not None}
+        managers = {name: each.cluster for name, each in self._all().items() if each.cluster is not None}
+        return {name: each for name, each in managers.items() if each.status != Status.closed}
+
+    async def _usage(self, name: str) -> Usage | None:
+        """Read the usage of a cluster. If that fails, return what is known."""
+        with contextlib.suppress(*EXPECTED):
+            self.usages[name] = await asyncio.to_thread(operations.usage, name)
+        return self.usages.get(name)
 
     def manager_of(self, name: str) -> CMLCluster:
         """Return the manager of a running cluster.
@@ -183,7 +186,8 @@ class ProjectClusters(Observers):
         """
         each = self._one(name)
         if isinstance(each, CreatedCluster):
-            return None if each.cluster is None else each.cluster.manager.state.record
+            cluster = self._managers().get(name)
+            return None if cluster is None else cluster.manager.state.record
         return each.record
 
     # -- descriptions
@@ -225,11 +229,10 @@ class ProjectClusters(Observers):
         each, record = self._one(name), self.record_of(name)
         usage, logs, sessions = Usage(), list[str](), list[dict[str, Any]]()
         if record is not None:
-            with contextlib.suppress(*EXPECTED):
-                usage = self.usages[name] = await asyncio.to_thread(operations.usage, name)
+            usage = await self._usage(name) or Usage()
             logs = [*await asyncio.to_thread(operations.session_logs(record).paths)]
             sessions = views.recorded_sessions(record)
-        if (cluster := each.cluster) is not None:
+        if (cluster := self._managers().get(name)) is not None:
             sessions = views.sessions_of(cluster)
         has_dashboard = cluster is not None and "dashboard" in cluster.scheduler_info.get("services", {})
         description = self._describe(name, each)
@@ -289,14 +292,15 @@ class ProjectClusters(Observers):
         maker = Maker.this_process(user, serves=True)
         given = Options.read(**unattended(options), **_SETTLED).inheriting()
         name = given.name
-        if name in self._created and self._created[name].cluster is not None:
+        if name in self._created and name in self._managers():
             raise ClusterExists(name)
         cluster = CMLCluster.of_manager(Manager(given, maker=maker), asynchronous=True, quiet=True)
         own = self._created[name] = CreatedCluster(Record(name, maker=maker), cluster)
         own.task = asyncio.create_task(self._start(own, cluster))
         await asyncio.wait({own.task}, timeout=_PATIENCE)
         if own.failure is not None:
-            self._created.pop(name, None)
+            if name not in self._managers():
+                self._created.pop(name, None)
             raise own.failure
         return self._describe(name, own)
 
@@ -306,7 +310,9 @@ class ProjectClusters(Observers):
         except Exception as error:
             if not isinstance(error, CMLError):
                 logger.exception("Cluster %s not started", own.record.name)
-            own.cluster, own.failure = None, error
+            own.failure = error
+            if isinstance(error, ClusterExists) and self._created.get(own.record.name) is own:
+                del self._created[own.record.name]  # which would hide the other one
             with contextlib.suppress(CMLError):
                 await cluster.close()
 
@@ -328,24 +334,11 @@ class ProjectClusters(Observers):
             If CML did not stop some sessions.
         """
         each = self._one(name)
-        if each.cluster is not None:
+        created = self._created.get(name)
+        if each.cluster is not None and (created or each.cluster.status == Status.running):
             each.cluster.manager.end_reason = operations.deleted_by(user)
-        if isinstance(each, CreatedCluster):
-            if each.cluster is not None:
-                await each.cluster.close()
-            self._created.pop(name, None)
-        elif each.cluster is not None and each.cluster.status == Status.running:
             await each.cluster.close()
         elif (error := (await operations.end_all([each.record], user))[name]) is not None:
             raise error
-
-
-def _usages(names: Iterable[str]) -> dict[str, Usage]:
-    """Read the usage of clusters. An error in one does not affect the others. Blocks."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = operations.usage(name)
-        except Exception as error:
-            logger.info("Usage of cluster %s not read: %s", name, error)
-    return found
+        if created is not None and self._created.get(name) is created:
+            del self._created[name]

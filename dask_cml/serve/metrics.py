@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -13,18 +13,8 @@ from tornado.web import HTTPError
 
 from dask_cml.cluster import CMLCluster
 from dask_cml.layout import SCHEDULER
-from dask_cml.records.usage import Usage
 from dask_cml.serve.access import Handler
 
-#: The families of metrics by name: the type, the help and the labels.
-_FAMILIES = {
-    "clusters": ("gauge", "Number of clusters.", "status"),
-    "wanted_workers": ("gauge", "Number of requested worker sessions.", "cluster", "group"),
-    "sessions": ("gauge", "Number of sessions.", "cluster", "group", "state"),
-    "launches": ("counter", "Number of sessions launched so far.", "cluster", "group"),
-    "losses": ("counter", "Number of sessions lost so far.", "cluster", "group", "cause"),
-    "session_seconds": ("counter", "Sum of the times of all sessions so far.", "cluster", "group"),
-}
 #: The upper limits of start times, in seconds.
 _BUCKETS = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, math.inf)
 
@@ -70,50 +60,50 @@ class Metrics(Handler):
         self.set_header("Content-Type", CONTENT_TYPE_LATEST)
         self.finish(generate_latest(self))  # which calls the following method
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> list[Any]:
         """Describe the clusters as families of metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-        families = {
-            name: kinds[kind](f"dask_cml_{name}", words, labels=labels)
-            for name, (kind, words, *labels) in _FAMILIES.items()
-        }
-        for name, labels, value in _samples(self.clusters.describe(), self.clusters.usages):
-            families[name].add_metric(labels, value)
-        yield from families.values()
+        def gauge(name: str, words: str, *labels: str) -> Any:
+            return GaugeMetricFamily(f"dask_cml_{name}", words, labels=labels)
+
+        def counter(name: str, words: str, *labels: str) -> Any:
+            return CounterMetricFamily(f"dask_cml_{name}", words, labels=["cluster", "group", *labels])
+
+        clusters = gauge("clusters", "Number of clusters.", "status")
+        wanted = gauge("wanted_workers", "Number of requested worker sessions.", "cluster", "group")
+        sessions = gauge("sessions", "Number of sessions.", "cluster", "group", "state")
+        launches = counter("launches", "Number of sessions launched so far.")
+        losses = counter("losses", "Number of sessions lost so far.", "cause")
+        seconds = counter("session_seconds", "Sum of the times of all sessions so far.")
+        described = self.clusters.describe()
+        for status, n in Counter(each["status"] for each in described).items():
+            clusters.add_metric([status], n)
+        for cluster in described:
+            name, status = cluster["name"], cluster["status"]
+            if status in ("running", "starting"):
+                sessions.add_metric([name, SCHEDULER, "connected" if status == "running" else "starting"], 1)
+            for group in cluster["groups"]:
+                requested, waiting, connected = group["n_workers"], group["n_waiting"], group["n_arrived"]
+                starting = max(0, requested - waiting - connected)
+                wanted.add_metric([name, group["name"]], requested)
+                for state, n in {"waiting": waiting, "connected": connected, "starting": starting}.items():
+                    sessions.add_metric([name, group["name"], state], n)
+        for name, usage in self.clusters.usages.items():
+            for label, used in usage.items():
+                launches.add_metric([name, label], used.sessions)
+                seconds.add_metric([name, label], used.hours * 3600)
+                for cause, n in used.lost.items():
+                    losses.add_metric([name, label, cause], n)
         words = "Time from the launch of a worker session to its connection."
         times = HistogramMetricFamily("dask_cml_start_seconds", words)
         times.add_metric([], self.clusters.starts.buckets, self.clusters.starts.total)
-        yield times
+        return [clusters, wanted, sessions, launches, losses, seconds, times]
 
     def answer_error(self, words: str) -> None:
         """Answer with the reason of an error."""
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.finish(words)
-
-
-def _samples(
-    described: Sequence[Mapping[str, Any]], usages: Mapping[str, Usage]
-) -> Iterator[tuple[str, list[str], float]]:
-    """Yield families of metrics, each with the values of its labels, and its value."""
-    for status, n in Counter(each["status"] for each in described).items():
-        yield "clusters", [status], n
-    for cluster in described:
-        name, status = cluster["name"], cluster["status"]
-        if status in ("running", "starting"):
-            state = "connected" if status == "running" else "starting"
-            yield "sessions", [name, SCHEDULER, state], 1
-        for group in cluster["groups"]:
-            wanted, waiting, connected = group["n_workers"], group["n_waiting"], group["n_arrived"]
-            states = {"waiting": waiting, "connected": connected, "starting": wanted - waiting - connected}
-            yield "wanted_workers", [name, group["name"]], wanted
-            yield from (("sessions", [name, group["name"], each], max(0, n)) for each, n in states.items())
-    for name, usage in usages.items():
-        for label, used in usage.items():
-            yield "launches", [name, label], used.sessions
-            yield "session_seconds", [name, label], used.hours * 3600
-            yield from (("losses", [name, label, cause], n) for cause, n in used.lost.items())
 
 
 ROUTES: list[Any] = [(r"/metrics", Metrics)]

@@ -36,12 +36,11 @@ def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[st
     """
     status, state = cluster.status.name, cluster.manager.state
     problem = state.problem
-    try:
-        workers = read_workers(cluster.scheduler_info["workers"])
-    except ValueError as error:
-        workers, problem = (), str(error)
+    workers = read_workers(cluster.scheduler_info["workers"])
     if cluster.status == Status.running and not state.connected:
         status = "not answering"
+    elif cluster.status == Status.failed:
+        status, problem = "closing", problem or "CML did not stop some sessions; delete the cluster again"
     elif cluster.status not in (Status.running, Status.closing, Status.closed):
         status = "starting"
     groups = [*cluster.worker_groups.values()]
@@ -89,7 +88,8 @@ def _group(group: WorkerGroup, limits: Mapping[str, float] | None, waiting: int)
     if limits is not None:
         adapts = {each: None if math.isinf(n) else int(n) for each, n in limits.items()}
     described = asdict(group)
-    return {**described, **described.pop("size"), "n_waiting": waiting, "adapts": adapts}
+    size = described.pop("size")
+    return {**described, **size, "n_waiting": waiting, "adapts": adapts}
 
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
