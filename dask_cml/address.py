@@ -12,6 +12,7 @@ import logging
 import shlex
 from typing import Any
 from urllib.parse import unquote
+from weakref import WeakSet
 
 from distributed.client import Client
 from distributed.comm.addressing import get_address_host, parse_address
@@ -33,6 +34,8 @@ RECONNECT_TIMEOUT = 300.0
 #: Seconds between two looks for the client that connects, and how many.
 _PAUSE, _TRIES = 0.02, 100
 _warned: set[str] = set()
+#: The clients that have been connected.
+_tended: WeakSet[Client] = WeakSet()
 #: The last known address of each scheduler, by its cluster's address.
 _schedulers: dict[str, str] = {}
 
@@ -82,7 +85,7 @@ class CMLConnector(Connector):
         except NoSuchCluster:
             for client in _clients(address):
                 # It was connected before. Otherwise, it would try until its long time-out.
-                if client.status == "connecting" and client._timeout == RECONNECT_TIMEOUT and client.loop:
+                if client.status == "connecting" and client in _tended and client.loop:
                     client.loop.add_callback(client._close, fast=True)
             raise
         scheduler = record.scheduler.address
@@ -111,7 +114,7 @@ def _tend_clients(
 ) -> None:
     """Give this process's clients of an address the keys for workers, and patience with the scheduler."""
     clients = _clients(address)
-    if not clients and tries:  # Dask registers a client after its first connection
+    if tries:  # Dask registers a client after its first connection
         again = functools.partial(_tend_clients, address, security, connection_args, tries - 1)
         asyncio.get_running_loop().call_later(_PAUSE, again)
     for client in clients:
@@ -119,6 +122,7 @@ def _tend_clients(
             client.security, client.connection_args = security, connection_args
             client.rpc.connection_args = connection_args
         client._timeout = max(client._timeout, RECONNECT_TIMEOUT)
+        _tended.add(client)
 
 
 def _clients(address: str) -> list[Client]:
@@ -147,7 +151,8 @@ def _read(name: str) -> Record:
     except errors.NoSuchCluster as error:
         where = f"{error}; searched in {state_directory()}"
         raise NoSuchCluster(where, error.name, error.known) from None
-    if record.scheduler.address is None and (record.scheduler.maker or record.maker).lives() is False:
+    maker = record.scheduler.maker or record.maker
+    if record.scheduler.address is None and maker.lives() is False and not liveness.spoke_lately(record):
         raise NoSuchCluster(
             f"the creator of cluster {name!r} ended before the scheduler answered: run "
             f"`dask cml delete {shlex.quote(name)}`",

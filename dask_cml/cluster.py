@@ -37,7 +37,6 @@ from dask_cml.records import store
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.sizing import sessions_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -379,7 +378,7 @@ class CMLCluster(SpecCluster):
         """
         refuse_unexpected(self.scale, kwargs)
         options = self.manager.fleet.group(worker_group).options
-        self.manager.wishes.scale(sessions_for(options, n, memory, cores), worker_group)
+        self.manager.wishes.scale(options.sessions_for(n, memory, cores), worker_group)
         return NoOpAwaitable() if self.asynchronous else None
 
     def scale_up(self, n: int) -> Awaitable[None] | None:  # type: ignore[override]

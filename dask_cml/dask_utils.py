@@ -30,7 +30,7 @@ from dask_cml.errors import CMLError, SessionFailed
 from dask_cml.identity import Identity
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
-from dask_cml.sessions.plan import Place
+from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.tls import ask
@@ -286,7 +286,8 @@ async def _start_workers(
     api: WorkersAPI, options: Options, place: Place, url: str, n: int, *others: CMLProcess
 ) -> list[dict[str, Any]]:
     """Launch workers, and wait until they are connected. None of the other sessions may end meanwhile."""
-    workers = [CMLWorker(url, f"{options.name}-{i}", api=api, options=options, place=place) for i in range(n)]
+    plans = [plan_worker(options, place, f"{options.name}-{i}", url) for i in range(n)]
+    workers = [CMLWorker(api, options, plan) for plan in plans]
     launches = [asyncio.ensure_future(worker.start()) for worker in workers]
     try:
         await asyncio.gather(*launches)

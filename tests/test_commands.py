@@ -128,7 +128,7 @@ def test_a_workers_arguments_arrive_unchanged_and_its_output_is_logged(program, 
     assert done.returncode == 0, done.stderr + done.stdout
     expected = ["-m", "dask", "worker", "tcp://10.0.0.1:8786"]
     expected += ["--name", f"{name}-0", "--preload", "dask_cml.worker.process"]
-    expected += ["--preload-nanny", "dask_cml.worker.notice", "--nworkers", "1", "--nthreads", "4"]
+    expected += ["--preload-nanny", "dask_cml.worker.process", "--nworkers", "1", "--nthreads", "4"]
     expected += ["--memory-limit", str(int(options.worker_memory * 2**30)), "--death-timeout", "90.0"]
     expected += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
     expected += ["--worker-class", name, "--preload", lines]
@@ -484,7 +484,7 @@ def test_preload_modules_of_the_configuration_are_kept(tmp_path, configured):
         worker = plan_worker(read(), recorded(tmp_path), "mine-0", None)
     assert values(argv(scheduler), "--preload") == [PRELOAD, "theirs"]
     assert values(argv(worker), "--preload") == ["dask_cml.worker.process", "theirs"]
-    assert values(argv(worker), "--preload-nanny") == ["dask_cml.worker.notice", "theirs"]
+    assert values(argv(worker), "--preload-nanny") == ["dask_cml.worker.process", "theirs"]
 
 
 def test_the_users_environment_goes_over_our_own(tmp_path):

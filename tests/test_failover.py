@@ -456,10 +456,16 @@ async def test_six_schedulers_in_a_row_are_replaced_if_tasks_are_computed_in_bet
 
 
 async def test_a_client_of_a_deleted_cluster_closes_and_waits_for_no_scheduler(platform, holds):
-    async with make(name="lab") as cluster, Client("cml://lab", asynchronous=True) as client:
-        await holds(lambda: client._timeout >= address.RECONNECT_TIMEOUT)
+    async with (
+        make(name="lab") as cluster,
+        Client("cml://lab", asynchronous=True) as first,
+        Client("cml://lab", asynchronous=True) as second,
+        Client("cml://lab", asynchronous=True, timeout="15 minutes") as patient,
+    ):
+        clients = first, second, patient
+        await holds(lambda: all(each._timeout >= address.RECONNECT_TIMEOUT for each in clients))
         await cluster.close()
-        await holds(lambda: client.status == "closed")
+        await holds(lambda: {each.status for each in clients} == {"closed"})
 
 
 CLIENT = """

@@ -17,7 +17,7 @@ LAYERS = (
     ("cluster",),
     ("manager",),
     ("display", "records", "scheduler"),
-    ("dashboard", "sessions", "sizing", "worker"),
+    ("dashboard", "sessions", "worker"),
     ("options",),
     ("local", "private_files"),
     (
@@ -37,7 +37,7 @@ LAYERS = (
 #: Those of one layer that know nothing of each other.
 APART = (
     {"display", "records", "scheduler"},
-    {"dashboard", "sessions", "sizing", "worker"},
+    {"dashboard", "sessions", "worker"},
 )
 #: What runs in every worker session, whose memory is the tasks', with all that it imports.
 ALONE = {

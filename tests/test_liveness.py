@@ -67,6 +67,8 @@ async def test_keys_of_a_scheduler_are_found_by_the_record(tmp_path):
     async with scheduler(security) as running:
         record = record_of(running)
         assert await is_alive(dataclasses.replace(record, security=files))
+        with dask.config.set({"distributed.comm.tls.ciphers": "ECDHE+AESGCM"}):
+            assert await is_alive(dataclasses.replace(record, security=files))
         assert not await is_alive(record, timeout=1)
         (tmp_path / "tls_client_key").unlink()
         assert not await is_alive(dataclasses.replace(record, security=files))
@@ -134,6 +136,14 @@ async def test_an_unreachable_scheduler_is_dead_if_its_session_has_ended(cluster
 async def test_an_unreachable_scheduler_is_dead_after_two_minutes_of_silence(cluster, listener, listed):
     assert await state(cluster(address(listener), silence=60), listed) is State.UNKNOWN
     assert await state(cluster(address(listener), silence=130), listed) is State.DEAD
+
+
+async def test_a_cluster_whose_next_scheduler_lost_its_launcher_is_dead_only_after_two_minutes(cluster):
+    """Another manager may launch it instead."""
+    ended = dataclasses.replace(Maker.this_process(), started=1.0)
+    assert await state(cluster(None, maker=ended)) is State.DEAD
+    assert await state(cluster(None, silence=60, maker=ended)) is State.UNKNOWN
+    assert await state(cluster(None, silence=130, maker=ended)) is State.DEAD
 
 
 async def test_a_program_that_accepts_connections_may_be_the_scheduler(cluster, listener):

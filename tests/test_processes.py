@@ -21,7 +21,7 @@ from dask_cml import CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import Options
 from dask_cml.sessions import calls, process, session, tls
-from dask_cml.sessions.plan import Place
+from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
 
@@ -76,7 +76,8 @@ def make_worker(api, folder):
     """Make a worker's session, unlaunched."""
 
     def make_worker(name="mine-0", address="tcp://10.0.0.1:8786", **options):
-        return CMLWorker(address, name, api=api, options=read(**options), place=Place(folder))
+        options = read(**options)
+        return CMLWorker(api, options, plan_worker(options, Place(folder), name, address))
 
     return make_worker
 

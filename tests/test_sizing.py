@@ -8,7 +8,6 @@ import pytest
 
 from dask_cml import CMLCluster
 from dask_cml.options import Options
-from dask_cml.sizing import bounds, sessions_for
 
 OPTIONS = Options.read(cpu=2, memory=16)
 NONE = (None, None)
@@ -16,21 +15,21 @@ MANY = 10**12
 
 
 def test_sessions_have_at_least_the_memory_and_the_threads_in_all():
-    assert sessions_for(OPTIONS, 3) == 3
-    assert sessions_for(OPTIONS, 1, cores=5) == 3
-    assert sessions_for(OPTIONS, 0, memory=3 * OPTIONS.worker_memory) == 3
-    assert sessions_for(OPTIONS, 0, memory=3.1 * OPTIONS.worker_memory, cores=2) == 4
+    assert OPTIONS.sessions_for(3) == 3
+    assert OPTIONS.sessions_for(1, cores=5) == 3
+    assert OPTIONS.sessions_for(0, memory=3 * OPTIONS.worker_memory) == 3
+    assert OPTIONS.sessions_for(0, memory=3.1 * OPTIONS.worker_memory, cores=2) == 4
 
 
 def test_limits_of_adaptive_scaling_may_be_totals():
-    assert bounds(OPTIONS, None, None, NONE, NONE) == (0, math.inf)
-    assert bounds(OPTIONS, 1, 9, (3, 15), NONE) == (2, 7)
+    assert OPTIONS.bounds(None, None, NONE, NONE) == (0, math.inf)
+    assert OPTIONS.bounds(1, 9, (3, 15), NONE) == (2, 7)
 
 
 @pytest.mark.parametrize("total", [{"n": MANY}, {"n": 0, "memory": "1000 PiB"}, {"n": 0, "cores": MANY}])
 def test_more_sessions_than_a_cluster_can_have_are_refused(total):
     with pytest.raises(ValueError, match=rf"^invalid {[*total][-1]}=.*expected .*100000"):
-        sessions_for(OPTIONS, **total)
+        OPTIONS.sessions_for(**total)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,7 @@ def test_more_sessions_than_a_cluster_can_have_are_refused(total):
 )
 def test_limits_above_the_largest_cluster_are_refused(arguments, named):
     with pytest.raises(ValueError, match=rf"^invalid {named}=.*expected .*100000"):
-        bounds(OPTIONS, *arguments)
+        OPTIONS.bounds(*arguments)
 
 
 @pytest.mark.usefixtures("light")

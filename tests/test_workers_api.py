@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 
 import dask.config
@@ -23,6 +24,7 @@ from dask_cml import CMLError, LaunchRefused, NotOnCML
 from dask_cml.options import SessionSize
 from dask_cml.sessions import calls
 from dask_cml.sessions.answers import CallFailed
+from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 SIZE = SessionSize(cpu=1.5, memory=2, nvidia_gpu=1)
@@ -72,14 +74,18 @@ def left(stub):
     return lambda: set(stub.live) - others
 
 
+def plan(name, code="pass", **more):
+    return SessionPlan(name, name, SIZE, code, **{"env": {}, "log": Path(), **more})
+
+
 async def launch(api, n=1):
-    return [s["id"] for s in await asyncio.gather(*[api.launch(f"s{i}", SIZE, "pass") for i in range(n)])]
+    return [s["id"] for s in await asyncio.gather(*[api.launch(plan(f"s{i}")) for i in range(n)])]
 
 
 async def do(api, function):
     """Call a function of the platform through the API."""
     if function == "launch_workers":
-        await api.launch("mine", SIZE, "pass")
+        await api.launch(plan("mine"))
     elif function == "list_workers":
         await api.sessions()
     else:
@@ -92,7 +98,7 @@ FUNCTIONS = ["launch_workers", "list_workers", "stop_workers"]
 
 
 async def test_each_session_is_launched_alone_with_the_given_options(stub, api):
-    session = await api.launch("mine", SIZE, "pass", {"A": "1"}, {"accelerator_label_id": 7})
+    session = await api.launch(plan("mine", env={"A": "1"}, launch_options={"accelerator_label_id": 7}))
     [sent] = stub.arguments("launch_workers")
     assert {k: sent[k] for k in ("n", "cpu", "memory", "nvidia_gpu", "code", "env")} == {
         "n": 1,
@@ -122,7 +128,7 @@ async def test_unknown_launch_options_are_refused_by_name_before_any_call(newer)
     with pytest.raises(
         ValueError, match=r"'colour', 'zone': expected parameters of the installed launch_workers: n, cpu, "
     ):
-        await api.launch("mine", SIZE, "pass", options=options)
+        await api.launch(plan("mine", launch_options=options))
     with pytest.raises(ValueError, match="'colour', 'zone'"):
         api.check_options(options)
     api.check_options(["kernel"])
@@ -132,7 +138,7 @@ async def test_unknown_launch_options_are_refused_by_name_before_any_call(newer)
 async def test_a_refused_launch_shows_the_reason_and_stops_the_half_created_session(stub, api, left):
     stub.refuse(message="failed to launch", k8s_message="exceeded quota: pods")
     with pytest.raises(LaunchRefused) as caught:
-        await api.launch("mine", SIZE, "pass")
+        await api.launch(plan("mine"))
     assert caught.value.reason == "failed to launch. exceeded quota: pods"
     assert "mine" in str(caught.value)
     half_made = [*stub.all][-1]
@@ -171,7 +177,7 @@ async def test_a_launch_is_retried_after_stopped_sessions_have_freed_the_quota(s
 async def test_only_an_answer_with_a_reason_is_a_refusal(stub, api, answer, words):
     stub.say("launch_workers", [answer])
     with pytest.raises(LaunchRefused) as caught:
-        await api.launch("mine", SIZE, "pass")
+        await api.launch(plan("mine"))
     assert caught.value.reason == words
     assert not api.live
     assert stub.count("launch_workers") == 1
@@ -234,7 +240,7 @@ async def test_a_refusal_raises_an_error_although_the_half_created_session_canno
     stub.refuse()
     stub.answer_stop(code)
     with pytest.raises(LaunchRefused):
-        await api.launch("mine", SIZE, "pass")
+        await api.launch(plan("mine"))
     assert stub.count("launch_workers") == 1
     await api.close()
     assert not left()
@@ -380,7 +386,7 @@ async def test_a_session_whose_launch_was_not_answered_is_adopted_instead_of_ano
     stub, api, left, lose_answers, error
 ):
     lose_answers(stub, error)
-    session = await api.launch("mine", SIZE, "pass")
+    session = await api.launch(plan("mine"))
     assert left() == api.live == {session["id"]}
     assert api.named_sessions() == {session["id"]: "mine"}
     assert (stub.count("launch_workers"), stub.count("list_workers")) == (1, 1)
@@ -396,7 +402,7 @@ async def test_a_session_that_the_platforms_library_launched_before_its_error_is
 ):
     lose_answers(stub, error)
     with pytest.raises(type(error)):
-        await api.launch("mine", SIZE, "pass")
+        await api.launch(plan("mine"))
     assert left()
     await api.close()
     assert not left()
@@ -414,16 +420,16 @@ async def test_each_of_many_launches_takes_its_own_session(stub, api, left, lose
 async def test_a_session_that_has_ended_or_is_known_is_not_taken_for_a_lost_one(stub, api):
     [ended] = stub.launch_workers(1, 1, 1, name="mine")
     stub.set(ended["id"], "failed")
-    known = await api.launch("mine", SIZE, "pass")
+    known = await api.launch(plan("mine"))
     stub.fail("launch_workers", ConnectionError("broken"))
-    session = await api.launch("mine", SIZE, "pass")
+    session = await api.launch(plan("mine"))
     assert session["id"] not in (ended["id"], known["id"])
 
 
 async def test_a_launch_without_an_answer_is_retried_only_after_a_listing(stub, api, left, lose_answers):
     lose_answers(stub, ConnectionError("broken"))
     stub.fail("list_workers", HTTPError(503), HTTPError(503))
-    session = await api.launch("mine", SIZE, "pass")
+    session = await api.launch(plan("mine"))
     assert left() == {session["id"]}
     assert (stub.count("launch_workers"), stub.count("list_workers")) == (1, 3)
 
@@ -476,7 +482,7 @@ async def test_closing_names_the_sessions_that_it_cannot_look_for(stub, api, lef
     lose_answers(stub, ConnectionError("broken"))
     stub.fail("list_workers", *[HTTPError(503)] * 4)
     with pytest.raises(CallFailed):
-        await api.launch("the lost one", SIZE, "pass")
+        await api.launch(plan("the lost one"))
     await api.close()
     assert session_id not in left()
     assert "the lost one" in caplog.text
@@ -487,7 +493,7 @@ async def test_closing_names_the_sessions_that_it_cannot_look_for(stub, api, lef
 async def test_on_the_local_platform_a_lost_answer_leaves_one_session(platform, lose_answers):
     api = WorkersAPI(platform)
     lose_answers(platform, ConnectionError("broken"))
-    session = await api.launch("mine", SessionSize(1, 1), "import time; time.sleep(600)")
+    session = await api.launch(plan("mine", code="import time; time.sleep(600)"))
     assert [each["id"] for each in platform.sessions()] == [session["id"]]
     await api.close()
 
@@ -716,7 +722,7 @@ async def test_launches_that_wait_for_their_turn_at_the_end_are_not_done(stub, l
         api = WorkersAPI(stub)
     await launch(api)
     with stub.held("launch_workers"):
-        tasks = [asyncio.create_task(api.launch("mine", SIZE, "pass")) for _ in range(5)]
+        tasks = [asyncio.create_task(api.launch(plan("mine"))) for _ in range(5)]
         await eventually(lambda: stub.under_way)
         closing = asyncio.create_task(api.close())
         await eventually(lambda: not left())
@@ -730,7 +736,7 @@ async def test_launches_that_wait_for_their_turn_at_the_end_are_not_done(stub, l
 async def test_nothing_is_launched_after_the_end(stub, api):
     await api.close()
     with pytest.raises(CMLError):
-        await api.launch("mine", SIZE, "pass")
+        await api.launch(plan("mine"))
     assert stub.calls == []
 
 
@@ -738,7 +744,7 @@ async def test_a_launch_after_the_end_is_refused_at_once(api, caplog):
     caplog.set_level("INFO", "dask_cml")
     await api.close()
     with pytest.raises(CMLError):
-        await api.launch("mine", SIZE, "pass")
+        await api.launch(plan("mine"))
     assert "next try" not in caplog.text
 
 
@@ -867,7 +873,7 @@ async def test_the_number_of_hanging_calls_is_limited(stub, hasty, monkeypatch):
 @pytest.mark.parametrize("listed", [True, False])
 async def test_a_launch_that_hangs_leaves_one_session_when_it_is_answered(stub, impatient, left, listed):
     with stub.hangs("launch_workers", after=True) as release:
-        launching = asyncio.create_task(impatient.launch("mine", SIZE, "pass"))
+        launching = asyncio.create_task(impatient.launch(plan("mine")))
         await eventually(left)
         [first] = left()
         stub.set(first, listed=listed)
@@ -881,7 +887,7 @@ async def test_a_launch_that_hangs_leaves_one_session_when_it_is_answered(stub, 
 
 async def test_a_launch_that_hangs_and_is_answered_meanwhile_is_not_retried(stub, impatient, left):
     with stub.hangs("launch_workers", after=True) as release, stub.hangs("list_workers"):
-        launching = asyncio.create_task(impatient.launch("mine", SIZE, "pass"))
+        launching = asyncio.create_task(impatient.launch(plan("mine")))
         await eventually(lambda: stub.count("list_workers"))
         release()
         session = await launching
@@ -891,7 +897,7 @@ async def test_a_launch_that_hangs_and_is_answered_meanwhile_is_not_retried(stub
 
 async def test_a_launch_that_hangs_beyond_the_end_stops_its_session(stub, impatient, left):
     with stub.hangs("launch_workers", after=True):
-        launching = asyncio.create_task(impatient.launch("mine", SIZE, "pass"))
+        launching = asyncio.create_task(impatient.launch(plan("mine")))
         await eventually(left)
         [session_id] = left()
         stub.set(session_id, listed=False)
@@ -910,7 +916,7 @@ async def test_a_launch_that_hangs_beyond_the_end_stops_its_session_if_its_answe
     stub.plan("launch_workers", Mishap(answer={"message": "Unauthorized"}, before=goes_on))
     if half_made:
         stub.refuse()
-    launching = asyncio.create_task(impatient.launch("mine", SIZE, "pass"))
+    launching = asyncio.create_task(impatient.launch(plan("mine")))
     await eventually(lambda: stub.under_way)
     await impatient.close()
     assert not left()
@@ -954,33 +960,49 @@ async def test_a_hanging_stop_is_not_retried_beyond_the_time_limit_of_one_call(s
     await eventually(lambda: not left())
 
 
-def test_the_interpreter_ends_though_calls_hang():
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_the_interpreter_ends_though_calls_hang(cancelled):
     program = """
 import asyncio, concurrent.futures, sys, threading
 import dask
+from pathlib import Path
 from dask_cml.options import SessionSize
+from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.workers_api import WorkersAPI
 
 def launch_workers(n, cpu, memory, nvidia_gpu=0, code="", env={}):
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        return [each.result() for each in [pool.submit(lambda: threading.Event().wait())]]
+        return [each.result() for each in [pool.submit(hang)]]
+
+def hang():
+    loop.call_soon_threadsafe(hangs.set)
+    threading.Event().wait()
 
 list_workers = stop_workers = launch_workers
 
 async def main():
-    with dask.config.set({"cml.api.timeout": "200ms", "cml.api.retries": 1}):
+    global hangs, loop
+    hangs, loop = asyncio.Event(), asyncio.get_running_loop()
+    with dask.config.set({"cml.api.timeout": "2s", "cml.api.retries": 0}):
         api = WorkersAPI(sys.modules["__main__"])
+    plan = SessionPlan("mine", "mine", SessionSize(1, 1), "", {}, Path())
+    launching = asyncio.ensure_future(api.launch(plan))
+    if sys.argv[1] == "True":
+        await hangs.wait()
+        launching.cancel()
     try:
-        await api.launch("mine", SessionSize(1, 1), "pass")
-    except Exception as error:
-        print(error)
+        await launching
+    except BaseException as error:
+        print(repr(error))
     await api.close()
 
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(cancelled)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    assert "CML did not launch mine in 2 tries" in done.stdout
+    assert ("CancelledError" if cancelled else "CML did not launch mine in 1 try") in done.stdout
 
 
 # -- sessions that were launched elsewhere, and what each is
@@ -1008,7 +1030,7 @@ async def test_a_half_created_session_keeps_its_name_until_it_is_stopped(stub, a
     stub.refuse()
     stub.answer_stop(503)
     with pytest.raises(LaunchRefused):
-        await api.launch("mine", SIZE, "pass")
+        await api.launch(plan("mine"))
     assert api.named_sessions() == {[*stub.all][-1]: "mine"}
 
 

@@ -33,11 +33,9 @@ class Connection:
     def __init__(self) -> None:
         self.address: str | None = None
         self.connection_args: dict[str, Any] = {}
-        #: Comms without a request.
-        self._idle: list[MsgpackComm] = []
         self._rpc: Any = None
 
-    async def open(self) -> MsgpackComm:
+    async def open(self, timeout: float = ANSWER_TIMEOUT) -> MsgpackComm:
         """Connect to the scheduler.
 
         Raises
@@ -47,7 +45,7 @@ class Connection:
         """
         if self.address is None:
             raise OSError("the scheduler has no address yet")
-        return await MsgpackComm.connect(self.address, self.connection_args, ANSWER_TIMEOUT)
+        return await MsgpackComm.connect(self.address, self.connection_args, timeout)
 
     async def call(self, op: str, limit: float = ANSWER_TIMEOUT, **arguments: Any) -> Any:
         """Return the scheduler's answer.
@@ -68,23 +66,12 @@ class Connection:
         CMLError
             If the handler fails.
         """
-        comm, address = self._idle.pop() if self._idle else await self.open(), self.address
+        comm = await self.open(min(limit, ANSWER_TIMEOUT))
         try:
-            answer = await comm.ask(op, limit, **arguments)
+            return await comm.ask(op, limit, **arguments)
         except HandlerFailed as error:
-            self._keep(comm, address)
             raise CMLError(f"the scheduler refused {op}: {error}") from None
-        except BaseException:
-            comm.abort()
-            raise
-        self._keep(comm, address)
-        return answer
-
-    def _keep(self, comm: MsgpackComm, address: str | None) -> None:
-        """Use a comm again, unless the cluster has another scheduler meanwhile."""
-        if address == self.address:
-            self._idle.append(comm)
-        else:
+        finally:
             comm.abort()
 
     async def insist(self, cluster: str, timeout: float, request: Callable[[], Awaitable[Any]]) -> None:
@@ -117,9 +104,6 @@ class Connection:
 
     async def close(self) -> None:
         """Close all connections."""
-        for comm in self._idle:
-            comm.abort()
-        self._idle = []
         if self._rpc is not None:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._rpc.close_rpc(), _CLOSE_TIMEOUT)

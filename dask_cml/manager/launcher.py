@@ -24,7 +24,7 @@ from dask_cml.records.record import Record
 from dask_cml.sessions import tls
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.owner import this_user
-from dask_cml.sessions.plan import Place
+from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.session_logs import log_path
@@ -231,9 +231,7 @@ class Launcher:
         """Return a worker with this name that is not launched yet."""
         address = None if self.scheduler is None else self.scheduler.address
         options = self._fleet.options_of(self._fleet.group_of(name))
-        return CMLWorker(
-            address, name, api=self.api, options=options, place=self.place, security=self.security
-        )
+        return CMLWorker(self.api, options, plan_worker(options, self.place, name, address, self.security))
 
     def plans(self) -> str:
         """Return the plans of the scheduler's session and of the next session of each worker group."""

@@ -22,7 +22,6 @@ from dask_cml.manager.state import ClusterState
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options
 from dask_cml.options.limits import check_room, room
-from dask_cml.sizing import bounds
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ class Wishes:
             If an argument is invalid, or the minimum exceeds a limit of the site.
         """
         options = self._fleet.group(group).options
-        least, most = bounds(options, *given, **amounts)
+        least, most = options.bounds(*given, **amounts)
         check_room("minimum", least, options.worker, self._fleet.beside(group))
         if math.isinf(most):
             # At least one, so that adapting tells it if not even one fits.

@@ -79,6 +79,12 @@ def silence(record: Record) -> float | None:
         return None
 
 
+def spoke_lately(record: Record) -> bool:
+    """Return whether a scheduler of a cluster has left a sign of life in the last two minutes. Blocks."""
+    silent = silence(record)
+    return silent is not None and silent < LONGEST_SILENCE
+
+
 async def judge(
     records: Iterable[Record],
     timeout: float = 5.0,
@@ -92,8 +98,9 @@ async def judge(
     - another scheduler answers at its address, or
     - its address accepts no connection, and the platform lists the scheduler's session as ended, or
     - its address accepts no connection, and the scheduler has left no sign of life in the cluster's folder
-      for two minutes (see :mod:`dask_cml.heartbeat`), or
-    - its address is not known yet, and its creator has ended.
+      for two minutes, or
+    - its address is not known yet, its creator has ended, and no scheduler has left a sign of life for two
+      minutes: another manager may launch the next one.
 
     Otherwise it is *unknown*: the scheduler may be busy, or unreachable for a moment. A cluster with a dead
     scheduler is also unknown while its creator runs, because the creator shuts it down. The platform lists a
@@ -129,7 +136,9 @@ async def judge(
             findings[record.name] = finding = await _judge_unreachable(record, ended)
         lives = await asyncio.to_thread(maker.lives)
         if record.scheduler.address is None and lives is False:
-            findings[record.name] = Finding(State.DEAD, "its creator ended before its scheduler answered")
+            lost = await asyncio.to_thread(spoke_lately, record)
+            state = State.UNKNOWN if lost else State.DEAD
+            findings[record.name] = Finding(state, "its creator ended before its scheduler answered")
         elif finding.state is State.DEAD and lives:
             why = f"{finding.why}, but its creator still runs, process {maker.pid}"
             findings[record.name] = Finding(State.UNKNOWN, why)
@@ -191,9 +200,8 @@ async def look(
 
     async def bounded(record: Record) -> Finding:
         limit = timeout
-        if patience is not None:
-            silent = await asyncio.to_thread(silence, record)
-            limit = max(limit, patience) if silent is not None and silent < LONGEST_SILENCE else limit
+        if patience is not None and await asyncio.to_thread(spoke_lately, record):
+            limit = max(timeout, patience)
         try:
             return await asyncio.wait_for(_look_at(record, limit), limit)
         except asyncio.TimeoutError:

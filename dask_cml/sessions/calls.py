@@ -51,6 +51,8 @@ class Calls:
         self.retries = retries
         #: The current failure of each operation, by its verb, until the operation succeeds.
         self.troubles: dict[str, str] = {}
+        #: The calls of :meth:`do` that have not returned, also abandoned ones, each with its operation.
+        self.under_way: dict[Future[Any], str] = {}
         self._slots = asyncio.Semaphore(at_once)
         self._modules = frozenset(modules)
         self._hanging: set[Future[Any]] = set()
@@ -77,7 +79,7 @@ class Calls:
         verb = what.partition(" ")[0]
         for pause in [*self.pauses(), None]:
             try:
-                result = await self._run(function, limit or self.limit)
+                result = await self._run(what, function, limit or self.limit)
             except Exception as error:
                 if not answers.is_of_the_platform(error):
                     self.troubles.pop(verb, None)
@@ -100,11 +102,13 @@ class Calls:
         steps = [min(_FIRST_PAUSE * 2**i, _LONGEST_PAUSE) for i in range(self.retries)]
         return [step * random.uniform(0.8, 1.2) for step in steps]
 
-    async def _run(self, function: Callable[[], Any], limit: float) -> Any:
+    async def _run(self, what: str, function: Callable[[], Any], limit: float) -> Any:
         async with self._slots:
             if len(self._hanging) >= _MOST_HANGING:
                 raise NoAnswer(f"{len(self._hanging)} earlier calls have not returned")
             future = start(function)
+            self.under_way[future] = what
+            future.add_done_callback(self.under_way.pop)
             # Not wait_for: if the waiting task is cancelled, the thread goes on, and nobody may see its
             # error.
             wrapped = asyncio.wrap_future(future)
@@ -129,10 +133,10 @@ class Calls:
             return future.result()
         self._hanging.add(future)
         future.add_done_callback(self._hanging.discard)
-        self._leave_behind()
+        self.leave_behind()
         raise NoAnswer(f"no answer within {limit:g} s")
 
-    def _leave_behind(self) -> None:
+    def leave_behind(self) -> None:
         """Let the interpreter exit without waiting for the platform's own thread pools, if they hang."""
         # The interpreter joins all threads of a ThreadPoolExecutor, also daemons.
         frames = sys._current_frames()

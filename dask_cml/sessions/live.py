@@ -1,7 +1,9 @@
-"""The sessions that must be stopped: their account, and blocking calls that stop them, from any thread."""
+"""The sessions of the platform: their list, and an account of those that must be stopped, from any thread."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 import time
 from collections.abc import Collection
@@ -9,11 +11,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dask_cml.checks import is_session_id, message
+from dask_cml.errors import CMLError
 from dask_cml.options import SessionSize
 from dask_cml.sessions import answers
-from dask_cml.sessions.answers import CallFailed, NoAnswer
-from dask_cml.sessions.calls import Calls
+from dask_cml.sessions.answers import CallFailed, NoAnswer, SessionInfo, has_ended
+from dask_cml.sessions.calls import Calls, start
 
+logger = logging.getLogger(__name__)
+
+#: Seconds within which stopped sessions usually end.
+_STOPPED_WITHIN = 30.0
 #: Number of sessions that one call stops within its time limit. The platform stops ten at once.
 _IN_TIME = 1000
 #: Number of calls that stop the remaining sessions after one call for all of them hung.
@@ -23,26 +30,93 @@ _stopped: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 class LiveSessions:
-    """The sessions that were launched or adopted, and not stopped: the base of the Workers API.
+    """The platform's list of sessions, and those that were launched or adopted, and not stopped.
+
+    The base of the Workers API.
 
     Parameters
     ----------
     module : module
-        The platform's module, with ``stop_workers``.
+        The platform's module, with ``list_workers`` and ``stop_workers``.
     calls : Calls
         Makes the calls.
+    interval : float
+        Minimum time between two calls of ``list_workers``, in seconds.
     """
 
-    def __init__(self, module: Any, calls: Calls) -> None:
+    def __init__(self, module: Any, calls: Calls, interval: float) -> None:
         self.module = module
         self.live: set[str] = set()
         self.names: dict[str, str] = {}
         self.sizes: dict[str, SessionSize] = {}
         self.stopped: set[str] = set()
         self._calls = calls
+        self._interval = interval
+        self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
+        self._next_listing = 0.0
         self._stopping = _stopped.setdefault(module, set())
         #: Guards what threads share.
         self._lock = threading.Lock()
+
+    async def sessions(self) -> dict[str, SessionInfo]:
+        """Return the sessions by id, from the next call of ``list_workers``.
+
+        All coroutines that wait share one call. Without any, the platform is not called.
+
+        Raises
+        ------
+        CMLError
+            If all calls fail, or :meth:`close` is called meanwhile.
+        """
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(self._list())
+            # If all waiting tasks are cancelled, nobody retrieves its error.
+            self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        task = self._listing
+        await asyncio.wait([task])
+        if task.cancelled():  # by close(); the waiting task is not cancelled
+            raise CMLError("sessions not listed: the cluster has shut down")
+        return task.result()
+
+    async def _list(self) -> dict[str, SessionInfo]:
+        await asyncio.sleep(self._next_listing - time.monotonic())
+        self._next_listing = time.monotonic() + self._interval
+        return {session["id"]: session for session in await self._calls.do("list sessions", self.list_now)}
+
+    def list_now(self) -> list[SessionInfo]:
+        """Return the sessions by a blocking call.
+
+        Raises
+        ------
+        Exception
+            An error from the platform, or WrongAnswer if the answer is not a list of sessions.
+        """
+        return answers.listed(self.module.list_workers())
+
+    async def wait_until_ended(self, ids: Collection[str]) -> bool:
+        """Wait until the platform lists stopped sessions as ended. Until then they count against the quota.
+
+        Parameters
+        ----------
+        ids : collection of str
+            The ids of the sessions.
+
+        Returns
+        -------
+        bool
+            Whether all have ended. False if the platform fails, or after 30 s.
+        """
+        deadline = time.monotonic() + _STOPPED_WITHIN
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                # Not sessions(), which fails after close(), and whose call would go on after the time-out.
+                listed = await asyncio.wait_for(asyncio.wrap_future(start(self.list_now)), left)
+                if all(has_ended(session) for session in listed if session["id"] in ids):
+                    return True
+                await asyncio.sleep(self._interval)
+        except Exception as error:  # the platform may raise anything
+            logger.info("Sessions not confirmed as ended: %s", answers.in_words(error))
+        return False
 
     def adopt(self, session_id: str, name: str) -> None:
         """Take over a session that another process launched.

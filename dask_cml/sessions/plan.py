@@ -52,6 +52,8 @@ class SessionPlan:
         Its environment variables.
     log : Path
         The file for its output, on the project file system.
+    launch_options : mapping
+        Additional parameters of ``launch_workers``.
     hidden : collection of str
         The variables whose values are not shown, because they may be secret.
     """
@@ -62,6 +64,7 @@ class SessionPlan:
     code: str
     env: Mapping[str, str] = field(repr=False)
     log: Path
+    launch_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     hidden: Collection[str] = ()
 
     def __str__(self) -> str:
@@ -180,7 +183,7 @@ def plan_worker(
     memory = int(options.worker_memory * 2**30) // options.processes
     arguments += ["--name", name, *_preloads("worker", "--preload", "dask_cml.worker.process")]
     if not runs_one_per_gpu(options.worker_command):  # dask-cuda lacks the arguments
-        arguments += _preloads("nanny", "--preload-nanny", "dask_cml.worker.notice")
+        arguments += _preloads("nanny", "--preload-nanny", "dask_cml.worker.process")
         arguments += ["--nworkers", str(options.processes)]
     arguments += ["--nthreads", str(options.nthreads // options.processes)]
     arguments += ["--memory-limit", str(memory), "--death-timeout", str(patience)]
@@ -235,10 +238,11 @@ def _plan(
     **more: Any,
 ) -> SessionPlan:
     """Plan a session by its key: the name of a worker, or ``"scheduler"``."""
-    name, started, size, what = key, key, options.worker, "A worker"
+    name, started, what = key, key, "A worker"
+    size, more_options = options.worker, options.launch_options
     if key == SCHEDULER:
-        name, started = f"{options.name}-{key}", f"{key}-{place.number}"
-        size, what = options.scheduler, "The scheduler"
+        name, started, what = f"{options.name}-{key}", f"{key}-{place.number}", "The scheduler"
+        size, more_options = options.scheduler, options.scheduler_launch_options
     title = name
     if place.record is not None:  # the session enters itself into the record
         title += f" {place.record[:_ID_LENGTH]}"
@@ -258,4 +262,5 @@ def _plan(
             **more,
         },
     )
-    return SessionPlan(name, title, size, code, {"PYTHONUNBUFFERED": "1", **env}, log, {*options.env})
+    env = {"PYTHONUNBUFFERED": "1", **env}
+    return SessionPlan(name, title, size, code, env, log, more_options, {*options.env})

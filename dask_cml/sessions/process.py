@@ -11,6 +11,7 @@ from urllib.parse import quote
 from distributed.security import Security
 
 from dask_cml.cancellation import cancel
+from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
 from dask_cml.naming import dask_names
@@ -18,9 +19,9 @@ from dask_cml.options import Options
 from dask_cml.private_files import read_file
 from dask_cml.protocol import HELLO
 from dask_cml.sessions import tls
-from dask_cml.sessions.plan import Place, plan_scheduler, plan_worker
+from dask_cml.sessions.plan import Place, plan_scheduler
 from dask_cml.sessions.session import CMLProcess
-from dask_cml.sessions.workers_api import WorkersAPI, has_ended
+from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,6 @@ class CMLScheduler(CMLProcess):
         security: Security | None = None,
         dashboard_port: int | None = None,
     ) -> None:
-        self.options = options
         self.security = security
         self.place = place
         # On a laptop all sessions share one network. So the scheduler takes a free port when it listens, on
@@ -68,7 +68,7 @@ class CMLScheduler(CMLProcess):
         self.port = 0 if shared else _SCHEDULER_PORT
         host = "127.0.0.1" if shared else "0.0.0.0"
         plan = plan_scheduler(options, place, host, self.port, security, dashboard_port)
-        super().__init__(api, plan, options.scheduler_launch_options)
+        super().__init__(api, options, plan)
 
     async def start(self) -> None:
         """Launch the session and wait until the scheduler answers.
@@ -95,6 +95,7 @@ class CMLScheduler(CMLProcess):
             if not look.done():
                 raise watch.exception() or CMLError("the scheduler's session is no longer watched")
             self.address, self._has_run = look.result(), True
+            await self._took_another()
             self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
         finally:
             await cancel(watch, look)
@@ -102,25 +103,25 @@ class CMLScheduler(CMLProcess):
     async def _watch(self) -> None:
         while True:
             listing = await self.api.sessions()
-            if self.update(listing):
-                # A launch whose answer was lost may have launched a session that took the name before.
-                other = await asyncio.to_thread(self._session_that_started)
-                if other in (None, self.session_id) or has_ended(listing.get(str(other), {})):
-                    raise SessionFailed(await self.failure("ended before its scheduler answered"))
-                self._take(str(other))
+            if self.update(listing) and not await self._took_another():
+                raise SessionFailed(await self.failure("ended before its scheduler answered"))
 
-    def _session_that_started(self) -> str | None:
+    async def _took_another(self) -> bool:
+        """Take the session that has started as this scheduler, if it is not the known one.
+
+        A launch whose answer was lost may have launched it.
+        """
         file = self.place.folder / STARTED_FOLDER / quote(f"{SCHEDULER}-{self.place.number}", safe="")
         try:
-            return read_file(file).decode() or None
+            started = (await asyncio.to_thread(read_file, file)).decode()
         except (OSError, ValueError, CMLError):
-            return None
-
-    def _take(self, session_id: str) -> None:
-        """Take a session that was launched for this scheduler, instead of the one that is known."""
-        logger.info("Session %s of the scheduler used instead of %s", session_id, self.session_id)
-        self.api.adopt(session_id, self.plan.name)
-        self.info = {"id": session_id}
+            return False
+        if not is_session_id(started) or started == self.session_id:
+            return False
+        logger.info("Session %s of the scheduler used instead of %s", started, self.session_id)
+        self.api.adopt(started, self.plan.name)
+        self.info = {"id": started}
+        return True
 
     async def _look(self) -> str:
         while True:
@@ -157,48 +158,13 @@ class CMLScheduler(CMLProcess):
             return False
         if record is None or not isinstance(answer, dict):
             return record is None
-        if (answer.get("record"), answer.get("number")) != (record, self.place.number):
-            return False
-        session = answer.get("session")
-        if session != self.session_id and session == await asyncio.to_thread(self._session_that_started):
-            self._take(str(session))
-        return True
+        return (answer.get("record"), answer.get("number")) == (record, self.place.number)
 
 
 class CMLWorker(CMLProcess):
-    """A Dask worker, or several in one session.
-
-    Parameters
-    ----------
-    scheduler : str or None
-        The scheduler's address. None: the worker reads it from the scheduler's file.
-    name : str
-        The Dask worker's name. With more than one process, the suffixes are ``-0``, ``-1`` and so on.
-    api : WorkersAPI
-        Launches and stops the session.
-    options : Options
-        The cluster's options.
-    place : Place
-        The cluster's folder, the number of its scheduler, and its record.
-    security : Security, optional
-        The cluster's keys, in files.
-    """
+    """A Dask worker, or several in one session."""
 
     role = "worker"
-
-    def __init__(
-        self,
-        scheduler: str | None,
-        name: str,
-        *,
-        api: WorkersAPI,
-        options: Options,
-        place: Place,
-        security: Security | None = None,
-    ) -> None:
-        self.options = options
-        plan = plan_worker(options, place, name, scheduler, security)
-        super().__init__(api, plan, options.launch_options)
 
     @property
     def dask_names(self) -> list[str]:

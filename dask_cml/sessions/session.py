@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
 
 from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
@@ -76,13 +75,12 @@ class CMLProcess(ProcessInterface):
     """A session that is launched, watched and stopped. The base of scheduler and worker."""
 
     role: str
-    options: Options
 
-    def __init__(self, api: WorkersAPI, plan: SessionPlan, launch_options: Mapping[str, Any]) -> None:
+    def __init__(self, api: WorkersAPI, options: Options, plan: SessionPlan) -> None:
         super().__init__(name=plan.name)
         self.api = api
+        self.options = options
         self.plan = plan
-        self._launch_options = launch_options
         self.name = plan.name
         self.launched_at: float | None = None
         self.since = datetime.now(timezone.utc)
@@ -107,10 +105,7 @@ class CMLProcess(ProcessInterface):
         """
         self.since = datetime.now(timezone.utc)
         self.owner = this_owner()
-        plan = self.plan
-        self.info = await self.api.launch(
-            plan.name, plan.size, plan.code, plan.env, self._launch_options, plan.title
-        )
+        self.info = await self.api.launch(self.plan)
         self.launched_at = self._begun_at = time.monotonic()
 
     async def start(self) -> None:

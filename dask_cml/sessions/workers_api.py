@@ -1,7 +1,6 @@
 """The Workers API of the platform, asynchronous, with an account of every session that it launches.
 
-Only this module, :mod:`~dask_cml.sessions.poller` and :mod:`~dask_cml.sessions.live` call
-``cml.workers_v1``, ``cdsw`` or the local platform.
+Only this module and :mod:`~dask_cml.sessions.live` call ``cml.workers_v1``, ``cdsw`` or the local platform.
 """
 
 from __future__ import annotations
@@ -12,36 +11,32 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from concurrent.futures import wait
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.options import SessionSize, setting
+from dask_cml.options import setting
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import NoAnswer, SessionInfo, has_ended, ip_address, may_pass
 from dask_cml.sessions.calls import Calls, start
 from dask_cml.sessions.live import LiveSessions, check_id
 from dask_cml.sessions.loading import load_platform
-from dask_cml.sessions.poller import Poller
+from dask_cml.sessions.plan import SessionPlan
 
 __all__ = ["SessionInfo", "WorkersAPI", "has_ended", "ip_address", "load_platform"]
 
 logger = logging.getLogger(__name__)
-
-#: Seconds within which stopped sessions usually end.
-_STOPPED_WITHIN = 30.0
 
 
 @dataclass
 class _Launch:
     """One launch, which may take several calls. The first session that a call returns is its session."""
 
-    name: str
+    plan: SessionPlan
     #: The name on the platform, if it has names, which identifies a session of a lost answer.
     title: str | None
-    size: SessionSize
     arguments: Mapping[str, Any] = field(repr=False)
     session: SessionInfo | None = None
     #: Whether nobody waits for the launch any more.
@@ -84,9 +79,13 @@ class WorkersAPI(LiveSessions):
 
     Examples
     --------
+    >>> from pathlib import Path
+    >>> from dask_cml.options import SessionSize
     >>> async def hello():
     ...     api = WorkersAPI(load_platform("local"))
-    ...     session = await api.launch("hello", SessionSize(1, 1), code="print('hello')")
+    ...     size = SessionSize(1, 1)
+    ...     plan = SessionPlan("hello", "hello", size, "print('hello')", {}, Path("hello.log"))
+    ...     session = await api.launch(plan)
     ...     await api.stop(session["id"])
     ...     await api.close()
     >>> asyncio.run(hello())
@@ -97,16 +96,13 @@ class WorkersAPI(LiveSessions):
         modules = {getattr(getattr(module, name, None), "__module__", "") for name in functions}
         self.threads: int = setting("api.threads")
         self._limit = setting("api.timeout")
-        super().__init__(module, Calls(self.threads, self._limit, setting("api.retries"), modules))
+        calls = Calls(self.threads, self._limit, setting("api.retries"), modules)
+        super().__init__(module, calls, setting("api.poll-interval"))
         self.on_change: Callable[[], None] = lambda: None
-        self._listing = Poller(module, self._calls, setting("api.poll-interval"))
         self._ended = False
-        #: Number of launch calls per title without an answer, or with an error after which a session may
-        #: exist.
-        self._unanswered: Counter[str | None] = Counter()
-        #: The names of the sessions by their titles.
-        self._titled: dict[str, str] = {}
-        self._launching: set[Future[None]] = set()
+        #: Number of launch calls per name and title without an answer, or with an error after which a session
+        #: may exist.
+        self._unanswered: Counter[tuple[str, str | None]] = Counter()
 
     @property
     def problem(self) -> str | None:
@@ -136,32 +132,11 @@ class WorkersAPI(LiveSessions):
         parameters = inspect.signature(self.module.launch_workers).parameters
         return parameter in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-    async def launch(
-        self,
-        name: str,
-        size: SessionSize,
-        code: str,
-        env: Mapping[str, str] | None = None,
-        options: Mapping[str, Any] | None = None,
-        title: str | None = None,
-    ) -> SessionInfo:
+    async def launch(self, plan: SessionPlan) -> SessionInfo:
         """Launch one session.
 
-        Parameters
-        ----------
-        name : str
-            The session's name.
-        size : SessionSize
-            Its virtual CPUs, memory in GiB, and GPUs.
-        code : str
-            The Python code that it runs.
-        env : mapping of str to str, optional
-            Its environment variables.
-        options : mapping, optional
-            Additional parameters of ``launch_workers``.
-        title : str, optional
-            Its name on the platform, if that has names. It must be unique: if an answer is lost, it
-            identifies the session that the lost call launched. Default: `name`.
+        If an answer is lost, the plan's title identifies the session that the lost call launched, if the
+        platform has names.
 
         Raises
         ------
@@ -172,71 +147,59 @@ class WorkersAPI(LiveSessions):
         ValueError
             If ``launch_workers`` does not support one of the options.
         """
-        options = dict(options or {})
-        self.check_options(options)
-        title = (title or name) if self._takes("name") else None
-        if title is not None:
-            options["name"] = title
+        self.check_options(plan.launch_options)
+        title = plan.title if self._takes("name") else None
         arguments = {
             "n": 1,
-            "cpu": size.cpu,
-            "memory": size.memory,
-            "nvidia_gpu": size.nvidia_gpu,
-            "code": code,
-            "env": dict(env or {}),
-            **options,
+            **asdict(plan.size),
+            "code": plan.code,
+            "env": dict(plan.env),
+            **plan.launch_options,
+            **({} if title is None else {"name": title}),
         }
         stopped = {*self._stopping}
         try:
-            session = await self._launch(_Launch(name, title, size, arguments))
+            session = await self._launch(_Launch(plan, title, arguments))
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
             stopped |= self._stopping
             if not stopped or not await self.wait_until_ended(stopped):
                 raise
             self._stopping.difference_update(stopped)
-            session = await self._launch(_Launch(name, title, size, arguments))
+            session = await self._launch(_Launch(plan, title, arguments))
         self.on_change()
         return session
 
     async def _launch(self, launch: _Launch) -> SessionInfo:
         try:
-            return await self._calls.do(f"launch {launch.name}", lambda: self._launch_now(launch))
+            return await self._calls.do(f"launch {launch.plan.name}", lambda: self._launch_now(launch))
         finally:
             with self._lock:
                 launch.over = True
 
     def _launch_now(self, launch: _Launch) -> SessionInfo:
         """Launch a session by a blocking call, unless an abandoned call has launched it meanwhile."""
-        under_way: Future[None] = Future()
         with self._lock:
             if self._ended:
-                raise CMLError(f"{launch.name} not launched: the cluster has shut down")
+                raise CMLError(f"{launch.plan.name} not launched: the cluster has shut down")
             if launch.session is not None:
                 return launch.session
-            self._launching.add(under_way)
         try:
-            if launch.title and self._unanswered[launch.title]:
-                for found in self._find([launch.title], self._listing.now()):
+            if launch.title and self._unanswered[launch.plan.name, launch.title]:
+                for found in self._find([launch.title], self.list_now()):
                     return self._take(launch, found)
             return self._take(launch, self._ask_for(launch))
         except Exception:
             # The answer of a late call may be lost, too. Nobody else looks for its session any more.
             if launch.title and (launch.over or self._ended):
-                for found in self._find([launch.title], self._listing.now()):
+                for found in self._find([launch.title], self.list_now()):
                     self._take(launch, found)
             raise
-        finally:
-            with self._lock:
-                self._launching.discard(under_way)
-            under_way.set_result(None)
 
     def _ask_for(self, launch: _Launch) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
         with self._lock:
-            self._unanswered[launch.title] += 1
-            if launch.title:
-                self._titled[launch.title] = launch.name
+            self._unanswered[launch.plan.name, launch.title] += 1
         may_exist = False
         try:
             session = answers.launched(self.module.launch_workers(**launch.arguments))
@@ -246,15 +209,15 @@ class WorkersAPI(LiveSessions):
             raise
         finally:
             with self._lock:
-                self._unanswered[launch.title] -= not may_exist
+                self._unanswered[launch.plan.name, launch.title] -= not may_exist
         if session.get("id"):
             return session
         # A refused launch may leave an engine behind, which counts against the quota like a session.
         if is_session_id(half_made := session.get("engineId")):
-            self.adopt(half_made, launch.name)
+            self.adopt(half_made, launch.plan.name)
             self._try_to_stop(half_made)
             self._stopping.discard(half_made)  # its end makes no room for another try
-        raise answers.refusal(launch.name, session)
+        raise answers.refusal(launch.plan.name, session)
 
     def _take(self, launch: _Launch, session: SessionInfo) -> SessionInfo:
         """Assign a session to its launch. Stop a session that comes too late, or second."""
@@ -263,16 +226,16 @@ class WorkersAPI(LiveSessions):
             is_new = session_id not in self.names
             if is_new:
                 self.live.add(session_id)
-                self.names[session_id] = launch.name
-                self.sizes[session_id] = launch.size
+                self.names[session_id] = launch.plan.name
+                self.sizes[session_id] = launch.plan.size
             if is_new and launch.session is None and not launch.over and not self._ended:
                 launch.session = session
             taken = launch.session
         if is_new and taken is not session:
-            logger.info("Session %s not used: launched too late for %s", session_id, launch.name)
+            logger.info("Session %s not used: launched too late for %s", session_id, launch.plan.name)
             self._try_to_stop(session_id)
         if taken is None:
-            raise CMLError(f"session {session_id} was launched too late for {launch.name}")
+            raise CMLError(f"session {session_id} was launched too late for {launch.plan.name}")
         return taken
 
     def _find(self, titles: Collection[str], listed: Iterable[SessionInfo]) -> list[SessionInfo]:
@@ -282,18 +245,6 @@ class WorkersAPI(LiveSessions):
             for session in listed
             if session.get("name") in titles and session["id"] not in self.names and not has_ended(session)
         ]
-
-    async def sessions(self) -> dict[str, SessionInfo]:
-        """Return the sessions by id, from the next call of ``list_workers``.
-
-        All coroutines that wait share one call. Without any, the platform is not called.
-
-        Raises
-        ------
-        CMLError
-            If all calls fail, or :meth:`close` is called meanwhile.
-        """
-        return await self._listing.next()
 
     async def stop(self, *ids: str) -> None:
         """Stop sessions, in one call.
@@ -325,15 +276,9 @@ class WorkersAPI(LiveSessions):
 
     async def close(self, end: Callable[[], None] | None = None) -> None:
         """Call :meth:`end`, or `end`, without blocking the event loop."""
-        self._listing.cancel()
+        if self._listing is not None:
+            self._listing.cancel()
         await asyncio.wrap_future(start(end or self.end))
-
-    async def wait_until_ended(self, ids: Collection[str], timeout: float = _STOPPED_WITHIN) -> bool:
-        """Wait until the platform lists stopped sessions as ended. Until then they count against the quota.
-
-        Parameters and result are those of :meth:`Poller.wait_until_ended`.
-        """
-        return await self._listing.wait_until_ended(ids, timeout)
 
     def end(self) -> None:
         """Launch nothing more, and stop all sessions in :attr:`live`, by blocking calls.
@@ -353,14 +298,15 @@ class WorkersAPI(LiveSessions):
         ids = [*self.named_sessions()]
         errors = self._calls.run_all([lambda: self.stop_now(ids)], self.time_to_stop(ids) / 2)
         hangs = any(isinstance(error, NoAnswer) for error in errors)
-        with self._lock:
-            launching = [*self._launching]
+        under_way = self._calls.under_way.copy()
+        launching = [future for future, what in under_way.items() if what.startswith("launch ")]
         wait(launching, timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
-        if titles := self._unanswered_titles():
-            errors = self._calls.run_all([lambda: self._adopt(titles, self._listing.now())], self._limit / 4)
+        self._calls.leave_behind()
+        if names := self._names_unanswered():
+            errors = self._calls.run_all([lambda: self._adopt(names, self.list_now())], self._limit / 4)
             if errors:
-                names, why = sorted(titles), answers.in_words(errors[0])
-                logger.warning("Sessions named %s may still run: CML did not list them: %s", names, why)
+                titles, why = sorted(names), answers.in_words(errors[0])
+                logger.warning("Sessions named %s may still run: CML did not list them: %s", titles, why)
         self.stop_all(hangs, begin + self._limit)
 
     async def adopt_unanswered(self, awaited: Collection[str] = ()) -> list[str]:
@@ -376,17 +322,18 @@ class WorkersAPI(LiveSessions):
         CMLError
             If the platform does not list its sessions.
         """
-        titles = self._unanswered_titles(awaited)
-        return self._adopt(titles, (await self.sessions()).values()) if titles else []
+        names = self._names_unanswered(awaited)
+        return self._adopt(names, (await self.sessions()).values()) if names else []
 
-    def _unanswered_titles(self, awaited: Collection[str] = ()) -> set[str]:
+    def _names_unanswered(self, awaited: Collection[str] = ()) -> dict[str, str]:
+        """Return the names of sessions whose launch was not answered, by their titles."""
         with self._lock:
-            return {title for title in +self._unanswered if title and self._titled[title] not in awaited}
+            return {title: name for name, title in +self._unanswered if title and name not in awaited}
 
-    def _adopt(self, titles: Collection[str], listed: Iterable[SessionInfo]) -> list[str]:
-        found = self._find(titles, listed)
+    def _adopt(self, names: Mapping[str, str], listed: Iterable[SessionInfo]) -> list[str]:
+        found = self._find(names, listed)
         for session in found:
-            self.adopt(session["id"], self._titled[session["name"]])
+            self.adopt(session["id"], names[session["name"]])
         return [session["id"] for session in found]
 
 

@@ -1,14 +1,21 @@
-"""Protects a session from its Dask worker, for ``dask worker --preload``.
+"""Protects a session from its Dask worker, and moves its data when the platform is about to stop the session.
 
-A session's size is a hard limit on all of its processes. Over it, the kernel kills one or all of them.
+``dask worker`` runs this module by ``--preload`` in a worker's process, and by ``--preload-nanny`` in the
+parent process of workers.
+
+A session's size is a hard limit on all of its processes. Over it, the kernel kills one or all of them. Before
+the platform stops a session, it sends SIGTERM to the session's main process. That passes it on as SIGUSR1 to
+the process of ``dask worker``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +24,36 @@ from dask.utils import parse_bytes
 from distributed.worker import Worker
 
 from dask_cml.layout import ALLOCATION_LIMIT
-from dask_cml.worker.notice import take_notice
+from dask_cml.protocol import NOTICE
 
 logger = logging.getLogger("distributed.worker.dask_cml")
 
 #: The highest value: the kernel kills this process first. Any process may raise its own.
 _FIRST_CHOICE = "1000"
+_NOTICE_TIMEOUT = 20.0
+#: The nannies, or the worker without one, of this process, with a connection to the scheduler.
+_servers: list[Any] = []
 
 
-async def dask_setup(worker: Worker) -> None:
-    """Prepare a worker's process, and tell the scheduler about its session."""
-    _come_first()
-    _limit_allocations(int(os.environ.get(ALLOCATION_LIMIT) or 0))
-    worker.startup_information["cml"] = _about
-    if worker.nanny is None:
-        take_notice(worker)
+async def dask_setup(server: Any) -> None:
+    """Prepare the process of a worker, or of nannies."""
+    if isinstance(server, Worker):
+        _come_first()
+        _limit_allocations(int(os.environ.get(ALLOCATION_LIMIT) or 0))
+        server.startup_information["cml"] = _about
+    if not isinstance(server, Worker) or server.nanny is None:
+        _servers.append(server)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, server.loop.add_callback, _tell)
+
+
+async def _tell() -> None:
+    """Tell the scheduler that the session is about to be stopped."""
+    names = [str(server.name) for server in _servers]
+    logger.warning("Session about to be stopped: workers %s retire", ", ".join(names))
+    try:
+        await asyncio.wait_for(getattr(_servers[0].scheduler, NOTICE)(names=names), _NOTICE_TIMEOUT)
+    except Exception as error:  # the scheduler may have ended, too
+        logger.warning("Scheduler not informed of the session's end: %r", error)
 
 
 def _come_first() -> None:
