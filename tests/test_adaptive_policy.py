@@ -14,6 +14,7 @@ from distributed.deploy.adaptive import Adaptive
 
 from dask_cml import CMLAdaptive
 from dask_cml.manager import adaptive
+from dask_cml.scheduler.wanted_group import WantedGroup
 
 TICK = 0.05
 MAXIMUM = 20
@@ -80,9 +81,11 @@ class Simulation:
         return SimpleNamespace(
             name=name,
             options=self.options,
-            names=tuple(self.worker_spec),
-            target=len(self.worker_spec),
-            adapting={"minimum": 0},
+            wanted=WantedGroup(
+                names=dict.fromkeys(self.worker_spec),
+                target=len(self.worker_spec),
+                adapting={"minimum": 0},
+            ),
         )
 
     def arrived(self, group):

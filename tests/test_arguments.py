@@ -97,7 +97,11 @@ def test_unknown_arguments_of_methods_change_nothing(platform):
             with pytest.raises(TypeError, match=expected):
                 call()
         group = cluster.manager.fleet.group()
-        assert ([*cluster.manager.fleet.groups], group.target, group.adapting) == (["default"], 0, None)
+        assert ([*cluster.manager.fleet.groups], group.wanted.target, group.wanted.adapting) == (
+            ["default"],
+            0,
+            None,
+        )
         # The arguments of a class, of its base classes, and those for the choice of workers are known.
         adaptive = cluster.adapt(Adaptive=Patient, patience=3, interval="1 s", memory_ratio=4)
         assert (adaptive.patience, adaptive.interval) == (3, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import stat
 import threading
 
@@ -189,6 +190,15 @@ async def test_a_state_directory_that_cannot_be_listed_does_not_end_it(folder, m
         await asyncio.sleep(0.01)
     assert not running.done()
     running.cancel()
+
+
+async def test_an_old_scheduler_writes_nothing_into_a_new_cluster_of_its_name(folder):
+    file = StateFile(folder, 0)
+    file.begin()
+    shutil.rmtree(folder)
+    prepare(folder, leader="m2")
+    assert await file.run(dict) == "another cluster has its name"
+    assert os.listdir(folder) == [wanted_file(0)]
 
 
 # -- the sign of life

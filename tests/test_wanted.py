@@ -412,3 +412,13 @@ def test_a_wish_that_comes_after_a_younger_one_of_another_manager_changes_nothin
     assert wanted.groups["default"].target == 7
     wanted.apply("m1", {**scale, "wish": 3, "n": 8, "age": 30.0}, now=112.0)  # the message before took long
     assert wanted.groups["default"].target == 8
+
+
+def test_a_removal_that_comes_after_a_younger_wish_of_another_manager_changes_nothing():
+    wanted = Wanted("mine", "m1", {"default": {"target": 3}})
+    adapt = {"op": "adapt", "group": "default", "minimum": 0, "maximum": 10, "key": "k", "options": {}}
+    wanted.apply("m2", {**adapt, "wish": 1, "age": 0.0}, now=100.0)
+    late = wanted.apply("m1", {"op": "remove", "wish": 1, "names": ["mine-2"], "age": 60.0}, now=110.0)
+    assert "another manager has changed worker group 'default'" in late["error"]
+    group = wanted.groups["default"]
+    assert (group.target, group.adapting["key"], len(group.names)) == (3, "k", 3)

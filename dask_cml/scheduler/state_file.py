@@ -50,6 +50,8 @@ class StateFile:
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "cml-state")
         self._gone_since: float | None = None
+        #: The file with which the scheduler began. Another cluster of this name has another one.
+        self._begun: bytes | None = None
 
     def begin(self) -> Mapping[str, Any]:
         """Return what the manager has written that launched this scheduler. Blocks.
@@ -60,10 +62,12 @@ class StateFile:
             If the file cannot be read.
         """
         with open_folder(self.folder) as descriptor:
-            content: Mapping[str, Any] = json.loads(
-                read_file(self.folder / wanted_file(self.number), descriptor)
-            )
-            return content
+            self._begun = self._read(descriptor)
+        content: Mapping[str, Any] = json.loads(self._begun)
+        return content
+
+    def _read(self, descriptor: int) -> bytes:
+        return read_file(self.folder / wanted_file(self.number), descriptor)
 
     def changed(self) -> None:
         """Write the file soon."""
@@ -72,7 +76,8 @@ class StateFile:
     async def run(self, content: Callable[[], Mapping[str, Any]]) -> str:
         """Write the file when something changes, and regularly. Return why the scheduler must close.
 
-        That is when the cluster's folder is removed, or another scheduler replaces this one.
+        That is when the cluster's folder is removed, or another scheduler replaces this one, or another
+        cluster has its name.
 
         Parameters
         ----------
@@ -82,8 +87,8 @@ class StateFile:
         while not self._is_gone():
             self._changed.clear()
             try:
-                if await self.write_next(content()):
-                    return "another scheduler replaces it"
+                if (why := await self.write_next(content())) is not None:
+                    return why
                 self._gone_since = None
             except (FileNotFoundError, NotADirectoryError):
                 await asyncio.to_thread(self._look)
@@ -94,15 +99,18 @@ class StateFile:
                 await asyncio.wait_for(self._changed.wait(), SIGN_OF_LIFE)
         return "its folder was removed"
 
-    async def write_next(self, content: Mapping[str, Any]) -> bool:
+    async def write_next(self, content: Mapping[str, Any]) -> str | None:
         """Write the file after all earlier calls. These may go on although their tasks are cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.write, content)
 
-    def write(self, content: Mapping[str, Any]) -> bool:
-        """Replace the file atomically. Return whether another scheduler replaces this one. Blocks."""
+    def write(self, content: Mapping[str, Any]) -> str | None:
+        """Replace the file atomically. Return why the scheduler must close, or None. Blocks."""
         with open_folder(self.folder) as descriptor:
+            if self._begun is not None and self._read(descriptor) != self._begun:
+                return "another cluster has its name"
             write_file(scheduler_file(self.number), json.dumps(content).encode(), descriptor)
-            return wanted_file(self.number + 1) in os.listdir(descriptor)
+            replaced = wanted_file(self.number + 1) in os.listdir(descriptor)
+        return "another scheduler replaces it" if replaced else None
 
     def _look(self) -> None:
         """Note since when the folder is gone, if its parent can be listed."""

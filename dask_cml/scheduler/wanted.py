@@ -117,11 +117,12 @@ class Wanted:
         """
         arguments = dict(operation)
         wish, op, made = arguments.pop("wish", None), arguments.pop("op"), now - arguments.pop("age", 0.0)
-        group = arguments.get("group")
+        groups = {arguments.get("group", ""), *self._groups_of(arguments.get("names", ()))}
 
         def carry_out() -> Any:
-            if wish is not None and group in self.groups and not self._answered.is_last(sender, group, made):
-                return {"error": f"another manager has changed worker group {group!r} since this request"}
+            for group in groups & self.groups.keys() if wish is not None else ():
+                if not self._answered.is_last(sender, group, made):
+                    return {"error": f"another manager has changed worker group {group!r} since this request"}
             try:
                 return getattr(self, op)(sender, **arguments)
             except ValueError as error:
@@ -163,7 +164,7 @@ class Wanted:
 
     def remove(self, manager: str, names: Names) -> None:
         """Stop these sessions, request fewer by as many, and stop adaptive scaling."""
-        for group in {entry.group for name in names if (entry := self.sessions.get(name))} & {*self.groups}:
+        for group in self._groups_of(names):
             self._asked(group).adapting = None
         self._lower(names)
 
@@ -360,8 +361,11 @@ class Wanted:
                 self._touch(name)
         return gone
 
+    def _groups_of(self, names: Iterable[str]) -> set[str]:
+        return {self.sessions[name].group for name in names if name in self.sessions} & {*self.groups}
+
     def _lower(self, names: Names) -> None:
-        groups = {self.sessions[name].group for name in names if name in self.sessions} & {*self.groups}
+        groups = self._groups_of(names)
         self._discard(names)
         for group in map(self.groups.__getitem__, groups):
             group.target = min(group.target, len(group.names))

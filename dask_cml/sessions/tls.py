@@ -90,7 +90,8 @@ def connection_args(security: Security | None) -> dict[str, Any]:
         If a key file is missing or not a regular file: reading a pipe would never end.
     """
     security = security or Security()
-    for key in (security.tls_ca_file, security.tls_client_cert, security.tls_client_key):
+    for field in ("tls_ca_file", "tls_client_cert", "tls_client_key"):
+        key = getattr(security, field)
         if isinstance(key, str) and "-----BEGIN" not in key and not os.path.isfile(key):
             raise FileNotFoundError(errno.ENOENT, "not a regular file", key)
     return security.get_connection_args("client")
