@@ -46,9 +46,11 @@ def stop(ids: Sequence[str], everything: bool) -> None:
     for session_id in sorted({*ids} - known):
         click.echo(f"no session {session_id!r}; to list all: `python -m dask_cml.local list`", err=True)
     stopped = known & {*(ids or _live())}
+    # Each session has the grace period of its launch.
+    grace = max((each["stop_grace"] for each in state.read_sessions() if each["id"] in stopped), default=0.0)
     if stopped:
         local.stop_workers(*stopped)
-    deadline = time.monotonic() + local.settings().stop_grace + _PATIENCE
+    deadline = time.monotonic() + grace + _PATIENCE
     while left := stopped & {*_live()}:
         if time.monotonic() > deadline:
             raise click.ClickException(f"sessions still running: {' '.join(sorted(left))}")
@@ -65,8 +67,11 @@ def _live() -> list[str]:
 def engine(command: Sequence[str]) -> None:
     """Run a command as your own session, and stop the sessions that it launched when it ends."""
     lock = engines.become(state.new_id())
-    os.set_inheritable(lock, True)  # the command holds the lock until it ends
-    os.execvp(command[0], [*command])
+    os.set_inheritable(lock, True)  # the command and its processes hold the lock until they end
+    try:
+        os.execvp(command[0], [*command])
+    except OSError as error:
+        raise click.ClickException(f"cannot run {command[0]!r}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

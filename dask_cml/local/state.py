@@ -145,7 +145,7 @@ def read_session(session_id: str) -> Session | None:
 
     If the session has not ended but its supervisor has died, end it as failed.
     """
-    return _current(folder_of(session_id))
+    return _current(folder_of(session_id)) if session_id.isalnum() else None
 
 
 def read_sessions() -> list[Session]:

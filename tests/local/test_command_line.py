@@ -36,6 +36,18 @@ def test_stop_returns_when_the_sessions_have_ended(launch, find):
     assert find(second["id"])["status"] == "stopped"
 
 
+def test_stop_waits_for_the_grace_period_of_the_launch(platform, launch, find, reaches, monkeypatch):
+    monkeypatch.setattr(__main__, "_PATIENCE", 1.0)
+    platform.configure(stop_grace=3)
+    [session] = launch(
+        code=f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1); {FOREVER}"
+    )
+    platform.configure(stop_grace=0)
+    reaches(session, "running")
+    assert main(["stop", session["id"]]) == 0
+    assert find(session["id"])["status"] == "stopped"
+
+
 def test_stop_names_unknown_sessions_and_stops_the_others(launch, find, capsys):
     [session] = launch(code=FOREVER)
     assert main(["stop", "0123456789abcdef", session["id"]]) == 1
@@ -77,3 +89,18 @@ def test_list_says_why_the_platform_let_a_session_fail(platform, launch, capsys)
     platform.evict(session["id"])
     main(["list"])
     assert capsys.readouterr().out.splitlines()[0].endswith("(evicted)")
+
+
+def test_a_command_that_does_not_exist_is_named(platform):
+    command = [sys.executable, "-m", "dask_cml.local", "engine", "no-such-command"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "Error: cannot run 'no-such-command': No such file or directory\n",
+    )
+
+
+def test_the_log_of_what_is_no_session_is_not_found(platform, launch):
+    launch(code=FOREVER)
+    with pytest.raises(LookupError, match="no session"):
+        platform.log("../lock")

@@ -64,6 +64,25 @@ def test_session_outlives_the_process_that_launched_it(platform, reaches, until)
     reaches(session_id, "stopped")
 
 
+def test_a_session_that_finds_that_its_supervisor_was_killed_ends(platform, launch, directory, until):
+    code = """
+import os, signal, time
+from dask_cml import local
+with open({path!r} + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename({path!r} + ".new", {path!r})
+os.kill(os.getppid(), signal.SIGKILL)
+while True:
+    local.sessions()
+    time.sleep(0.05)
+"""
+    path = directory / "pid"
+    launch(code=code.format(path=str(path)))
+    until(path.exists)
+    pid = int(path.read_text())
+    until(lambda: not alive(pid))
+
+
 def test_a_session_sees_what_the_user_has_installed(launch, reaches, directory, monkeypatch):
     scheme = sysconfig.get_preferred_scheme("user")
     user_site = Path(sysconfig.get_path("purelib", scheme, {"userbase": str(directory)}))
