@@ -259,6 +259,8 @@ class Episode:
         await self._until_done(notebook.close(cluster), f"{notebook.name}'s close()")
         if not notebook.runs:  # it has died on the way, and left the rest to whoever prunes
             await self._prune()
+            if self._keeper() is not None:  # another manager has kept the cluster
+                await self._run("delete", again=True)
 
     def _keeper(self) -> Keeper | None:
         keepers = [
@@ -443,6 +445,10 @@ class Episode:
         if command.passed_over:
             self.note(f"    passed over: {command.passed_over}")
             await self._run("delete")
+        elif self.record() is not None and not self._is_busy():
+            # A command has replaced the scheduler meanwhile, and left it as an orphan.
+            await self._until(lambda: not self._left_running())
+            await self._run("prune")
 
     def _is_dead(self) -> bool:
         """Whether the cluster has no scheduler, and no notebook that starts or ends it."""
