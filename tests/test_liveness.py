@@ -138,6 +138,13 @@ async def test_an_unreachable_scheduler_is_dead_after_two_minutes_of_silence(clu
     assert await state(cluster(address(listener), silence=130), listed) is State.DEAD
 
 
+async def test_an_unreachable_scheduler_is_dead_at_once_if_it_has_closed(cluster, listener):
+    record = cluster(address(listener), silence=1)
+    closed = dataclasses.replace(record.scheduler, closed="orphaned")
+    assert await state(record, None) is State.UNKNOWN
+    assert await state(dataclasses.replace(record, scheduler=closed), None) is State.DEAD
+
+
 async def test_a_cluster_whose_next_scheduler_lost_its_launcher_is_dead_only_after_two_minutes(cluster):
     """Another manager may launch it instead."""
     ended = dataclasses.replace(Maker.this_process(), started=1.0)

@@ -96,6 +96,7 @@ async def judge(
     A cluster is *alive* if its scheduler answers, with the id in the record. It is *dead* if
 
     - another scheduler answers at its address, or
+    - its address accepts no connection, and the scheduler has closed, or
     - its address accepts no connection, and the platform lists the scheduler's session as ended, or
     - its address accepts no connection, and the scheduler has left no sign of life in the cluster's folder
       for two minutes, or
@@ -150,6 +151,8 @@ async def _judge_unreachable(record: Record, ended: set[str]) -> Finding:
     session = record.scheduler.session or next(iter(listed), None)
     if session in ended:
         return Finding(State.DEAD, f"its scheduler's session {session} has ended", reachable=False)
+    if (closed := record.scheduler.closed) is not None:
+        return Finding(State.DEAD, f"its scheduler has closed: {closed}", reachable=False)
     why = f"nothing accepts connections at {record.scheduler.address}"
     silent = await asyncio.to_thread(silence, record)
     if silent is not None and silent >= LONGEST_SILENCE:
