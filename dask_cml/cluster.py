@@ -667,7 +667,7 @@ class CMLCluster(SpecCluster):
             workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
         processes = {name: group.processes for name, group in self.worker_groups.items()}
-        folder = self.manager.state.folder
+        folder = self.manager.state.launcher.place.folder
         logs = SessionLogs(self.name, folder, self.options.log_directory, processes)
         found = await asyncio.to_thread(logs.read, scheduler, workers, [*self.workers])
         return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
@@ -714,7 +714,7 @@ class CMLCluster(SpecCluster):
         words = [state.age, state.scheduler_words, status]
         if state.n_pending:
             text = text.replace(f"workers={n}", f"workers={n} ({state.pending})", 1)
-        if self.status == Status.running and not state.connected:
+        if self.status == Status.running and not state.client.connected:
             words.append("not connected to the scheduler")
         if state.problem:
             words.append(f"problem: {printable(first_line(state.problem))}")

@@ -89,7 +89,7 @@ class ListedCluster(CMLCluster):
         CMLError
             If another user created the cluster.
         """
-        record, user = self.manager.state.record, this_user()
+        record, user = self.manager.state.record_keeper.record, this_user()
         if record is not None and record.maker.user not in (None, user):
             command = f"dask cml delete {shlex.quote(record.name)}"
             raise CMLError(

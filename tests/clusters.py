@@ -83,6 +83,12 @@ def target(cluster: CMLCluster) -> int:
     return cluster.worker_groups["default"].n_workers
 
 
+def limits(cluster: CMLCluster, group: str = "default") -> tuple[int, int | None] | None:
+    """Return the limits of a worker group's adaptive scaling. None: it has a fixed size."""
+    adapting = cluster.manager.fleet.adapting[group]
+    return None if adapting is None else (adapting["minimum"], adapting["maximum"])
+
+
 def name_of(session: dict[str, Any]) -> str:
     """Return the name that a session of the platform has in its cluster."""
     return session["name"].rpartition(" ")[0]

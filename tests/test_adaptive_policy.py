@@ -54,7 +54,7 @@ class Simulation:
         self.session_seconds = 0.0
         self.quota = math.inf
         self.state = SimpleNamespace(leads=True, start_time=start, fleet=self, client=self, backoffs=self)
-        self.fleet = self.reconciler = self
+        self.manager = SimpleNamespace(state=self.state)
         self.loop = SimpleNamespace(add_callback=lambda *_: None)
         self.scheduler_comm = self
         self.want(there)
@@ -113,7 +113,7 @@ class Simulation:
             assert op == "shrink"
             await self.scale_down(names)
 
-    async def choose(self, n, *_):
+    async def choose(self, n):
         order = [key for key in self.worker_spec if key not in self.here]
         order += [key for key in self.here[::-1] if key not in self.ends]
         return (order + self.here[::-1])[:n]
@@ -191,6 +191,7 @@ def simulate(monkeypatch):
     def simulate(*arguments, **options):
         made = []
         monkeypatch.setattr(adaptive, "monotonic", lambda: made[0].now if made else 0.0)
+        monkeypatch.setattr(adaptive, "choose", lambda state, n, *_: state.fleet.choose(n))
         made.append(Simulation(*arguments, **options))
         return made[0]
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, live, log_of, make, name_of, rebuild, simulate, target
+from clusters import arrived, create_and_kill, limits, live, log_of, make, name_of, rebuild, simulate, target
 from distributed import Client
 from distributed.core import Status
 from simulated.faults import Mishap
@@ -50,7 +50,7 @@ async def lose_scheduler(platform, wait_until):
 def is_whole(platform, cluster, n):
     """Whether the cluster has `n` workers, and nothing else runs."""
     return (
-        cluster.manager.state.connected
+        cluster.manager.state.client.connected
         and arrived(cluster) == n
         and len(live(platform)) == n + 1
         and {name_of(each) for each in live(platform)} == {"lab-scheduler", *cluster.workers}
@@ -60,7 +60,7 @@ def is_whole(platform, cluster, n):
 def stands(it, cluster, n):
     """Whether the cluster has `n` workers, and nothing else runs."""
     return (
-        cluster.manager.state.connected
+        cluster.manager.state.client.connected
         and arrived(cluster) == n
         and len(it.platform.live) == n + 1
         and {*it.platform.running} == {"lab-scheduler", *cluster.workers}
@@ -95,7 +95,7 @@ async def test_targets_groups_and_limits_stay_as_they_were(it, options):
         await eventually(lambda: stands(it, cluster, 2))
         await lose_scheduler(it.platform, eventually)
         await eventually(lambda: stands(it, cluster, 2))
-        assert cluster.manager.state.limits() == {"minimum": 1, "maximum": 3}
+        assert limits(cluster) == (1, 3)
         assert cluster.worker_groups["gpu"].n_workers == 1
         cluster.scale(2, worker_group="gpu")
         await eventually(lambda: stands(it, cluster, 3))
@@ -109,7 +109,7 @@ async def test_the_next_scheduler_keeps_the_age_and_the_limit_of_hours(it):
     async with cluster:
         await lose_scheduler(it.platform, eventually)
         await eventually(lambda: store.read("lab").scheduler.hours == 48)
-        wanted = json.loads((cluster.manager.state.folder / wanted_file(1)).read_text())
+        wanted = json.loads((cluster.manager.state.launcher.place.folder / wanted_file(1)).read_text())
         assert (wanted["created"], wanted["hours"]) == (store.read("lab").created.isoformat(), 48)
         await eventually(lambda: stands(it, cluster, 0) and "0.0 of 48 h" in repr(cluster))
 
@@ -120,7 +120,7 @@ async def test_both_managers_connect_to_the_next_scheduler(it):
         await eventually(lambda: arrived(cluster) == 1)
         await lose_scheduler(it.platform, eventually)
         await eventually(lambda: stands(it, cluster, 1))
-        await eventually(lambda: other.manager.state.connected and arrived(other) == 1)
+        await eventually(lambda: other.manager.state.client.connected and arrived(other) == 1)
         other.scale(2)
         await eventually(lambda: stands(it, cluster, 2))
         # The record is written a moment after the platform has ended the lost session.
@@ -148,7 +148,7 @@ async def test_a_manager_in_another_session_connects_to_the_next_scheduler_at_on
     async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
         await eventually(lambda: arrived(cluster) == 1)
         await lose_scheduler(it.platform, eventually)
-        await eventually(lambda: other.manager.state.connected and arrived(other) == 1, 30)
+        await eventually(lambda: other.manager.state.client.connected and arrived(other) == 1, 30)
         assert other.manager.state.launcher.place.number == 1
 
 
@@ -186,7 +186,7 @@ async def whose_creator_dies_with_its_session(it):
 async def test_a_manager_in_another_session_replaces_what_has_ended_with_the_creators_session(it):
     async with whose_creator_dies_with_its_session(it) as (mine, end):
         end()
-        await eventually(lambda: mine.manager.state.connected and stands(it, mine, 1))
+        await eventually(lambda: mine.manager.state.client.connected and stands(it, mine, 1))
         assert store.read("lab").scheduler.number == 1
 
 
@@ -197,7 +197,7 @@ async def test_an_observer_keeps_a_wish_until_a_manager_has_replaced_the_schedul
         await observer.start()
         end()
         observer.wishes.scale(2)
-        await eventually(lambda: mine.manager.state.connected and stands(it, mine, 2))
+        await eventually(lambda: mine.manager.state.client.connected and stands(it, mine, 2))
         assert observer.status == Status.running
         await observer.close(shutdown=False)
 
@@ -219,7 +219,7 @@ async def test_an_observer_replaces_the_scheduler_of_a_cluster_that_outlived_its
     await observer.start()
     try:
         await lose_scheduler(it.platform, eventually)
-        await eventually(lambda: observer.state.connected and len(observer.fleet.arrived()) == 1)
+        await eventually(lambda: observer.state.client.connected and len(observer.fleet.arrived()) == 1)
         async with Client("cml://lab", asynchronous=True) as client:
             assert await client.submit(sum, [1, 2]) == 3
     finally:
@@ -281,7 +281,7 @@ async def test_an_observer_leaves_the_scheduler_to_the_creator(it):
         assert observer.status == Status.running
         it.platform.configure()
         await eventually(lambda: stands(it, cluster, 1))
-        await eventually(lambda: observer.state.connected)
+        await eventually(lambda: observer.state.client.connected)
         assert observer.status == Status.running
         await observer.close(shutdown=False)
 
@@ -322,7 +322,7 @@ async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it
     with mock.patch.object(failover, "_PAUSES", (3600.0,)):
         async with simulate(name="lab", n_workers=1) as cluster:
             it.platform.evict(cluster.scheduler.session_id)
-            await eventually(lambda: not cluster.manager.state.connected)
+            await eventually(lambda: not cluster.manager.state.client.connected)
             await end_all([store.read("lab")])
             await cluster.close()
     assert not it.platform.running
@@ -345,8 +345,8 @@ async def test_the_next_scheduler_waits_for_no_launch_of_a_worker(it):
         answered = threading.Event()
         it.platform.plan("launch_workers", Mishap(), Mishap(before=answered))
         it.platform.evict(cluster.scheduler.session_id)
-        await eventually(lambda: not cluster.manager.state.connected)
-        await eventually(lambda: cluster.manager.state.connected, seconds=20.0)
+        await eventually(lambda: not cluster.manager.state.client.connected)
+        await eventually(lambda: cluster.manager.state.client.connected, seconds=20.0)
         answered.set()
         await eventually(lambda: arrived(cluster) == 1)
 
@@ -355,8 +355,8 @@ async def lose_and_recover(it, cluster):
     """Let a cluster with one worker lose its scheduler, and wait for another one with a worker."""
     await eventually(lambda: arrived(cluster) == 1)
     it.platform.evict(cluster.scheduler.session_id)
-    await eventually(lambda: not cluster.manager.state.connected)
-    await eventually(lambda: cluster.manager.state.connected and arrived(cluster) == 1)
+    await eventually(lambda: not cluster.manager.state.client.connected)
+    await eventually(lambda: cluster.manager.state.client.connected and arrived(cluster) == 1)
 
 
 @simulated
@@ -417,9 +417,9 @@ async def test_an_observer_leaves_a_cluster_to_its_managers_between_two_schedule
             await eventually(lambda: store.read("lab").scheduler.orphan_timeout is not None)
             observer = Manager.adopt(store.read("lab"), observes=True)
             await observer.start()
-            await eventually(lambda: not observer.state.alone)
+            await eventually(lambda: observer.fleet.managers > 1)
             await lose_and_recover(it, cluster)
-            await eventually(lambda: observer.state.connected)
+            await eventually(lambda: observer.state.client.connected)
             await observer.close(shutdown=False)
 
 
@@ -498,7 +498,7 @@ STAGES = {
     "launched": lambda it, cluster: True,
     "running": lambda it, cluster: newest(it).status == "running",
     "answering": lambda it, cluster: store.read("lab").scheduler.address is not None,
-    "connected": lambda it, cluster: cluster.manager.state.connected,
+    "connected": lambda it, cluster: cluster.manager.state.client.connected,
     "with a worker": lambda it, cluster: arrived(cluster) > 0,
 }
 
@@ -534,5 +534,5 @@ async def test_of_two_managers_one_launches_the_scheduler_however_often_it_is_lo
                 await eventually(lambda: store.read("lab").scheduler.restarts == 0)
                 await lose_scheduler(it.platform, eventually)
                 await eventually(lambda: stands(it, cluster, 1))
-                await eventually(lambda: other.manager.state.connected)
+                await eventually(lambda: other.manager.state.client.connected)
         await eventually(lambda: [*store.read("lab").sessions.values()].count("scheduler") == 1)

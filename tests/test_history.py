@@ -152,7 +152,7 @@ async def test_a_new_cluster_adds_a_dead_one_of_its_name_to_the_history(it):
     it.platform.evict(it.platform.running["lab-scheduler"])
     async with simulate(name="lab") as cluster:
         assert the_only_one().id == dead
-        new = cluster.manager.state.record.id
+        new = cluster.manager.state.record_keeper.record.id
     assert [each.id for each in ended_clusters()] == [new, dead]
 
 

@@ -64,7 +64,7 @@ async def test_a_cluster_whose_creator_was_killed_is_adopted_scaled_and_shut_dow
         assert "Scheduler at" in (await cluster.get_logs())["Scheduler"]
     assert len(live(platform)) == 2
     cluster = await rebuild("made")
-    folder = cluster.manager.state.folder
+    folder = cluster.manager.state.launcher.place.folder
     await cluster.close()
     assert not live(platform)
     assert not folder.exists()
@@ -99,7 +99,7 @@ async def test_the_name_of_a_live_cluster_is_taken(it):
         with pytest.raises(ClusterExists, match="taken"):
             await simulate(name="taken")
         assert len(it.platform.running) == 1
-        assert cluster.manager.state.folder.is_dir()
+        assert cluster.manager.state.launcher.place.folder.is_dir()
 
 
 @simulated
@@ -236,7 +236,7 @@ async def test_discovery_yields_clusters_whose_scheduler_answers(it):
 async def test_the_record_holds_every_session_and_is_its_owners_only(it):
     async with simulate(n_workers=2, name="recorded") as cluster:
         await eventually(lambda: len(store.read("recorded").sessions) == 3)
-        file = cluster.manager.state.folder / "record.json"
+        file = cluster.manager.state.launcher.place.folder / "record.json"
         assert os.stat(file).st_mode & 0o777 == 0o600
         assert set(store.read("recorded").sessions) == {each.id for each in cluster.sessions}
         cluster.scale(1)

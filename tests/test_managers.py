@@ -15,6 +15,7 @@ import pytest
 from clusters import (
     arrived,
     launch,
+    limits,
     lines_of,
     live,
     log_of,
@@ -119,7 +120,7 @@ async def test_other_processes_get_the_link_although_its_creator_leaves_before_i
 async def test_a_manager_records_the_scheduler_that_its_creator_could_not_record(it):
     async with simulate(name="mine") as cluster:
         [session] = cluster.sessions
-        [file] = (cluster.manager.state.folder / "sessions").iterdir()
+        [file] = (cluster.manager.state.launcher.place.folder / "sessions").iterdir()
         file.unlink()
         async with rebuild("mine"):
             await eventually(lambda: store.read("mine").sessions == {session.id: "scheduler"})
@@ -129,7 +130,7 @@ async def test_a_manager_records_the_scheduler_that_its_creator_could_not_record
 @simulated
 async def test_wishes_of_a_manager_that_leaves_at_once_come_true(it):
     async with simulate(name="shared") as maker:
-        file = maker.manager.state.folder / "record.json"
+        file = maker.manager.state.launcher.place.folder / "record.json"
         made = file.stat()
         async with rebuild("shared") as other:
             other.scale(2)
@@ -193,9 +194,9 @@ async def test_scaling_stops_the_adaptive_scaling_of_another_manager(it):
         adaptive = maker.adapt(minimum=0, maximum=3)
         await maker
         async with rebuild("shared") as other:
-            assert other.manager.state.limits() == {"minimum": 0, "maximum": 3}
+            assert limits(other) == (0, 3)
             other.scale(1)  # and leaves at once
-        await eventually(lambda: target(maker) == 1 and maker.manager.state.limits() is None)
+        await eventually(lambda: target(maker) == 1 and limits(maker) is None)
         await eventually(lambda: adaptive.periodic_callback is None)
         await eventually(lambda: arrived(maker) == len(it.platform.running) - 1 == 1)
 
@@ -207,7 +208,7 @@ async def test_the_leader_adapts_for_a_manager_that_has_left(it):
         other.adapt(minimum=1, maximum=2)
         await other
     await eventually(lambda: arrived(maker) == 1)
-    assert maker.manager.state.limits() == {"minimum": 1, "maximum": 2}
+    assert limits(maker) == (1, 2)
     async with rebuild("shared") as third:  # goes on as the next leader
         await maker.leave()
         await eventually(lambda: third.manager.state.leads and third.manager.wishes.adaptive() is not None)
@@ -272,7 +273,7 @@ async def test_a_manager_whose_record_was_removed_stops_its_sessions_when_it_lea
         await eventually(lambda: "Record of cluster shared removed" in caplog.text)
         await maker.leave()
     assert not it.platform.running
-    assert not maker.manager.state.folder.exists()
+    assert not maker.manager.state.launcher.place.folder.exists()
 
 
 # -- sessions and workers that no manager has launched

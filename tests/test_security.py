@@ -65,7 +65,7 @@ async def test_without_keys_any_program_with_the_address_can_connect(platform):
     async with CMLCluster(name="open", n_workers=1, security=False, **options) as cluster:
         assert cluster.scheduler_address.startswith("tcp://")
         assert cluster.scheduler_address in repr(cluster)
-        assert not (cluster.manager.state.folder / "keys").exists()
+        assert not (cluster.manager.state.launcher.place.folder / "keys").exists()
         for address in cluster, cluster.scheduler_address, "cml://open":
             assert await computes(address) == 3
 
@@ -93,8 +93,8 @@ async def test_tasks_may_have_open_clusters_of_their_own(cluster):
 
 async def test_keys_are_for_their_owner_only_and_go_with_the_cluster(platform):
     async with CMLCluster(platform="local", asynchronous=True) as cluster:
-        folder = cluster.manager.state.folder / "keys"
-        assert stat.S_IMODE(cluster.manager.state.folder.stat().st_mode) == 0o700
+        folder = cluster.manager.state.launcher.place.folder / "keys"
+        assert stat.S_IMODE(cluster.manager.state.launcher.place.folder.stat().st_mode) == 0o700
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         files = [*folder.iterdir()]
         assert files
@@ -106,7 +106,7 @@ async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, p
     await holds(lambda: cluster.scheduler_info["workers"])
     secrets = {
         line
-        for file in (cluster.manager.state.folder / "keys").glob("*_key.pem")
+        for file in (cluster.manager.state.launcher.place.folder / "keys").glob("*_key.pem")
         for line in file.read_text().splitlines()
         if len(line) > 40
     }
@@ -120,7 +120,7 @@ async def test_no_key_in_command_lines_launches_environments_and_logs(cluster, p
         except psutil.Error:
             continue
     assert len(told) > 10
-    for folder in (Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]), cluster.manager.state.folder):
+    for folder in (Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]), cluster.manager.state.launcher.place.folder):
         files = [file for file in folder.rglob("*") if file.is_file() and "keys" not in file.parts]
         told += [file.read_text(errors="replace") for file in files]
     assert not [secret for secret in secrets if any(secret in text for text in told)]

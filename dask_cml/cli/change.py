@@ -86,8 +86,8 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
                 await asyncio.sleep(_INTERVAL)
         except asyncio.CancelledError:
             show()
-            if state.alone:
-                manager.wishes.stop_adapting(group, adaptive.key)
+            if manager.fleet.managers <= 1:  # no other one is connected
+                state.stop_adapting(group, adaptive.key)
                 kept = _n_workers(manager.fleet.group(group).wanted.target, group)
                 click.echo(f"Cluster {name} keeps {kept} and no longer adapts")
             else:
@@ -155,7 +155,7 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
         if (target := fleet.group(group).wanted.target) != n:  # raises the error of a deleted group
             other = f"another manager scales the cluster {name}: {_n_workers(target, group)} wanted"
             raise CMLError(f"the cluster {name} has {problem}" if problem else other)
-        if state.gave_up(group):
+        if state.backoffs.of(group).gave_up:
             raise CMLError(f"the cluster {name} launches {problem}")
         if time.monotonic() > deadline:
             words += f": {problem}" * bool(problem)

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import fmean
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from distributed.deploy.adaptive import Adaptive
 
 from dask_cml.manager.policy import Snapshot, sessions_wanted
-from dask_cml.manager.reconciler import Reconciler
+from dask_cml.manager.retirement import choose
 from dask_cml.manager.state import ClusterState
 from dask_cml.naming import DEFAULT_GROUP, session_name
 
@@ -71,16 +71,6 @@ class _Lull:
             self.looks += 1
 
 
-class Host(Protocol):
-    """What adaptive scaling needs of its manager, see :class:`dask_cml.manager.wishes.Wishes`."""
-
-    state: ClusterState
-    reconciler: Reconciler
-
-    def stop_adapting(self, group: str, key: str | None = None) -> None:
-        """Keep a group's number of sessions."""
-
-
 class CMLAdaptive(Adaptive):
     """Dask's Adaptive for resources, and for sessions that take seconds to minutes to start.
 
@@ -122,7 +112,7 @@ class CMLAdaptive(Adaptive):
         self, cluster: Any, *, worker_group: str = DEFAULT_GROUP, key: str | None = None, **kwargs: Any
     ) -> None:
         self._group = worker_group
-        self._wishes: Host = cluster.manager.wishes if hasattr(cluster, "manager") else cluster
+        self._state: ClusterState = cluster.manager.state if hasattr(cluster, "manager") else cluster
         #: Names the request for adaptive scaling, in the scheduler's state.
         self.key = key or secrets.token_hex(8)
         #: Whether the scheduler's state says that this one does not scale any more.
@@ -136,16 +126,16 @@ class CMLAdaptive(Adaptive):
 
     def __repr__(self) -> str:
         limits = f"minimum={self.minimum}, maximum={self.maximum}"
-        return f"CMLAdaptive({self._wishes.state.fleet.name!r}, worker_group={self._group!r}, {limits})"
+        return f"CMLAdaptive({self._state.fleet.name!r}, worker_group={self._group!r}, {limits})"
 
     @classmethod
-    def of(cls, wishes: Host, group: str, adapting: Mapping[str, Any]) -> CMLAdaptive:
+    def of(cls, state: ClusterState, group: str, adapting: Mapping[str, Any]) -> CMLAdaptive:
         """Return the adaptive scaling that another process has asked for.
 
         Parameters
         ----------
-        wishes : Wishes
-            The manager's wishes.
+        state : ClusterState
+            The parts of the manager.
         group : str
             The worker group.
         adapting : mapping
@@ -153,7 +143,7 @@ class CMLAdaptive(Adaptive):
         """
         maximum = math.inf if adapting["maximum"] is None else adapting["maximum"]
         limits = {"minimum": adapting["minimum"], "maximum": maximum, **adapting["options"]}
-        return cls(wishes, worker_group=group, key=adapting["key"], **limits)
+        return cls(state, worker_group=group, key=adapting["key"], **limits)
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -180,17 +170,17 @@ class CMLAdaptive(Adaptive):
         super().stop(*args, **kwargs)
         if not self.released:
             self.released = True
-            self._wishes.stop_adapting(self._group, self.key)
+            self._state.stop_adapting(self._group, self.key)
 
     async def adapt(self) -> None:
         """Look at the work and scale, if this process's manager leads. Otherwise, the leader does."""
-        if self._wishes.state.leads:
+        if self._state.leads:
             await super().adapt()
 
     @property
     def plan(self) -> set[Any]:
         """The wanted sessions."""
-        fleet = self._wishes.state.fleet
+        fleet = self._state.fleet
         return set(fleet.group(self._group).wanted.names) if self._group in fleet.groups else set()
 
     # Sessions that are not launched yet are closed like starting ones.
@@ -199,20 +189,20 @@ class CMLAdaptive(Adaptive):
     @property
     def observed(self) -> set[Any]:
         """The wanted sessions of which a Dask worker is connected."""
-        return self._wishes.state.fleet.arrived(self._group)
+        return self._state.fleet.arrived(self._group)
 
     @property
     def start_time(self) -> float:
         """The start time of a session, in seconds. 0 if none has started yet."""
         if self._starts:
             return fmean(self._starts)
-        return self._wishes.state.start_time or 0.0
+        return self._state.start_time or 0.0
 
     async def target(self) -> int:
         """Return how many sessions the known work needs."""
-        fleet = self._wishes.state.fleet
+        fleet = self._state.fleet
         # Groups that adapt share one answer.
-        answer = await self._wishes.state.client.demand(max_age=(self.interval or 0.0) / 2)
+        answer = await self._state.client.demand(max_age=(self.interval or 0.0) / 2)
         snapshot = Snapshot.of(answer, fleet.states)
         arrived, workers, now = self.observed, fleet.workers, monotonic()
         self._learn(arrived, now)
@@ -243,13 +233,13 @@ class CMLAdaptive(Adaptive):
             # Dask's Adaptive before 2024.11 stops for good at an OSError.
             logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
             return len(self.plan)
-        if self._group not in self._wishes.state.fleet.groups:
+        if self._group not in self._state.fleet.groups:
             return 0  # the group was deleted meanwhile
-        return self._wishes.state.backoffs.affordable(target, self._group)
+        return self._state.backoffs.affordable(target, self._group)
 
     def _learn(self, arrived: set[Any], now: float) -> None:
         for key in arrived - self._seen:
-            worker = self._wishes.state.fleet.workers.get(key)
+            worker = self._state.fleet.workers.get(key)
             if worker is not None and worker.launched_at is not None:
                 self._starts.append(now - worker.launched_at)
         self._seen = arrived
@@ -260,7 +250,7 @@ class CMLAdaptive(Adaptive):
         n = len(plan) - target
         # The scheduler does not know which busy sessions run another group's tasks. Close idle ones first.
         lent = [key for key in self._lent if key in plan][: max(0, n - max(0, len(plan) - self._busy))]
-        chosen = await self._wishes.reconciler.choose(n - len(lent), self.worker_key, self._group, **more)
+        chosen = await choose(self._state, n - len(lent), self.worker_key, self._group, **more)
         return [*dict.fromkeys([*lent, *chosen])]
 
     async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
@@ -274,4 +264,4 @@ class CMLAdaptive(Adaptive):
     async def _decide(self, op: str, **arguments: Any) -> None:
         # The next look tries again. Adaptive before 2024.11 would stop at an OSError.
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            await self._wishes.state.client.decide(op, group=self._group, key=self.key, **arguments)
+            await self._state.client.decide(op, group=self._group, key=self.key, **arguments)

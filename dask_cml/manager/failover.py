@@ -60,7 +60,7 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
                 return None
             if last.number != number:
                 number, since = last.number, time.monotonic()
-            if state.observes and not state.alone and time.monotonic() - since < _OBSERVER_PATIENCE:
+            if state.observes and state.fleet.managers > 1 and time.monotonic() - since < _OBSERVER_PATIENCE:
                 await asyncio.sleep(_LOOK_INTERVAL)
                 continue
             if state.observes and last.orphan_timeout is not None:
@@ -86,7 +86,7 @@ async def _read(state: ClusterState) -> Record | None:
     deadline = time.monotonic() + _UNREADABLE_FOR
     while (record := await asyncio.to_thread(state.record_keeper.read)) is None:
         with contextlib.suppress(OSError):
-            if time.monotonic() > deadline or not await asyncio.to_thread(state.folder.is_dir):
+            if time.monotonic() > deadline or not await asyncio.to_thread(state.launcher.place.folder.is_dir):
                 break
         await asyncio.sleep(_LOOK_INTERVAL)
     return record

@@ -177,7 +177,7 @@ class LossFinder:
         """Return why the scheduler has ended, by the record, which also other sessions can read."""
         record = await asyncio.to_thread(self._state.record_keeper.read)
         if record is None:  # the cluster was deleted, or its record cannot be read now
-            exists = await asyncio.to_thread(self._state.folder.is_dir)
+            exists = await asyncio.to_thread(self._state.launcher.place.folder.is_dir)
             return None if exists else "another process shut it down"
         if record.scheduler.number > self._state.launcher.place.number:
             return "another manager replaces it"

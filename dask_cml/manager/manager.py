@@ -215,8 +215,8 @@ class Manager:
             display.end_with(f"Interrupted: {n} session{'s' * (n != 1)} stopped")
 
     async def _start_once(self) -> None:
-        if self.state.record is not None:
-            await adopt(self.state, self.state.record)
+        if (record := self.state.record_keeper.record) is not None:
+            await adopt(self.state, record)
         else:
             await self._create_or_connect()
         self.state.status = Status.running
@@ -320,7 +320,7 @@ class Manager:
     async def _hand_over(self) -> None:
         """Leave the sessions to other managers. The sessions that these cannot find are stopped."""
         try:
-            if self.state.connected and (wishes := self.fleet.wishes):
+            if self.state.client.connected and (wishes := self.fleet.wishes):
                 await self.state.client.apply(*wishes)
             await self._reconciler.report()
         except Exception as error:

@@ -7,24 +7,19 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
 
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.losses import Losses, LossFinder
-from dask_cml.manager.retirement import Retirements
+from dask_cml.manager.retirement import Retirements, choose
 from dask_cml.manager.state import ClusterState
 from dask_cml.manager.strays import Strays
 from dask_cml.manager.unrunnable import UnrunnableTasks
-from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.protocol import SET
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import Cause
 from dask_cml.sessions.process import CMLWorker
-
-if TYPE_CHECKING:
-    from distributed.scheduler import WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -286,53 +281,11 @@ class Reconciler:
         if others := [name for name in names if name not in recorded]:
             await self._state.client.decide("replace", names=others, causes={})
 
-    async def choose(
-        self,
-        n: int,
-        worker_key: Callable[[WorkerState], Hashable] | None = None,
-        group: str = DEFAULT_GROUP,
-        **more: Any,
-    ) -> list[str]:
-        """Choose the `n` sessions of a worker group that cost least to stop.
-
-        Sessions that wait for room come first, then those that are not connected yet.
-
-        Parameters
-        ----------
-        n : int
-            Number of sessions.
-        worker_key : callable, optional
-            Groups workers that are closed together or not at all. Then the result may be fewer than `n`.
-        group : str
-            The worker group.
-        **more
-            Arguments of ``Scheduler.workers_to_close``.
-        """
-        fleet = self._state.fleet
-        wanted, waits = fleet.group(group).wanted.names, fleet.waits
-        present = fleet.arrived(group)
-        arrived = [name for name in reversed(wanted) if name in present]
-        absent = [name for name in reversed(wanted) if name not in present]
-        chosen = sorted(absent, key=lambda name: name not in waits)[:n]
-        n -= len(chosen)
-        if not n:
-            return chosen
-
-        # Include workers of other groups and retiring ones, because the scheduler may name these first.
-        workers = {each.name: each.connected for each in fleet.members}
-        among = n * fleet.group(group).options.processes if worker_key else len(fleet.observed)
-        named = await self._state.client.cheapest(among, worker_key, **more)
-        costs = {worker: cost for cost, worker in enumerate(named)}
-        # The Dask worker of a session that costs most counts.
-        cost = {each: max(costs.get(worker, math.inf) for worker in workers[each]) for each in arrived}
-        order = sorted(arrived, key=cost.__getitem__)
-        return chosen + [name for name in order if not (worker_key and math.isinf(cost[name]))][:n]
-
     async def _shrink(self) -> None:
         """Remove excess sessions from the wanted ones."""
         for group in self._state.fleet.states:
             if group.wanted.excess > 0:
-                names = await self.choose(group.wanted.excess, group=group.name)
+                names = await choose(self._state, group.wanted.excess, group=group.name)
                 await self._state.client.decide("trim", group=group.name, names=names)
 
     async def _close_unwanted(self) -> None:

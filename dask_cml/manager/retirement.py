@@ -1,19 +1,26 @@
-"""Retirement of workers: they move their data to others before their sessions are stopped."""
+"""Which workers to stop, and their retirement: they move their data to others first."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Collection
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from distributed.protocol import pickle
 
 from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError
 from dask_cml.manager.members import Member
 from dask_cml.manager.state import ClusterState
+from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import setting
+
+if TYPE_CHECKING:
+    from distributed.scheduler import WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -207,3 +214,51 @@ def _is_silent(name: str, before: dict[str, dict[str, float]], held: dict[str, d
 async def _is_done(future: asyncio.Future[Any], timeout: float) -> bool:
     done, _ = await asyncio.wait([future], timeout=timeout)
     return bool(done)
+
+
+async def choose(
+    state: ClusterState,
+    n: int,
+    worker_key: Callable[[WorkerState], Hashable] | None = None,
+    group: str = DEFAULT_GROUP,
+    **more: Any,
+) -> list[str]:
+    """Choose the `n` sessions of a worker group that cost least to stop.
+
+    Sessions that wait for room come first, then those that are not connected yet.
+
+    Parameters
+    ----------
+    state : ClusterState
+        The parts of the manager.
+    n : int
+        Number of sessions.
+    worker_key : callable, optional
+        Groups workers that are closed together or not at all. Then the result may be fewer than `n`.
+    group : str
+        The worker group.
+    **more
+        Arguments of ``Scheduler.workers_to_close``.
+    """
+    fleet = state.fleet
+    wanted, waits = fleet.group(group).wanted.names, fleet.waits
+    present = fleet.arrived(group)
+    arrived = [name for name in reversed(wanted) if name in present]
+    absent = [name for name in reversed(wanted) if name not in present]
+    chosen = sorted(absent, key=lambda name: name not in waits)[:n]
+    n -= len(chosen)
+    if not n:
+        return chosen
+
+    # Include workers of other groups and retiring ones, because the scheduler may name these first.
+    workers = {each.name: each.connected for each in fleet.members}
+    among = n * fleet.group(group).options.processes if worker_key else len(fleet.observed)
+    key = pickle.dumps(worker_key) if worker_key else None
+    named: Iterable[str] = ()  # without an answer
+    with contextlib.suppress(OSError, asyncio.TimeoutError):
+        named = await state.client.ask("workers_to_close", n=among, key=key, attribute="name", **more)
+    costs = {worker: cost for cost, worker in enumerate(named)}
+    # The Dask worker of a session that costs most counts.
+    cost = {each: max(costs.get(worker, math.inf) for worker in workers[each]) for each in arrived}
+    order = sorted(arrived, key=cost.__getitem__)
+    return chosen + [name for name in order if not (worker_key and math.isinf(cost[name]))][:n]

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import TYPE_CHECKING, Any
-
-from distributed.protocol import pickle
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from dask_cml import protocol
 from dask_cml.cancellation import cancel
@@ -18,9 +16,6 @@ from dask_cml.identity import Identity
 from dask_cml.manager.connection import ANSWER_TIMEOUT, Connection
 from dask_cml.manager.fleet import Fleet
 from dask_cml.msgpack_comm import MsgpackComm
-
-if TYPE_CHECKING:
-    from distributed.scheduler import WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -304,27 +299,6 @@ class SchedulerClient(Connection):
             self._asked_at = time.monotonic()
             asked = self._asked = asyncio.create_task(self.ask(protocol.DEMAND))
         return await asyncio.shield(asked)
-
-    async def cheapest(
-        self, n: int, key: Callable[[WorkerState], Hashable] | None = None, **more: Any
-    ) -> list[str]:
-        """Return the names of `n` Dask workers that cost least to close. Return none without an answer.
-
-        Parameters
-        ----------
-        n : int
-            Number of Dask workers.
-        key : callable, optional
-            Groups workers that are closed together or not at all.
-        **more
-            Arguments of ``Scheduler.workers_to_close``.
-        """
-        pickled = pickle.dumps(key) if key else None
-        try:
-            names = await self.ask("workers_to_close", n=n, key=pickled, attribute="name", **more)
-        except (OSError, asyncio.TimeoutError):
-            return []
-        return list(names)
 
     async def retire(self, names: Collection[str]) -> set[str]:
         """Move the data of Dask workers to others and close them, without a time limit.

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import contextlib
+from collections.abc import Callable
 
 from distributed.core import Status
 from distributed.objects import SchedulerInfo
+from tornado.ioloop import IOLoop
 
 from dask_cml.dashboard.proxy import open_comm
 from dask_cml.display.group import WorkerGroup
 from dask_cml.display.words import pending, span, waiting
+from dask_cml.errors import CMLError
 from dask_cml.manager.backoff import Backoffs
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launcher import Launcher
 from dask_cml.manager.record_keeper import RecordKeeper
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.msgpack_comm import MsgpackComm
-from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.sessions.session import Session
@@ -101,26 +101,6 @@ class ClusterState:
         return self.status == Status.running and self.client.leads
 
     @property
-    def connected(self) -> bool:
-        """Whether the scheduler answers."""
-        return self.client.connected
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other manager is connected."""
-        return self.fleet.managers <= 1
-
-    @property
-    def tasks_done(self) -> int:
-        """Number of tasks that the scheduler has completed, when it answered last."""
-        return self.fleet.tasks_done
-
-    @property
-    def record(self) -> Record | None:
-        """The cluster's record when this manager created or read it. None before that."""
-        return self.record_keeper.record
-
-    @property
     def scheduler_info(self) -> SchedulerInfo:
         """The scheduler's last information on itself and its workers, as from ``Scheduler.identity``."""
         return SchedulerInfo({**self.client.info, "workers": dict(self.fleet.workers_info)})
@@ -164,23 +144,22 @@ class ClusterState:
             for group in self.fleet.states
         }
 
-    def limits(self, group: str = DEFAULT_GROUP) -> Mapping[str, float] | None:
-        """Return the ``minimum`` and ``maximum`` of a group's adaptive scaling. None: it has a fixed size."""
-        adapting = self.fleet.group(group).wanted.adapting
-        if adapting is None:
-            return None
-        maximum = adapting["maximum"]
-        return {"minimum": adapting["minimum"], "maximum": math.inf if maximum is None else maximum}
+    @property
+    def loop(self) -> IOLoop:
+        """The event loop, for adaptive scaling that another process has asked for."""
+        return IOLoop.current()
+
+    def stop_adapting(self, group: str, key: str | None = None) -> None:
+        """Keep a group's number of sessions. With a key, only if that request to adapt is the last one."""
+        with contextlib.suppress(CMLError):  # the cluster is closed
+            self.fleet.wish("stop_adapting", group=group, key=key)
+            self.client.send_wishes()
 
     @property
     def problem(self) -> str | None:
         """The current problem, as a clause. None if there is none."""
         found = (self.end, self.backoffs.words, self.outage, self.retiring, self.unrunnable, self.fleet.full)
         return next(filter(None, found), None)
-
-    def gave_up(self, group: str) -> bool:
-        """Whether no workers of a group are launched until it is scaled, after too many failures."""
-        return self.backoffs.of(group).gave_up
 
     @property
     def n_pending(self) -> int:
@@ -198,7 +177,7 @@ class ClusterState:
         session = None if self.launcher.scheduler is None else self.launcher.scheduler.session
         if session is not None and session.waits_for is not None:
             return f"scheduler {waiting(session.waits_for)}"
-        if session is None or not self.launcher.place.number or not self.connected:
+        if session is None or not self.launcher.place.number or not self.client.connected:
             return ""
         return f"scheduler restarted {span(session.age)} ago"
 
@@ -207,8 +186,3 @@ class ClusterState:
         """The cluster's age and its limit, such as ``12.3 of 48 h``. Empty without a limit."""
         age, most = self.fleet.age / 3600, self.fleet.most_age / 3600
         return f"{age:.1f} of {most:g} h" if most else ""
-
-    @property
-    def folder(self) -> Path:
-        """The cluster's folder on the project file system."""
-        return self.launcher.place.folder

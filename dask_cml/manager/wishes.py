@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import threading
@@ -12,7 +11,6 @@ from typing import Any
 
 from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
-from tornado.ioloop import IOLoop
 
 from dask_cml.checks import group_name, message
 from dask_cml.errors import CMLError
@@ -122,12 +120,6 @@ class Wishes:
         """Return the last adaptive scaling of a group in this process."""
         return self._adaptives.get(group)
 
-    def stop_adapting(self, group: str, key: str | None = None) -> None:
-        """Keep a group's number of sessions. With a key, only if that request to adapt is the last one."""
-        with contextlib.suppress(CMLError):  # the cluster is closed
-            self._fleet.wish("stop_adapting", group=group, key=key)
-            self.state.client.send_wishes()
-
     async def add_group(self, name: str, options: Options) -> None:
         """Add a worker group.
 
@@ -186,8 +178,8 @@ class Wishes:
             ) from None
 
     def _check_running(self, what: str) -> None:
-        if self.status != Status.running:
-            raise CMLError(f"{what}: cluster {self._fleet.name} is {self.status.name}")
+        if self.state.status != Status.running:
+            raise CMLError(f"{what}: cluster {self._fleet.name} is {self.state.status.name}")
 
     async def settle(self) -> None:
         """Wait until the scheduler has answered all wishes, and sessions were launched and stopped for them.
@@ -201,17 +193,7 @@ class Wishes:
         await self.reconciler.settle()
         self._check_running("not settled")
 
-    # -- adaptive scaling, which takes this object for its cluster if another process has asked for it
-
-    @property
-    def status(self) -> Status:
-        """The manager's status."""
-        return self.state.status
-
-    @property
-    def loop(self) -> IOLoop:
-        """The event loop."""
-        return IOLoop.current()
+    # -- adaptive scaling
 
     def tend_adaptives(self) -> None:
         """Stop adaptive scaling that another request has replaced. Take over that of other managers."""
@@ -228,7 +210,7 @@ class Wishes:
                     logger.info(
                         "Adaptive scaling of group %s of cluster %s taken over", group, self._fleet.name
                     )
-                    self._adaptives[group] = CMLAdaptive.of(self, group, adapting)
+                    self._adaptives[group] = CMLAdaptive.of(self.state, group, adapting)
 
     def close(self) -> None:
         """Stop all adaptive scaling of this process."""

@@ -125,9 +125,9 @@ class Adapt(ApiHandler):
     async def delete(self, name: str) -> None:
         """Stop adapting a worker group."""
         group = self.get_query_argument("worker_group", DEFAULT_GROUP)
-        manager = self.clusters.manager_of(name).manager
-        manager.fleet.group(group)  # which must exist
-        manager.wishes.stop_adapting(group)
+        state = self.clusters.manager_of(name).manager.state
+        state.fleet.group(group)  # which must exist
+        state.stop_adapting(group)
         self.answer(await self.details(name))
 
 

@@ -187,7 +187,7 @@ class ProjectClusters(Observers):
         each = self._one(name)
         if isinstance(each, CreatedCluster):
             cluster = self._managers().get(name)
-            return None if cluster is None else cluster.manager.state.record
+            return None if cluster is None else cluster.manager.state.record_keeper.record
         return each.record
 
     # -- descriptions

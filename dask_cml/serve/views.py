@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[st
     status, state = cluster.status.name, cluster.manager.state
     problem = state.problem
     workers = read_workers(cluster.scheduler_info["workers"])
-    if cluster.status == Status.running and not state.connected:
+    if cluster.status == Status.running and not state.client.connected:
         status = "not answering"
     elif cluster.status == Status.failed:
         status, problem = "closing", problem or "CML did not stop some sessions; delete the cluster again"
@@ -45,18 +44,19 @@ def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[st
         status = "starting"
     groups = [*cluster.worker_groups.values()]
     fleet = cluster.manager.fleet
+    adapting = fleet.adapting
     waiting = Counter(each.group for each in fleet.members if each.name in fleet.waits)
     return {
         **unmanaged(record, status, problem, usage),
         "words": ", ".join(filter(None, [status, state.scheduler_words, state.pending])),
-        "groups": [_group(each, state.limits(each.name), waiting[each.name]) for each in groups],
+        "groups": [_group(each, adapting.get(each.name), waiting[each.name]) for each in groups],
         "n_workers": sum(each.n_workers for each in groups),
         "n_arrived": sum(each.n_arrived for each in groups),
         "threads": sum(each.nthreads for each in workers),
         "memory": sum(each.memory_limit for each in workers),
         "kept": cluster.shutdown_on_close,
-        "tasks_done": state.tasks_done,
-        "most_age": state.fleet.most_age or None,
+        "tasks_done": fleet.tasks_done,
+        "most_age": fleet.most_age or None,
     }
 
 
@@ -83,10 +83,8 @@ def unmanaged(record: Record, status: str, problem: str | None, usage: Usage | N
     }
 
 
-def _group(group: WorkerGroup, limits: Mapping[str, float] | None, waiting: int) -> dict[str, Any]:
-    adapts = None
-    if limits is not None:
-        adapts = {each: None if math.isinf(n) else int(n) for each, n in limits.items()}
+def _group(group: WorkerGroup, adapting: Mapping[str, Any] | None, waiting: int) -> dict[str, Any]:
+    adapts = {each: adapting[each] for each in ("minimum", "maximum")} if adapting else None
     described = asdict(group)
     size = described.pop("size")
     return {**described, **size, "n_waiting": waiting, "adapts": adapts}
