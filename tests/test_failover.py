@@ -20,7 +20,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import address, cluster
 from dask_cml.layout import wanted_file
-from dask_cml.manager import failover
+from dask_cml.manager import failover, losses
 from dask_cml.manager.manager import Manager
 from dask_cml.observers import Observers
 from dask_cml.records import store
@@ -150,6 +150,53 @@ async def test_a_manager_in_another_session_connects_to_the_next_scheduler_at_on
         await lose_scheduler(it.platform, eventually)
         await eventually(lambda: other.manager.state.client.connected and arrived(other) == 1, 30)
         assert other.manager.state.launcher.place.number == 1
+
+
+def reconnects_in_vain(manager):
+    """Break a manager's connection to its scheduler, until the returned coroutine function is called."""
+    client = manager.state.client
+
+    async def no_connection(*_):
+        raise OSError("no route to host")
+
+    async def heal():
+        if "open" in vars(client):
+            del client.open
+        await eventually(lambda: client.connected)
+
+    client.open = no_connection
+    client._watched.abort()
+    return heal
+
+
+@simulated
+async def test_a_manager_stays_if_its_scheduler_answers_again_while_it_is_judged(it):
+    async with simulate(name="lab") as cluster, in_another_session(it) as other:
+        heal, judge = reconnects_in_vain(other.manager), losses.liveness.judge
+        judged = []
+
+        async def judge_later(*arguments, **more):
+            await heal()
+            judged.append(await judge(*arguments, **more))
+            return judged[-1]
+
+        with mock.patch.object(losses.liveness, "judge", judge_later):
+            await eventually(lambda: judged)
+            await asyncio.sleep(20.0)
+        assert other.status == cluster.status == Status.running
+        assert "disconnected" not in log_of(other)
+
+
+@simulated
+async def test_a_scheduler_that_answers_again_is_not_replaced_because_its_session_seemed_to_end(it):
+    async with simulate(name="lab") as cluster:
+        heal, session = reconnects_in_vain(cluster.manager), cluster.scheduler.session_id
+        it.platform.say("list_workers", [{"id": session, "status": "succeeded"}])  # a wrong answer
+        await eventually(lambda: cluster.scheduler.info["status"] == "succeeded")
+        await heal()
+        await asyncio.sleep(20.0)
+        assert store.read("lab").scheduler.number == 0
+        assert cluster.status == Status.running
 
 
 @simulated

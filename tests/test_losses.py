@@ -55,7 +55,7 @@ def look(clock):
         wanted = [each for each in cluster.fleet.members if each.wanted]
         missing = [each for each in wanted if not each.is_whole]
         with dask.config.set({"distributed.deploy.lost-worker-timeout": "15s"}):
-            look.lost = (await finder.look(wanted, missing)).lost
+            look.lost = await finder.look(wanted, missing)
         return [*look.lost]
 
     look.cluster = cluster

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from fleets import Cluster
 
-from dask_cml.manager.unrunnable import UnrunnableTasks
+from dask_cml.manager.reconciler import Reconciler
 
 
 class Client:
@@ -30,17 +30,19 @@ class Client:
 def mine():
     mine = Cluster(1, gpu={"options": {"nvidia_gpu": 1}})
     mine.client, mine.told = Client(leads=True), []
-    mine.state = SimpleNamespace(fleet=mine.fleet, client=mine.client, log=mine.told.append, unrunnable=None)
-    mine.tasks = UnrunnableTasks(mine.state)
+    mine.state = SimpleNamespace(
+        fleet=mine.fleet, client=mine.client, log=mine.told.append, unrunnable=None, age=""
+    )
+    mine.look = Reconciler(mine.state)._tell
     return mine
 
 
 async def test_a_need_of_many_tasks_is_logged_once(mine):
-    await mine.tasks.look()
+    await mine.look()
     assert (mine.state.unrunnable, mine.told) == (None, [])
     for n in 3, 5:
         mine.client.needs = [(n, {"FPGA": 1})]
-        await mine.tasks.look()
+        await mine.look()
     assert mine.state.unrunnable == "5 tasks need FPGA=1, which no worker group offers"
     assert mine.told == [
         "Cluster mine cannot run all tasks: 3 tasks need FPGA=1, which no worker group offers"
@@ -53,16 +55,16 @@ async def test_a_need_that_was_met_and_returns_is_logged_again(mine):
     words += "call cluster.scale(1, worker_group='gpu')"
     for n, expected in (0, words), (1, None), (0, words):
         mine.want("scale", "gpu", n)
-        await mine.tasks.look()
+        await mine.look()
         assert mine.state.unrunnable == expected
     assert mine.told == [f"Cluster mine cannot run all tasks: {words}"] * 2
 
 
 async def test_a_second_need_is_logged_without_the_first(mine):
     mine.client.needs = [(1, {"FPGA": 1})]
-    await mine.tasks.look()
+    await mine.look()
     mine.client.needs.append((2, {"LICENSE": 1}))
-    await mine.tasks.look()
+    await mine.look()
     assert "FPGA" not in mine.told[1]
     assert mine.state.unrunnable.count("; ") == 1
 
@@ -75,10 +77,10 @@ async def test_tasks_for_connected_or_wanted_workers_are_no_problem(mine):
     mine.client.restricted = [
         (1, [name]) for name in ("mine-0", "10.0.0.7", "tcp://10.0.0.7:1", "mine-gpu-1")
     ]
-    await mine.tasks.look()
+    await mine.look()
     assert mine.state.unrunnable is None
     mine.client.restricted.append((1, ["tcp://10.0.0.8:1"]))
-    await mine.tasks.look()
+    await mine.look()
     assert (
         mine.state.unrunnable == "1 task is restricted to tcp://10.0.0.8:1, which the cluster does not have"
     )
@@ -87,5 +89,5 @@ async def test_tasks_for_connected_or_wanted_workers_are_no_problem(mine):
 async def test_only_the_leader_looks(mine):
     mine.client.leads = False
     mine.client.needs = [(1, {"FPGA": 1})]
-    await mine.tasks.look()
+    await mine.look()
     assert (mine.client.looks, mine.state.unrunnable, mine.told) == (0, None, [])

@@ -7,8 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 
 import dask.config
 from dask.utils import parse_timedelta
@@ -33,30 +31,20 @@ _OBSERVER_PATIENCE = 60.0
 _DELETED_WITHIN = 3.0
 
 
-class Outcome(Enum):
-    """Why a manager stops keeping a cluster."""
-
-    ENDED = "the scheduler's session has ended"
-    OUT_OF_SIGHT = "nothing says whether the scheduler still runs"
-
-
-@dataclass(frozen=True)
-class Losses:
-    """What a look has found.
+class SchedulerLost(Exception):
+    """The scheduler cannot be managed any more. The message says why.
 
     Parameters
     ----------
-    lost : mapping of str to Loss
-        The sessions to replace by name, each with the cause.
-    outcome : Outcome or None
-        Why the cluster cannot be kept any more.
-    why : str or None
-        The outcome in words.
+    why : str
+        The reason, as a clause.
+    ended : bool
+        Whether its session has ended. Otherwise, nothing says whether it still runs.
     """
 
-    lost: Mapping[str, Loss] = field(default_factory=dict)
-    outcome: Outcome | None = None
-    why: str | None = None
+    def __init__(self, why: str, ended: bool = True) -> None:
+        super().__init__(why)
+        self.ended = ended
 
 
 class LossFinder:
@@ -81,8 +69,8 @@ class LossFinder:
         """Whether sessions are on their way that do not wait for room."""
         return any(each.waits_for is None for each in self._missing.values())
 
-    async def look(self, wanted: list[Member], missing: list[Member]) -> Losses:
-        """Find the sessions to replace.
+    async def look(self, wanted: list[Member], missing: list[Member]) -> Mapping[str, Loss]:
+        """Find the sessions to replace, by name, and the causes.
 
         Parameters
         ----------
@@ -93,13 +81,15 @@ class LossFinder:
 
         Raises
         ------
+        SchedulerLost
+            If the scheduler cannot be managed any more.
         CMLError
             If the platform does not answer.
         """
         if leaving := {
             each.name: Loss(Cause.EVICTED, "evicted, with notice") for each in wanted if each.leaving
         }:
-            return Losses(leaving)
+            return leaving
         now = time.monotonic()
         self._missing = {each.name: each for each in missing}
         gone = [each.name for each in missing if each.has_registered]
@@ -113,17 +103,17 @@ class LossFinder:
         # ``distributed.comm.timeouts.tcp``, the platform within a second.
         watches = not self._state.observes and now - self._watched >= self._watch_interval
         if not starting and not watches and self._state.client.connected:
-            return Losses()
+            return {}
         listing = await self._state.api.sessions()
         if not self._state.client.connected:
-            return await self._judge_scheduler(listing)
+            await self._judge_scheduler(listing)
+            return {}
         if watches:
             self._watched = now
             await self._drop_ended(listing)
         # The watch updates the others.
         ended = {each.name for each in starting if each.worker and each.worker.update(listing)}
-        lost = {each.name: loss for each in missing if (loss := await self._loss(each, each.name in ended))}
-        return Losses(lost)
+        return {each.name: loss for each in missing if (loss := await self._loss(each, each.name in ended))}
 
     async def _loss(self, member: Member, ended: bool) -> Loss | None:
         """Return why a session is lost. Return None if it may still connect."""
@@ -153,25 +143,26 @@ class LossFinder:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(names))
             await self._state.client.drop(names)
 
-    async def _judge_scheduler(self, listing: Mapping[str, SessionInfo]) -> Losses:
+    async def _judge_scheduler(self, listing: Mapping[str, SessionInfo]) -> None:
         """Find out whether a scheduler that does not answer has ended."""
         scheduler = self._state.launcher.scheduler
         assert scheduler is not None
         silent = time.monotonic() - self._state.client.heard
-        if scheduler.update(listing) and not self._state.client.connected:
-            return Losses(outcome=Outcome.ENDED, why=await self._why_it_ended())
-        if (why := await self._recorded_end()) is not None and not self._state.client.connected:
-            return Losses(outcome=Outcome.ENDED, why=why)
         patience = _SILENCE + _OBSERVER_PATIENCE * self._state.observes
-        if scheduler.session_id not in listing and silent > patience:
-            if (why := await self._why_dead()) is not None and not self._state.client.connected:
-                return Losses(outcome=Outcome.ENDED, why=why)
-            why = (
+        lost = None
+        if scheduler.update(listing):
+            lost = SchedulerLost(await self._why_it_ended())
+        elif (why := await self._recorded_end()) is not None:
+            lost = SchedulerLost(why)
+        elif scheduler.session_id not in listing and silent > patience:
+            unseen = (
                 f"the scheduler at {scheduler.address} has not answered for {patience:g} s, and CML does not "
                 f"list its session {scheduler.session_id} here; to check it, run `dask cml list`"
             )
-            return Losses(outcome=Outcome.OUT_OF_SIGHT, why=why)
-        return Losses()
+            why = await self._why_dead()
+            lost = SchedulerLost(why or unseen, ended=why is not None)
+        if lost is not None and not self._state.client.connected:  # it may have answered meanwhile
+            raise lost
 
     async def _recorded_end(self) -> str | None:
         """Return why the scheduler has ended, by the record, which also other sessions can read."""
@@ -195,9 +186,11 @@ class LossFinder:
     async def _why_it_ended(self) -> str:
         scheduler = self._state.launcher.scheduler
         assert scheduler is not None
-        unharmed = scheduler.info.get("status") in ("succeeded", "stopped")
-        if unharmed and await self._state.record_keeper.is_removed(_DELETED_WITHIN):
-            return "another process shut it down"
+        if scheduler.info.get("status") in ("succeeded", "stopped"):
+            for _ in range(10):
+                if await asyncio.to_thread(self._state.record_keeper.read) is None:
+                    return "another process shut it down"
+                await asyncio.sleep(_DELETED_WITHIN / 10)
         return await scheduler.failure("ended")
 
     def _why_late(self, member: Member) -> Loss | None:

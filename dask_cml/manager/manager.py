@@ -8,8 +8,7 @@ import os
 import secrets
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from distributed.core import Status
 
@@ -17,7 +16,7 @@ from dask_cml.cancellation import cancel
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
 from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit
 from dask_cml.manager.failover import replace_scheduler
-from dask_cml.manager.losses import Losses, Outcome
+from dask_cml.manager.losses import SchedulerLost
 from dask_cml.manager.reconciler import Reconciler
 from dask_cml.manager.startup import adopt, create
 from dask_cml.manager.state import ClusterState
@@ -111,7 +110,7 @@ class Manager:
             self._api.check_options(each.launch_options)
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[Losses] | None = None
+        self._watching: asyncio.Task[NoReturn] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self.event_loop: asyncio.AbstractEventLoop | None = None
         self._assemble(record, Status.created)
@@ -334,11 +333,12 @@ class Manager:
     async def _keep(self) -> None:
         """Keep the cluster until it ends, and close. Try again if sessions were not stopped."""
         self._watching = asyncio.create_task(self._watch())
-        losses = await self._watching
-        ended = losses.outcome == Outcome.ENDED
-        self.end_reason = f"its scheduler was lost: {losses.why}"
-        said = "shut down" if ended else "disconnected"
-        self.log(f"Cluster {self.options.name} {said}: {losses.why}")
+        try:
+            await self._watching
+        except SchedulerLost as lost:
+            ended, why = lost.ended, str(lost)
+        self.end_reason = f"its scheduler was lost: {why}"
+        self.log(f"Cluster {self.options.name} {'shut down' if ended else 'disconnected'}: {why}")
         while self.status != Status.closed:
             try:
                 await self.close(shutdown=ended)
@@ -346,14 +346,18 @@ class Manager:
                 logger.error("%s", error)
                 await asyncio.sleep(_RETRY_INTERVAL)
 
-    async def _watch(self) -> Losses:
-        """Keep the cluster, with other schedulers instead of lost ones. Return why it cannot be kept."""
-        while (losses := await self._reconciler.run()).outcome == Outcome.ENDED:
-            why = await replace_scheduler(self.state, str(losses.why))
+    async def _watch(self) -> NoReturn:
+        """Keep the cluster, with other schedulers instead of lost ones, until it cannot be kept."""
+        while True:
+            try:
+                await self._reconciler.run()
+            except SchedulerLost as lost:
+                if not lost.ended:
+                    raise
+                why = await replace_scheduler(self.state, str(lost))
             if why is not None:
-                return replace(losses, why=why)
+                raise SchedulerLost(why)
             await self._reconciler.begin_again()
-        return losses
 
     def end_now(self, timeout: float) -> None:
         """Close when the interpreter exits. Blocks.

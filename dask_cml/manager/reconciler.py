@@ -8,17 +8,18 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from typing import NoReturn
 
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.manager.losses import Losses, LossFinder
+from dask_cml.manager.losses import LossFinder, SchedulerLost
 from dask_cml.manager.retirement import Retirements, choose
 from dask_cml.manager.state import ClusterState
 from dask_cml.manager.strays import Strays
-from dask_cml.manager.unrunnable import UnrunnableTasks
+from dask_cml.manager.unrunnable import find_unrunnable
 from dask_cml.protocol import SET
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.answers import CallFailed
-from dask_cml.sessions.causes import Cause
+from dask_cml.sessions.causes import Cause, Loss
 from dask_cml.sessions.process import CMLWorker
 
 logger = logging.getLogger(__name__)
@@ -50,11 +51,10 @@ class Reconciler:
         self._begun = self._settled = 0
         self._closed = False
         self._looked = asyncio.Condition()
-        #: The lines that are true now, and were told.
+        #: What the last lines were about, which are still true.
         self._told: set[str] = set()
         self._changed, self._urgent = asyncio.Event(), asyncio.Event()
         self._strays = Strays(state)
-        self._unrunnable = UnrunnableTasks(state)
         self._begin()
 
     def _begin(self) -> None:
@@ -77,9 +77,16 @@ class Reconciler:
         if urgent:
             self._urgent.set()
 
-    async def run(self) -> Losses:
-        """Keep the cluster until its scheduler ends. Return why it ended."""
-        while (losses := await self._look()) is None or losses.outcome is None:
+    async def run(self) -> NoReturn:
+        """Keep the cluster until its scheduler ends.
+
+        Raises
+        ------
+        SchedulerLost
+            If the scheduler cannot be managed any more.
+        """
+        while True:
+            await self._look()
             rest = min(len(self._state.fleet.members) * _REST, _LONGEST_REST)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._urgent.wait(), rest)
@@ -89,8 +96,6 @@ class Reconciler:
             pause = min(interval, self._state.backoffs.shortest_pause or interval)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), pause)
-        self._state.end = losses.why
-        return losses
 
     async def settle(self) -> None:
         """Wait until sessions were launched and stopped for all wishes, as far as the platform allows it."""
@@ -108,14 +113,13 @@ class Reconciler:
         await self._retirements.close()
         await self._state.launcher.close()
 
-    async def _look(self) -> Losses | None:
+    async def _look(self) -> None:
         """Act if this manager leads, and find lost sessions."""
         self._changed.clear()
         self._urgent.clear()
         self._begun += 1
         # The scheduler has answered all wishes, so this look knows them.
         settled = self._settled if self._state.fleet.wishes else self._begun
-        losses = None
         self._state.backoffs.look(time.monotonic())
         try:
             await self._attach()
@@ -125,11 +129,14 @@ class Reconciler:
                 await self._act()
             await self._has_ended(settled)
             losses = await self._find_losses()
-            if losses.outcome is None and self._state.client.leads:
+            if self._state.client.leads:
                 await self._replace(losses)
                 await self._strays.look()
             await self._strays.stop_unanswered()
-            await self._unrunnable.look()
+            await self._tell()
+        except SchedulerLost as lost:
+            self._state.end = str(lost)
+            raise
         except CallFailed:
             pass  # _tell_outage logs it once
         except (CMLError, OSError, asyncio.TimeoutError, ValueError) as error:
@@ -139,7 +146,6 @@ class Reconciler:
         self._tell_outage()
         self._state.retiring = self._retirements.words
         await self._has_ended(settled)
-        return losses
 
     async def _has_ended(self, settled: int) -> None:
         self._settled = settled
@@ -208,7 +214,7 @@ class Reconciler:
             known = {name: state for name, state in told.items() if fleet.member(name) is not None}
             self._told_states = {**known, **new}
 
-    async def _find_losses(self) -> Losses:
+    async def _find_losses(self) -> Mapping[str, Loss]:
         now = time.monotonic()
         wanted = [each for each in self._state.fleet.members if each.wanted and each.worker is not None]
         complete = {each.name for each in wanted if self._retirements.is_complete(each)}
@@ -217,26 +223,27 @@ class Reconciler:
             self._state.backoffs.of(group).arrived(now)
         self._registered = complete | (self._registered & {each.name for each in wanted})
         missing = [each for each in wanted if each.name not in complete]
-        losses = await self._losses.look(wanted, missing)
-        self._tell_waiting()
-        return losses
+        return await self._losses.look(wanted, missing)
 
-    def _tell_waiting(self) -> None:
+    async def _tell(self) -> None:
+        """Log each line about the cluster when it becomes true."""
         fleet, age = self._state.fleet, self._state.age
         waits, full, left = len(fleet.waits), fleet.full, fleet.most_age - fleet.age
-        room = f" waiting for room for {waits} of {len(fleet.names)} worker sessions" if waits else None
-        ends = f" shuts down in {math.ceil(left / 60)} min: its age is {age}"
-        self._tell("room", room)
-        self._tell("memory", f": {full}" if full else None)
-        self._tell("end", ends if age and left <= NOTICE else None)
-
-    def _tell(self, what: str, line: str | None) -> None:
-        """Log a line about the cluster when it becomes true."""
-        if line is None:
-            self._told.discard(what)
-        elif what not in self._told:
-            self._told.add(what)
-            self._state.log(f"Cluster {self._state.fleet.name}{line}")
+        lines = {}
+        if waits:
+            lines["room"] = f" waiting for room for {waits} of {len(fleet.names)} worker sessions"
+        if full:
+            lines["memory"] = f": {full}"
+        if age and left <= NOTICE:
+            lines["end"] = f" shuts down in {math.ceil(left / 60)} min: its age is {age}"
+        unrunnable = await find_unrunnable(self._state) if self._state.client.leads else {}
+        self._state.unrunnable = "; ".join(unrunnable.values()) or None
+        # The numbers of tasks change often, so each reason is logged once.
+        lines |= {reason: f" cannot run all tasks: {each}" for reason, each in unrunnable.items()}
+        for what, line in lines.items():
+            if what not in self._told:
+                self._state.log(f"Cluster {fleet.name}{line}")
+        self._told = {*lines}
 
     # -- what the leader does
 
@@ -246,9 +253,9 @@ class Reconciler:
         await self._close_unwanted()
         await self._launch_missing()
 
-    async def _replace(self, losses: Losses) -> None:
+    async def _replace(self, losses: Mapping[str, Loss]) -> None:
         """Replace lost sessions. Those that another manager has stopped meanwhile are not wanted any more."""
-        names = [*losses.lost]
+        names = [*losses]
         # A retirement cannot be reversed, so sessions that are wanted again are replaced.
         names += [
             name
@@ -257,14 +264,14 @@ class Reconciler:
         ]
         if not names:
             return
-        causes = {name: loss.words[:_LONGEST_CAUSE] for name, loss in losses.lost.items()}
+        causes = {name: loss.words[:_LONGEST_CAUSE] for name, loss in losses.items()}
         gone = await self._state.client.decide("replace", names=names, causes=causes)
-        lost = [member for name in gone if name in losses.lost and (member := self._state.fleet.member(name))]
+        lost = [member for name in gone if name in losses and (member := self._state.fleet.member(name))]
         for group in {each.group for each in lost}:
-            found = {each.name: losses.lost[each.name] for each in lost if each.group == group}
+            found = {each.name: losses[each.name] for each in lost if each.group == group}
             self._state.backoffs.of(group).lost(found)
         for member in lost:
-            loss = losses.lost[member.name]
+            loss = losses[member.name]
             if member.worker is not None and loss.cause is not Cause.CLOSED:
                 await member.worker.note_loss(loss)
 
