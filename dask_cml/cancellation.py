@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
 
 _PATIENCE = 1.0
 
@@ -21,3 +24,15 @@ async def cancel(*tasks: asyncio.Future | None) -> None:
     for over in filter(None, tasks):
         if not over.cancelled():
             over.exception()  # otherwise, asyncio logs that nobody retrieved it
+
+
+async def to_the_end(function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """Do the same as ``asyncio.to_thread``, but let a cancellation wait for the thread."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **more))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):  # cancel() repeats it
+                await asyncio.wait([running])
+        raise

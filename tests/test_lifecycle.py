@@ -7,7 +7,9 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 import urllib.request
+from unittest import mock
 
 import pytest
 from clusters import create_and_kill, lines_of, live, make, rebuild, sign_of, simulate
@@ -214,6 +216,25 @@ async def test_a_cluster_that_outlives_its_creator_is_not_an_orphan(it):
             timeout = lambda dask_scheduler: dask_scheduler.plugins["dask-cml"]._presence.timeout  # noqa: E731
             assert await client.run_on_scheduler(timeout) is None
         await cluster.close()
+
+
+@simulated
+async def test_a_cluster_that_closes_while_its_folder_is_slowly_created_leaves_none(it):
+    claim = store.claim
+
+    def claim_slowly(*arguments):
+        time.sleep(5.0)
+        return claim(*arguments)
+
+    with mock.patch.object(store, "claim", claim_slowly):
+        cluster = simulate(**MADE)
+        starting = asyncio.ensure_future(cluster)
+        await asyncio.sleep(0.5)
+        await cluster.close()
+        with pytest.raises(CMLError, match="closed while it started"):
+            await starting
+        await asyncio.sleep(10.0)
+    assert (it.clusters, it.platform.all) == ([], {})
 
 
 async def test_the_dashboard_is_forwarded(platform):

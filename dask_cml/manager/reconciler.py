@@ -189,7 +189,7 @@ class Reconciler:
         written = [
             each.name
             for each in new
-            if each.worker and self._state.record_keeper.has_written(str(each.worker.session_id))
+            if each.worker and each.worker.session_id in self._state.record_keeper.written
         ]
         if written:
             await self._state.client.decide("launched", names=written)

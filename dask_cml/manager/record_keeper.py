@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
-from dask_cml.cancellation import cancel
+from dask_cml.cancellation import cancel, to_the_end
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import SCHEDULER
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launcher import Launcher
 from dask_cml.records import store
-from dask_cml.records.operations import stop_and_remove, take_name, usage
+from dask_cml.records.operations import stop_and_remove, usage
 from dask_cml.records.record import Record
 from dask_cml.records.usage import Usage
 from dask_cml.sessions.answers import moment
@@ -29,7 +26,6 @@ from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
-_LOOK_INTERVAL = 0.2
 #: Pause after the record is written: a multiple of the time that it took, and its maximum in seconds.
 _REST, _LONGEST_REST = 9, 1.0
 #: Seconds between two checks which sessions wait for room.
@@ -65,33 +61,11 @@ class RecordKeeper:
         #: Seconds from the cluster's creation to its end, which this manager has carried out.
         self.lasted: float | None = None
         self._seen: dict[str, CMLProcess] = {}
-        self._written: set[str] = set()
+        #: The ids of the live sessions when the record was written last.
+        self.written: set[str] = set()
         self._waiting = {each.id for each in record.launches.values() if each.waits} if record else set()
-        self._storing = threading.Lock()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-
-    async def take_name(self, record: Record, wanted: Mapping[str, Any]) -> None:
-        """Create the record of a new cluster.
-
-        Parameters
-        ----------
-        record : Record
-            The record.
-        wanted : mapping
-            What the scheduler begins with, for JSON.
-
-        Raises
-        ------
-        ClusterExists
-            If a running cluster has this name.
-        """
-        self.record = record  # to remove it if this is cancelled
-        try:
-            await take_name(record, wanted, self._api)
-        except Exception:
-            self.record = None
-            raise
 
     def start(self) -> None:
         """Start to keep the record."""
@@ -109,26 +83,6 @@ class RecordKeeper:
             await cancel(self._task)
             await self.write()
             self._task = None
-
-    async def is_removed(self, timeout: float) -> bool:
-        """Wait until another process has removed the record, which it does when it deletes the cluster.
-
-        Parameters
-        ----------
-        timeout : float
-            Maximum time to wait, in seconds.
-
-        Returns
-        -------
-        bool
-            Whether the record was removed.
-        """
-        deadline = time.monotonic() + timeout
-        while await asyncio.to_thread(self.read) is not None:
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(_LOOK_INTERVAL)
-        return True
 
     def read(self) -> Record | None:
         """Return the current record. None: it was removed, or another cluster has its name. Blocks."""
@@ -194,14 +148,10 @@ class RecordKeeper:
         except (OSError, CMLError) as error:
             logger.warning("Record of cluster %s not written: %s", self._name, error)
 
-    def has_written(self, session_id: str) -> bool:
-        """Return whether a session that was launched here is in the record."""
-        return session_id in self._written
-
     async def _write(self) -> None:
         assert self.record is not None
         processes, sessions = self._processes(), self._api.named_sessions()
-        new = [each for each in sessions.keys() - self._written if self._may_lack(processes.get(each))]
+        new = [each for each in sessions.keys() - self.written if self._may_lack(processes.get(each))]
         launched = [self._launch(each, sessions[each], processes.get(each)) for each in new]
         waits = {each for each, process in processes.items() if process.waits_for is not None}
         waiting = waits & sessions.keys()
@@ -215,16 +165,13 @@ class RecordKeeper:
         facts += [fact(each, "ended", *_end_of(self._seen.get(each), now)) for each in ended]
         if launched or facts:
             name, id = self.record.name, self.record.id
-            await asyncio.to_thread(self._store, lambda: store.write_sessions(launched, facts, name, id=id))
+            # A cancellation waits: later facts must not be written before these.
+            await to_the_end(store.write_sessions, launched, facts, name, id=id)
         self._waiting = (self._waiting | waiting) - began - ended
-        self._written = {*sessions}
+        self.written = {*sessions}
         self._seen = {each: process for each, process in self._seen.items() if each not in ended}
         # A manager may record its launch later, if the platform answers late. Then it is stopped once more.
         self._api.stopped.difference_update(ended)
-
-    def _store(self, write: Callable[[], None]) -> None:
-        with self._storing:  # a cancelled write, which is older, may continue in its thread
-            write()
 
     def _processes(self) -> dict[str, CMLProcess]:
         """Return the launched processes of the cluster, by the ids of their sessions."""
@@ -248,7 +195,7 @@ class RecordKeeper:
     def _launch(self, session_id: str, name: str, process: CMLProcess | None) -> Launch:
         scheduler = self._launcher.scheduler
         is_scheduler = scheduler is not None and name == scheduler.name
-        owner = process.owner if process is not None and process.adopted else this_owner()
+        owner = this_owner() if process is None else process.owner
         launched = time.time() if process is None else process.since.timestamp()
         return Launch(
             id=session_id,

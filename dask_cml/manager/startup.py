@@ -17,6 +17,7 @@ from dask_cml.manager.at_exit import unclosed
 from dask_cml.manager.state import ClusterState
 from dask_cml.options.limits import check_new, limits
 from dask_cml.records import liveness
+from dask_cml.records.operations import take_name
 from dask_cml.records.record import Maker, Record
 from dask_cml.sessions import owner, tls
 
@@ -44,7 +45,8 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     record = Record(options.name, maker=maker, options=options.arguments(), security=keys)
     timeout = options.orphan_timeout if options.shutdown_on_close else None
     wanted = first_state(state, record, options.first_groups(), limits().get("hours"), orphan_timeout=timeout)
-    await record_keeper.take_name(record, wanted)
+    record_keeper.record = record  # to remove it if this is cancelled
+    await take_name(record, wanted, state.api)
     check_new(options)  # only now it is known that no running cluster is to be connected to
     record_keeper.start()
     if not maker.serves:  # the page creates clusters for several users

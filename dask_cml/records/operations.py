@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from dask_cml.cancellation import to_the_end
 from dask_cml.errors import ClusterExists, CMLError
 from dask_cml.identity import WorkerIdentity, full_workers
 from dask_cml.naming import DEFAULT_GROUP, read_name
@@ -50,7 +51,7 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
         If the task is cancelled. The record may exist.
     """
     try:
-        await _claim(record, wanted)
+        await to_the_end(store.claim, record, wanted)  # then it can be removed
         return
     except ClusterExists:
         old = await asyncio.to_thread(store.find, record.name)
@@ -65,17 +66,7 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     last = await asyncio.to_thread(store.remove, old.name, id=old.id) or {}
     if late := last.keys() - old.sessions.keys():
         await api.stop(*late)
-    await _claim(record, wanted)
-
-
-async def _claim(record: Record, wanted: Mapping[str, Any]) -> None:
-    """Create the record. A cancellation waits for the thread, after which the record can be removed."""
-    claiming = asyncio.ensure_future(asyncio.to_thread(store.claim, record, wanted))
-    try:
-        await asyncio.shield(claiming)
-    except asyncio.CancelledError:
-        await asyncio.wait([claiming])
-        raise
+    await to_the_end(store.claim, record, wanted)
 
 
 async def wait_until_running(name: str, timeout: float) -> Record:

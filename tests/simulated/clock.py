@@ -26,8 +26,6 @@ from unittest import mock
 _STUCK = 10.0
 #: Steps of a loop within a millisecond of its clock, after which something in it counts as restless.
 _MOST_STEPS = 50_000
-#: Seconds between two tries to acquire a lock.
-_LOCK_INTERVAL = 0.01
 #: The shortest pause, in seconds.
 _RESOLUTION = 1e-6
 _REAL = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=time.sleep)
@@ -194,20 +192,6 @@ class Thread(threading.Thread):
             self._context.run(loop.counted, super().run)
         finally:
             loop.add_busy(-1)
-
-
-class Lock:
-    """A ``threading.Lock`` for threads that hold it while they wait for the clock: others wait so, too."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        while not self._lock.acquire(blocking=False):
-            time.sleep(_LOCK_INTERVAL)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 _current: list[VirtualLoop] = []

@@ -19,14 +19,14 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from dask_cml import observers, private_files, wrapper
 from dask_cml.layout import HISTORY_FOLDER
-from dask_cml.manager import manager, record_keeper, startup
+from dask_cml.manager import manager, startup
 from dask_cml.records import liveness, operations, record, removal, session_files, store
 from dask_cml.scheduler import lifetime, plugin, state_file
 from dask_cml.sessions import calls, owner, workers_api
 from dask_cml.sessions import session as sessions
 from dask_cml.sessions.plan import PATIENCE
 
-from .clock import Lock, Thread, VirtualLoop, virtual_time
+from .clock import Thread, VirtualLoop, virtual_time
 from .faults import Luck
 from .files import Files, ProcessTable
 from .platform import SimulatedPlatform
@@ -158,7 +158,6 @@ def _patched(it: World) -> contextlib.ExitStack:
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
         (lifetime, "threading", _with(threading, Timer=_Timer)),
-        (record_keeper, "threading", _with(threading, Lock=Lock)),
         (plugin, "setting", lambda _: float(files.environ[PATIENCE])),
         *((module, "wait", it.loop.wait) for module in (calls, workers_api)),
         *((module, "datetime", _Datetime) for module in (record, sessions)),
