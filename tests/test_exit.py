@@ -278,24 +278,41 @@ def test_a_thread_uses_its_cluster_to_the_end_after_the_main_thread(platform, al
     all_stopped(1)
 
 
-def test_sigterm_ends_a_program_that_waits_for_the_thread_of_a_cluster(platform, all_stopped):
-    code = """
-    def work():
-        global cluster
-        cluster = CMLCluster(n_workers=0, quiet=True)
-        made.set()
-        while not threading._SHUTTING_DOWN:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(3600)
-    made = threading.Event()
-    other = CMLCluster(n_workers=0, quiet=True)
-    threading.Thread(target=work).start()
-    made.wait()
-    """
-    returned, _, err = Program(code).ends()
-    assert returned == -signal.SIGTERM
-    assert err == ""
+WAITS_FOR_A_THREAD = """
+def disturb():
+    while not threading._SHUTTING_DOWN:
+        time.sleep(0.01)
+    os.kill(os.getpid(), {signum})
+def work():
+    global cluster
+    cluster = CMLCluster(n_workers=0, quiet=True)
+    made.set()
+    time.sleep(3600)
+async def work_asynchronously():
+    global cluster
+    cluster = await CMLCluster(n_workers=0, quiet=True, asynchronous=True)
+    made.set()
+    await asyncio.sleep(3600)
+made = threading.Event()
+other = CMLCluster(n_workers=0, quiet=True)
+threading.Thread(target={target}).start()
+made.wait()
+threading.Thread(target=disturb, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize(
+    "target", ["work", "lambda: asyncio.run(work_asynchronously())"], ids=["sync", "async"]
+)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_a_program_that_waits_for_the_thread_of_a_cluster(
+    platform, all_stopped, target, signum
+):
+    returned, _, err = Program(WAITS_FOR_A_THREAD.format(target=target, signum=int(signum))).ends()
+    if signum == signal.SIGTERM:
+        assert (returned, err) == (-signal.SIGTERM, "")
+    else:  # as if Python itself had waited for the thread
+        assert "KeyboardInterrupt" in err
     all_stopped(2)
 
 

@@ -8,10 +8,9 @@ import os
 import signal
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from dask_cml.errors import CMLError
-from dask_cml.options import Options
 
 logger = logging.getLogger(__name__)
 
@@ -19,21 +18,13 @@ logger = logging.getLogger(__name__)
 _TIMEOUT = 60.0
 
 
-class Endable(Protocol):
-    """A manager that is to close when the interpreter exits."""
-
-    options: Options
-
-    def end_now(self, timeout: float) -> None:
-        """Close the manager or, without its event loop, stop its sessions by blocking calls."""
-
-
-_clusters: dict[Endable, weakref.ref[threading.Thread]] = {}
+#: The managers that are to close, each with the thread that created it.
+_clusters: dict[Any, weakref.ref[threading.Thread]] = {}
 _is_over = False
 _fork = threading.local()
 
 
-def end_at_exit(cluster: Endable) -> None:
+def end_at_exit(cluster: Any) -> None:
     """Shut down a cluster when the interpreter exits, unless it is closed before.
 
     Raises
@@ -48,7 +39,7 @@ def end_at_exit(cluster: Endable) -> None:
     _mind_sigterm()
 
 
-def no_longer_end_at_exit(cluster: Endable) -> None:
+def no_longer_end_at_exit(cluster: Any) -> None:
     """Forget a cluster that is closed."""
     _clusters.pop(cluster, None)
     _mind_sigterm()
@@ -78,13 +69,20 @@ def _exit(signum: int, _: Any) -> None:
     os.kill(os.getpid(), signum)
 
 
-def _end_all() -> None:
-    global _is_over
+def _wait_and_end() -> None:
     terminated = False
     try:
         _wait_for_makers()
     except SystemExit:  # if it propagated, the interpreter would not inform thread pools of the exit
         terminated = True
+    finally:  # also after Ctrl-C
+        _end_all()
+    if terminated:  # otherwise, the interpreter would wait for the threads
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end_all() -> None:
+    global _is_over
     _is_over = True
     if minded := signal.getsignal(signal.SIGTERM) is _exit:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -92,8 +90,6 @@ def _end_all() -> None:
         _end(cluster)
     if minded:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if terminated:  # otherwise, the interpreter would wait for the threads
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wait_for_makers() -> None:
@@ -107,7 +103,7 @@ def _wait_for_makers() -> None:
             maker.join()
 
 
-def _end(cluster: Endable) -> None:
+def _end(cluster: Any) -> None:
     try:
         cluster.end_now(_TIMEOUT)
     except CMLError as error:  # all retries have failed
@@ -133,5 +129,5 @@ def _forget_all() -> None:
 
 # Thread pools shut down before atexit functions run, also the platform's own, so those functions could stop
 # nothing. Functions registered here run in reverse order of registration, so this one runs before the pools'.
-threading._register_atexit(_end_all)  # type: ignore[attr-defined]
+threading._register_atexit(_wait_and_end)  # type: ignore[attr-defined]
 os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_forget_all)

@@ -112,7 +112,6 @@ class Manager:
         self._closing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[NoReturn] | None = None
         self._keeping: asyncio.Task[None] | None = None
-        self.event_loop: asyncio.AbstractEventLoop | None = None
         self._assemble(record, Status.created)
         end_at_exit(self)
 
@@ -185,7 +184,6 @@ class Manager:
             raise CMLError(f"cluster {self.options.name} is closed")
         if self._starting is None:
             self.state.status = Status.starting
-            self.event_loop = asyncio.get_running_loop()
             self._starting = asyncio.create_task(self._start_once())
         try:
             await self._starting
@@ -373,9 +371,9 @@ class Manager:
             If the platform did not stop some sessions. The message names them.
         """
         try:
-            if self.event_loop is not None and self.event_loop.is_running():
+            if self._starting is not None and (loop := self._starting.get_loop()).is_running():
                 closing = self.close(self.shutdown_on_close)
-                asyncio.run_coroutine_threadsafe(closing, self.event_loop).result(timeout)
+                asyncio.run_coroutine_threadsafe(closing, loop).result(timeout)
         except CMLError:
             self.state.status = Status.closed  # so that Dask does not close it again
             raise
