@@ -20,7 +20,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import address, cluster
 from dask_cml.layout import wanted_file
-from dask_cml.manager import failover, losses
+from dask_cml.manager import losses, startup
 from dask_cml.manager.manager import Manager
 from dask_cml.observers import Observers
 from dask_cml.records import store
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("light")
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """Less than a hundredth of the pauses between schedulers."""
-    monkeypatch.setattr(failover, "_PAUSES", (0.0, 0.1))
-    monkeypatch.setattr(failover, "_LOOK_INTERVAL", 0.1)
+    monkeypatch.setattr(startup, "_PAUSES", (0.0, 0.1))
+    monkeypatch.setattr(startup, "_LOOK_INTERVAL", 0.1)
     with dask.config.set({"cml.api.poll-interval": "200ms", "cml.api.watch-interval": "500ms"}):
         yield
 
@@ -334,6 +334,27 @@ async def test_an_observer_leaves_the_scheduler_to_the_creator(it):
 
 
 @simulated
+async def test_an_observer_leaves_a_lost_scheduler_to_a_creator_that_is_frozen(it):
+    async def create():
+        async with simulate(name="lab", n_workers=1, orphan_timeout="2 minutes"):
+            await asyncio.Event().wait()
+
+    creator = it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
+    creator.start(create())
+    await eventually(lambda: store.records() and store.read("lab").scheduler.address)
+    observer = Manager.adopt(store.read("lab"), observes=True)
+    await observer.start()
+    creator.freeze()
+    await eventually(lambda: observer.fleet.managers == 1)  # so it seems to be alone
+    it.platform.evict(newest(it).id)
+    await asyncio.sleep(110.0)
+    assert observer.status == Status.running
+    assert [each.name for each in store.records()] == ["lab"]
+    await eventually(lambda: observer.status == Status.closed)  # as the orphan that it would have been
+    assert store.records() == []
+
+
+@simulated
 async def test_a_refused_scheduler_does_not_count_as_lost(it):
     with dask.config.set({"cml.scheduler-restarts": 1, "cml.quota-retry": "100ms"}):
         async with simulate(name="lab", n_workers=1) as cluster:
@@ -366,7 +387,7 @@ async def test_a_cluster_that_a_client_shuts_down_gets_no_other_scheduler(it):
 
 @simulated
 async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it):
-    with mock.patch.object(failover, "_PAUSES", (3600.0,)):
+    with mock.patch.object(startup, "_PAUSES", (3600.0,)):
         async with simulate(name="lab", n_workers=1) as cluster:
             it.platform.evict(cluster.scheduler.session_id)
             await eventually(lambda: not cluster.manager.state.client.connected)
@@ -459,7 +480,7 @@ async def test_the_scheduler_is_replaced_although_the_record_cannot_be_read_for_
 
 @simulated
 async def test_an_observer_leaves_a_cluster_to_its_managers_between_two_schedulers(it):
-    with mock.patch.object(failover, "_PAUSES", (20.0,)):
+    with mock.patch.object(startup, "_PAUSES", (20.0,)):
         async with simulate(name="lab", n_workers=1) as cluster:
             await eventually(lambda: store.read("lab").scheduler.orphan_timeout is not None)
             observer = Manager.adopt(store.read("lab"), observes=True)

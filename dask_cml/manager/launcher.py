@@ -32,6 +32,9 @@ from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
+#: Connects to the scheduler that answers at an address, with the cluster's keys.
+Join = Callable[[str | None, Security | None], Awaitable[None]]
+
 #: Seconds within which the platform usually stops sessions. Until then nothing is launched, to free quota.
 _STOPS_WITHIN = 5.0
 
@@ -78,9 +81,7 @@ class Launcher:
         self.security, files = await asyncio.to_thread(tls.as_files, self.options.security, self.place.folder)
         return files
 
-    async def launch(
-        self, record: str, files: Mapping[Path, str], show: bool, join: Callable[[], Awaitable[None]]
-    ) -> None:
+    async def launch(self, record: str, files: Mapping[Path, str], show: bool, join: Join) -> None:
         """Launch a new cluster, wait until its scheduler answers, and connect to it.
 
         Parameters
@@ -119,14 +120,14 @@ class Launcher:
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
             tasks += [asyncio.ensure_future(each) for each in (self.scheduler, *workers)]
             await asyncio.gather(*tasks)
-            await join()
+            await join(self.scheduler.address, self.security)
             has_started = True
         finally:
             await cancel(*tasks, following, showing)
             if self.display is not None:
                 await self.display.end(has_started)
 
-    async def relaunch(self, join: Callable[[], Awaitable[None]]) -> None:
+    async def relaunch(self, join: Join) -> None:
         """Launch another scheduler at the place, and all workers.
 
         Workers that the platform refuses are launched later.
@@ -146,7 +147,7 @@ class Launcher:
         launching = asyncio.ensure_future(self.launch_workers(self._fleet.names, lambda: True))
         try:
             await self.scheduler
-            await join()
+            await join(self.scheduler.address, self.security)
             await launching
         finally:
             await cancel(launching)

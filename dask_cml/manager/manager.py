@@ -15,10 +15,9 @@ from distributed.core import Status
 from dask_cml.cancellation import cancel
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
 from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit
-from dask_cml.manager.failover import replace_scheduler
 from dask_cml.manager.losses import SchedulerLost
 from dask_cml.manager.reconciler import Reconciler
-from dask_cml.manager.startup import adopt, create
+from dask_cml.manager.startup import adopt, create, insist, replace_scheduler
 from dask_cml.manager.state import ClusterState
 from dask_cml.manager.wishes import Wishes
 from dask_cml.options import Options
@@ -248,8 +247,8 @@ class Manager:
         CMLError
             If the scheduler does not answer. The cluster is still shut down with this process.
         """
-        client, patience = self.state.client, self.options.scheduler_timeout
-        await client.insist(self.options.name, patience, lambda: client.ask(SET, orphan_timeout=None))
+        state, patience = self.state, self.options.scheduler_timeout
+        await insist(state, patience, lambda: state.client.ask(SET, orphan_timeout=None))
         self.shutdown_on_close = False
 
     @property

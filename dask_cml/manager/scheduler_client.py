@@ -1,4 +1,4 @@
-"""A manager's connection to the scheduler, with a time limit for every answer."""
+"""A manager's connections to the scheduler, which unpickle nothing, with a time limit for every answer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from distributed.core import rpc
+
 from dask_cml import protocol
 from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError
 from dask_cml.identity import Identity
-from dask_cml.manager.connection import ANSWER_TIMEOUT, Connection
 from dask_cml.manager.fleet import Fleet
-from dask_cml.msgpack_comm import MsgpackComm
+from dask_cml.msgpack_comm import HandlerFailed, MsgpackComm
 
 logger = logging.getLogger(__name__)
 
+#: Seconds for a connection and for an answer, and to close a connection of Dask's.
+_ANSWER_TIMEOUT, _CLOSE_TIMEOUT = 10.0, 2.0
 #: Seconds for an answer after the connection for changes has ended.
 _GONE_TIMEOUT = 1.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 3.0
@@ -26,8 +29,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 3.0
 _NO_LIMIT = 7 * 24 * 3600.0
 
 
-class SchedulerClient(Connection):
+class SchedulerClient:
     """Keeps a fleet up to date with the scheduler, sends this manager's wishes, and asks the scheduler.
+
+    As many requests run at once as are made.
 
     Parameters
     ----------
@@ -40,6 +45,12 @@ class SchedulerClient(Connection):
 
     Attributes
     ----------
+    address : str or None
+        The scheduler's address. None: it is not known yet, and requests fail.
+    connection_args : dict
+        The result of ``Security.get_connection_args("client")``.
+    connected : bool
+        Whether the scheduler answers.
     info : dict
         The scheduler's information on itself, from ``Scheduler.identity``, without its workers.
     heard : float
@@ -47,13 +58,15 @@ class SchedulerClient(Connection):
     """
 
     def __init__(self, fleet: Fleet, observes: bool, changed: Callable[[bool], None]) -> None:
-        super().__init__()
+        self.address: str | None = None
+        self.connection_args: dict[str, Any] = {}
         self.info: dict[str, Any] = {}
         self.heard = time.monotonic()
         self.connected = False
         self._fleet = fleet
         self._observes = observes
         self._changed = changed
+        self._rpc: Any = None
         self._watched: MsgpackComm | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -63,16 +76,6 @@ class SchedulerClient(Connection):
         self._asked_at = 0.0
 
     # -- the connection
-
-    async def join_within(self, timeout: float, *arguments: Any) -> None:
-        """Call :meth:`join` until the scheduler answers, which may be busy.
-
-        Raises
-        ------
-        CMLError
-            If it does not answer within so many seconds.
-        """
-        await self.insist(self._fleet.name, timeout, lambda: self.join(*arguments))
 
     async def join(self, address: str, connection_args: Mapping[str, Any], record: str) -> None:
         """Connect to the scheduler at this address, and follow it until :meth:`close`.
@@ -124,7 +127,7 @@ class SchedulerClient(Connection):
         try:
             answer = await self._watched.ask(
                 protocol.WATCH,
-                heartbeat + ANSWER_TIMEOUT,
+                heartbeat + _ANSWER_TIMEOUT,
                 manager=self._fleet.manager,
                 observes=self._observes,
                 lease=lease,
@@ -171,7 +174,10 @@ class SchedulerClient(Connection):
         if self._watched is not None:
             self._watched.abort()
         self._watched = None
-        await super().close()
+        if self._rpc is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._rpc.close_rpc(), _CLOSE_TIMEOUT)
+        self._rpc = None
 
     @property
     def leads(self) -> bool:
@@ -249,6 +255,52 @@ class SchedulerClient(Connection):
         return _result(result)
 
     # -- requests
+
+    async def open(self, timeout: float = _ANSWER_TIMEOUT) -> MsgpackComm:
+        """Connect to the scheduler.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not accept the connection.
+        """
+        if self.address is None:
+            raise OSError("the scheduler has no address yet")
+        return await MsgpackComm.connect(self.address, self.connection_args, timeout)
+
+    async def call(self, op: str, limit: float = _ANSWER_TIMEOUT, **arguments: Any) -> Any:
+        """Return the scheduler's answer.
+
+        Parameters
+        ----------
+        op : str
+            The name of the handler.
+        limit : float
+            Time limit in seconds.
+        **arguments
+            The handler's arguments, plain data.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer in time.
+        CMLError
+            If the handler fails.
+        """
+        comm = await self.open(min(limit, _ANSWER_TIMEOUT))
+        try:
+            return await comm.ask(op, limit, **arguments)
+        except HandlerFailed as error:
+            raise CMLError(f"the scheduler refused {op}: {error}") from None
+        finally:
+            comm.abort()
+
+    @property
+    def rpc(self) -> Any:
+        """Dask's own connection to the scheduler, for Dask's classes."""
+        if self._rpc is None and self.address is not None:
+            self._rpc = rpc(self.address, connection_args=self.connection_args)
+        return self._rpc
 
     async def ask(self, op: str, **arguments: Any) -> Any:
         """Return an answer of the scheduler. Wait only briefly if the scheduler has probably ended.

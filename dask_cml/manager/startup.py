@@ -1,10 +1,19 @@
-"""Creates a cluster, or takes over one that runs."""
+"""Connects a manager to its cluster's scheduler: creates one, takes over one, or replaces one that was lost.
+
+Each scheduler of a cluster has a number. The manager that creates the file ``wanted-<number>.json`` launches
+the scheduler with this number, with all workers at the same moment. The other managers connect to it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import dask.config
@@ -12,14 +21,26 @@ from dask.utils import parse_timedelta
 from distributed.security import Security
 
 from dask_cml.display.words import span
-from dask_cml.errors import CMLError
+from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.at_exit import unclosed
 from dask_cml.manager.state import ClusterState
+from dask_cml.options import setting
 from dask_cml.options.limits import check_new, limits
-from dask_cml.records import liveness
+from dask_cml.records import liveness, store
 from dask_cml.records.operations import take_name
 from dask_cml.records.record import Maker, Record
 from dask_cml.sessions import owner, tls
+from dask_cml.sessions.causes import find_cause
+
+logger = logging.getLogger(__name__)
+
+#: Seconds before the first, the second and each later scheduler in a row.
+_PAUSES = (0.0, 10.0, 30.0)
+#: Seconds for which an observer waits at least for other managers, which are better suited.
+_OBSERVER_PATIENCE = 60.0
+_LOOK_INTERVAL, _RETRY_INTERVAL = 1.0, 0.5
+#: Seconds for which a record may be unreadable while the cluster's folder exists.
+_UNREADABLE_FOR = 30.0
 
 
 async def create(state: ClusterState, maker: Maker, show: bool) -> None:
@@ -43,35 +64,28 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     files = await launcher.prepare()
     keys = tls.paths(launcher.security)
     record = Record(options.name, maker=maker, options=options.arguments(), security=keys)
-    timeout = options.orphan_timeout if options.shutdown_on_close else None
-    wanted = first_state(state, record, options.first_groups(), limits().get("hours"), orphan_timeout=timeout)
+    orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
+    groups, hours = options.first_groups(), limits().get("hours")
+    wanted = first_state(state, record, groups=groups, hours=hours, orphan_timeout=orphan_timeout)
     record_keeper.record = record  # to remove it if this is cancelled
     await take_name(record, wanted, state.api)
     check_new(options)  # only now it is known that no running cluster is to be connected to
     record_keeper.start()
     if not maker.serves:  # the page creates clusters for several users
         _tell_others(state)
-    await launcher.launch(record.id, files, show, lambda: join(state, record, options.scheduler_timeout))
+    await launcher.launch(record.id, files, show, partial(join, state, record, options.scheduler_timeout))
     await record_keeper.write()
     if not options.shutdown_on_close:
         state.log(owner.lifetime(options.name))
 
 
-def first_state(
-    state: ClusterState,
-    record: Record,
-    groups: Mapping[str, Mapping[str, Any]],
-    hours: float | None,
-    **more: Any,
-) -> dict[str, Any]:
+def first_state(state: ClusterState, record: Record, **more: Any) -> dict[str, Any]:
     """Return what the next scheduler begins with: the content of its file ``wanted-<number>.json``."""
     return {
         "cluster": record.name,
         "record": record.id,
         "leader": state.fleet.manager,
-        "groups": groups,
         "created": record.created.isoformat(),
-        "hours": hours,
         **more,
     }
 
@@ -103,23 +117,177 @@ async def adopt(state: ClusterState, record: Record) -> None:
             f"the scheduler of cluster {record.name!r} does not answer at {address}: to stop its "
             f"sessions, run `dask cml delete {shlex.quote(record.name)}`"
         )
-    state.launcher.take_over(record)
-    await join(state, record, patience)
+    await follow(state, record, patience)
     state.record_keeper.start()
     state.launcher.attach_launched(record)
 
 
-async def follow(state: ClusterState, record: Record) -> None:
-    """Connect to the scheduler that another manager has launched instead of a lost one."""
+async def follow(state: ClusterState, record: Record, timeout: float) -> None:
+    """Connect to the scheduler in a record, which another manager has launched."""
     await state.client.leave()
+    await join(state, record, timeout, record.scheduler.address, record.get_security())
     state.launcher.take_over(record)
-    await join(state, record, state.options.scheduler_timeout)
 
 
-async def join(state: ClusterState, record: Record, timeout: float) -> None:
-    """Connect to the scheduler, which may be busy."""
-    scheduler = state.launcher.scheduler
-    assert scheduler is not None
-    assert scheduler.address is not None
-    arguments = await asyncio.to_thread(tls.connection_args, state.launcher.security or Security())
-    await state.client.join_within(timeout, scheduler.address, arguments, record.id)
+async def join(
+    state: ClusterState, record: Record, timeout: float, address: str | None, security: Security | None
+) -> None:
+    """Connect to a scheduler, which may be busy."""
+    arguments = await asyncio.to_thread(tls.connection_args, security)
+    await insist(state, timeout, lambda: state.client.join(str(address), arguments, record.id))
+
+
+async def insist(state: ClusterState, timeout: float, request: Callable[[], Awaitable[Any]]) -> None:
+    """Repeat a request until the scheduler answers, which may be busy.
+
+    Raises
+    ------
+    CMLError
+        If it does not answer within so many seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            await request()
+            return
+        except (OSError, asyncio.TimeoutError) as error:
+            if time.monotonic() > deadline:
+                raise CMLError(
+                    f"the scheduler of cluster {state.fleet.name!r} at {state.client.address} did not answer "
+                    f"within {timeout:g} s: {error!r}"
+                ) from error
+        await asyncio.sleep(_RETRY_INTERVAL)
+
+
+async def replace_scheduler(state: ClusterState, why: str) -> str | None:
+    """Connect a cluster to another scheduler, with the groups, targets and limits of the lost one.
+
+    Parameters
+    ----------
+    state : ClusterState
+        The parts of the manager.
+    why : str
+        Why the scheduler was lost.
+
+    Returns
+    -------
+    str or None
+        Why the cluster has no other scheduler. None: it has one.
+    """
+    limit, number, refused = setting("scheduler-restarts"), -1, False
+    begun = since = hoped = time.monotonic()
+    others = state.fleet.managers > 1
+    while True:
+        record = await _read(state)
+        if record is None:
+            return why
+        last = record.scheduler
+        if last.closed is not None:
+            return last.closed
+        if last.number != number:
+            number = last.number
+            since = hoped = time.monotonic()
+        try:
+            if number > state.launcher.place.number and await _may_answer(state, record, since):
+                hoped = time.monotonic()
+                if last.address is not None:
+                    await follow(state, record, state.options.scheduler_timeout)
+                    return None
+            elif state.observes and time.monotonic() - hoped < _patience(last.orphan_timeout, others):
+                pass  # other managers are better suited
+            elif state.observes and last.orphan_timeout is not None:
+                return why  # without another manager, the cluster would end as an orphan
+            elif last.restarts >= limit and not refused:
+                return f"{why}; it was the last of {limit} schedulers in a row" if limit else why
+            else:
+                pause = _PAUSES[min(last.restarts, len(_PAUSES) - 1)]
+                await asyncio.sleep(setting("quota-retry") if refused else pause)
+                # A refused scheduler was not lost.
+                if await _launch(state, record, why, last.restarts + (not refused), limit):
+                    return None
+                refused = False
+        except LaunchRefused as error:
+            why, refused = str(error), time.monotonic() - begun < state.options.pending_timeout
+        except Exception as error:  # the platform's library may raise anything
+            why, refused = str(error) if isinstance(error, CMLError) else repr(error), False
+            logger.info("Scheduler %d of cluster %s not launched: %s", number + 1, record.name, why)
+        await asyncio.sleep(_LOOK_INTERVAL)
+
+
+async def _read(state: ClusterState) -> Record | None:
+    """Return the cluster's record. The file system may fail for a while."""
+    deadline = time.monotonic() + _UNREADABLE_FOR
+    while (record := await asyncio.to_thread(state.record_keeper.read)) is None:
+        with contextlib.suppress(OSError):
+            if time.monotonic() > deadline or not await asyncio.to_thread(state.launcher.place.folder.is_dir):
+                break
+        await asyncio.sleep(_LOOK_INTERVAL)
+    return record
+
+
+async def _may_answer(state: ClusterState, record: Record, since: float) -> bool:
+    """Return whether the scheduler that another manager launches answers, or has time left to begin."""
+    last = record.scheduler
+    if last.address is not None:
+        return await liveness.is_alive(record)
+    patience = state.options.pending_timeout + state.options.scheduler_timeout
+    return time.monotonic() - since < patience and (last.maker is None or last.maker.lives() is not False)
+
+
+def _patience(orphan_timeout: float | None, others: bool) -> float:
+    """Return for how long an observer leaves the next scheduler to other managers, in seconds."""
+    # A manager may be frozen, and count as gone. Without it, the scheduler would have waited as long.
+    if others or orphan_timeout is not None:
+        return max(_OBSERVER_PATIENCE, orphan_timeout or 0.0)
+    return 0.0
+
+
+async def _launch(state: ClusterState, record: Record, why: str, restarts: int, limit: int) -> bool:
+    """Launch the next scheduler and all workers. Return False if another manager does."""
+    begun, last = time.monotonic(), record.scheduler
+    # The last answer may be newer than the scheduler's file.
+    newer = last.number == state.launcher.place.number and state.fleet.revision > last.revision
+    groups = state.fleet.to_json() if newer else dict(last.groups)
+    number = last.number + 1
+    wanted = first_state(
+        state,
+        record,
+        groups=groups,
+        hours=last.hours,
+        restarts=restarts,
+        orphan_timeout=last.orphan_timeout,
+        activity=dict(last.activity),
+        maker=asdict(Maker.this_process()),
+    )
+    if not await asyncio.to_thread(store.claim_scheduler, record, number, wanted):
+        return False
+    state.launcher.place = replace(state.launcher.place, number=number)
+    if (lost := state.launcher.scheduler) is not None:
+        log, said = await lost.last_lines(), lost.reported
+        loss = find_cause(None, log, connected=True, noticed=False, closed=False, said=said)
+        await lost.note_loss(loss)
+        if lost.session_id == last.session:  # of others, the reason says why they did not start
+            why = loss.words
+    state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
+    state.log(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
+    await state.client.leave()
+    await _stop(state, record)
+    state.fleet.begin(groups)
+    state.launcher.detach([each.name for each in state.fleet.members if each.gone])
+    await state.launcher.relaunch(partial(join, state, record, state.options.scheduler_timeout))
+    await state.record_keeper.write()
+    state.log(f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begun:.0f} s")
+    return True
+
+
+async def _stop(state: ClusterState, record: Record) -> None:
+    """Stop the sessions of the lost scheduler, and of earlier attempts."""
+    await state.record_keeper.write()
+    now = await asyncio.to_thread(state.record_keeper.read) or record
+    for session, key in now.sessions.items():
+        state.api.adopt(session, key)
+    try:
+        await state.api.adopt_unanswered()  # their names are not used again
+        await state.launcher.stop(state.api.live)
+    except CMLError as error:  # the leader tries again
+        logger.warning("Old sessions of cluster %s not stopped yet: %s", record.name, error)
