@@ -23,6 +23,9 @@ def prepare(
     leader: str | None = None,
     number: int = 0,
     restarts: int = 0,
+    *,
+    orphan_timeout: float | None = None,
+    patience: float | None = None,
     **groups: Mapping[str, Any],
 ) -> Path:
     """Write in a cluster's folder what a manager writes that launches a scheduler. Return the folder."""
@@ -32,6 +35,8 @@ def prepare(
         "record": RECORD,
         "leader": leader,
         "restarts": restarts,
+        "orphan_timeout": orphan_timeout,
+        "patience": patience,
         "groups": {"default": {}, **groups},
     }
     file = folder / wanted_file(number)
@@ -42,11 +47,11 @@ def prepare(
 
 @contextlib.asynccontextmanager
 async def scheduler_in(
-    folder: Path, *, number: int = 0, orphan_timeout: float | None = None, security: Security | None = None
+    folder: Path, *, number: int = 0, security: Security | None = None
 ) -> AsyncIterator[Scheduler]:
     """Run the scheduler of a cluster whose folder is prepared."""
     running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", security=security)
     async with running:
-        plugin = CMLSchedulerPlugin(folder, number, orphan_timeout)
+        plugin = CMLSchedulerPlugin(folder, number)
         await running.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
         yield running

@@ -21,7 +21,7 @@ from distributed.security import Security
 from dask_cml.layout import ALLOCATION_LIMIT, FOLDER, NUMBER, SESSIONS_FOLDER, STARTED_FOLDER, scheduler_file
 from dask_cml.options import Options
 from dask_cml.sessions.entry import Launch, file_name, parse
-from dask_cml.sessions.plan import PATIENCE, PRELOAD, Place, plan_scheduler, plan_worker
+from dask_cml.sessions.plan import PRELOAD, Place, plan_scheduler, plan_worker
 
 #: Text that shells, format strings and IPython each read something into.
 NASTY = "a b'c\"d $HOME {1+1} {{x}} \\n \\ % ! ? é字"
@@ -451,18 +451,6 @@ def test_a_plan_has_the_size_and_environment_of_its_role(tmp_path):
     assert (worker.size, scheduler.size) == (options.worker, options.scheduler)
     assert worker.env["A"] == scheduler.env["A"] == NASTY
     assert "--idle-timeout" not in argv(scheduler)
-
-
-def test_a_scheduler_waits_for_its_first_manager_as_long_as_its_start_may_take(tmp_path):
-    def patience(**options):
-        return plan_scheduler(read(**options), recorded(tmp_path), "0.0.0.0", 8786).env[PATIENCE]
-
-    assert patience(orphan_timeout=5, scheduler_timeout=90) == "90.0"
-    assert patience(orphan_timeout=100, scheduler_timeout=90) == "100.0"
-    # Its manager says then that it runs for ever.
-    for options in {"shutdown_on_close": False}, {"orphan_timeout": "never"}:
-        assert patience(**options, scheduler_timeout=90) == "300.0"
-        assert patience(**options, scheduler_timeout=900) == "900.0"
 
 
 def test_a_scheduler_knows_its_folder_and_number(tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,9 +21,12 @@ from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
 from dask_cml.discovery import discover
 from dask_cml.layout import scheduler_file
 from dask_cml.local import processes
-from dask_cml.options import state_directory
+from dask_cml.manager import startup
+from dask_cml.manager.fleet import Fleet
+from dask_cml.options import Options, state_directory
 from dask_cml.protocol import LONGEST_SILENCE
 from dask_cml.records import operations, store
+from dask_cml.records.record import Record
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -185,6 +189,20 @@ async def test_shutdown_on_close_false_leaves_the_cluster_running(platform):
 async def test_an_orphan_ends_itself_and_its_sessions(it):
     await create_and_kill(it, **MADE, orphan_timeout="2s")
     await eventually(lambda: not it.platform.running)
+
+
+def test_a_scheduler_waits_for_its_first_manager_as_long_as_its_start_may_take():
+    def patience(**options):
+        options = Options.read(name="mine", **options)
+        state = SimpleNamespace(options=options, fleet=Fleet(options, "m1"))
+        return startup.first_state(state, Record("mine"))["patience"]
+
+    assert patience(orphan_timeout=5, scheduler_timeout=90) == 90
+    assert patience(orphan_timeout=100, scheduler_timeout=90) == 100
+    # It is never an orphan after that.
+    for options in {"shutdown_on_close": False}, {"orphan_timeout": "never"}:
+        assert patience(**options, scheduler_timeout=90) == 300
+        assert patience(**options, scheduler_timeout=900) == 900
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from dask_cml.layout import FOLDER, NUMBER, scheduler_file, wanted_file
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.state_file import StateFile
-from dask_cml.sessions.plan import PATIENCE, PRELOAD
+from dask_cml.sessions.plan import PRELOAD
 
 WATCH = {"observes": False, "lease": 15.0, "since": 0, "wait": 0.1}
 SCALE = {"op": "scale", "group": "default", "n": 2}
@@ -262,6 +262,20 @@ async def test_an_orphan_ends_itself(folder, holds):
     await holds(lambda: not any(isinstance(each, threading.Timer) for each in threading.enumerate()))
 
 
+@pytest.mark.parametrize(("orphan_timeout", "observed"), [(0.5, 300), (None, None)], ids=["orphans", "never"])
+async def test_the_orphan_timeout_counts_when_a_manager_has_come(tmp_path, orphan_timeout, observed):
+    """An observer keeps no orphan. If it counted, the cluster of a creator who is late could end."""
+    folder = prepare(tmp_path / "mine", orphan_timeout=orphan_timeout, patience=300)
+    async with scheduler_in(folder) as running, rpc(running.address) as comm:
+        presence = running.plugins["dask-cml"]._presence
+        assert presence.timeout == 300
+        await comm.cml_watch(manager="page", **{**WATCH, "observes": True})
+        assert presence.timeout == observed
+        await comm.cml_watch(manager="m1", **WATCH)
+        assert presence.timeout == orphan_timeout
+        assert file_of(folder)["orphan_timeout"] == orphan_timeout
+
+
 async def test_a_cluster_whose_folder_was_removed_ends(folder, monkeypatch):
     for name, seconds in ("_REST", 0.01), ("SIGN_OF_LIFE", 0.02), ("_GONE_FOR", 0.05):
         monkeypatch.setattr(state_file, name, seconds)
@@ -314,7 +328,7 @@ def run_dask(program, folder, *arguments):
 @pytest.fixture
 def cluster(folder, until, monkeypatch):
     """A scheduler's and a worker's process, and the scheduler's address."""
-    for name, value in (FOLDER, folder), (NUMBER, 0), (PATIENCE, 120):
+    for name, value in (FOLDER, folder), (NUMBER, 0):
         monkeypatch.setenv(name, str(value))
     arguments = ("--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0")
     with run_dask("scheduler", folder, *arguments, "--preload", PRELOAD) as scheduler:

@@ -41,6 +41,8 @@ _OBSERVER_PATIENCE = 60.0
 _LOOK_INTERVAL, _RETRY_INTERVAL = 1.0, 0.5
 #: Seconds for which a record may be unreadable while the cluster's folder exists.
 _UNREADABLE_FOR = 30.0
+#: Seconds for which a scheduler waits for its first manager, if it is never an orphan later.
+_FIRST_PATIENCE = 300.0
 
 
 async def create(state: ClusterState, maker: Maker, show: bool) -> None:
@@ -81,11 +83,14 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
 
 def first_state(state: ClusterState, record: Record, **more: Any) -> dict[str, Any]:
     """Return what the next scheduler begins with: the content of its file ``wanted-<number>.json``."""
+    options = state.options
     return {
         "cluster": record.name,
         "record": record.id,
         "leader": state.fleet.manager,
         "created": record.created.isoformat(),
+        # The manager connects after it has launched all workers.
+        "patience": max(options.orphan_timeout or _FIRST_PATIENCE, options.scheduler_timeout),
         **more,
     }
 

@@ -25,7 +25,6 @@ from dask_cml import protocol
 from dask_cml.cancellation import cancel
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.naming import read_name, session_name
-from dask_cml.options import setting
 from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.arguments import URL, Manager, Names, Number, Operations, Seconds
 from dask_cml.scheduler.balance import relieve, spread
@@ -57,16 +56,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         The cluster's folder.
     number : int
         The number of this scheduler in its cluster.
-    orphan_timeout : float or None
-        Time without a manager and a client after which the scheduler closes, in seconds. None: never.
     """
 
     name = NAME
     idempotent = True
 
-    def __init__(self, folder: Path, number: int = 0, patience: float | None = None) -> None:
+    def __init__(self, folder: Path, number: int = 0) -> None:
         self._file = StateFile(folder, number)
-        self._patience = patience
         self._app_url: str | None = None
         self._told = asyncio.Condition()
         self._telling: asyncio.Task[None] | None = None
@@ -80,7 +76,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._scheduler = scheduler
         self._forwards = Forwards(scheduler)
         self._record = begin["record"]
-        self._presence = Presence(scheduler.clients, self._patience, begin["leader"])
+        self._presence = Presence(scheduler.clients, begin.get("patience"), begin["leader"])
         self._orphan_timeout = begin.get("orphan_timeout")
         self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
         self._restarts = int(begin.get("restarts", 0))
@@ -185,7 +181,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             If the message is invalid. Nothing changes then.
         """
         self._presence.hear(manager, observes, lease, comm)
-        self._presence.timeout = self._orphan_timeout
+        # An observer keeps no orphan. The manager that launches the workers may come later.
+        if not observes or self._orphan_timeout is None:
+            self._presence.timeout = self._orphan_timeout
         self._choose_leader()
         changes = self._wanted.changes
         if since == changes.revision:
@@ -367,7 +365,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
 async def dask_setup(scheduler: Scheduler) -> None:
     """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
-    plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]), setting("orphan-timeout"))
+    plugin = CMLSchedulerPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]))
     try:
         await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
     except FileNotFoundError:

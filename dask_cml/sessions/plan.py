@@ -22,10 +22,6 @@ from dask_cml.sessions.entry import form
 from dask_cml.sessions.session_logs import log_path
 
 PRELOAD = "dask_cml.scheduler.plugin"
-#: The environment variable with the time that a scheduler waits for a manager, in seconds.
-PATIENCE = "DASK_CML__ORPHAN_TIMEOUT"
-#: Seconds that a scheduler waits for its first manager if orphans run for ever.
-_FIRST_PATIENCE = 300.0
 #: The share of the scratch space that Dask workers may fill, and the variable that tells them.
 _SPILLED, _MAX_SPILL = 0.8, "DASK_DISTRIBUTED__WORKER__MEMORY__MAX_SPILL"
 #: Bytes that libraries reserve in a process without using them: pyarrow, and the stacks of threads.
@@ -130,9 +126,7 @@ def plan_scheduler(
         arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
     else:
         arguments += _preloads("scheduler", "--preload", PRELOAD)
-        # Until a manager of a cluster that is to stay has said so.
-        patience = max(options.orphan_timeout or _FIRST_PATIENCE, options.scheduler_timeout)
-        env |= {FOLDER: str(place.folder), NUMBER: str(place.number), PATIENCE: str(patience)}
+        env |= {FOLDER: str(place.folder), NUMBER: str(place.number)}
     arguments += options.scheduler_args
     return _plan(
         options,

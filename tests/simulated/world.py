@@ -24,7 +24,6 @@ from dask_cml.records import liveness, operations, record, removal, session_file
 from dask_cml.scheduler import lifetime, plugin, state_file
 from dask_cml.sessions import calls, owner, workers_api
 from dask_cml.sessions import session as sessions
-from dask_cml.sessions.plan import PATIENCE
 
 from .clock import Thread, VirtualLoop, virtual_time
 from .faults import Luck
@@ -158,7 +157,6 @@ def _patched(it: World) -> contextlib.ExitStack:
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
         (lifetime, "threading", _with(threading, Timer=_Timer)),
-        (plugin, "setting", lambda _: float(files.environ[PATIENCE])),
         *((module, "wait", it.loop.wait) for module in (calls, workers_api)),
         *((module, "datetime", _Datetime) for module in (record, sessions)),
         (manager, "end_at_exit", lambda each: _clusters().append(each)),
