@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from unittest import mock
 
 import dask
 import pytest
 from clusters import arrived, rebuild, simulate, target, write_record
 from distributed import Client
 from distributed.core import Status
+from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
+from dask_cml.manager import manager
 from dask_cml.records import liveness
 from dask_cml.records.record import Record
 
@@ -100,6 +104,34 @@ async def test_a_running_cluster_does_not_take_worker_groups_from_the_configurat
             for connect in (lambda: rebuild("lab"), lambda: lab(create_mode="connect")):
                 async with connect() as other:
                     assert other.worker_groups.keys() == {"default"}
+
+
+@pytest.mark.parametrize("mode", ["connect", "create-or-connect"])
+@simulated
+async def test_a_cluster_of_an_older_release_is_left_alone(it, mode):
+    async with lab(n_workers=1) as first:
+        file = first.manager.state.launcher.place.folder / "record.json"
+        content = file.read_text()
+        file.write_text(json.dumps({**json.loads(content), "version": 1}))
+        with pytest.raises(CMLError, match="cluster 'lab' was created by an older dask-cml"):
+            await lab(create_mode=mode)
+        file.write_text(content)
+        await eventually(lambda: arrived(first) == 1)
+        assert len(it.platform.live) == 2
+
+
+@simulated
+async def test_connecting_uses_the_platform_of_the_cluster(it):
+    platforms = {"auto": it.platform, "local": SimulatedPlatform()}
+    with mock.patch.object(manager, "load_platform", platforms.__getitem__):
+        async with lab() as first, lab(platform="local", create_mode="connect") as again:
+            again.scale(1)
+            await first.leave()
+            await eventually(lambda: arrived(again) == 1)
+            assert again.options.platform == "auto"
+            assert again.manager.state.api.module is it.platform
+            await again.close()
+    assert platforms["local"].all == {}
 
 
 async def test_connecting_creates_no_cluster(platform):

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -17,14 +16,14 @@ from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
 from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit
 from dask_cml.manager.losses import SchedulerLost
 from dask_cml.manager.reconciler import Reconciler
-from dask_cml.manager.startup import adopt, create, insist, replace_scheduler
+from dask_cml.manager.startup import adopt, check_version, create, insist, replace_scheduler
 from dask_cml.manager.state import ClusterState
 from dask_cml.manager.wishes import Wishes
 from dask_cml.options import Options
 from dask_cml.options.limits import check_new
 from dask_cml.protocol import SET
 from dask_cml.records.operations import wait_until_running
-from dask_cml.records.record import VERSION, Maker, Record
+from dask_cml.records.record import Maker, Record
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -103,15 +102,14 @@ class Manager:
             check_new(options)
         #: Why the cluster ends if this manager shuts it down, for its history.
         self.end_reason = "closed"
-        self._api = WorkersAPI(load_platform(options.platform))
-        self._api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
-        for each in (options, *options.groups().values()):
-            self._api.check_options(each.launch_options)
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[NoReturn] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._assemble(record, Status.created)
+        self._api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
+        for each in (options, *options.groups().values()):
+            self._api.check_options(each.launch_options)
         end_at_exit(self)
 
     @classmethod
@@ -130,11 +128,7 @@ class Manager:
         CMLError
             If another release of dask-cml has created the cluster.
         """
-        if record.version != VERSION:
-            raise CMLError(
-                f"cluster {record.name!r} was created by an older dask-cml: manage it with that one, or run "
-                f"`dask cml delete {shlex.quote(record.name)}`"
-            )
+        check_version(record)
         shutdown_on_close = arguments.pop("shutdown_on_close", False)
         forward_dashboard = arguments.pop("forward_dashboard", None)
         options = Options.read(
@@ -150,6 +144,7 @@ class Manager:
     def _assemble(self, record: Record | None, status: Status) -> None:
         """Assemble the parts of the manager: for a new cluster, or for the cluster of a record."""
         self.adopts = record is not None
+        self._api = WorkersAPI(load_platform(self.options.platform))
         self.state = ClusterState(
             self.options,
             self._api,
@@ -230,6 +225,7 @@ class Manager:
         name, given = self.options.name, self._given
         timeout = self.options.pending_timeout + self.options.scheduler_timeout
         record = await wait_until_running(name, timeout)
+        check_version(record)
         differing = self.options.differing(given, record.options)
         kept = f"; it keeps its {', '.join(differing)}" if differing else ""
         self.log(f"Connected to running cluster {name}{kept}")

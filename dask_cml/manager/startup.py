@@ -28,7 +28,7 @@ from dask_cml.options import setting
 from dask_cml.options.limits import check_new, limits
 from dask_cml.records import liveness, store
 from dask_cml.records.operations import take_name
-from dask_cml.records.record import Maker, Record
+from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.sessions import owner, tls
 from dask_cml.sessions.causes import find_cause
 
@@ -125,6 +125,21 @@ async def adopt(state: ClusterState, record: Record) -> None:
     await follow(state, record, patience)
     state.record_keeper.start()
     state.launcher.attach_launched(record)
+
+
+def check_version(record: Record) -> None:
+    """Refuse the cluster of another release.
+
+    Raises
+    ------
+    CMLError
+        If an older release of dask-cml has created it.
+    """
+    if record.version != VERSION:
+        raise CMLError(
+            f"cluster {record.name!r} was created by an older dask-cml: manage it with that one, or run "
+            f"`dask cml delete {shlex.quote(record.name)}`"
+        )
 
 
 async def follow(state: ClusterState, record: Record, timeout: float) -> None:
