@@ -262,15 +262,16 @@ async def test_an_orphan_ends_itself(folder, holds):
     await holds(lambda: not any(isinstance(each, threading.Timer) for each in threading.enumerate()))
 
 
-@pytest.mark.parametrize(("orphan_timeout", "observed"), [(0.5, 300), (None, None)], ids=["orphans", "never"])
-async def test_the_orphan_timeout_counts_when_a_manager_has_come(tmp_path, orphan_timeout, observed):
-    """An observer keeps no orphan. If it counted, the cluster of a creator who is late could end."""
-    folder = prepare(tmp_path / "mine", orphan_timeout=orphan_timeout, patience=300)
+@pytest.mark.parametrize("orphan_timeout", [0.5, None], ids=["orphans", "never"])
+@pytest.mark.parametrize("launcher", ["m1", "page"])
+async def test_the_orphan_timeout_counts_when_a_manager_has_come(tmp_path, orphan_timeout, launcher):
+    """If any observer counted, the cluster of a late creator could end, or that of a dead one stay."""
+    folder = prepare(tmp_path / "mine", launcher, orphan_timeout=orphan_timeout, patience=300)
     async with scheduler_in(folder) as running, rpc(running.address) as comm:
         presence = running.plugins["dask-cml"]._presence
         assert presence.timeout == 300
         await comm.cml_watch(manager="page", **{**WATCH, "observes": True})
-        assert presence.timeout == observed
+        assert presence.timeout == (orphan_timeout if launcher == "page" else 300)
         await comm.cml_watch(manager="m1", **WATCH)
         assert presence.timeout == orphan_timeout
         assert file_of(folder)["orphan_timeout"] == orphan_timeout
