@@ -263,18 +263,21 @@ async def test_an_orphan_ends_itself(folder, holds):
 
 
 @pytest.mark.parametrize("orphan_timeout", [0.5, None], ids=["orphans", "never"])
-@pytest.mark.parametrize("launcher", ["m1", "page"])
-async def test_the_orphan_timeout_counts_when_a_manager_has_come(tmp_path, orphan_timeout, launcher):
-    """If any observer counted, the cluster of a late creator could end, or that of a dead one stay."""
-    folder = prepare(tmp_path / "mine", launcher, orphan_timeout=orphan_timeout, patience=300)
-    async with scheduler_in(folder) as running, rpc(running.address) as comm:
+@pytest.mark.parametrize("number", [0, 1])
+async def test_the_orphan_timeout_counts_when_a_manager_has_come(tmp_path, orphan_timeout, number):
+    """If observers counted at first, the cluster of a late creator could end, or that of a dead one stay.
+
+    Later schedulers may have no other manager.
+    """
+    folder = prepare(tmp_path / "mine", number=number, orphan_timeout=orphan_timeout, patience=300)
+    async with scheduler_in(folder, number=number) as running, rpc(running.address) as comm:
         presence = running.plugins["dask-cml"]._presence
         assert presence.timeout == 300
         await comm.cml_watch(manager="page", **{**WATCH, "observes": True})
-        assert presence.timeout == (orphan_timeout if launcher == "page" else 300)
+        assert presence.timeout == (orphan_timeout if number else 300)
         await comm.cml_watch(manager="m1", **WATCH)
         assert presence.timeout == orphan_timeout
-        assert file_of(folder)["orphan_timeout"] == orphan_timeout
+        assert file_of(folder, number)["orphan_timeout"] == orphan_timeout
 
 
 async def test_a_cluster_whose_folder_was_removed_ends(folder, monkeypatch):

@@ -77,7 +77,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._forwards = Forwards(scheduler)
         self._record = begin["record"]
         self._presence = Presence(scheduler.clients, begin.get("patience"), begin["leader"])
-        self._orphan_timeout, self._launcher = begin.get("orphan_timeout"), begin["leader"]
+        self._orphan_timeout = begin.get("orphan_timeout")
         self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
         self._restarts = int(begin.get("restarts", 0))
         self._activity = Activity(begin.get("activity", {}))
@@ -181,8 +181,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             If the message is invalid. Nothing changes then.
         """
         self._presence.hear(manager, observes, lease, comm)
-        # Another observer does not count: the manager that launches the workers may have died, or come later.
-        if not observes or manager == self._launcher:
+        # An observer does not count at first: the creator may have died, or come later.
+        if not observes or self._file.number > 0:
             self._presence.timeout = self._orphan_timeout
         self._choose_leader()
         changes = self._wanted.changes
