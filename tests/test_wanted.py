@@ -422,3 +422,11 @@ def test_a_removal_that_comes_after_a_younger_wish_of_another_manager_changes_no
     assert "another manager has changed worker group 'default'" in late["error"]
     group = wanted.groups["default"]
     assert (group.target, group.adapting["key"], len(group.names)) == (3, "k", 3)
+
+
+def test_another_scheduler_has_no_group_that_was_to_be_deleted():
+    wanted = Wanted("mine", "m1", {"default": {}, "big": {"target": 1}})
+    wanted.apply("m1", {"op": "launched", "names": ["mine-big-0"]})
+    wanted.apply("m1", {"op": "delete_group", "group": "big"})
+    assert wanted.groups["big"].deleted
+    assert [*Wanted("mine", "m1", wanted.to_json()).groups] == ["default"]

@@ -469,7 +469,7 @@ async def test_the_end_stops_a_session_that_the_platform_listed_too_late(stub, a
 
 async def test_the_end_stops_the_session_of_a_launch_that_was_given_up(stub, api, left, lose_answers):
     lose_answers(stub, ConnectionError("broken"))
-    stub.fail("list_workers", *[HTTPError(503)] * 3)
+    stub.fail("list_workers", *[HTTPError(503)] * 4)  # the last one at the end
     with pytest.raises(CallFailed):
         await launch(api)
     assert len(left()) == 1
@@ -480,12 +480,13 @@ async def test_the_end_stops_the_session_of_a_launch_that_was_given_up(stub, api
 async def test_closing_names_the_sessions_that_it_cannot_look_for(stub, api, left, lose_answers, caplog):
     [session_id] = await launch(api)
     lose_answers(stub, ConnectionError("broken"))
-    stub.fail("list_workers", *[HTTPError(503)] * 4)
+    stub.fail("list_workers", *[HTTPError(503)] * 40)
     with pytest.raises(CallFailed):
         await api.launch(plan("the lost one"))
     await api.close()
     assert session_id not in left()
     assert "the lost one" in caplog.text
+    stub.heal()
     await api.close()
     assert not left()
 

@@ -57,7 +57,9 @@ class Wanted:
         self.sessions: dict[str, Entry] = {}
         #: What has happened to sessions, for Dask's log of events.
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
-        self.groups = {name: WantedGroup(**each) for name, each in (groups or {DEFAULT_GROUP: {}}).items()}
+        known = {name: WantedGroup(**each) for name, each in (groups or {DEFAULT_GROUP: {}}).items()}
+        # The sessions for which a deleted group has stayed are those of the scheduler before.
+        self.groups = {name: group for name, group in known.items() if not group.deleted}
         self._answered = AnsweredWishes()
         self._grow_all()
 

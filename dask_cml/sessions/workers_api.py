@@ -303,11 +303,20 @@ class WorkersAPI(LiveSessions):
         wait(launching, timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
         self._calls.leave_behind()
         if names := self._names_unanswered():
+            self._adopt_now(names)
+        self.stop_all(hangs, begin + self._limit)
+
+    def _adopt_now(self, names: Mapping[str, str]) -> None:
+        """Adopt sessions with these titles and names by blocking calls. If these hang, give up at once."""
+        for pause in [*self._calls.pauses(), None]:
             errors = self._calls.run_all([lambda: self._adopt(names, self.list_now())], self._limit / 4)
-            if errors:
+            if not errors:
+                return
+            if pause is None or isinstance(errors[0], NoAnswer) or not may_pass(errors[0]):
                 titles, why = sorted(names), answers.in_words(errors[0])
                 logger.warning("Sessions named %s may still run: CML did not list them: %s", titles, why)
-        self.stop_all(hangs, begin + self._limit)
+                return
+            time.sleep(pause)
 
     async def adopt_unanswered(self, awaited: Collection[str] = ()) -> list[str]:
         """Adopt the sessions of launches without an answer, to stop them. Return their ids.

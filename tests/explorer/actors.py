@@ -174,7 +174,7 @@ class Notebook(Keeper):
 
     def retire(self, cluster: CMLCluster, i: int) -> None:
         workers = [*cluster.scheduler_info["workers"]]
-        if workers and self.client is not None:
+        if workers and self.client is not None and self.client.status == "running":
             chosen = [workers[i % len(workers)]]
             self.start(self._later(self.client.retire_workers, workers=chosen, close_workers=True))
 
