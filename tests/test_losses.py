@@ -82,3 +82,34 @@ async def test_the_time_of_a_session_begins_when_one_of_its_workers_leaves(look,
     clock.now += 2
     assert await look() == ["mine-0"]
     assert look.lost["mine-0"].words == "a Dask worker has been gone for 15 s, but its session runs"
+
+
+async def test_a_scheduler_that_leaves_with_its_workers_is_found_lost(clock):
+    cluster = Cluster(1)
+    cluster.fleet.attach("mine-0", Running())
+    cluster.connect("mine-0")
+    cluster.wanted.leave(["mine-0"])
+    cluster.answer()
+
+    async def sessions():
+        return {}
+
+    def update(listing):
+        return True
+
+    async def failure(what):
+        return what
+
+    scheduler = SimpleNamespace(info={"status": "failed"}, update=update, failure=failure, session_id="s")
+    state = SimpleNamespace(
+        fleet=cluster.fleet,
+        client=SimpleNamespace(connected=True, heard=0.0),
+        api=SimpleNamespace(sessions=sessions),
+        launcher=SimpleNamespace(scheduler=scheduler),
+        observes=False,
+    )
+    finder, wanted = LossFinder(state), cluster.fleet.members
+    assert [*await finder.look(wanted, [])] == ["mine-0"]
+    state.client.connected = False
+    with pytest.raises(losses.SchedulerLost):
+        await finder.look(wanted, [])

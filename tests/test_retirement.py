@@ -3,14 +3,73 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import dask
 import pytest
 from clusters import target
 from distributed import Client
+from fleets import Cluster
 
 from dask_cml import CMLCluster
 from dask_cml.manager.reconciler import Reconciler
+from dask_cml.manager.retirement import Retirements
+
+
+class Scheduler:
+    """Answers about two sessions, of which the second one holds data that no other worker can take."""
+
+    def __init__(self, cluster):
+        self._cluster = cluster
+
+    async def retire(self, names):
+        return set()
+
+    async def held(self, names):
+        return {"mine-1": {"last_seen": 1, "nbytes": 10}}
+
+    async def decide(self, op, **arguments):
+        result = getattr(self._cluster.wanted, op)("m1", **arguments)
+        self._cluster.answer()
+        return result
+
+
+class Reset(Scheduler):
+    async def retire(self, names):
+        raise ConnectionResetError("the other side closed the connection")
+
+
+class Silent(Scheduler):
+    async def held(self, names):
+        raise TimeoutError
+
+
+class Scaled(Scheduler):
+    async def retire(self, names):
+        self._cluster.want("scale", "default", 2)
+        return set()
+
+
+@pytest.mark.parametrize("scheduler", [Scheduler, Reset, Silent, Scaled])
+async def test_a_session_is_not_stopped_while_it_may_hold_data_that_no_worker_has_taken(scheduler):
+    cluster = Cluster(2)
+    cluster.launch("mine-0", "mine-1")
+    cluster.connect("mine-1")
+    cluster.want("scale", "default", 1)
+    cluster.wanted.trim("m1", "default", ["mine-1"])
+    cluster.answer()
+    for worker in cluster.fleet.workers.values():
+        worker.update = lambda listing: False
+
+    async def sessions():
+        return {}
+
+    state = SimpleNamespace(
+        fleet=cluster.fleet, client=scheduler(cluster), api=SimpleNamespace(sessions=sessions), log=print
+    )
+    retirements = Retirements(state, lambda: None)
+    assert await retirements.carry_on({"mine-1"}) == set()
+    await retirements.close()
 
 
 @pytest.fixture

@@ -86,9 +86,8 @@ class LossFinder:
         CMLError
             If the platform does not answer.
         """
-        if leaving := {
-            each.name: Loss(Cause.EVICTED, "evicted, with notice") for each in wanted if each.leaving
-        }:
+        leaving = {each.name: Loss(Cause.EVICTED, "evicted, with notice") for each in wanted if each.leaving}
+        if leaving and self._state.client.connected:  # otherwise, the scheduler may have left with them
             return leaving
         now = time.monotonic()
         self._missing = {each.name: each for each in missing}

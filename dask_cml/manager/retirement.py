@@ -94,8 +94,8 @@ class Retirements:
         if (again := self._incomplete() - set(unwanted)) and not self._closed:
             task = asyncio.create_task(self._carry_out(again, self._retries, self._retry))
             self._retries.update(dict.fromkeys(again, task))
-        waiting = self._present(self._tasks)
-        return {name for name in unwanted if name in self._over or name not in waiting}
+        connected = self._present(unwanted)
+        return {name for name in unwanted if name in self._over or name not in connected}
 
     def _incomplete(self) -> set[str]:
         """Return the kept sessions that lack a Dask worker, if other workers have connected since."""
@@ -128,7 +128,7 @@ class Retirements:
     ) -> None:
         try:
             await work(names)
-        except OSError as error:
+        except (OSError, asyncio.TimeoutError) as error:
             # The next step tries again, because the data may still be in these workers.
             logger.info("Workers %s not retired yet: %r", sorted(names), error)
         except Exception:
@@ -150,7 +150,7 @@ class Retirements:
         self._note(names, stays)
         for name in sorted(stays):
             self._state.log(f"Worker {name} kept: no other worker can take its data")
-        self._over |= names - stays
+        self._over |= names - left  # after another wish, the next step asks again whether to keep the others
         self._poke()
 
     async def _retry(self, names: set[str]) -> None:
@@ -170,14 +170,14 @@ class Retirements:
         names = {worker: member.name for member in members for worker in member.connected}
         asking = asyncio.ensure_future(self._state.client.retire(names))
         try:
-            before = await self._state.client.held(names)
+            before = await self._seen(names)
             if not await _is_done(asking, min(_LONG, self._limit)):
                 late = ", ".join(self._present({*names.values()}))
                 self._state.log(
                     f"Cluster {self._state.fleet.name} waiting for other workers to copy the data of {late}"
                 )
             while not await _is_done(asking, self._limit):
-                held = await self._state.client.held(names)
+                held = await self._seen(names)
                 # Wait for a slow worker as long as it answers. The data of a frozen worker is out of reach,
                 # and its session uses quota: two minutes of silence are enough, also of the scheduler. Dask
                 # itself would wait for five.
@@ -194,6 +194,12 @@ class Retirements:
         held = await self._state.client.held(left) if left else {}
         holding = {names[name] for name in left & held.keys() if held[name]["nbytes"]}
         return holding - await self._ended(holding)
+
+    async def _seen(self, names: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return what Dask workers hold, and when they were seen last. Empty without an answer."""
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            return await self._state.client.held(names)
+        return {}
 
     async def _ended(self, sessions: set[str]) -> set[str]:
         """Return the sessions that the platform lists as ended. The scheduler may notice it later."""

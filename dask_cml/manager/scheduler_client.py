@@ -366,12 +366,15 @@ class SchedulerClient:
         return {str(info["name"]) for info in retired.values()}
 
     async def held(self, names: Collection[str]) -> dict[str, dict[str, float]]:
-        """Return what Dask workers hold, see ``CMLSchedulerPlugin.held``. Empty without an answer."""
-        try:
-            held: dict[str, dict[str, float]] = await self.ask(protocol.HELD, names=sorted(names))
-            return held
-        except (OSError, asyncio.TimeoutError):
-            return {}
+        """Return what Dask workers hold, see ``CMLSchedulerPlugin.held``.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer.
+        """
+        held: dict[str, dict[str, float]] = await self.ask(protocol.HELD, names=sorted(names))
+        return held
 
     async def drop(self, names: Collection[str]) -> None:
         """Make the scheduler count Dask workers as lost, so that their tasks run elsewhere.
