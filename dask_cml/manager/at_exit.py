@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures.thread as executors
 import logging
 import os
 import signal
 import threading
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from dask_cml.errors import CMLError
 
@@ -16,11 +17,15 @@ logger = logging.getLogger(__name__)
 
 #: Seconds. More than close() takes if the platform does not answer.
 _TIMEOUT = 60.0
+#: Seconds for a step of a task, after which SIGTERM interrupts it.
+_STEP_TIMEOUT = 1.0
 
 
 #: The managers that are to close, each with the thread that created it.
 _clusters: dict[Any, weakref.ref[threading.Thread]] = {}
 _is_over = False
+#: Repeats the signal to exit if the event loop does not come to it.
+_leaving: threading.Timer | None = None
 _fork = threading.local()
 
 
@@ -62,11 +67,26 @@ def _mind_sigterm() -> None:
 
 
 def _exit(signum: int, _: Any) -> None:
-    if _clusters:
-        # By default, no exit function would run. This is a shell's exit code for a program ended by a signal.
-        raise SystemExit(128 + signum)
-    signal.signal(signum, signal.SIG_DFL)
-    os.kill(os.getpid(), signum)
+    global _leaving
+    if not _clusters:
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+        return
+    loop = asyncio._get_running_loop()
+    if loop is None or _leaving is not None:
+        _leave(signum)
+    # Between two steps of tasks: asyncio would complain of a task that it interrupts.
+    loop.call_soon_threadsafe(_leave, signum)
+    _leaving = threading.Timer(_STEP_TIMEOUT, os.kill, (os.getpid(), signum))
+    _leaving.daemon = True
+    _leaving.start()
+
+
+def _leave(signum: int) -> NoReturn:
+    if _leaving is not None:
+        _leaving.cancel()
+    # By default, no exit function would run. This is a shell's exit code for a program ended by a signal.
+    raise SystemExit(128 + signum)
 
 
 def _wait_and_end() -> None:
