@@ -20,7 +20,6 @@ _TIMEOUT = 60.0
 #: Seconds for a step of a task, after which SIGTERM interrupts it.
 _STEP_TIMEOUT = 1.0
 
-
 #: The managers that are to close, each with the thread that created it.
 _clusters: dict[Any, weakref.ref[threading.Thread]] = {}
 _is_over = False

@@ -137,8 +137,8 @@ async def judge(
             findings[record.name] = finding = await _judge_unreachable(record, ended)
         lives = await asyncio.to_thread(maker.lives)
         if record.scheduler.address is None and lives is False:
-            lost = await asyncio.to_thread(spoke_lately, record)
-            state = State.UNKNOWN if lost else State.DEAD
+            # Another manager may replace a scheduler that was lost lately.
+            state = State.UNKNOWN if await asyncio.to_thread(spoke_lately, record) else State.DEAD
             findings[record.name] = Finding(state, "its creator ended before its scheduler answered")
         elif finding.state is State.DEAD and lives:
             why = f"{finding.why}, but its creator still runs, process {maker.pid}"
