@@ -56,7 +56,7 @@ def workers_v1(request: pytest.FixtureRequest) -> Any:
 def directory() -> Iterator[Path]:
     """A directory that this process shares with all sessions."""
     root = Path.home() if PLATFORM == "cml" else None
-    with tempfile.TemporaryDirectory(prefix="cml-", dir=root) as path:
+    with tempfile.TemporaryDirectory(prefix="cml_", dir=root) as path:
         yield Path(path)
 
 
