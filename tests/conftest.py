@@ -124,8 +124,8 @@ def local_platform() -> Iterator[None]:
     from dask_cml.manager import at_exit  # imports distributed
 
     before = at_exit.unclosed()  # of fixtures that several tests share
-    # Not tmp_path, whose length with that of a socket's name may be more than sockets can have. Dask reads its
-    # environment variables as Python, which would warn of "cml-8in", but not of "cml_8in".
+    # Not tmp_path, whose length with that of a socket's name may be more than sockets can have. Dask reads
+    # its environment variables as Python, which would warn of "cml-8in", but not of "cml_8in".
     directory = Path(tempfile.mkdtemp(prefix="cml_"))
     state_directory = str(directory / "state")
     (directory / "local").mkdir(mode=0o700)
