@@ -47,10 +47,8 @@ class Reconciler:
 
     def __init__(self, state: ClusterState) -> None:
         self._state = state
-        #: The numbers of the last look that has begun, and of the last ended one that knew all wishes.
-        self._begun = self._settled = 0
-        self._closed = False
-        self._looked = asyncio.Condition()
+        #: Set at the end of the next look that begins without unanswered wishes.
+        self._settled = asyncio.Event()
         #: What the last lines were about, which are still true.
         self._told: set[str] = set()
         self._changed, self._urgent = asyncio.Event(), asyncio.Event()
@@ -102,14 +100,11 @@ class Reconciler:
         if not self._state.fleet.wishes and not self._state.fleet.differs:
             return
         self.poke()
-        begun = self._begun
-        async with self._looked:
-            await self._looked.wait_for(lambda: self._closed or self._settled > begun)
+        await self._settled.wait()
 
     async def close(self) -> None:
         """Stop waiting for what the looks have started."""
-        self._closed = True
-        await self._has_ended(self._settled)
+        self._settled.set()
         await self._retirements.close()
         await self._state.launcher.close()
 
@@ -117,9 +112,9 @@ class Reconciler:
         """Act if this manager leads, and find lost sessions."""
         self._changed.clear()
         self._urgent.clear()
-        self._begun += 1
-        # The scheduler has answered all wishes, so this look knows them.
-        settled = self._settled if self._state.fleet.wishes else self._begun
+        settled = asyncio.Event()
+        if not self._state.fleet.wishes:  # the scheduler has answered them, so this look knows them
+            settled, self._settled = self._settled, settled
         self._state.backoffs.look(time.monotonic())
         try:
             await self._attach()
@@ -127,7 +122,7 @@ class Reconciler:
             await self._tell_states()
             if self._state.client.leads:
                 await self._act()
-            await self._has_ended(settled)
+            settled.set()
             losses = await self._find_losses()
             if self._state.client.leads:
                 await self._replace(losses)
@@ -143,14 +138,10 @@ class Reconciler:
             logger.warning("Cannot manage cluster %s: %s", self._state.fleet.name, str(error) or repr(error))
         except Exception:
             logger.exception("Cannot manage cluster %s", self._state.fleet.name)
+        finally:
+            settled.set()
         self._tell_outage()
         self._state.retiring = self._retirements.words
-        await self._has_ended(settled)
-
-    async def _has_ended(self, settled: int) -> None:
-        self._settled = settled
-        async with self._looked:
-            self._looked.notify_all()
 
     def _tell_outage(self) -> None:
         before, outage = self._state.outage, self._state.api.problem
