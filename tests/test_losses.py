@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import dask
 import pytest
 from fleets import Cluster
 
 from dask_cml.manager import losses
+from dask_cml.manager.backoff import Backoffs
 from dask_cml.manager.losses import LossFinder
 
 
@@ -20,6 +21,7 @@ class Running:
     runs_for = 3.0
     waits_for = None
     options = SimpleNamespace(worker_timeout=600.0)
+    info = MappingProxyType({})
 
     def update(self, listing):
         return False
@@ -48,14 +50,15 @@ def look(clock):
         return {}
 
     client, api = SimpleNamespace(connected=True), SimpleNamespace(sessions=sessions)
-    finder = LossFinder(SimpleNamespace(fleet=cluster.fleet, client=client, api=api, observes=True))
+    backoffs = Backoffs(cluster.fleet, print)
+    finder = LossFinder(
+        SimpleNamespace(fleet=cluster.fleet, client=client, api=api, backoffs=backoffs, observes=True)
+    )
 
     async def look(*meanwhile):
         happens[:] = meanwhile
-        wanted = [each for each in cluster.fleet.members if each.wanted]
-        missing = [each for each in wanted if not each.is_whole]
         with dask.config.set({"distributed.deploy.lost-worker-timeout": "15s"}):
-            look.lost = await finder.look(wanted, missing)
+            look.lost = await finder.look()
         return [*look.lost]
 
     look.cluster = cluster
@@ -108,8 +111,9 @@ async def test_a_scheduler_that_leaves_with_its_workers_is_found_lost(clock):
         launcher=SimpleNamespace(scheduler=scheduler),
         observes=False,
     )
-    finder, wanted = LossFinder(state), cluster.fleet.members
-    assert [*await finder.look(wanted, [])] == ["mine-0"]
+    state.backoffs = Backoffs(cluster.fleet, print)
+    finder = LossFinder(state)
+    assert [*await finder.look()] == ["mine-0"]
     state.client.connected = False
     with pytest.raises(losses.SchedulerLost):
-        await finder.look(wanted, [])
+        await finder.look()

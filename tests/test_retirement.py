@@ -68,7 +68,7 @@ async def test_a_session_is_not_stopped_while_it_may_hold_data_that_no_worker_ha
         fleet=cluster.fleet, client=scheduler(cluster), api=SimpleNamespace(sessions=sessions), log=print
     )
     retirements = Retirements(state, lambda: None)
-    assert await retirements.carry_on({"mine-1"}) == set()
+    assert await retirements.carry_on() == []
     await retirements.close()
 
 

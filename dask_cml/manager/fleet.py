@@ -138,6 +138,7 @@ class Fleet:
         member.wanted, member.launched, member.gone = entry["wanted"], entry["launched"], False
         member.manager, member.seen = entry["manager"], frozenset(entry["seen"])
         member.leaving, member.last = entry["leaving"], entry["last"]
+        member.retired = member.retired and not member.wanted
 
     def _new_member(self, name: str, group: str) -> Member:
         names = dask_names(name, self.options_of(group).processes)
@@ -268,6 +269,12 @@ class Fleet:
     def differs(self) -> bool:
         """Whether sessions are to be launched or stopped."""
         return any(each.wanted == (each.worker is None) for each in self.members)
+
+    @property
+    def starting(self) -> bool:
+        """Whether sessions are on their way that do not wait for room."""
+        wanted = [each for each in self.members if each.wanted and each.worker is not None]
+        return any(each.waits_for is None and not each.is_complete for each in wanted)
 
     @property
     def full(self) -> str | None:

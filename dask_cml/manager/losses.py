@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Mapping
 
@@ -60,24 +59,9 @@ class LossFinder:
         self._state = state
         self._watch_interval: float = setting("api.watch-interval")
         self._watched = time.monotonic()
-        self._missing: dict[str, Member] = {}
-        #: Since when sessions are missing that were complete before.
-        self._gone_since: dict[str, float] = {}
 
-    @property
-    def starting(self) -> bool:
-        """Whether sessions are on their way that do not wait for room."""
-        return any(each.waits_for is None for each in self._missing.values())
-
-    async def look(self, wanted: list[Member], missing: list[Member]) -> Mapping[str, Loss]:
+    async def look(self) -> Mapping[str, Loss]:
         """Find the sessions to replace, by name, and the causes.
-
-        Parameters
-        ----------
-        wanted : list of Member
-            The wanted sessions with a worker.
-        missing : list of Member
-            Those that are not completely connected.
 
         Raises
         ------
@@ -86,22 +70,25 @@ class LossFinder:
         CMLError
             If the platform does not answer.
         """
-        leaving = {each.name: Loss(Cause.EVICTED, "evicted, with notice") for each in wanted if each.leaving}
-        if leaving and self._state.client.connected:  # otherwise, the scheduler may have left with them
-            return leaving
-        now = time.monotonic()
-        self._missing = {each.name: each for each in missing}
-        gone = [each.name for each in missing if each.has_registered]
-        self._gone_since = {name: self._gone_since.get(name, now) for name in gone}
+        now, connected = time.monotonic(), self._state.client.connected
+        wanted = [each for each in self._state.fleet.members if each.wanted and each.worker is not None]
+        for each in wanted:
+            if each.is_complete and not each.has_arrived:
+                self._state.backoffs.of(each.group).arrived(now)
+            each.has_arrived = each.has_arrived or each.is_complete
+            is_gone = each.has_registered and not each.is_complete
+            each.gone_since = (each.gone_since or now) if is_gone else None
+        leaving = [each.name for each in wanted if each.leaving]
+        if leaving and connected:
+            return dict.fromkeys(leaving, Loss(Cause.EVICTED, "evicted, with notice"))
+        missing = [each for each in wanted if not each.is_complete]
         starting = [
-            each
-            for each in wanted
-            if each.worker and (each.name in self._missing or not each.worker.is_known_to_run)
+            each for each in wanted if each in missing or not (each.worker and each.worker.is_known_to_run)
         ]
         # A node that fails closes no connections: the scheduler notices it only after
         # ``distributed.comm.timeouts.tcp``, the platform within a second.
         watches = not self._state.observes and now - self._watched >= self._watch_interval
-        if not starting and not watches and self._state.client.connected:
+        if not starting and not watches and connected:
             return {}
         listing = await self._state.api.sessions()
         if not self._state.client.connected:
@@ -116,28 +103,33 @@ class LossFinder:
 
     async def _loss(self, member: Member, ended: bool) -> Loss | None:
         """Return why a session is lost. Return None if it may still connect."""
-        worker = member.worker
+        worker, gone = member.worker, None
         assert worker is not None
-        late = None if ended else self._why_late(member)
-        if not (ended or worker.was_closed or late):
-            return None
-        if late is not None:
-            return late
+        if not (ended or worker.was_closed):
+            if not member.has_registered:
+                limit = worker.options.worker_timeout
+                words = f"it did not connect within {limit:g} s"
+                return Loss(Cause.NEVER_CONNECTED, words) if worker.runs_for > limit else None
+            patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
+            # It may have registered since the look began.
+            if member.gone_since is None or time.monotonic() - member.gone_since <= patience:
+                return None
+            gone = f"a Dask worker has been gone for {patience:g} s, but its session runs"
         # A session that succeeds after it was connected was closed on purpose, for example by a client.
         closed = worker.was_closed or (bool(member.seen) and worker.info.get("status") == "succeeded")
         return find_cause(
             member.last,
-            await worker.last_lines(),
+            await worker.last_lines() if gone is None else [],
             connected=bool(member.seen),
             noticed=member.leaving,
             closed=closed,
-            said=worker.reported,
+            said=worker.reported if gone is None else "running",
+            gone=gone,
         )
 
     async def _drop_ended(self, listing: Mapping[str, SessionInfo]) -> None:
         """Drop Dask workers from the scheduler whose sessions have ended."""
-        members = [each for each in self._state.fleet.members if each.worker is not None and each.connected]
-        ended = [each for each in members if each.worker is not None and each.worker.update(listing)]
+        ended = [each for each in self._state.fleet.members if each.worker and each.worker.update(listing)]
         if names := {name for each in ended for name in each.connected}:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(names))
             await self._state.client.drop(names)
@@ -191,20 +183,3 @@ class LossFinder:
                     return "another process shut it down"
                 await asyncio.sleep(_DELETED_WITHIN / 10)
         return await scheduler.failure("ended")
-
-    def _why_late(self, member: Member) -> Loss | None:
-        worker = member.worker
-        assert worker is not None
-        if member.has_registered:
-            patience = parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout"))
-            # It may have registered since the look began.
-            if time.monotonic() - self._gone_since.get(member.name, math.inf) > patience:
-                gone = f"a Dask worker has been gone for {patience:g} s, but its session runs"
-                last, noticed = member.last, member.leaving
-                return find_cause(
-                    last, [], connected=True, noticed=noticed, closed=False, said="running", gone=gone
-                )
-        elif worker.runs_for > worker.options.worker_timeout:
-            words = f"it did not connect within {worker.options.worker_timeout:g} s"
-            return Loss(Cause.NEVER_CONNECTED, words)
-        return None

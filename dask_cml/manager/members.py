@@ -10,7 +10,7 @@ from dask_cml.scheduler.wanted_group import Entry, WantedGroup
 from dask_cml.sessions.process import CMLWorker
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Member(Entry):
     """A worker session that is wanted or launched.
 
@@ -28,6 +28,18 @@ class Member(Entry):
         Its session. None if it is not launched, or not known here yet.
     gone : bool
         Whether another manager has stopped it.
+    has_arrived : bool
+        Whether it has been complete once.
+    gone_since : float or None
+        Since when a Dask worker of it has been missing, after all have been connected.
+    told_state : str or None
+        What the scheduler's log says of its session.
+    retiring_since : float or None
+        Since when it is being retired.
+    retired : bool
+        Whether its session can be stopped.
+    stays : frozenset or None
+        If it was kept because no Dask worker could take its data: the Dask workers that were there.
     **entry
         What the scheduler knows of it.
     """
@@ -38,6 +50,12 @@ class Member(Entry):
     wanted: bool = False
     worker: CMLWorker | None = None
     gone: bool = False
+    has_arrived: bool = False
+    gone_since: float | None = None
+    told_state: str | None = None
+    retiring_since: float | None = None
+    retired: bool = False
+    stays: frozenset[str] | None = None
 
     @property
     def connected(self) -> list[str]:
@@ -48,6 +66,11 @@ class Member(Entry):
     def is_whole(self) -> bool:
         """Whether all its Dask workers are connected."""
         return len(self.connected) == len(self.dask_names)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its Dask workers are connected. For a kept session, one is enough."""
+        return self.is_whole or (self.stays is not None and bool(self.connected))
 
     @property
     def waits_for(self) -> float | None:

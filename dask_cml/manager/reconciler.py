@@ -52,22 +52,15 @@ class Reconciler:
         #: What the last lines were about, which are still true.
         self._told: set[str] = set()
         self._changed, self._urgent = asyncio.Event(), asyncio.Event()
-        self._strays = Strays(state)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Know nothing yet of the scheduler and its workers."""
         self._told_url: str | None = None
-        self._told_states: dict[str, str] = {}
-        self._registered: set[str] = set()
-        self._losses = LossFinder(self._state)
-        self._retirements = Retirements(self._state, self.poke)
-        self._state.end = None
+        self._strays = Strays(state)
+        self._losses = LossFinder(state)
+        self._retirements = Retirements(state, self.poke)
 
     async def begin_again(self) -> None:
-        """Forget the workers of a scheduler that was lost: the cluster has another one."""
+        """Forget a scheduler that was lost: the cluster has another one."""
         await self._retirements.close()
-        self._begin()
+        self._told_url = self._state.end = None
 
     def poke(self, urgent: bool = False) -> None:
         """Look again soon or, if urgent, now. Call this in the event loop."""
@@ -90,7 +83,7 @@ class Reconciler:
                 await asyncio.wait_for(self._urgent.wait(), rest)
             # While sessions start, look as often as the platform may be asked.
             interval = _OBSERVER_INTERVAL if self._state.observes else _LOOK_INTERVAL
-            interval = _STARTING_INTERVAL if self._losses.starting else interval
+            interval = _STARTING_INTERVAL if self._state.fleet.starting else interval
             pause = min(interval, self._state.backoffs.shortest_pause or interval)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), pause)
@@ -123,7 +116,7 @@ class Reconciler:
             if self._state.client.leads:
                 await self._act()
             settled.set()
-            losses = await self._find_losses()
+            losses = await self._losses.look()
             if self._state.client.leads:
                 await self._replace(losses)
                 await self._strays.look()
@@ -197,24 +190,11 @@ class Reconciler:
         """Tell the scheduler which sessions wait for room and which run, for its log of events."""
         if not self._state.client.leads:
             return
-        told, fleet = self._told_states, self._state.fleet
-        starting = [each for each in fleet.members if each.worker and told.get(each.name) != "running"]
-        states = {each.name: _state_of(each.worker) for each in starting if each.worker}
-        if new := {name: state for name, state in states.items() if state and told.get(name) != state}:
-            await self._state.client.decide("found", states=new)
-            known = {name: state for name, state in told.items() if fleet.member(name) is not None}
-            self._told_states = {**known, **new}
-
-    async def _find_losses(self) -> Mapping[str, Loss]:
-        now = time.monotonic()
-        wanted = [each for each in self._state.fleet.members if each.wanted and each.worker is not None]
-        complete = {each.name for each in wanted if self._retirements.is_complete(each)}
-        arrived = complete - self._registered
-        for group in {each.group for each in wanted if each.name in arrived}:
-            self._state.backoffs.of(group).arrived(now)
-        self._registered = complete | (self._registered & {each.name for each in wanted})
-        missing = [each for each in wanted if each.name not in complete]
-        return await self._losses.look(wanted, missing)
+        states = {each: _state_of(each.worker) for each in self._state.fleet.members if each.worker}
+        if new := {each: state for each, state in states.items() if state not in (None, each.told_state)}:
+            await self._state.client.decide("found", states={each.name: new[each] for each in new})
+            for each, state in new.items():
+                each.told_state = state
 
     async def _tell(self) -> None:
         """Log each line about the cluster when it becomes true."""
@@ -246,18 +226,11 @@ class Reconciler:
 
     async def _replace(self, losses: Mapping[str, Loss]) -> None:
         """Replace lost sessions. Those that another manager has stopped meanwhile are not wanted any more."""
-        names = [*losses]
-        # A retirement cannot be reversed, so sessions that are wanted again are replaced.
-        names += [
-            name
-            for name in self._retirements.names
-            if (each := self._state.fleet.member(name)) and each.wanted
-        ]
-        if not names:
+        if not losses:
             return
         causes = {name: loss.words[:_LONGEST_CAUSE] for name, loss in losses.items()}
-        gone = await self._state.client.decide("replace", names=names, causes=causes)
-        lost = [member for name in gone if name in losses and (member := self._state.fleet.member(name))]
+        gone = await self._state.client.decide("replace", names=[*losses], causes=causes)
+        lost = [member for name in gone if (member := self._state.fleet.member(name)) is not None]
         for group in {each.group for each in lost}:
             found = {each.name: losses[each.name] for each in lost if each.group == group}
             self._state.backoffs.of(group).lost(found)
@@ -289,10 +262,7 @@ class Reconciler:
     async def _close_unwanted(self) -> None:
         """Stop the sessions of unwanted workers that hold no data any more."""
         fleet, api = self._state.fleet, self._state.api
-        unwanted = {each.name for each in fleet.members if each.worker and not each.wanted}
-        retired = await self._retirements.carry_on(unwanted)
-        # Some may be wanted again because of their data, and another manager may have stopped others.
-        closing = [each for each in fleet.members if each.worker and not each.wanted and each.name in retired]
+        closing = await self._retirements.carry_on()
         ids = {each.worker.session_id for each in closing if each.worker}
         # Also sessions without a worker, such as the engine of a refused launch that could not be stopped
         # before.

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from distributed.protocol import pickle
@@ -45,145 +45,97 @@ class Retirements:
         self._state = state
         self._poke = poke
         self._limit: float = setting("retire-timeout")
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._since: dict[str, float] = {}
-        self._over: set[str] = set()
-        #: The kept sessions, and for each the Dask workers that were there when none could take its data.
-        self._stay: dict[str, frozenset[str]] = {}
-        #: What moves the data of kept sessions that are wanted all the same.
-        self._retries: dict[str, asyncio.Task[None]] = {}
-        self._closed = False
-
-    @property
-    def names(self) -> Collection[str]:
-        """The names of the worker sessions that are being retired.
-
-        Dask cannot reverse a retirement, so these sessions are no longer wanted.
-        """
-        return self._tasks.keys()
-
-    def is_complete(self, member: Member) -> bool:
-        """Return whether all Dask workers of a session are connected. For a kept session, one is enough."""
-        return member.is_whole or (member.name in self._stay and bool(member.connected))
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def words(self) -> str | None:
         """The workers whose retirement takes long. None if there are none."""
         now = time.monotonic()
-        late = [name for name in self._present(self._tasks) if now - self._since.get(name, now) > _LONG]
+        retiring = [each for each in self._state.fleet.members if each.connected and not each.wanted]
+        late = sorted(each.name for each in retiring if now - (each.retiring_since or now) > _LONG)
         return f"waiting for the data of {', '.join(late)}" if late else None
 
-    async def carry_on(self, unwanted: Collection[str]) -> set[str]:
-        """Start to retire unwanted workers, and return those whose sessions can be stopped.
+    async def carry_on(self) -> list[Member]:
+        """Start to retire unwanted workers, and return those whose sessions can be stopped."""
+        members = self._state.fleet.members
+        unwanted = [each for each in members if each.worker and not each.wanted]
+        await self._start([each for each in unwanted if each.connected and not each.retired], _USUAL)
+        # Kept sessions that lack a Dask worker, so that whole ones replace them.
+        await self._start([each for each in members if each.wanted and self._may_move(each)], 0)
+        # Some may be wanted again because of their data.
+        over = [each for each in unwanted if each.worker and not each.wanted]
+        return [each for each in over if each.retired or not each.connected]
 
-        Parameters
-        ----------
-        unwanted : collection of str
-            The names of all worker sessions that are not wanted.
-        """
-        self._over &= set(unwanted)
-        begin = {
-            name for name in self._present(unwanted) if name not in self._over and name not in self._tasks
-        }
-        if begin and not self._closed:
-            await cancel(*(self._retries[name] for name in begin & self._retries.keys()))
-            task = asyncio.create_task(self._carry_out(begin, self._tasks, self._retire))
-            self._tasks.update(dict.fromkeys(begin, task))
-            self._since.update(dict.fromkeys(begin, time.monotonic()))
-            await asyncio.wait([task], timeout=_USUAL)
-        if (again := self._incomplete() - set(unwanted)) and not self._closed:
-            task = asyncio.create_task(self._carry_out(again, self._retries, self._retry))
-            self._retries.update(dict.fromkeys(again, task))
-        connected = self._present(unwanted)
-        return {name for name in unwanted if name in self._over or name not in connected}
-
-    def _incomplete(self) -> set[str]:
-        """Return the kept sessions that lack a Dask worker, if other workers have connected since."""
-        if not self._stay:
-            return set()
-        observed = self._state.fleet.observed
-        return {
-            name
-            for name in self._present(self._stay)
-            if not (name in self._tasks or name in self._retries or observed <= self._stay[name])
-            and (member := self._state.fleet.member(name)) is not None
-            and not member.is_whole
-        }
+    def _may_move(self, member: Member) -> bool:
+        """Return whether a kept session lacks a Dask worker, and others have connected since."""
+        if member.stays is None or member.is_whole or not member.connected:
+            return False
+        return not self._state.fleet.observed <= member.stays
 
     async def close(self) -> None:
         """Stop waiting for workers."""
-        self._closed = True
-        await cancel(*self._tasks.values(), *self._retries.values())
+        await cancel(*self._tasks)
 
-    def _present(self, names: Collection[str]) -> list[str]:
-        """Return the names of sessions with a Dask worker that is connected to the scheduler."""
-        members = ((name, self._state.fleet.member(name)) for name in names)
-        return sorted(name for name, member in members if member is not None and member.connected)
+    async def _start(self, members: list[Member], timeout: float) -> None:
+        """Retire sessions in a task, and wait for it for some seconds."""
+        if new := [each for each in members if each.retiring_since is None]:
+            for each in new:
+                each.retiring_since = time.monotonic()
+            task = asyncio.create_task(self._carry_out(new))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            await asyncio.wait([task], timeout=timeout)
 
-    async def _carry_out(
-        self,
-        names: set[str],
-        tasks: dict[str, asyncio.Task[None]],
-        work: Callable[[set[str]], Awaitable[None]],
-    ) -> None:
+    async def _carry_out(self, members: list[Member]) -> None:
+        names = sorted(each.name for each in members)
         try:
-            await work(names)
+            await self._retire(members)
         except (OSError, asyncio.TimeoutError) as error:
-            # The next step tries again, because the data may still be in these workers.
-            logger.info("Workers %s not retired yet: %r", sorted(names), error)
+            # The next look tries again, because the data may still be in these workers.
+            logger.info("Workers %s not retired yet: %r", names, error)
         except Exception:
-            logger.exception("Workers %s not retired yet", sorted(names))
+            logger.exception("Workers %s not retired yet", names)
         finally:
-            for name in names:
-                tasks.pop(name, None)
-                self._since.pop(name, None)
+            for each in members:
+                each.retiring_since = None
 
-    async def _retire(self, names: set[str]) -> None:
+    async def _retire(self, members: list[Member]) -> None:
         wishes = {group.name: group.wanted.wishes for group in self._state.fleet.states}
-        left = await self._hand_over(names)
+        left = await self._hand_over(members)
         # With scale(0), the last worker stops even if its data is lost. If others are wanted, one of
         # them may connect later and take the data.
         left = left if self._state.fleet.names else set()
-        stays: set[str] = set()
         if left:
-            stays = {*await self._state.client.decide("keep", names=sorted(left), wishes=wishes)}
-        self._note(names, stays)
-        for name in sorted(stays):
-            self._state.log(f"Worker {name} kept: no other worker can take its data")
-        self._over |= names - left  # after another wish, the next step asks again whether to keep the others
+            await self._state.client.decide("keep", names=sorted(left), wishes=wishes)
+        for each in members:
+            stays = each.wanted and each.name in left  # the others are tried again
+            if stays and each.stays is None:
+                self._state.log(f"Worker {each.name} kept: no other worker can take its data")
+            each.stays = frozenset(self._state.fleet.observed) if stays else None
+            each.retired = each.name not in left
         self._poke()
 
-    async def _retry(self, names: set[str]) -> None:
-        """Move the data of incomplete sessions, so that whole ones replace them."""
-        self._note(names, await self._hand_over(names))
-        self._poke()
-
-    def _note(self, names: set[str], stays: set[str]) -> None:
-        """Note which of these sessions hold data that no worker can take now."""
-        for name in names - stays:
-            self._stay.pop(name, None)
-        self._stay.update(dict.fromkeys(stays, frozenset(self._state.fleet.observed)))
-
-    async def _hand_over(self, sessions: set[str]) -> set[str]:
+    async def _hand_over(self, members: list[Member]) -> set[str]:
         """Move the data of sessions to others. Return the names of those whose data no other can take."""
-        members = [member for name in sessions if (member := self._state.fleet.member(name)) is not None]
-        names = {worker: member.name for member in members for worker in member.connected}
+        names = {worker: each.name for each in members for worker in each.connected}
         asking = asyncio.ensure_future(self._state.client.retire(names))
+        before: dict[str, dict[str, float]] = {}
         try:
-            before = await self._seen(names)
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                before = await self._state.client.held(names)
             if not await _is_done(asking, min(_LONG, self._limit)):
-                late = ", ".join(self._present({*names.values()}))
+                late = ", ".join(sorted(each.name for each in members if each.connected))
                 self._state.log(
                     f"Cluster {self._state.fleet.name} waiting for other workers to copy the data of {late}"
                 )
             while not await _is_done(asking, self._limit):
-                held = await self._seen(names)
-                # Wait for a slow worker as long as it answers. The data of a frozen worker is out of reach,
-                # and its session uses quota: two minutes of silence are enough, also of the scheduler. Dask
-                # itself would wait for five.
-                silent = {name for name in held if _is_silent(name, before, held)}
-                before = held
                 with contextlib.suppress(OSError, asyncio.TimeoutError):
+                    held = await self._state.client.held(names)
+                    # Wait for a slow worker as long as it answers. The data of a frozen worker is out of
+                    # reach, and its session uses quota: two minutes of silence are enough, also of the
+                    # scheduler. Dask itself would wait for five.
+                    silent = {name for name in held if _is_silent(name, before, held)}
+                    before = held
                     await self._state.client.drop(silent)
                     for name in sorted({names[each] for each in silent}):
                         self._state.log(f"Worker {name} abandoned: no answer for {self._limit:g} s")
@@ -193,24 +145,12 @@ class Retirements:
         left = names.keys() - retired
         held = await self._state.client.held(left) if left else {}
         holding = {names[name] for name in left & held.keys() if held[name]["nbytes"]}
-        return holding - await self._ended(holding)
-
-    async def _seen(self, names: Collection[str]) -> dict[str, dict[str, float]]:
-        """Return what Dask workers hold, and when they were seen last. Empty without an answer."""
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            return await self._state.client.held(names)
-        return {}
-
-    async def _ended(self, sessions: set[str]) -> set[str]:
-        """Return the sessions that the platform lists as ended. The scheduler may notice it later."""
-        if not sessions:
-            return set()
-        try:
-            listing = await self._state.api.sessions()
-        except CMLError:
-            return set()
-        workers = {name: self._state.fleet.workers.get(name) for name in sessions}
-        return {name for name, worker in workers.items() if worker is not None and worker.update(listing)}
+        if holding:
+            # The platform may list a session as ended before the scheduler notices it.
+            with contextlib.suppress(CMLError):
+                listing = await self._state.api.sessions()
+                holding -= {each.name for each in members if each.worker and each.worker.update(listing)}
+        return holding
 
 
 def _is_silent(name: str, before: dict[str, dict[str, float]], held: dict[str, dict[str, float]]) -> bool:

@@ -251,12 +251,11 @@ class Wanted:
         self.changes.touch(GROUPS)
         return [len(refused.names), asked]
 
-    def keep(self, manager: str, names: Names, wishes: Wishes) -> list[str]:
-        """Want sessions again whose data no other worker can take. Return those that stay.
+    def keep(self, manager: str, names: Names, wishes: Wishes) -> None:
+        """Want sessions again whose data no other worker can take.
 
         Of a group that a user has scaled since its number in `wishes`, none stays.
         """
-        kept = []
         for name in names if manager == self.leader else ():
             entry = self.sessions.get(name)
             group = None if entry is None else self.groups.get(entry.group)
@@ -265,8 +264,6 @@ class Wanted:
                 group.target, group.deleted = max(group.target, len(group.names)), False
                 self._touch(name)
                 self.changes.touch(GROUPS)
-                kept.append(name)
-        return kept
 
     # -- what happened to sessions
 

@@ -50,7 +50,7 @@ class WantedGroup:
         return described
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """A session that is wanted or launched.
 
