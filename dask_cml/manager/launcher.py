@@ -106,7 +106,9 @@ class Launcher:
         left, why = await self._left_for_user()
         if left <= len(self._fleet.names):
             raise LaunchRefused(self.scheduler.name, why, by="dask-cml")
-        workers = [self._make_attached(name) for name in self._fleet.names]
+        workers = [self.make_worker(name) for name in self._fleet.names]
+        for worker in workers:
+            self._fleet.attach(worker.name, worker)
         if show:
             self.display = StartDisplay(self._fleet.name, [self.scheduler, *workers], self._fleet.arrived)
         showing = asyncio.create_task(self.display.run()) if self.display else None
@@ -152,11 +154,6 @@ class Launcher:
         finally:
             await cancel(launching)
 
-    def _make_attached(self, name: str) -> CMLWorker:
-        worker = self.make_worker(name)
-        self._fleet.attach(name, worker)
-        return worker
-
     async def _follow(self, workers: Collection[CMLWorker]) -> None:
         """Update the workers from the platform's list, until cancelled or the platform fails."""
         while True:
@@ -186,34 +183,15 @@ class Launcher:
     def attach_launched(self, record: Record) -> list[str]:
         """Attach the sessions that other managers have launched, as far as they are in the record.
 
-        Return the names of those that are not.
+        Return the names of those that are neither there nor connected.
         """
-        ids = {key: session for session, key in record.sessions.items()}
-        late = []
-        for member in self._fleet.members:
-            if member.launched and member.worker is None:
-                if member.name in ids:
-                    session = ids[member.name]
-                    self.attach(member.name, session, record.owners.get(session))
-                else:
-                    late.append(member.name)
-        return late
-
-    def attach(self, name: str, session_id: str, owner: str | None = None) -> None:
-        """Attach a worker session that was launched elsewhere.
-
-        Parameters
-        ----------
-        name : str
-            The worker's name.
-        session_id : str
-            The id of its session.
-        owner : str, optional
-            The id of the session with which it ends.
-        """
-        worker = self.make_worker(name)
-        worker.adopt(session_id, owner=owner)
-        self._fleet.attach(name, worker)
+        ids, owners = {key: session for session, key in record.sessions.items()}, record.owners
+        unknown = [each for each in self._fleet.members if each.launched and each.worker is None]
+        for name in [each.name for each in unknown if each.name in ids]:
+            worker = self.make_worker(name)
+            worker.adopt(ids[name], owner=owners.get(ids[name]))
+            self._fleet.attach(name, worker)
+        return [each.name for each in unknown if each.worker is None and not each.connected]
 
     def detach(self, names: Iterable[str]) -> None:
         """Forget workers that another manager has stopped."""
@@ -346,11 +324,6 @@ class Launcher:
         if not task.cancelled():
             task.exception()
         self._notify_stopped()
-
-    async def stop_stray(self, session_id: str, name: str) -> None:
-        """Stop a session that belongs to the cluster but to no worker."""
-        self.api.adopt(session_id, name)
-        await self.api.stop(session_id)
 
     async def close(self) -> None:
         """Stop waiting for sessions that are being stopped."""

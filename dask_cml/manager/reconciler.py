@@ -110,16 +110,17 @@ class Reconciler:
             settled, self._settled = self._settled, settled
         self._state.backoffs.look(time.monotonic())
         try:
-            await self._attach()
+            await self._strays.look()
             await self.report()
             await self._tell_states()
             if self._state.client.leads:
-                await self._act()
+                await self._shrink()
+                await self._close_unwanted()
+                await self._launch_missing()
             settled.set()
             losses = await self._losses.look()
             if self._state.client.leads:
                 await self._replace(losses)
-                await self._strays.look()
             await self._strays.stop_unanswered()
             await self._tell()
         except SchedulerLost as lost:
@@ -145,15 +146,6 @@ class Reconciler:
             logger.warning("Managing cluster %s again", self._state.fleet.name)
 
     # -- what all managers do
-
-    async def _attach(self) -> None:
-        """Attach the sessions that other managers have launched, and forget those that they have stopped."""
-        members = self._state.fleet.members
-        self._state.launcher.detach([each.name for each in members if each.gone])
-        if any(each.launched and each.worker is None for each in members) and (
-            record := await asyncio.to_thread(self._state.record_keeper.read)
-        ):
-            self._state.launcher.attach_launched(record)
 
     async def report(self) -> None:
         """Tell the scheduler which sessions were launched here, and the URL of its own."""
@@ -218,12 +210,6 @@ class Reconciler:
 
     # -- what the leader does
 
-    async def _act(self) -> None:
-        await self._take_over_names()
-        await self._shrink()
-        await self._close_unwanted()
-        await self._launch_missing()
-
     async def _replace(self, losses: Mapping[str, Loss]) -> None:
         """Replace lost sessions. Those that another manager has stopped meanwhile are not wanted any more."""
         if not losses:
@@ -238,19 +224,6 @@ class Reconciler:
             loss = losses[member.name]
             if member.worker is not None and loss.cause is not Cause.CLOSED:
                 await member.worker.note_loss(loss)
-
-    async def _take_over_names(self) -> None:
-        """Launch what another manager was to launch and did not, under new names: it may still launch it."""
-        fleet = self._state.fleet
-        names = [each.name for each in fleet.unlaunched if each.manager != fleet.manager]
-        if not names:
-            return
-        record = await asyncio.to_thread(self._state.record_keeper.read)
-        recorded = {*record.sessions.values()} if record else set()
-        if launched := [name for name in names if name in recorded]:
-            await self._state.client.decide("launched", names=launched)
-        if others := [name for name in names if name not in recorded]:
-            await self._state.client.decide("replace", names=others, causes={})
 
     async def _shrink(self) -> None:
         """Remove excess sessions from the wanted ones."""
@@ -269,13 +242,15 @@ class Reconciler:
         used = self._state.launcher.used_sessions()
         if stopping := {each for each in api.live if each in ids or each not in used}:
             await self._state.launcher.stop(stopping)
-        over = [each.name for each in closing if each.worker and each.worker.session_id not in api.live]
-        for name in over:
-            if (worker := fleet.detach(name)) is not None:
+        over = [each for each in closing if each.worker and each.worker.session_id not in api.live]
+        for each in over:
+            if (worker := fleet.detach(each.name)) is not None:
                 await worker.close()
         if over:
             self._state.record_keeper.poke()
-            await self._state.client.decide("stopped", names=over)
+            # With scale(0), the last worker is connected until its session has ended.
+            await self._state.client.drop([worker for each in over for worker in each.connected])
+            await self._state.client.decide("stopped", names=[each.name for each in over])
 
     async def _launch_missing(self) -> None:
         fleet = self._state.fleet

@@ -58,7 +58,7 @@ class Retirements:
     async def carry_on(self) -> list[Member]:
         """Start to retire unwanted workers, and return those whose sessions can be stopped."""
         members = self._state.fleet.members
-        unwanted = [each for each in members if each.worker and not each.wanted]
+        unwanted = [each for each in members if not each.wanted and (each.worker or each.connected)]
         await self._start([each for each in unwanted if each.connected and not each.retired], _USUAL)
         # Kept sessions that lack a Dask worker, so that whole ones replace them.
         await self._start([each for each in members if each.wanted and self._may_move(each)], 0)

@@ -289,11 +289,20 @@ class Wanted:
                 self._log(state, name)
 
     def connected(self, worker: str) -> None:
-        """Record a Dask worker that has connected, by its name."""
-        if (entry := self._entry_of(worker)) is not None:
-            self._log("connected", worker)
-            entry.seen |= {worker}
-            entry.last = None
+        """Record a Dask worker that has connected, by its name.
+
+        Its session is in the cluster's record, even if its manager died before it said that it launched it.
+        """
+        if (found := read_name(self.cluster, worker)) is None:
+            return
+        name = session_name(self.cluster, *found)
+        entry = self.sessions.setdefault(name, Entry(found[0], self.leader))
+        if not entry.launched:
+            self._log("launched", name)
+        self._log("connected", worker)
+        entry.launched, entry.last = True, None
+        entry.seen |= {worker}
+        self._touch(name)
 
     def left(self, worker: str, last: Mapping[str, Any]) -> None:
         """Record a Dask worker that has left, and what was known of it last.
