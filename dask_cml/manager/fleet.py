@@ -10,6 +10,7 @@ method, which holds the lock from its check to its end. No method waits.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -70,7 +71,8 @@ class Fleet:
         self._observed: dict[str, str] = {}
         #: The wishes that the scheduler has not answered, each with the time at which it was made.
         self._wishes: dict[int, tuple[float, dict[str, Any]]] = {}
-        self._last_wish = 0
+        #: Number the wishes of this manager.
+        self.numbers = itertools.count(1)
         self._closed = False
 
     def begin(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
@@ -304,8 +306,8 @@ class Fleet:
 
     # -- wishes
 
-    def wish(self, op: str, **arguments: Any) -> int:
-        """Add a wish, which is sent until the scheduler answers. Return its number.
+    def wish(self, op: str, **arguments: Any) -> None:
+        """Add a wish, which is sent until the scheduler answers.
 
         A wish for a group replaces those that were not answered yet and that it makes void.
 
@@ -320,7 +322,6 @@ class Fleet:
         with self._lock:
             if self._closed:
                 raise CMLError(f"cannot scale cluster {self.name}: it is closed")
-            self._last_wish += 1
             if op in ("scale", "adapt"):
                 void = ("scale", "adapt", "stop_adapting")
                 self._wishes = {
@@ -328,8 +329,7 @@ class Fleet:
                     for number, (made, each) in self._wishes.items()
                     if each["op"] not in void or each["group"] != arguments["group"]
                 }
-            self._wishes[self._last_wish] = (time.monotonic(), {"op": op, **arguments})
-            return self._last_wish
+            self._wishes[next(self.numbers)] = (time.monotonic(), {"op": op, **arguments})
 
     @property
     def wishes(self) -> list[dict[str, Any]]:

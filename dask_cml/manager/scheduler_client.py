@@ -71,7 +71,6 @@ class SchedulerClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wished = asyncio.Event()
-        self._results: dict[int, asyncio.Future[Any]] = {}
         self._asked: asyncio.Task[dict[str, Any]] | None = None
         self._asked_at = 0.0
 
@@ -162,12 +161,6 @@ class SchedulerClient:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def close(self) -> None:
-        """Close the connections, and stop waiting for answers."""
-        await self.leave()
-        for future in self._results.values():
-            future.cancel()
-
-    async def leave(self) -> None:
         """Close the connections, by which the scheduler notices that this manager has left."""
         await cancel(*self._tasks, self._asked)
         self.connected = False
@@ -193,21 +186,6 @@ class SchedulerClient:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(self._wished.set)
 
-    async def answer_to(self, wish: int) -> Any:
-        """Return the result of a wish, as soon as the scheduler has answered it.
-
-        Raises
-        ------
-        ValueError
-            If the scheduler refuses the wish.
-        """
-        future = self._results[wish] = asyncio.get_running_loop().create_future()
-        self.send_wishes()
-        try:
-            return _result(await future)
-        finally:
-            self._results.pop(wish, None)
-
     async def _send_wishes(self) -> None:
         pause = _FIRST_PAUSE
         while True:
@@ -226,11 +204,8 @@ class SchedulerClient:
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 continue
             self._fleet.answered(each["wish"] for each in wishes)
-            for each, result in zip(wishes, results, strict=True):
-                waiting = self._results.get(each["wish"])
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(result)
-                elif isinstance(result, dict) and "error" in result:
+            for result in results:
+                if isinstance(result, dict) and "error" in result:
                     logger.warning("Cluster %s not changed: %s", self._fleet.name, result["error"])
             self._changed(True)
 
@@ -250,9 +225,19 @@ class SchedulerClient:
         return [*answer["results"]]
 
     async def decide(self, op: str, **arguments: Any) -> Any:
-        """Let the scheduler carry out one operation, and return its result; see :meth:`apply`."""
-        [result] = await self.apply({"op": op, **arguments})
-        return _result(result)
+        """Let the scheduler carry out one operation after this manager's wishes, and return its result.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError, CMLError
+            As in :meth:`apply`.
+        ValueError
+            If the scheduler refuses the operation.
+        """
+        [*_, result] = await self.apply(*self._fleet.wishes, {"op": op, **arguments})
+        if isinstance(result, dict) and "error" in result:
+            raise ValueError(result["error"])
+        return result
 
     # -- requests
 
@@ -388,9 +373,3 @@ class SchedulerClient:
         for address in [address for address, worker in workers if worker["name"] in names]:
             stimulus = f"cml-drop-{time.time()}"
             await self.ask("unregister", address=address, stimulus_id=stimulus)
-
-
-def _result(result: Any) -> Any:
-    if isinstance(result, dict) and "error" in result:
-        raise ValueError(result["error"])
-    return result

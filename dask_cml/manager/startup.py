@@ -144,7 +144,7 @@ def check_version(record: Record) -> None:
 
 async def follow(state: ClusterState, record: Record, timeout: float) -> None:
     """Connect to the scheduler in a record, which another manager has launched."""
-    await state.client.leave()
+    await state.client.close()
     await join(state, record, timeout, record.scheduler.address, record.get_security())
     state.launcher.take_over(record)
 
@@ -290,7 +290,7 @@ async def _launch(state: ClusterState, record: Record, why: str, restarts: int, 
             why = loss.words
     state.log(f"Scheduler of cluster {record.name} lost, with tasks and results: {why}")
     state.log(f"Cluster {record.name} launching another scheduler ({restarts} of {limit} in a row)")
-    await state.client.leave()
+    await state.client.close()
     await _stop(state, record)
     state.fleet.begin(groups)
     state.launcher.detach([each.name for each in state.fleet.members if each.gone])

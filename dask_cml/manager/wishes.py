@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import threading
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -16,6 +17,7 @@ from dask_cml.checks import group_name, message
 from dask_cml.errors import CMLError
 from dask_cml.manager.adaptive import CMLAdaptive, stop_adapting
 from dask_cml.manager.reconciler import Reconciler
+from dask_cml.manager.startup import insist
 from dask_cml.manager.state import ClusterState
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options import Options
@@ -165,17 +167,17 @@ class Wishes:
             await asyncio.sleep(_DELETING_INTERVAL)  # the manager that leads may be another one
 
     async def _ask(self, done: str, group: str, op: str, **arguments: Any) -> None:
-        """Send a wish for a group, and wait for the answer."""
-        self._check_running(f"worker group {group!r} not {done}")
-        wish = self._fleet.wish(op, group=group, **arguments)
-        try:
-            await asyncio.wait_for(self.state.client.answer_to(wish), self._fleet.options.scheduler_timeout)
-        except asyncio.TimeoutError:
-            self._fleet.answered([wish])
-            raise CMLError(
-                f"worker group {group!r} of cluster {self._fleet.name} not {done}: its scheduler does not "
-                "answer"
-            ) from None
+        """Send a wish for a group until the scheduler has answered it."""
+        wish, begin = next(self._fleet.numbers), time.monotonic()
+
+        async def ask() -> None:
+            self._check_running(f"worker group {group!r} not {done}")
+            if not self.state.client.connected:
+                raise OSError("this manager is not connected to the scheduler")
+            age = time.monotonic() - begin
+            await self.state.client.decide(op, group=group, wish=wish, age=age, **arguments)
+
+        await insist(self.state, self._fleet.options.scheduler_timeout, ask)
 
     def _check_running(self, what: str) -> None:
         if self.state.status != Status.running:
