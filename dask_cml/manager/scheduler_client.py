@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 _ANSWER_TIMEOUT, _CLOSE_TIMEOUT = 10.0, 2.0
 #: Seconds for an answer after the connection for changes has ended.
 _GONE_TIMEOUT = 1.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 3.0
+#: Seconds until a request is sent again.
+_PAUSE = 1.0
 #: Seconds. Workers may take long to move their data; their manager watches them meanwhile.
 _NO_LIMIT = 7 * 24 * 3600.0
 
@@ -131,7 +132,7 @@ class SchedulerClient:
                 observes=self._observes,
                 lease=lease,
                 since=self._fleet.revision if wait else 0,
-                wait=heartbeat if wait else _FIRST_PAUSE,
+                wait=heartbeat if wait else _PAUSE,
             )
         except BaseException:
             self._watched.abort()
@@ -147,18 +148,15 @@ class SchedulerClient:
             self._changed(False)
 
     async def _keep_watching(self) -> None:
-        pause = _FIRST_PAUSE
         while True:
             try:
                 await self._watch(1.0)
-                pause = _FIRST_PAUSE
             except Exception as error:
                 if self.connected:
                     logger.info("Scheduler of cluster %s not reached: %r", self._fleet.name, error)
                 self.connected = False
                 self._changed(False)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                await asyncio.sleep(_PAUSE)
 
     async def close(self) -> None:
         """Close the connections, by which the scheduler notices that this manager has left."""
@@ -187,7 +185,6 @@ class SchedulerClient:
                 self._loop.call_soon_threadsafe(self._wished.set)
 
     async def _send_wishes(self) -> None:
-        pause = _FIRST_PAUSE
         while True:
             await self._wished.wait()
             self._wished.clear()
@@ -196,12 +193,10 @@ class SchedulerClient:
                 continue
             try:
                 results = await self.apply(*wishes)
-                pause = _FIRST_PAUSE
             except Exception as error:
                 logger.info("Wishes for cluster %s not answered: %r", self._fleet.name, error)
                 self._wished.set()
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                await asyncio.sleep(_PAUSE)
                 continue
             self._fleet.answered(each["wish"] for each in wishes)
             for result in results:
@@ -300,7 +295,7 @@ class SchedulerClient:
         asking = asyncio.ensure_future(self.call(op, **arguments))
         try:
             while self.connected and not asking.done():
-                await asyncio.wait({asking}, timeout=_FIRST_PAUSE)
+                await asyncio.wait({asking}, timeout=_PAUSE)
             return await asyncio.wait_for(asking, _GONE_TIMEOUT)
         finally:
             asking.cancel()
