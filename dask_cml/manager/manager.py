@@ -244,7 +244,7 @@ class Manager:
             If the scheduler does not answer. The cluster is still shut down with this process.
         """
         state, patience = self.state, self.options.scheduler_timeout
-        await insist(state, patience, lambda: state.client.ask(SET, orphan_timeout=None))
+        await insist(state, patience, lambda: state.client.call(SET, orphan_timeout=None))
         self.shutdown_on_close = False
 
     @property

@@ -175,7 +175,7 @@ class Reconciler:
         scheduler = self._state.launcher.scheduler
         url = None if scheduler is None or scheduler.adopted else scheduler.info.get("app_url")
         if url and url != self._told_url and self._state.client.connected:
-            await self._state.client.ask(SET, app_url=url)
+            await self._state.client.call(SET, app_url=url)
             self._told_url = url
 
     async def _tell_states(self) -> None:

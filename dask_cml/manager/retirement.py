@@ -202,7 +202,7 @@ async def choose(
     key = pickle.dumps(worker_key) if worker_key else None
     named: Iterable[str] = ()  # without an answer
     with contextlib.suppress(OSError, asyncio.TimeoutError):
-        named = await state.client.ask("workers_to_close", n=among, key=key, attribute="name", **more)
+        named = await state.client.call("workers_to_close", n=among, key=key, attribute="name", **more)
     costs = {worker: cost for cost, worker in enumerate(named)}
     # The Dask worker of a session that costs most counts.
     cost = {each: max(costs.get(worker, math.inf) for worker in workers[each]) for each in arrived}

@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds for a connection and for an answer, and to close a connection of Dask's.
 _ANSWER_TIMEOUT, _CLOSE_TIMEOUT = 10.0, 2.0
-#: Seconds for an answer after the connection for changes has ended.
-_GONE_TIMEOUT = 1.0
 #: Seconds until a request is sent again.
 _PAUSE = 1.0
 #: Seconds. Workers may take long to move their data; their manager watches them meanwhile.
@@ -214,8 +212,8 @@ class SchedulerClient:
         CMLError
             If the scheduler refuses all of them.
         """
-        message = {"manager": self._fleet.manager, "operations": [*operations], "since": self._fleet.revision}
-        answer = await self.ask(protocol.APPLY, **message)
+        manager, since = self._fleet.manager, self._fleet.revision
+        answer = await self.call(protocol.APPLY, manager=manager, operations=[*operations], since=since)
         self._take(answer)
         return [*answer["results"]]
 
@@ -282,24 +280,6 @@ class SchedulerClient:
             self._rpc = rpc(self.address, connection_args=self.connection_args)
         return self._rpc
 
-    async def ask(self, op: str, **arguments: Any) -> Any:
-        """Return an answer of the scheduler. Wait only briefly if the scheduler has probably ended.
-
-        Raises
-        ------
-        OSError, asyncio.TimeoutError
-            If the scheduler does not answer.
-        CMLError
-            If the scheduler refuses the request.
-        """
-        asking = asyncio.ensure_future(self.call(op, **arguments))
-        try:
-            while self.connected and not asking.done():
-                await asyncio.wait({asking}, timeout=_PAUSE)
-            return await asyncio.wait_for(asking, _GONE_TIMEOUT)
-        finally:
-            asking.cancel()
-
     async def terminate(self, timeout: float, reason: str) -> None:
         """Ask the scheduler to inform its workers and clients of its end, whatever it answers."""
         if self.address is not None:
@@ -329,7 +309,7 @@ class SchedulerClient:
             and (asked.cancelled() or asked.exception() or time.monotonic() - self._asked_at >= max_age)
         ):
             self._asked_at = time.monotonic()
-            asked = self._asked = asyncio.create_task(self.ask(protocol.DEMAND))
+            asked = self._asked = asyncio.create_task(self.call(protocol.DEMAND))
         return await asyncio.shield(asked)
 
     async def retire(self, names: Collection[str]) -> set[str]:
@@ -353,7 +333,7 @@ class SchedulerClient:
         OSError, asyncio.TimeoutError
             If the scheduler does not answer.
         """
-        held: dict[str, dict[str, float]] = await self.ask(protocol.HELD, names=sorted(names))
+        held: dict[str, dict[str, float]] = await self.call(protocol.HELD, names=sorted(names))
         return held
 
     async def drop(self, names: Collection[str]) -> None:
@@ -367,4 +347,4 @@ class SchedulerClient:
         workers = [*self._fleet.workers_info.items()]
         for address in [address for address, worker in workers if worker["name"] in names]:
             stimulus = f"cml-drop-{time.time()}"
-            await self.ask("unregister", address=address, stimulus_id=stimulus)
+            await self.call("unregister", address=address, stimulus_id=stimulus)
