@@ -89,9 +89,8 @@ def test_a_connection_forgets_earlier_failures_only_after_a_while(backoff, clock
     for _ in range(3):
         backoff.failed("it ended", 1)
         backoff.arrived(clock.now)
-        backoff.settle(clock.now)
     assert backoff.pause == 4
-    backoff.settle(clock.now + 31)
+    clock.now += 31
     backoff.failed("it ended", 1)
     assert backoff.pause == 0
 
@@ -104,7 +103,6 @@ def test_workers_that_connect_and_are_killed_at_once_are_not_replaced_for_ever(b
     while not backoff.gave_up:
         clock.now += 1
         backoff.arrived(clock.now)
-        backoff.settle(clock.now)
         backoff.lost({"mine-0": Loss(Cause.KILLED, "evicted or killed by the platform")})
         pauses.append(backoff.pause)
         assert len(pauses) < 20
@@ -176,18 +174,14 @@ def test_failures_in_one_group_do_not_affect_the_others(mine, clock, told):
 
 def test_a_users_wish_forgets_the_failures_of_its_group(mine, clock, told):
     backoffs = Backoffs(mine.fleet, told.append)
-    backoffs.look(clock.now)
     for group in "default", "gpu":
         backoffs.of(group).failed("it ended", 1)
     mine.want("scale", "gpu", 1)
-    backoffs.look(clock.now)
     assert backoffs.words == "it ended"
     mine.want("adapt", "default", 0, 3, "k1", {})
-    backoffs.look(clock.now)
     assert backoffs.words is None
     backoffs.of().failed("it ended", 1)
     mine.want("resize", "default", 3, "k1")  # adaptive scaling is no user's wish
-    backoffs.look(clock.now)
     assert backoffs.words == "it ended"
     assert backoffs.shortest_pause is None
 

@@ -63,7 +63,7 @@ class Backoff:
     @property
     def gave_up(self) -> bool:
         """Whether no workers are launched until :meth:`reset`, after too many failures."""
-        return self._failures >= self._limit
+        return self._failures >= self._limit and not self._is_settled
 
     @property
     def pause(self) -> float:
@@ -75,10 +75,10 @@ class Backoff:
         self._failure = None
         self._arrived = now
 
-    def settle(self, now: float) -> None:
-        """Forget failures if none has followed the last connection for a while."""
-        if self._pauses and self._arrived is not None and now - self._arrived > _SETTLED:
-            self._failures = self._pauses = 0
+    @property
+    def _is_settled(self) -> bool:
+        """Whether no failure has followed the last connection for a while, so that earlier ones are over."""
+        return self._arrived is not None and time.monotonic() - self._arrived > _SETTLED
 
     def lost(self, losses: Mapping[str, Loss]) -> None:
         """Record workers that were lost together, by their names, which counts as one failure.
@@ -105,6 +105,8 @@ class Backoff:
         self._tell_end()
 
     def _fail(self, reason: str, n: int, counts: bool = True) -> None:
+        if self._is_settled:
+            self._failures = self._pauses = 0
         self._failures += counts
         self._pauses += 1
         self._arrived = None
@@ -179,6 +181,7 @@ class Backoffs:
         self._fleet = fleet
         self._log = log
         self._backoffs: dict[str, Backoff] = {}
+        #: How often a user had scaled each group at the last look.
         self._wishes: dict[str, int] = {}
         #: How many sessions each group was granted last.
         self._granted: dict[str, int] = {}
@@ -187,21 +190,16 @@ class Backoffs:
         limits()
 
     def of(self, group: str = DEFAULT_GROUP) -> Backoff:
-        """Return the backoff of a group."""
+        """Return the backoff of a group. A user who scales the group lets it begin anew."""
+        wishes = self._fleet.n_wishes(group)
         if group not in self._backoffs:
             of_group = f"group {group} of " if group != DEFAULT_GROUP else ""
             name = f"{of_group}cluster {self._fleet.name}"
             self._backoffs[group] = Backoff(name, self._log)
+        elif wishes != self._wishes[group]:
+            self._backoffs[group].reset()
+        self._wishes[group] = wishes
         return self._backoffs[group]
-
-    def look(self, now: float) -> None:
-        """Forget failures and refusals of groups that a user has scaled since the last look."""
-        for state in self._fleet.states:
-            backoff = self.of(state.name)
-            backoff.settle(now)
-            if state.wanted.wishes != self._wishes.setdefault(state.name, state.wanted.wishes):
-                self._wishes[state.name] = state.wanted.wishes
-                backoff.reset()
 
     @property
     def words(self) -> str | None:

@@ -192,6 +192,10 @@ class Fleet:
         with self._lock:
             return {name: group.described() for name, (_, group) in self._groups.items()}
 
+    def n_wishes(self, group: str) -> int:
+        """Return how often a user has scaled a group, as far as the scheduler has answered."""
+        return self._groups[group][1].wishes if group in self._groups else 0
+
     def is_deleted(self, name: str) -> bool:
         """Return whether a worker group is to be removed after its last session."""
         return name in self._groups and self._groups[name][1].deleted

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -108,7 +107,6 @@ class Reconciler:
         settled = asyncio.Event()
         if not self._state.fleet.wishes:  # the scheduler has answered them, so this look knows them
             settled, self._settled = self._settled, settled
-        self._state.backoffs.look(time.monotonic())
         try:
             await self._strays.look()
             await self.report()
@@ -254,7 +252,6 @@ class Reconciler:
 
     async def _launch_missing(self) -> None:
         fleet = self._state.fleet
-        self._state.backoffs.look(time.monotonic())
         wishes = {group.name: group.wanted.wishes for group in fleet.states}
         mine = [each for each in fleet.unlaunched if each.manager == fleet.manager]
         names = [each.name for each in mine if not self._state.backoffs.of(each.group).pause]
