@@ -158,7 +158,7 @@ class ClusterState:
     @property
     def problem(self) -> str | None:
         """The current problem, as a clause. None if there is none."""
-        found = (self.end, self.backoffs.words, self.outage, self.retiring, self.unrunnable, self.fleet.full)
+        found = (self.end, self.outage, self.backoffs.words, self.retiring, self.unrunnable, self.fleet.full)
         return next(filter(None, found), None)
 
     @property
