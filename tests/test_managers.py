@@ -14,6 +14,7 @@ import dask
 import pytest
 from clusters import (
     arrived,
+    create_and_kill,
     launch,
     limits,
     lines_of,
@@ -31,8 +32,10 @@ from distributed.core import Status
 from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
+from dask_cml.layout import SESSIONS_FOLDER
 from dask_cml.manager import losses
 from dask_cml.manager.reconciler import Reconciler
+from dask_cml.options import state_directory
 from dask_cml.records import operations, store
 from dask_cml.records.record import Record
 from dask_cml.sessions.entry import Launch
@@ -344,6 +347,19 @@ async def test_a_dask_worker_whose_session_nobody_knew_hands_over_and_ends(it):
 async def test_a_dask_worker_without_a_session_is_retired(it):
     async with simulate(name="told") as cluster, dask_worker(cluster, "told-7") as worker:
         await eventually(lambda: worker.status == Status.closed and not cluster.observed)
+
+
+@simulated
+async def test_a_wanted_worker_whose_session_is_not_in_the_record_is_replaced(it):
+    """Its manager died before it wrote the record, and the session could not write it either."""
+    await create_and_kill(it, name="told", n_workers=1)
+    [lost] = (each for each, key in store.read("told").sessions.items() if key == "told-0")
+    for file in (state_directory() / "told" / SESSIONS_FOLDER).glob(f"*{lost}*"):
+        file.unlink()
+    async with rebuild("told") as cluster:
+        await eventually(lambda: arrived(cluster) == 1 and "told-0" not in cluster.manager.fleet.names)
+        assert "told-1" in store.read("told").sessions.values()
+        await cluster.close()
 
 
 @simulated

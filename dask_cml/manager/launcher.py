@@ -183,7 +183,7 @@ class Launcher:
     def attach_launched(self, record: Record) -> list[str]:
         """Attach the sessions that other managers have launched, as far as they are in the record.
 
-        Return the names of those that are neither there nor connected.
+        Return the names of those that are not.
         """
         ids, owners = {key: session for session, key in record.sessions.items()}, record.owners
         unknown = [each for each in self._fleet.members if each.launched and each.worker is None]
@@ -191,7 +191,7 @@ class Launcher:
             worker = self.make_worker(name)
             worker.adopt(ids[name], owner=owners.get(ids[name]))
             self._fleet.attach(name, worker)
-        return [each.name for each in unknown if each.worker is None and not each.connected]
+        return [each.name for each in unknown if each.worker is None]
 
     def detach(self, names: Iterable[str]) -> None:
         """Forget workers that another manager has stopped."""

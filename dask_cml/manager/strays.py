@@ -89,9 +89,13 @@ class Strays:
         since = {**dict.fromkeys(lost, now), **since}
         self._since = {each: self._since.get(each, begin) for each, begin in since.items()}
         late = {each for each, begin in self._since.items() if now - begin >= _PATIENCE}
-        if gone := late.intersection(lost):
-            logger.info("Sessions of %s forgotten: they are not in the record", sorted(gone))
-            await self._state.client.decide("stopped", names=sorted(gone))
+        unknown = [member for each in late.intersection(lost) if (member := self._state.fleet.member(each))]
+        if gone := sorted(each.name for each in unknown if not each.connected):
+            logger.info("Sessions of %s forgotten: they are not in the record", gone)
+            await self._state.client.decide("stopped", names=gone)
+        if connected := sorted(each.name for each in unknown if each.connected and each.wanted):
+            logger.warning("Workers %s replaced: their sessions are not in the record", connected)
+            await self._state.client.decide("replace", names=connected, causes={})
         for session in late.intersection(strays):
             name = strays[session]
             logger.warning("Session %s of %s stopped: no manager has launched it", session, name)
