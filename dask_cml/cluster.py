@@ -570,7 +570,7 @@ class CMLCluster(SpecCluster):
     def worker_spec(self) -> dict[str, Any]:
         """The wanted worker sessions by name, as in Dask's SpecCluster. A copy: use :meth:`scale`."""
         states = self.manager.fleet.states
-        return {name: self._spec(group.options) for group in states for name in group.wanted.names}
+        return {name: self._spec(group.options) for group in states for name in group.names}
 
     @worker_spec.setter
     def worker_spec(self, value: Any) -> None:

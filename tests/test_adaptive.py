@@ -58,7 +58,7 @@ class State:
         self.cluster = Cluster(planned, processes, gpu={"options": {"nvidia_gpu": 2, "nthreads": 4}})
         self.fleet = self.cluster.fleet
         self.scheduler = Scheduler()
-        names = [*self.fleet.group().wanted.names]
+        names = [*self.fleet.group().names]
         self.cluster.launch(*names[:launched])
         self.arrive(*names[:arrived])
         client = SchedulerClient(self.fleet, False, lambda _: None)
@@ -266,7 +266,7 @@ async def test_a_group_closes_its_own_sessions_only():
 async def test_idle_sessions_are_closed_before_those_that_run_another_groups_tasks():
     state = State(planned=1)
     state.cluster.want("scale", "gpu", 4)
-    state.arrive(*state.fleet.group("gpu").wanted.names)
+    state.arrive(*state.fleet.group("gpu").names)
     held = {"managed": 0, "limit": 0}
     state.scheduler.groups = {
         "default": {"sessions": 1, "busy": 1, "lent": [0], **held},

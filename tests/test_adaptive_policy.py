@@ -81,11 +81,8 @@ class Simulation:
         return SimpleNamespace(
             name=name,
             options=self.options,
-            wanted=WantedGroup(
-                names=dict.fromkeys(self.worker_spec),
-                target=len(self.worker_spec),
-                adapting={"minimum": 0},
-            ),
+            wanted=WantedGroup(target=len(self.worker_spec), adapting={"minimum": 0}),
+            names=[*self.worker_spec],
         )
 
     def arrived(self, group):

@@ -17,7 +17,7 @@ from dask_cml.scheduler.wanted import Wanted
 def seen(fleet, group="default"):
     """The target of a group, and the names of its wanted sessions."""
     state = fleet.group(group)
-    return state.wanted.target, [*state.wanted.names]
+    return state.wanted.target, [*state.names]
 
 
 # -- wishes

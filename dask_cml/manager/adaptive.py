@@ -181,7 +181,7 @@ class CMLAdaptive(Adaptive):
     def plan(self) -> set[Any]:
         """The wanted sessions."""
         fleet = self._state.fleet
-        return set(fleet.group(self._group).wanted.names) if self._group in fleet.groups else set()
+        return set(fleet.group(self._group).names) if self._group in fleet.groups else set()
 
     # Sessions that are not launched yet are closed like starting ones.
     requested = plan

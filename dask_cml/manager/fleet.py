@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from dask_cml.checks import message
@@ -190,7 +190,7 @@ class Fleet:
     def to_json(self) -> dict[str, Mapping[str, Any]]:
         """Return the worker groups as the scheduler knew them last, for another scheduler."""
         with self._lock:
-            return {name: group.described() for name, (_, group) in self._groups.items()}
+            return {name: asdict(group) for name, (_, group) in self._groups.items()}
 
     def n_wishes(self, group: str) -> int:
         """Return how often a user has scaled a group, as far as the scheduler has answered."""
@@ -204,8 +204,7 @@ class Fleet:
     def adapting(self) -> dict[str, Mapping[str, Any] | None]:
         """The limits of the adaptive scaling of each worker group. None: it has a fixed size."""
         with self._lock:
-            known = {name: group for name, (_, group) in self._groups.items()}
-            return {name: each.adapting for name, each in (self._wanted() if self._wishes else known).items()}
+            return {name: each.adapting for name, each in self._wanted().groups.items()}
 
     @property
     def states(self) -> list[GroupState]:
@@ -225,25 +224,22 @@ class Fleet:
             others += [(each.options.worker, max(each.wanted.target, least))] * (each.name != group)
         return others
 
-    def _state_of(self, name: str, wanted: Mapping[str, WantedGroup]) -> GroupState:
+    def _state_of(self, name: str, wanted: Wanted) -> GroupState:
         options, known = self._groups[name]
-        return GroupState(name, options, replace(wanted.get(name, WantedGroup()), wishes=known.wishes))
+        group = replace(wanted.groups.get(name, WantedGroup()), wishes=known.wishes)
+        return GroupState(name, options, group, wanted.names(name))
 
-    def _wanted(self) -> Mapping[str, WantedGroup]:
+    def _wanted(self) -> Wanted:
         """Return what is wanted when the scheduler has answered the wishes of this manager."""
-        groups = {name: replace(each, names={}) for name, (_, each) in self._groups.items()}
-        for member in self._members.values():
-            if member.wanted and member.group in groups:
-                groups[member.group].names[member.name] = None
-        if self._wishes:
-            wanted = Wanted(self.name, self.leader)
-            wanted.groups = groups
-            wanted.sessions = {
-                name: Entry(each.group, each.manager, each.launched) for name, each in self._members.items()
-            }
-            for _, wish in self._wishes.values():
-                wanted.apply(self.manager, wish)
-        return groups
+        wanted = Wanted(self.name, self.leader)
+        wanted.groups = {name: replace(each) for name, (_, each) in self._groups.items()}
+        wanted.sessions = {**self._members}
+        if self._wishes:  # which change sessions
+            for name, each in self._members.items():
+                wanted.sessions[name] = Entry(each.group, each.manager, each.wanted, each.launched)
+        for _, wish in self._wishes.values():
+            wanted.apply(self.manager, wish)
+        return wanted
 
     @property
     def members(self) -> list[Member]:
@@ -269,7 +265,7 @@ class Fleet:
     @property
     def names(self) -> list[str]:
         """The names of the wanted sessions of all groups, with the wishes of this manager."""
-        return [name for group in self.states for name in group.wanted.names]
+        return [name for group in self.states for name in group.names]
 
     @property
     def differs(self) -> bool:

@@ -22,8 +22,6 @@ class Member(Entry):
         The names of its Dask workers.
     observed : mapping of str to str
         The addresses of all Dask workers that are connected to the scheduler now, by their names.
-    wanted : bool
-        Whether it is wanted.
     worker : CMLWorker or None
         Its session. None if it is not launched, or not known here yet.
     gone : bool
@@ -47,7 +45,6 @@ class Member(Entry):
     name: str
     dask_names: Sequence[str]
     observed: Mapping[str, str]
-    wanted: bool = False
     worker: CMLWorker | None = None
     gone: bool = False
     has_arrived: bool = False
@@ -95,8 +92,16 @@ class GroupState:
         The cluster's options, with the values of this group.
     wanted : WantedGroup
         What is wanted of it. Its wishes are those that the scheduler knows.
+    names : sequence of str
+        The names of its wanted sessions, the oldest first.
     """
 
     name: str
     options: Options
     wanted: WantedGroup
+    names: Sequence[str]
+
+    @property
+    def excess(self) -> int:
+        """Number of wanted sessions above the target, because none was chosen to stop yet."""
+        return len(self.names) - self.wanted.target

@@ -226,8 +226,8 @@ class Reconciler:
     async def _shrink(self) -> None:
         """Remove excess sessions from the wanted ones."""
         for group in self._state.fleet.states:
-            if group.wanted.excess > 0:
-                names = await choose(self._state, group.wanted.excess, group=group.name)
+            if group.excess > 0:
+                names = await choose(self._state, group.excess, group=group.name)
                 await self._state.client.decide("trim", group=group.name, names=names)
 
     async def _close_unwanted(self) -> None:

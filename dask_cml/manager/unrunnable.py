@@ -27,7 +27,7 @@ async def find_unrunnable(state: ClusterState) -> dict[str, str]:
 def _expected(fleet: Fleet) -> set[str]:
     """Return the names, addresses and hosts of Dask workers that are connected or wanted."""
     known = fleet.workers_info
-    names = [(name, group.options.processes) for group in fleet.states for name in group.wanted.names]
+    names = [(name, group.options.processes) for group in fleet.states for name in group.names]
     return {
         *(each for name, processes in names for each in (name, *dask_names(name, processes))),
         *known,

@@ -298,7 +298,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             if (found := read_name(self._wanted.cluster, str(worker.name))) is not None:
                 name = session_name(self._wanted.cluster, *found)
                 busy[name] = busy.get(name, False) or bool(worker.processing)
-        n_wanted = sum(len(group.names) for group in self._wanted.groups.values())
+        n_wanted = sum(each.wanted for each in self._wanted.sessions.values())
         self._activity.look(time.time(), n_wanted, len(busy), sum(busy.values()), self._tasks_done())
 
     def _changed(self) -> None:

@@ -4,9 +4,9 @@ The scheduler's plugin owns it. Managers send wishes, decisions and what they di
 which gets the manager's id. The types of its arguments say which values are valid. There is no I/O and no
 clock in it, so the order of the calls alone decides.
 
-For each worker group, the *target* is the number of requested worker sessions. The *names* are those of the
-wanted sessions, never fewer than the target. If there are more, the leader chooses some to stop. Numbers in
-names are given out once, so no two managers launch sessions with one name.
+For each worker group, the *target* is the number of requested worker sessions. Never fewer sessions are
+*wanted*. If there are more, the leader chooses some to stop. Numbers in names are given out once, so no two
+managers launch sessions with one name.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ class Wanted:
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Return the groups for JSON, from which another scheduler begins."""
-        return {name: group.described() for name, group in self.groups.items()}
+        return {name: asdict(group) for name, group in self.groups.items()}
+
+    def names(self, group: str) -> list[str]:
+        """Return the names of the wanted sessions of a group, the oldest first."""
+        return [name for name, each in self.sessions.items() if each.wanted and each.group == group]
 
     def since(self, revision: int) -> dict[str, Any]:
         """Return for managers what has changed since a revision.
@@ -91,10 +95,7 @@ class Wanted:
 
     def _session(self, name: str) -> dict[str, Any] | None:
         entry = self.sessions.get(name)
-        if entry is None:
-            return None
-        group = self.groups.get(entry.group)
-        return {**asdict(entry), "seen": [*entry.seen], "wanted": group is not None and name in group.names}
+        return None if entry is None else {**asdict(entry), "seen": [*entry.seen]}
 
     def lead(self, leader: str | None) -> None:
         """Let a manager lead from now on."""
@@ -183,7 +184,7 @@ class Wanted:
         """Stop all sessions of a group, and remove the group after the last one."""
         asked = self._asked(group)
         asked.target, asked.adapting, asked.deleted = 0, None, True
-        self._discard([*asked.names])
+        self._discard(self.names(group))
         self._remove_deleted()
 
     def _asked(self, name: str) -> WantedGroup:
@@ -210,7 +211,8 @@ class Wanted:
         """Stop these sessions, and request fewer by as many. Return whether that was done."""
         if not self._adapts(group, key):
             return False
-        self._lower([name for name in names if name in self.groups[group].names])
+        wanted = {*self.names(group)}
+        self._lower([name for name in names if name in wanted])
         return True
 
     def _adapts(self, group: Group, key: Text) -> bool:
@@ -221,10 +223,10 @@ class Wanted:
 
     def trim(self, manager: str, group: Group, names: Names) -> None:
         """Stop as many of these sessions as exceed the target."""
-        trimmed = self.groups.get(group)
-        if manager == self.leader and trimmed is not None:
-            chosen = [name for name in names if name in trimmed.names]
-            self._discard(chosen[: max(0, trimmed.excess)])
+        if manager == self.leader and group in self.groups:
+            wanted = {*self.names(group)}
+            chosen = [name for name in names if name in wanted]
+            self._discard(chosen[: max(0, len(wanted) - self.groups[group].target)])
 
     def replace(self, manager: str, names: Names, causes: Texts) -> list[str]:
         """Replace sessions by new ones. Return those that were still wanted. `causes` says why by name."""
@@ -245,11 +247,12 @@ class Wanted:
         refused = self.groups.get(group)
         if manager != self.leader or refused is None or refused.wishes != wishes:
             return None
-        asked = len(refused.names)
-        self._discard([name for name in names if name in refused.names and not self.sessions[name].launched])
-        refused.target = min(refused.target, len(refused.names))
+        asked = {*self.names(group)}
+        self._discard([name for name in names if name in asked and not self.sessions[name].launched])
+        granted = len(self.names(group))
+        refused.target = min(refused.target, granted)
         self.changes.touch(GROUPS)
-        return [len(refused.names), asked]
+        return [granted, len(asked)]
 
     def keep(self, manager: str, names: Names, wishes: Wishes) -> None:
         """Want sessions again whose data no other worker can take.
@@ -260,8 +263,8 @@ class Wanted:
             entry = self.sessions.get(name)
             group = None if entry is None else self.groups.get(entry.group)
             if entry is not None and group is not None and wishes.get(entry.group) == group.wishes:
-                group.names[name] = None
-                group.target, group.deleted = max(group.target, len(group.names)), False
+                entry.wanted = True
+                group.target, group.deleted = max(group.target, len(self.names(entry.group))), False
                 self._touch(name)
                 self.changes.touch(GROUPS)
 
@@ -346,23 +349,22 @@ class Wanted:
     def _grow(self, name: str) -> None:
         """Give out names of new sessions up to the target."""
         group = self.groups[name]
-        while group.excess < 0:
+        missing = group.target - len(self.names(name))
+        while missing > 0:
             session = session_name(self.cluster, name, group.number)
             group.number += 1
             if session not in self.sessions:
-                group.names[session] = None
-                self.sessions[session] = Entry(name, self.leader)
+                self.sessions[session] = Entry(name, self.leader, wanted=True)
                 self._touch(session)
+                missing -= 1
         self.changes.touch(GROUPS)
 
     def _discard(self, names: Iterable[str]) -> list[str]:
         """Want sessions no longer. Return those that were wanted."""
         gone = []
         for name in names:
-            entry = self.sessions.get(name)
-            group = None if entry is None else self.groups.get(entry.group)
-            if entry is not None and group is not None and name in group.names:
-                del group.names[name]
+            if (entry := self.sessions.get(name)) is not None and entry.wanted:
+                entry.wanted = False
                 gone.append(name)
                 if not entry.launched:
                     del self.sessions[name]
@@ -375,8 +377,9 @@ class Wanted:
     def _lower(self, names: Names) -> None:
         groups = self._groups_of(names)
         self._discard(names)
-        for group in map(self.groups.__getitem__, groups):
-            group.target = min(group.target, len(group.names))
+        for name in groups:
+            group = self.groups[name]
+            group.target = min(group.target, len(self.names(name)))
         self.changes.touch(GROUPS)
 
     def _remove_deleted(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -26,8 +26,6 @@ class WantedGroup:
         ``manager`` that was asked, and the ``wish``.
     deleted : bool
         Whether to remove the group after its last session.
-    names : dict
-        The names of the wanted sessions, the oldest first.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -36,18 +34,6 @@ class WantedGroup:
     wishes: int = 0
     adapting: Mapping[str, Any] | None = None
     deleted: bool = False
-    names: dict[str, None] = field(default_factory=dict)
-
-    @property
-    def excess(self) -> int:
-        """Number of wanted sessions above the target, because none was chosen to stop yet."""
-        return len(self.names) - self.target
-
-    def described(self) -> dict[str, Any]:
-        """Return all but the names."""
-        described = asdict(self)
-        del described["names"]
-        return described
 
 
 @dataclass(eq=False)
@@ -60,6 +46,8 @@ class Entry:
         Its worker group.
     manager : str or None
         The manager that may launch it, or has launched it.
+    wanted : bool
+        Whether it is wanted.
     launched : bool
         Whether it is launched, and in the cluster's record.
     seen : frozenset of str
@@ -73,6 +61,7 @@ class Entry:
 
     group: str
     manager: str | None
+    wanted: bool = False
     launched: bool = False
     seen: frozenset[str] = frozenset()
     leaving: bool = False
