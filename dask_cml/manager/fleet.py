@@ -53,7 +53,9 @@ class Fleet:
     revision : int
         The revision of the scheduler's state that is known here.
     workers_info : dict
-        The scheduler's information on its Dask workers, by their addresses.
+        The scheduler's information on its Dask workers, by their addresses. Each answer replaces it.
+    observed : set
+        The names of these Dask workers.
     """
 
     def __init__(self, options: Options, manager: str) -> None:
@@ -61,14 +63,13 @@ class Fleet:
         self.leader: str | None = None
         self.revision = 0
         self.workers_info: dict[str, dict[str, Any]] = {}
+        self.observed: set[Any] = set()
         self.tasks_done = self.managers = 0
         #: The cluster's age in seconds, and its limit, if it has one.
         self.age = self.most_age = 0
         self._lock = threading.RLock()
         self._groups = {DEFAULT_GROUP: (options, WantedGroup())}
         self._members: dict[str, Member] = {}
-        #: The addresses of Dask workers by their names.
-        self._observed: dict[str, str] = {}
         #: The wishes that the scheduler has not answered, each with the time at which it was made.
         self._wishes: dict[int, tuple[float, dict[str, Any]]] = {}
         #: Number the wishes of this manager.
@@ -108,7 +109,9 @@ class Fleet:
                 sessions.update(dict.fromkeys(self._members.keys() - sessions.keys()))
             for name, each in sessions.items():
                 self._update_member(name, each)
-            self._update_workers(answer["workers"], answer["whole"])
+            workers = {**({} if answer["whole"] else self.workers_info), **answer["workers"]}
+            known = {address: each for address, each in workers.items() if each is not None}
+            self.workers_info, self.observed = known, {each["name"] for each in known.values()}
             # At last, so that the manager asks again for an answer that it could not read.
             self.revision = answer["revision"]
 
@@ -144,16 +147,7 @@ class Fleet:
 
     def _new_member(self, name: str, group: str) -> Member:
         names = dask_names(name, self.options_of(group).processes)
-        return Member(name=name, group=group, manager=None, dask_names=names, observed=self._observed)
-
-    def _update_workers(self, workers: Mapping[str, dict[str, Any] | None], whole: bool) -> None:
-        for address in [*self.workers_info] if whole else [each for each in workers if workers[each] is None]:
-            if (info := self.workers_info.pop(address, None)) and self._observed.get(info["name"]) == address:
-                del self._observed[info["name"]]
-        for address, new in workers.items():
-            if new is not None:
-                self.workers_info[address] = new
-                self._observed[new["name"]] = address
+        return Member(name=name, group=group, manager=None, dask_names=names, observed=lambda: self.observed)
 
     # -- snapshots
 
@@ -281,14 +275,8 @@ class Fleet:
     @property
     def full(self) -> str | None:
         """Which Dask workers start no tasks because their memory and their disk are full. None: no one."""
-        with self._lock:
-            paused = {key: each for key, each in self.workers_info.items() if each.get("status") == "paused"}
+        paused = {key: each for key, each in self.workers_info.items() if each.get("status") == "paused"}
         return full_workers(read_workers(paused))
-
-    @property
-    def observed(self) -> set[str]:
-        """The names of the Dask workers that the scheduler knows."""
-        return {*self._observed}
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the wanted sessions of which a Dask worker is connected, in one group or in all."""
@@ -376,8 +364,7 @@ class Fleet:
         """Forget all sessions and Dask workers, because the cluster is closed."""
         with self._lock:
             self._members.clear()
-            self.workers_info.clear()
-            self._observed.clear()
             self._wishes.clear()
+            self.workers_info, self.observed = {}, set()
             for _, group in self._groups.values():
                 group.target, group.adapting = 0, None

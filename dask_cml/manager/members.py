@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from dask_cml.options import Options
@@ -20,8 +20,8 @@ class Member(Entry):
         Its name.
     dask_names : sequence of str
         The names of its Dask workers.
-    observed : mapping of str to str
-        The addresses of all Dask workers that are connected to the scheduler now, by their names.
+    observed : callable
+        Returns the names of all Dask workers that are connected to the scheduler now.
     worker : CMLWorker or None
         Its session. None if it is not launched, or not known here yet.
     gone : bool
@@ -44,7 +44,7 @@ class Member(Entry):
 
     name: str
     dask_names: Sequence[str]
-    observed: Mapping[str, str]
+    observed: Callable[[], Collection[str]]
     worker: CMLWorker | None = None
     gone: bool = False
     has_arrived: bool = False
@@ -57,7 +57,7 @@ class Member(Entry):
     @property
     def connected(self) -> list[str]:
         """The names of its Dask workers that are connected now."""
-        return [name for name in self.dask_names if name in self.observed]
+        return [name for name in self.dask_names if name in self.observed()]
 
     @property
     def is_whole(self) -> bool:

@@ -344,7 +344,7 @@ class SchedulerClient:
         OSError, asyncio.TimeoutError
             If the scheduler does not answer.
         """
-        workers = [*self._fleet.workers_info.items()]
-        for address in [address for address, worker in workers if worker["name"] in names]:
-            stimulus = f"cml-drop-{time.time()}"
-            await self.call("unregister", address=address, stimulus_id=stimulus)
+        for address, worker in self._fleet.workers_info.items():
+            if worker["name"] in names:
+                stimulus = f"cml-drop-{time.time()}"
+                await self.call("unregister", address=address, stimulus_id=stimulus)
