@@ -152,6 +152,7 @@ def test_a_group_that_a_newer_release_has_added_is_ignored(caplog):
     assert mine.fleet.groups == ["default"]
     assert "Worker group new of cluster mine ignored" in caplog.text
     assert seen(mine.fleet) == (1, ["mine-0"])
+    assert [each.name for each in mine.fleet.unlaunched] == ["mine-0"]
 
 
 # -- sessions and Dask workers

@@ -243,8 +243,9 @@ class Fleet:
 
     @property
     def unlaunched(self) -> list[Member]:
-        """The wanted sessions that are not launched, as far as this manager knows."""
-        return [each for each in self.members if each.wanted and not each.launched and each.worker is None]
+        """The wanted sessions of known groups that are not launched, as far as this manager knows."""
+        wanted = [each for each in self.members if each.wanted and each.group in self._groups]
+        return [each for each in wanted if not each.launched and each.worker is None]
 
     def member(self, name: str) -> Member | None:
         """Return a session. None: it is neither wanted nor launched."""
