@@ -33,7 +33,6 @@ from dask_cml.dashboard import http_server, proxy
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.layout import FOLDER, NUMBER, scheduler_file
 from dask_cml.protocol import FORWARD
-from dask_cml.scheduler.plugin import NAME
 from dask_cml.sessions.plan import PRELOAD
 
 pytest.importorskip("bokeh")
@@ -653,13 +652,14 @@ async def test_close_ends_all_connections_and_frees_the_port(holds):
         forwarder = DashboardForwarder(functools.partial(open_comm, running.address))
         async with Pane(forwarder.port) as pane:
             idle, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
+            assert FORWARD in running._comms.values()
             await forwarder.close()
             await forwarder.close()
             with pytest.raises(ConnectionError):
                 await asyncio.wait_for(pane.receive_all(), 120)
             assert await idle.read() == b""
             writer.close()
-        await holds(lambda: not running.plugins[NAME]._forwards.comms)
+        await holds(lambda: FORWARD not in running._comms.values())
         async with forwarder_to(running.address, port=forwarder.port) as again:
             assert (await get(again.port, "/health")).body == b"ok"
 

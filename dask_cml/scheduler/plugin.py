@@ -29,7 +29,6 @@ from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.arguments import URL, Manager, Names, Number, Operations, Seconds
 from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
-from dask_cml.scheduler.forwards import Forwards
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import check_operation, checked
@@ -74,7 +73,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Add the handlers to the scheduler, and start to look for managers and clients."""
         begin = await unless_stale(self._file.begin)
         self._scheduler = scheduler
-        self._forwards = Forwards(scheduler)
         self._record = begin["record"]
         self._presence = Presence(scheduler.clients, begin.get("patience"), begin["leader"])
         self._orphan_timeout = begin.get("orphan_timeout")
@@ -90,7 +88,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.DEMAND: self.demand,
             protocol.HELD: self.held,
             protocol.NOTICE: self.notice,
-            protocol.FORWARD: self._forwards.forward,
+            protocol.FORWARD: self.forward,
             "terminate": self.terminate,
         }
         await unless_stale(lambda: self._file.write(self._state()))
@@ -114,7 +112,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._note_activity()
         with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
             await self._file.write_next(self._state())
-        self._forwards.close()
 
     def _state(self) -> dict[str, Any]:
         """Return the content of the scheduler's file. Dask's workers and clients read the address."""
@@ -276,6 +273,23 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._retiring.discard(retiring)
         if not retiring.cancelled() and (error := retiring.exception()) is not None:
             logger.warning("Workers not retired: %r", error)
+
+    async def forward(self, comm: Comm, **_: Any) -> Any:
+        """Serve the dashboard, which listens on the loopback only, on a comm until one side closes it.
+
+        When the scheduler closes, Dask cancels this.
+        """
+        # Dask's comms over asyncio lack it.
+        if (stream := getattr(comm, "stream", None)) is None:
+            return {"status": "error", "message": "the scheduler's comms cannot carry its dashboard"}
+        try:
+            await comm.write({"status": "OK"})
+            self._scheduler.http_server.handle_stream(stream, ("127.0.0.1", 0))
+            while not stream.closed():  # noqa: ASYNC110, Tornado's WebSockets tell nobody else of their end
+                await asyncio.sleep(_LOOK_INTERVAL)
+        finally:
+            comm.abort()
+        return Status.dont_reply
 
     def _since(self, revision: int) -> dict[str, Any]:
         """Return the state, as far as it has changed since a revision."""
