@@ -42,7 +42,7 @@ logger = logging.getLogger("distributed.scheduler.dask_cml")
 NAME = "dask-cml"
 
 _LOOK_INTERVAL, _ACTIVITY_INTERVAL = 0.5, 5.0
-#: Seconds for which changes are collected before managers are told.
+#: Seconds for which further changes are collected before managers are told.
 _COLLECT = 0.1
 
 
@@ -63,8 +63,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def __init__(self, folder: Path, number: int = 0) -> None:
         self._file = StateFile(folder, number)
         self._app_url: str | None = None
-        self._told = asyncio.Condition()
-        self._telling: asyncio.Task[None] | None = None
+        #: Set at the next change.
+        self._change = asyncio.Event()
         self._retiring: set[asyncio.Future[Any]] = set()
         self._states: dict[str, WorkerState] = {}
         self._paused: set[str] = set()
@@ -108,7 +108,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Stop all tasks when the scheduler closes, and write its last state."""
         for each in self._periodic:
             each.stop()
-        await cancel(self._writing, self._telling, *self._retiring)
+        await cancel(self._writing, *self._retiring)
         self._note_activity()
         with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
             await self._file.write_next(self._state())
@@ -182,13 +182,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         if not observes or self._file.number > 0:
             self._presence.timeout = self._orphan_timeout
         self._choose_leader()
-        changes = self._wanted.changes
-        if since == changes.revision:
+        if since == self._wanted.changes.revision:
             with contextlib.suppress(asyncio.TimeoutError):
-                async with self._told:
-                    await asyncio.wait_for(
-                        self._told.wait_for(lambda: changes.revision != since), min(wait, lease / 2)
-                    )
+                await asyncio.wait_for(self._change.wait(), min(wait, lease / 2))
+                await asyncio.sleep(_COLLECT)
             if not comm.closed():
                 self._presence.hear(manager, observes, lease, comm)
         return self._since(since)
@@ -316,18 +313,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._activity.look(time.time(), n_wanted, len(busy), sum(busy.values()), self._tasks_done())
 
     def _changed(self) -> None:
-        """Tell managers soon, and write the scheduler's file."""
+        """Tell managers, and write the scheduler's file."""
         self._wanted.changes.forget(len(self._wanted.sessions) + len(self._scheduler.workers))
         while self._wanted.events:
             self._scheduler.log_event(protocol.TOPIC, self._wanted.events.popleft())
         self._file.changed()
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self._tell())
-
-    async def _tell(self) -> None:
-        await asyncio.sleep(_COLLECT)
-        async with self._told:
-            self._told.notify_all()
+        self._change.set()
+        self._change = asyncio.Event()
 
     def _choose_leader(self) -> None:
         leader = self._presence.next_leader(self._wanted.leader)
