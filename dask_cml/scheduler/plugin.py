@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._record = begin["record"]
         self._presence = Presence(scheduler.clients, begin.get("patience"), begin["leader"])
         self._orphan_timeout = begin.get("orphan_timeout")
-        self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
+        log_event = partial(scheduler.log_event, protocol.TOPIC)
+        self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"], log_event)
         self._restarts = int(begin.get("restarts", 0))
         self._activity = Activity(begin.get("activity", {}))
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
@@ -315,8 +317,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def _changed(self) -> None:
         """Tell managers, and write the scheduler's file."""
         self._wanted.changes.forget(len(self._wanted.sessions) + len(self._scheduler.workers))
-        while self._wanted.events:
-            self._scheduler.log_event(protocol.TOPIC, self._wanted.events.popleft())
         self._file.changed()
         self._change.set()
         self._change = asyncio.Event()
