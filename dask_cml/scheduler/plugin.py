@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from dask_cml.scheduler.messages import check_operation, checked
 from dask_cml.scheduler.presence import Presence
 from dask_cml.scheduler.state_file import StateFile, unless_stale
 from dask_cml.scheduler.wanted import Wanted
+from dask_cml.validation import validate
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -80,7 +82,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         log_event = partial(scheduler.log_event, protocol.TOPIC)
         self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"], log_event)
         self._restarts = int(begin.get("restarts", 0))
-        self._activity = Activity(begin.get("activity", {}))
+        self._activity = validate(begin.get("activity", {}), Activity, "activity")
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
         scheduler.handlers |= {
             protocol.HELLO: self.hello,
@@ -129,7 +131,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "restarts": 0 if self._tasks_done() else self._restarts,
             "closed": self._lifetime.closed,
             "groups": self._wanted.to_json(),
-            "activity": self._activity.to_json(),
+            "activity": asdict(self._activity),
         }
 
     async def _keep_file(self) -> None:
