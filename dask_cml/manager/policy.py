@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dask_cml.manager.members import GroupState
+from dask_cml.scheduler.demand import Work
 
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
 #: The remaining workers must have a limit of this many times the managed bytes.
@@ -21,28 +22,6 @@ _FULL, _MEMORY_RATIO = 0.6, 2
 _FIRST, _MORE = 0.25, 0.5
 #: Tolerance for rounding errors.
 _ROUNDING = 1e-6
-
-
-@dataclass(frozen=True)
-class Work:
-    """Tasks that need the same resources.
-
-    Parameters
-    ----------
-    resources : mapping of str to float
-        The needs of each task.
-    tasks : int
-        Number of tasks that run or could run now.
-    seconds : float
-        Time that one thread would take for all of them, in seconds.
-    unrunnable : int
-        Number of these tasks that no connected worker can run.
-    """
-
-    resources: Mapping[str, float]
-    tasks: int
-    seconds: float
-    unrunnable: int = 0
 
 
 @dataclass(frozen=True)
@@ -319,5 +298,5 @@ def _why_unrunnable(snapshot: Snapshot, needs: Mapping[str, float]) -> str | Non
     return f"; worker group {closest.name} offers it, but has no workers: call {command}"
 
 
-def _tasks(n: int) -> str:
+def _tasks(n: float) -> str:
     return f"{n} task" if n == 1 else f"{n} tasks"

@@ -5,7 +5,8 @@ Dask's ``Scheduler.adaptive_target`` ignores resources, so it does not know whic
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from heapq import nsmallest
 from itertools import count, islice
 from math import isqrt
@@ -34,31 +35,26 @@ _MOST_LENT, _LENT_SECONDS = 100, 10.0
 Needs = tuple[tuple[str, float], ...]
 
 
-class _Work:
-    """Tasks by their needs."""
+@dataclass
+class Work:
+    """Tasks that need the same resources.
 
-    def __init__(self) -> None:
-        self._known: dict[Needs, dict[str, float]] = {}
+    Parameters
+    ----------
+    resources : mapping of str to float
+        The needs of each task.
+    tasks : int
+        Number of tasks that run or could run now.
+    seconds : float
+        Time that one thread would take for all of them by Dask's own estimates, in seconds.
+    unrunnable : int
+        Number of these tasks that no connected worker can run.
+    """
 
-    def add(self, needs: Needs, tasks: float, seconds: float, unrunnable: float = 0.0) -> None:
-        if needs not in self._known and len(self._known) >= _MOST_NEEDS:
-            names = [name for name, _ in needs]
-            alike = (other for other in self._known if [name for name, _ in other] == names)
-            needs = next(alike, needs)
-        work = self._known.setdefault(needs, {"tasks": 0.0, "seconds": 0.0, "unrunnable": 0.0})
-        work["tasks"] += tasks
-        work["seconds"] += seconds
-        work["unrunnable"] += unrunnable
-
-    def described(self) -> list[dict[str, Any]]:
-        return [
-            {
-                **work,
-                "resources": dict(needs),
-                **{name: round(work[name]) for name in ("tasks", "unrunnable")},
-            }
-            for needs, work in self._known.items()
-        ]
+    resources: Mapping[str, float]
+    tasks: float = 0
+    seconds: float = 0.0
+    unrunnable: float = 0
 
 
 def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
@@ -74,9 +70,7 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``work`` lists, for each need of resources: ``resources`` by name; the number of ``tasks`` that run or
-        could run now; the number of those that are ``unrunnable`` because no connected worker can run them;
-        and their duration in ``seconds`` by Dask's own estimates.
+        ``work`` lists the :class:`Work` for each need of resources.
         ``restricted`` lists unrunnable tasks that only certain workers may run, which are not in ``work``:
         ``names`` of some of these workers or hosts, and the number of ``tasks``.
         ``groups`` contains, for each worker group with sessions: the number of ``sessions``; the number of
@@ -85,18 +79,18 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
         nothing because their memory and their disk are full; the ``managed`` bytes and the memory ``limit``
         in bytes.
     """
-    work = _Work()
+    work: dict[Needs, Work] = {}
     restricted: dict[tuple[str, ...], float] = {}
     tasks, weight = _sample(scheduler.queued, _MOST_QUEUED)
     for task in tasks:
-        work.add(needs_of(task), weight, weight * duration_of(scheduler, task))
+        _add(work, needs_of(task), weight, weight * duration_of(scheduler, task))
     tasks, weight = _sample(scheduler.unrunnable, _MOST_OTHERS)
     for task in tasks:
         if names := restriction_of(task):
             if names in restricted or len(restricted) < _MOST_RESTRICTIONS:
                 restricted[names] = restricted.get(names, 0) + weight
         else:
-            work.add(needs_of(task), weight, weight * duration_of(scheduler, task), weight)
+            _add(work, needs_of(task), weight, weight * duration_of(scheduler, task), weight)
     sessions: dict[str, dict[int, list[WorkerState]]] = {}
     for worker in scheduler.workers.values():
         if (name := read_name(cluster, str(worker.name))) is not None:
@@ -107,14 +101,27 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     for plugin in [*scheduler.plugins.values()]:
         closable = plugin.valid_workers_downscaling(scheduler, closable)
     addresses = {worker.address for worker in closable}
+    for each in work.values():
+        each.tasks, each.unrunnable = round(each.tasks), round(each.unrunnable)
     return {
-        "work": work.described(),
+        "work": [asdict(each) for each in work.values()],
         "restricted": [{"names": [*names], "tasks": round(n)} for names, n in restricted.items()],
         "groups": {group: _describe(each, addresses) for group, each in sessions.items()},
     }
 
 
-def _add_processing(work: _Work, scheduler: Scheduler, worker: WorkerState) -> None:
+def _add(work: dict[Needs, Work], needs: Needs, tasks: float, seconds: float, unrunnable: float = 0) -> None:
+    """Add tasks to those with the same needs. Of too many needs, those of the same resources count as one."""
+    if needs not in work and len(work) >= _MOST_NEEDS:
+        names = [name for name, _ in needs]
+        needs = next((other for other in work if [name for name, _ in other] == names), needs)
+    known = work.setdefault(needs, Work(dict(needs)))
+    known.tasks += tasks
+    known.seconds += seconds
+    known.unrunnable += unrunnable
+
+
+def _add_processing(work: dict[Needs, Work], scheduler: Scheduler, worker: WorkerState) -> None:
     running = len(worker.processing) - len(worker.long_running)
     most = max(_LEAST, _MOST_OTHERS // len(scheduler.workers))
     tasks, _ = _sample(worker.processing, most)
@@ -125,7 +132,7 @@ def _add_processing(work: _Work, scheduler: Scheduler, worker: WorkerState) -> N
         # The occupancy includes the time of transfers.
         seconds = worker.occupancy * duration / total if total else 0.0
         if not restriction_of(task):
-            work.add(needs_of(task), running / len(durations), seconds)
+            _add(work, needs_of(task), running / len(durations), seconds)
 
 
 def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dict[str, Any]:
