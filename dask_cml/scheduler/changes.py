@@ -7,8 +7,8 @@ from itertools import takewhile
 #: What has changed: its kind, and its name.
 Key = tuple[str, str]
 
-#: Maximum number of keys to remember in addition to twice the existing ones.
-_MOST_FORGOTTEN = 10_000
+#: Maximum number of keys to remember, far more than a cluster has sessions and Dask workers.
+_MOST = 50_000
 
 
 class ChangeLog:
@@ -30,19 +30,15 @@ class ChangeLog:
         self._forgotten = 0
 
     def touch(self, key: Key) -> None:
-        """Record a change of this key."""
+        """Record a change of this key. Of too many, forget the oldest."""
         self.revision += 1
         self._changed.pop(key, None)
         self._changed[key] = self.revision
+        if len(self._changed) > _MOST:
+            self._forgotten = self._changed.pop(next(iter(self._changed)))
 
     def since(self, revision: int) -> list[Key] | None:
         """Return the keys that have changed since a revision. None: not known, so look at everything."""
         if not self._forgotten <= revision <= self.revision:
             return None
         return [*takewhile(lambda key: self._changed[key] > revision, reversed(self._changed))]
-
-    def forget(self, existing: int) -> None:
-        """Forget the oldest changes if they are many more than the existing keys."""
-        while len(self._changed) > 2 * existing + _MOST_FORGOTTEN:
-            oldest = next(iter(self._changed))
-            self._forgotten = self._changed.pop(oldest)

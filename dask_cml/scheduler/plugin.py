@@ -318,7 +318,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _changed(self) -> None:
         """Tell managers, and write the scheduler's file."""
-        self._wanted.changes.forget(len(self._wanted.sessions) + len(self._scheduler.workers))
         self._file.changed()
         self._change.set()
         self._change = asyncio.Event()
