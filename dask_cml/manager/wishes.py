@@ -204,11 +204,11 @@ class Wishes:
                 stop_adapting(self._adaptives.pop(deleted), "the worker group was deleted")
             for group, adapting in self._fleet.adapting.items():
                 own = self._adaptives.get(group)
-                scales = isinstance(own, CMLAdaptive) and not own.released
-                if scales and (adapting is None or adapting["key"] != own.key):  # type: ignore[union-attr]
-                    stop_adapting(own, "another manager scales the cluster")  # type: ignore[arg-type]
-                    scales = False
-                if adapting is not None and not scales and self.state.client.leads:
+                if isinstance(own, CMLAdaptive) and not own.released:
+                    if adapting is not None and adapting["key"] == own.key:
+                        continue
+                    stop_adapting(own, "another manager scales the cluster")
+                if adapting is not None and self.state.client.leads:
                     logger.info(
                         "Adaptive scaling of group %s of cluster %s taken over", group, self._fleet.name
                     )
