@@ -8,7 +8,7 @@ import pytest
 from distributed.core import rpc
 from schedulers import prepare, scheduler_in
 
-from dask_cml.scheduler.messages import OPERATIONS, check_operation
+from dask_cml.scheduler.wanted import OPERATIONS, check_operation
 
 VALID = {
     "scale": {"group": "default", "n": 3},

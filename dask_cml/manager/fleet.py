@@ -25,8 +25,7 @@ from dask_cml.manager.members import GroupState, Member
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name
 from dask_cml.options import Options
 from dask_cml.options.limits import Sessions
-from dask_cml.scheduler.messages import check_operation
-from dask_cml.scheduler.wanted import Wanted
+from dask_cml.scheduler.wanted import Wanted, check_operation
 from dask_cml.scheduler.wanted_group import Entry, WantedGroup
 from dask_cml.sessions.process import CMLWorker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 #: Maximum number of wishes whose results are kept.
@@ -20,18 +20,23 @@ class AnsweredWishes:
         #: The manager of the last wish for each group, and when it was made.
         self._made: dict[str, tuple[str, float]] = {}
 
-    def once(self, manager: str, wish: int, carry_out: Callable[[], Any]) -> Any:
-        """Return the result of a wish. Carry it out unless it was before: its answer may have been lost."""
+    def once(
+        self, manager: str, wish: int, carry_out: Callable[[], Any], groups: Iterable[str], made: float
+    ) -> Any:
+        """Return the result of a wish. Carry it out unless it was before: its answer may have been lost.
+
+        Raises
+        ------
+        ValueError
+            If another manager has made a younger wish for one of the groups.
+        """
         if (manager, wish) not in self._results:
+            for group in groups:
+                by, last = self._made.get(group, (manager, made))
+                if by != manager and made < last - _ON_ITS_WAY:
+                    raise ValueError(f"another manager has changed worker group {group!r} since this request")
+                self._made[group] = (manager, made)
             self._results[manager, wish] = carry_out()
         if len(self._results) > _MOST:
             del self._results[next(iter(self._results))]
         return self._results[manager, wish]
-
-    def is_last(self, manager: str, group: str, made: float) -> bool:
-        """Return whether no other manager has made a younger wish for a group. Note the last wish."""
-        by, last = self._made.get(group, (manager, made))
-        if by != manager and made < last - _ON_ITS_WAY:
-            return False
-        self._made[group] = (manager, made)
-        return True

@@ -1,7 +1,8 @@
-"""Checks of messages from managers to the scheduler, by the types of the methods that take them.
+"""Messages from managers to the scheduler: the types of their values, and checks by these types.
 
 The scheduler's port takes messages from all programs that reach it, including faulty and hostile ones. The
-checks refuse an invalid message or operation, before anything of it changes.
+checks refuse an invalid message or operation, before anything of it changes. Which values are valid, the
+types of the methods say that take them.
 """
 
 from __future__ import annotations
@@ -9,19 +10,38 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar, Union, get_type_hints
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, Union, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
-from dask_cml.scheduler.arguments import Age, Number
-from dask_cml.scheduler.wanted import Wanted
+from dask_cml.naming import GROUP_NAME
+from dask_cml.options.table import MOST_SESSIONS
 from dask_cml.validation import validate
+
+Text = Annotated[str, Meta(min_length=1, max_length=300)]
+Group = Annotated[str, Meta(max_length=300, pattern=rf"\A{GROUP_NAME.pattern}\Z")]
+Manager = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,64}\Z")]
+URL = Annotated[str, Meta(max_length=2000, pattern=r"\Ahttps?://")]
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+Count = Annotated[int, Meta(ge=0, le=MOST_SESSIONS)]
+#: Less than ten years.
+Seconds = Annotated[float, Meta(gt=0, lt=10 * 365 * 24 * 3600)]
+Age = Annotated[float, Meta(ge=0, lt=10 * 365 * 24 * 3600)]
+Names = Annotated[Collection[Text], Meta(max_length=MOST_SESSIONS)]
+#: Texts by the names of sessions, and numbers by the names of worker groups.
+Texts = Annotated[Mapping[Text, Text], Meta(max_length=MOST_SESSIONS)]
+Wishes = Mapping[Group, Number]
+#: Checked one by one, so that an invalid one refuses no other.
+Operations = Annotated[Sequence[Any], Meta(max_length=MOST_SESSIONS)]
+#: Options for JSON.
+Options = Mapping[Any, Any]
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 _MOST_BYTES = 100_000
 _to_json = json.JSONEncoder(allow_nan=False).encode
-
-Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 def _message(method: Callable[..., Any], besides: set[str], **settings: Any) -> type[msgspec.Struct]:
@@ -58,25 +78,21 @@ class _Operation(msgspec.Struct, tag_field="op", kw_only=True):
     age: Age = 0.0
 
 
-#: The operations that managers may send: the methods that take the id of the manager that sends them.
-OPERATIONS = [each for each in vars(Wanted).values() if "manager" in getattr(each, "__annotations__", ())]
-_FORMS = [_message(each, {"self", "manager"}, bases=(_Operation,), tag=each.__name__) for each in OPERATIONS]
-_Sent = msgspec.defstruct("_Sent", [("operation", Union[tuple(_FORMS)])])  # noqa: UP007, of a tuple
+def check_of(operations: Iterable[Callable[..., Any]]) -> Callable[[Any], None]:
+    """Return what raises ValueError for all but a valid call of one of these methods."""
+    forms = [
+        _message(each, {"self", "manager"}, bases=(_Operation,), tag=each.__name__) for each in operations
+    ]
+    sent = msgspec.defstruct("sent", [("operation", Union[tuple(forms)])])  # noqa: UP007, of a tuple
 
+    def check_operation(operation: Any) -> None:
+        validate({"operation": operation}, sent, "operation")
+        for name, value in operation.items():
+            try:  # msgspec takes a set for a list, and any options
+                size = len(_to_json(value))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"invalid {name}: {error}") from None
+            if name == "options" and size > _MOST_BYTES:
+                raise ValueError(f"invalid {name}: expected at most {_MOST_BYTES} bytes of JSON, got {size}")
 
-def check_operation(operation: Any) -> None:
-    """Refuse an invalid operation.
-
-    Raises
-    ------
-    ValueError
-        If it is invalid.
-    """
-    validate({"operation": operation}, _Sent, "operation")
-    for name, value in operation.items():
-        try:  # msgspec takes a set for a list, and any options
-            size = len(_to_json(value))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"invalid {name}: {error}") from None
-        if name == "options" and size > _MOST_BYTES:
-            raise ValueError(f"invalid {name}: expected at most {_MOST_BYTES} bytes of JSON, got {size}")
+    return check_operation

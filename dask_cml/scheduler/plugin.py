@@ -28,12 +28,11 @@ from dask_cml.cancellation import cancel
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.naming import read_name, session_name
 from dask_cml.scheduler.activity import Activity
-from dask_cml.scheduler.arguments import URL, Manager, Names, Number, Operations, Seconds
 from dask_cml.scheduler.balance import relieve, spread
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.lifetime import Lifetime
-from dask_cml.scheduler.messages import check_operation, checked
+from dask_cml.scheduler.messages import URL, Manager, Names, Number, Operations, Seconds, checked
 from dask_cml.scheduler.presence import Presence
 from dask_cml.scheduler.state_file import StateFile, unless_stale
 from dask_cml.scheduler.wanted import Wanted
@@ -211,16 +210,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """
         if not self._presence.has(manager):
             raise ValueError(f"invalid manager={manager!r}: expected a manager that is connected")
-        results = [self._carry_out(manager, each) for each in operations]
+        results = [self._wanted.apply(manager, each, time.monotonic()) for each in operations]
         self._changed()
         return {"results": results, **self._since(since)}
-
-    def _carry_out(self, manager: str, operation: Any) -> Any:
-        try:
-            check_operation(operation)
-        except ValueError as error:
-            return {"error": str(error)}
-        return self._wanted.apply(manager, operation, time.monotonic())
 
     @checked
     def set(

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.scheduler.answered import AnsweredWishes
-from dask_cml.scheduler.arguments import Count, Group, Names, Number, Options, Text, Texts, Wishes
 from dask_cml.scheduler.changes import ChangeLog
+from dask_cml.scheduler.messages import Count, Group, Names, Number, Options, Text, Texts, Wishes, check_of
 from dask_cml.scheduler.wanted_group import Entry, WantedGroup
 
 #: What a change of a group, and of the leader, is logged as; sessions are logged by their names.
@@ -105,8 +106,8 @@ class Wanted:
             self.leader = leader
             self.changes.touch(GROUPS)
 
-    def apply(self, sender: str, operation: Mapping[str, Any], now: float = 0.0) -> Any:
-        """Carry out an operation. Return its result, or ``{"error": message}``.
+    def apply(self, sender: str, operation: Any, now: float = 0.0) -> Any:
+        """Carry out an operation. Return its result, or ``{"error": message}`` if it is invalid or refused.
 
         Parameters
         ----------
@@ -120,20 +121,20 @@ class Wanted:
         now : float
             The time of the call, in seconds.
         """
-        arguments = dict(operation)
-        wish, op, made = arguments.pop("wish", None), arguments.pop("op"), now - arguments.pop("age", 0.0)
+        try:
+            check_operation(operation)
+            return self._carry_out(sender, now, **operation)
+        except ValueError as error:
+            return {"error": str(error)}
+
+    def _carry_out(
+        self, sender: str, now: float, op: str, wish: int | None = None, age: float = 0.0, **arguments: Any
+    ) -> Any:
+        carry_out = partial(getattr(self, op), sender, **arguments)
+        if wish is None:
+            return carry_out()
         groups = {arguments.get("group", ""), *self._groups_of(arguments.get("names", ()))}
-
-        def carry_out() -> Any:
-            for group in groups & self.groups.keys() if wish is not None else ():
-                if not self._answered.is_last(sender, group, made):
-                    return {"error": f"another manager has changed worker group {group!r} since this request"}
-            try:
-                return getattr(self, op)(sender, **arguments)
-            except ValueError as error:
-                return {"error": str(error)}
-
-        return carry_out() if wish is None else self._answered.once(sender, wish, carry_out)
+        return self._answered.once(sender, wish, carry_out, groups & self.groups.keys(), now - age)
 
     # -- wishes of users
 
@@ -144,13 +145,7 @@ class Wanted:
         self._grow(group)
 
     def adapt(
-        self,
-        manager: str,
-        group: Group,
-        minimum: Count,
-        maximum: Count | None,
-        key: Text,
-        options: Options,
+        self, manager: str, group: Group, minimum: Count, maximum: Count | None, key: Text, options: Options
     ) -> None:
         """Scale a group by its work from now on. `key` names this request."""
         asked = self._asked(group)
@@ -396,3 +391,8 @@ class Wanted:
 
     def _touch(self, name: str) -> None:
         self.changes.touch(("session", name))
+
+
+#: The operations that managers may send: the methods that take the id of the manager that sends them.
+OPERATIONS = [each for each in vars(Wanted).values() if "manager" in getattr(each, "__annotations__", ())]
+check_operation = check_of(OPERATIONS)
