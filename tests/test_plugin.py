@@ -14,7 +14,7 @@ import time
 
 import pytest
 from distributed import Client, Scheduler, Worker
-from distributed.core import rpc
+from distributed.core import Status, rpc
 from distributed.security import Security
 from schedulers import RECORD, prepare, scheduler_in
 
@@ -167,6 +167,21 @@ async def test_managers_get_dask_workers_that_connect_and_leave(scheduler, comm)
     answer = await comm.cml_watch(manager="m1", **{**WATCH, "since": since})
     assert answer["workers"] == {worker.address: None}
     assert answer["groups"] is None
+
+
+async def test_managers_are_told_when_a_worker_becomes_full_after_it_has_paused(scheduler, comm, holds):
+    async with Worker(scheduler.address, name="mine-0", memory_limit=0, dashboard=False) as worker:
+        worker.periodic_callbacks["heartbeat"].stop()
+        state = scheduler.workers[worker.address]
+        state.extra["cml"] = {"max_spill": 100}
+        state.metrics["spilled_bytes"] = {"memory": 0, "disk": 0}
+        worker.status = Status.paused
+        plugin = scheduler.plugins["dask-cml"]
+        await holds(lambda: plugin._paused)
+        since = (await comm.cml_watch(manager="m1", **WATCH))["revision"]
+        state.metrics["spilled_bytes"] = {"memory": 90, "disk": 90}
+        answer = await comm.cml_watch(manager="m1", **{**WATCH, "since": since, "wait": 60, "lease": 1000})
+        assert answer["workers"][worker.address]["metrics"]["spilled_bytes"]["disk"] == 90
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.naming import read_name, session_name
 from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.balance import relieve, spread
-from dask_cml.scheduler.demand import known_demand
+from dask_cml.scheduler.demand import is_full, known_demand
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.lifetime import Lifetime
 from dask_cml.scheduler.messages import URL, Manager, Names, Number, Operations, Seconds, checked
@@ -69,7 +69,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._change = asyncio.Event()
         self._retiring: set[asyncio.Future[Any]] = set()
         self._states: dict[str, WorkerState] = {}
-        self._paused: set[str] = set()
+        #: The addresses of paused Dask workers, and whether they are full.
+        self._paused: set[tuple[str, bool]] = set()
 
     async def start(self, scheduler: Scheduler) -> None:
         """Add the handlers to the scheduler, and start to look for managers and clients."""
@@ -95,7 +96,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "terminate": self.terminate,
         }
         await unless_stale(lambda: self._file.write(self._state()))
-        looks = (self._look, lambda: spread(scheduler), lambda: relieve(scheduler))
+        looks = (self._look, self._find_paused, lambda: spread(scheduler), lambda: relieve(scheduler))
         self._periodic = [PeriodicCallback(each, _LOOK_INTERVAL * 1000) for each in looks]
         self._periodic.append(PeriodicCallback(self._note_activity, _ACTIVITY_INTERVAL * 1000))
         self._note_activity()
@@ -322,7 +323,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _look(self) -> None:
         now = time.monotonic()
-        self._find_paused()
         self._presence.look(now)
         self._choose_leader()
         if self._presence.is_orphan(now):
@@ -352,12 +352,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._changed()
 
     def _find_paused(self) -> None:
-        """Tell managers of Dask workers that have paused or go on."""
+        """Tell managers of Dask workers that have paused, are full then, or go on."""
         workers = self._scheduler.workers.values()
-        paused = {each.address for each in workers if each.status == Status.paused}
+        paused = {(each.address, is_full(each)) for each in workers if each.status == Status.paused}
         if changed := paused ^ self._paused:
             self._paused = paused
-            for worker in changed:
+            for worker, _ in changed:
                 self._wanted.changes.touch(("worker", worker))
             self._changed()
 
