@@ -151,8 +151,6 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "cluster": self._wanted.cluster,
             "record": self._record,
             "number": self._file.number,
-            "session": os.environ.get("CDSW_ENGINE_ID"),
-            "id": self._scheduler.id,
         }
 
     @checked
