@@ -271,12 +271,13 @@ def test_a_whole_answer_replaces_all():
 
 
 @pytest.mark.parametrize("count", ["many", None, float("nan"), -1])
-def test_an_invalid_answer_changes_nothing(count):
+@pytest.mark.parametrize("what", ["tasks_done", "managers", "age", "most_age"])
+def test_an_invalid_answer_changes_nothing(what, count):
     mine = Cluster(1)
     mine.wanted.scale("m2", "default", 3)
     before = mine.fleet.revision
-    with pytest.raises(ValueError, match="the scheduler's answer is invalid: tasks_done="):
-        mine.fleet.update({**mine.wanted.since(before), "workers": {}, "tasks_done": count})
+    with pytest.raises(ValueError, match=f"the scheduler's answer is invalid: {what}="):
+        mine.fleet.update({**mine.wanted.since(before), "workers": {}, what: count})
     assert mine.fleet.revision == before
 
 

@@ -93,14 +93,13 @@ class Fleet:
             If the answer is invalid.
         """
         read_workers({address: each for address, each in answer["workers"].items() if each is not None})
-        tasks_done = amount("tasks_done", answer.get("tasks_done", 0), _MOST)
-        age, most_age = [amount(key, answer.get(key) or 0, _MOST) for key in ("age", "most_age")]
+        keys = ("tasks_done", "managers", "age", "most_age")
+        amounts = [amount(key, answer.get(key, 0), _MOST) for key in keys]
         with self._lock:
             if answer["revision"] < self.revision and not answer["whole"]:
                 return
             self.leader = answer["leader"]
-            self.tasks_done, self.age, self.most_age = tasks_done, age, most_age
-            self.managers = answer.get("managers", 0)
+            self.tasks_done, self.managers, self.age, self.most_age = amounts
             if answer["groups"] is not None:
                 self._groups = dict(self._read_groups(answer["groups"]))
             sessions = dict(answer["sessions"])
