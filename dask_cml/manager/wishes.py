@@ -82,7 +82,7 @@ class Wishes:
         self.state.client.send_wishes()
 
     def bounds(self, group: str, *given: Any, **amounts: Any) -> tuple[int, int]:
-        """Return the bounds of adaptive scaling; see :func:`dask_cml.sizing.bounds` for the arguments.
+        """Return the bounds of adaptive scaling; the arguments are those of ``Options.bounds``.
 
         Without a maximum, take the limit of the site, or else warn.
 
@@ -151,18 +151,14 @@ class Wishes:
         """
         if name == DEFAULT_GROUP or name not in self._fleet.groups:
             raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
+        what = f"worker group {name!r} of cluster {self._fleet.name} not deleted"
         await self._ask("deleted", name, op="delete_group")
         while name in self._fleet.groups:
             self._check_running(f"worker group {name!r} not deleted")
             if not self._fleet.is_deleted(name):
-                raise CMLError(
-                    f"worker group {name!r} of cluster {self._fleet.name} not deleted: no other worker can "
-                    "take its data, or it was scaled meanwhile"
-                )
+                raise CMLError(f"{what}: no other worker can take its data, or it was scaled meanwhile")
             if outage := self.state.outage:
-                raise CMLError(
-                    f"worker group {name!r} of cluster {self._fleet.name} not deleted yet: {outage}"
-                )
+                raise CMLError(f"{what} yet: {outage}")
             await self.reconciler.settle()
             await asyncio.sleep(_DELETING_INTERVAL)  # the manager that leads may be another one
 
