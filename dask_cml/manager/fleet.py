@@ -279,11 +279,8 @@ class Fleet:
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the wanted sessions of which a Dask worker is connected, in one group or in all."""
-        return {
-            each.name
-            for each in self.members
-            if each.wanted and each.connected and group in (None, each.group)
-        }
+        wanted = [each for each in self.members if each.wanted and group in (None, each.group)]
+        return {each.name for each in wanted if each.connected}
 
     @property
     def waits(self) -> dict[str, float]:
