@@ -109,9 +109,9 @@ async def test_a_scheduler_that_leaves_with_its_workers_is_found_lost(clock):
         client=SimpleNamespace(connected=True, heard=0.0),
         api=SimpleNamespace(sessions=sessions),
         launcher=SimpleNamespace(scheduler=scheduler),
+        backoffs=Backoffs(cluster.fleet, print),
         observes=False,
     )
-    state.backoffs = Backoffs(cluster.fleet, print)
     finder = LossFinder(state)
     assert [*await finder.look()] == ["mine-0"]
     state.client.connected = False

@@ -58,7 +58,7 @@ class LossFinder:
     def __init__(self, state: ClusterState) -> None:
         self._state = state
         self._watch_interval: float = setting("api.watch-interval")
-        self._watched = time.monotonic()
+        self._listed = time.monotonic()
 
     async def look(self) -> Mapping[str, Loss]:
         """Find the sessions to replace, by name, and the causes.
@@ -82,24 +82,22 @@ class LossFinder:
         if leaving and connected:
             return dict.fromkeys(leaving, Loss(Cause.EVICTED, "evicted, with notice"))
         missing = [each for each in wanted if not each.is_complete]
-        starting = [
-            each for each in wanted if each in missing or not (each.worker and each.worker.is_known_to_run)
-        ]
+        starting = missing or any(each.worker and not each.worker.is_known_to_run for each in wanted)
         # A node that fails closes no connections: the scheduler notices it only after
         # ``distributed.comm.timeouts.tcp``, the platform within a second.
-        watches = not self._state.observes and now - self._watched >= self._watch_interval
+        watches = not self._state.observes and now - self._listed >= self._watch_interval
         if not starting and not watches and connected:
             return {}
         listing = await self._state.api.sessions()
         if not self._state.client.connected:
             await self._judge_scheduler(listing)
             return {}
-        if watches:
-            self._watched = now
-            await self._drop_ended(listing)
-        # The watch updates the others.
-        ended = {each.name for each in starting if each.worker and each.worker.update(listing)}
-        return {each.name: loss for each in missing if (loss := await self._loss(each, each.name in ended))}
+        self._listed = now
+        ended = [each for each in self._state.fleet.members if each.worker and each.worker.update(listing)]
+        if names := {name for each in ended for name in each.connected}:
+            logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(names))
+            await self._state.client.drop(names)
+        return {each.name: loss for each in missing if (loss := await self._loss(each, each in ended))}
 
     async def _loss(self, member: Member, ended: bool) -> Loss | None:
         """Return why a session is lost. Return None if it may still connect."""
@@ -126,13 +124,6 @@ class LossFinder:
             said=worker.reported if gone is None else "running",
             gone=gone,
         )
-
-    async def _drop_ended(self, listing: Mapping[str, SessionInfo]) -> None:
-        """Drop Dask workers from the scheduler whose sessions have ended."""
-        ended = [each for each in self._state.fleet.members if each.worker and each.worker.update(listing)]
-        if names := {name for each in ended for name in each.connected}:
-            logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(names))
-            await self._state.client.drop(names)
 
     async def _judge_scheduler(self, listing: Mapping[str, SessionInfo]) -> None:
         """Find out whether a scheduler that does not answer has ended."""
