@@ -11,10 +11,10 @@ from typing import NoReturn
 
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.losses import LossFinder, SchedulerLost
+from dask_cml.manager.policy import Snapshot, unrunnable
 from dask_cml.manager.retirement import Retirements, choose
 from dask_cml.manager.state import ClusterState
 from dask_cml.manager.strays import Strays
-from dask_cml.manager.unrunnable import find_unrunnable
 from dask_cml.protocol import SET
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.answers import CallFailed
@@ -197,14 +197,24 @@ class Reconciler:
             lines["memory"] = f": {full}"
         if age and left <= NOTICE:
             lines["end"] = f" shuts down in {math.ceil(left / 60)} min: its age is {age}"
-        unrunnable = await find_unrunnable(self._state) if self._state.client.leads else {}
-        self._state.unrunnable = "; ".join(unrunnable.values()) or None
+        found = await self._find_unrunnable() if self._state.client.leads else {}
+        self._state.unrunnable = "; ".join(found.values()) or None
         # The numbers of tasks change often, so each reason is logged once.
-        lines |= {reason: f" cannot run all tasks: {each}" for reason, each in unrunnable.items()}
+        lines |= {reason: f" cannot run all tasks: {each}" for reason, each in found.items()}
         for what, line in lines.items():
             if what not in self._told:
                 self._state.log(f"Cluster {fleet.name}{line}")
         self._told = {*lines}
+
+    async def _find_unrunnable(self) -> dict[str, str]:
+        """Return descriptions of the tasks that no worker can run, now or later, by their reasons."""
+        fleet = self._state.fleet
+        answer = await self._state.client.demand(max_age=_LOOK_INTERVAL)
+        known = fleet.workers_info
+        expected = {*known, *(str(info.get(each)) for info in known.values() for each in ("name", "host"))}
+        wanted = [each for each in fleet.members if each.wanted]
+        expected.update(name for each in wanted for name in (each.name, *each.dask_names))
+        return unrunnable(Snapshot.of(answer, fleet.states), expected)
 
     # -- what the leader does
 
