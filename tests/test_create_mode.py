@@ -15,7 +15,7 @@ from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
-from dask_cml.manager import manager
+from dask_cml.manager import state
 from dask_cml.records import liveness
 from dask_cml.records.record import Record
 
@@ -123,7 +123,7 @@ async def test_a_cluster_of_an_older_release_is_left_alone(it, mode):
 @simulated
 async def test_connecting_uses_the_platform_of_the_cluster(it):
     platforms = {"auto": it.platform, "local": SimulatedPlatform()}
-    with mock.patch.object(manager, "load_platform", platforms.__getitem__):
+    with mock.patch.object(state, "load_platform", platforms.__getitem__):
         async with lab() as first, lab(platform="local", create_mode="connect") as again:
             again.scale(1)
             await first.leave()

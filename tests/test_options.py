@@ -433,7 +433,7 @@ def test_an_error_about_a_variable_names_it_and_shows_a_number():
 def stub(monkeypatch):
     """What a cluster would launch its sessions with."""
     stub = SimulatedPlatform()
-    monkeypatch.setattr("dask_cml.manager.manager.load_platform", lambda platform: stub)
+    monkeypatch.setattr("dask_cml.manager.state.load_platform", lambda platform: stub)
     yield stub
     assert stub.calls == []
 

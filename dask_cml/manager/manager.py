@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -24,7 +23,6 @@ from dask_cml.options.limits import check_new
 from dask_cml.protocol import SET
 from dask_cml.records.operations import wait_until_running
 from dask_cml.records.record import Maker, Record
-from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +105,9 @@ class Manager:
         self._watching: asyncio.Task[NoReturn] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._assemble(record, Status.created)
-        self._api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
+        self.state.api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
         for each in (options, *options.groups().values()):
-            self._api.check_options(each.launch_options)
+            self.state.api.check_options(each.launch_options)
         end_at_exit(self)
 
     @classmethod
@@ -144,11 +142,8 @@ class Manager:
     def _assemble(self, record: Record | None, status: Status) -> None:
         """Assemble the parts of the manager: for a new cluster, or for the cluster of a record."""
         self.adopts = record is not None
-        self._api = WorkersAPI(load_platform(self.options.platform))
         self.state = ClusterState(
             self.options,
-            self._api,
-            secrets.token_hex(8),
             record,
             observes=self._observes,
             log=lambda line: self.log(line),
@@ -195,14 +190,14 @@ class Manager:
             await self.close(shutdown=not self.adopts)
             if isinstance(error, LaunchRefused):
                 # Sessions that are stopping must not keep the user from creating a smaller cluster at once.
-                await self._api.wait_until_ended(self._api.names)
+                await self.state.api.wait_until_ended(self.state.api.names)
             raise
 
     def show_interrupt(self) -> None:
         """Say how many sessions an interrupted start has stopped."""
         display = self.state.launcher.display
         if display is not None:
-            n = len(self._api.names.keys() - self._api.live)
+            n = len(self.state.api.names.keys() - self.state.api.live)
             display.end_with(f"Interrupted: {n} session{'s' * (n != 1)} stopped")
 
     async def _start_once(self) -> None:
@@ -298,7 +293,7 @@ class Manager:
             if shutdown:
                 await self.state.record_keeper.end(self.end_reason)
             else:
-                await self._api.close()
+                await self.state.api.close()
         except BaseException:
             self.state.status = Status.failed
             raise
@@ -321,7 +316,7 @@ class Manager:
         await record_keeper.close()  # before it finds no sessions
         # Without the record, no other manager can take over what was launched here.
         left = [each for each in self.state.launcher.processes if each.adopted or not record_keeper.gone]
-        self._api.forget(*[str(each.session_id) for each in left])
+        self.state.api.forget(*[str(each.session_id) for each in left])
 
     async def _keep(self) -> None:
         """Keep the cluster until it ends, and close. Try again if sessions were not stopped."""

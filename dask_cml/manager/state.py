@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable
 
 from distributed.core import Status
@@ -22,7 +23,7 @@ from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.options import Options
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.sessions.session import Session
-from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 
 class ClusterState:
@@ -32,10 +33,6 @@ class ClusterState:
     ----------
     options : Options
         The cluster's options.
-    api : WorkersAPI
-        Launches, lists and stops sessions.
-    manager : str
-        The id of this manager.
     record : Record, optional
         The record of a running cluster. Default: the cluster is new.
     observes : bool
@@ -47,6 +44,8 @@ class ClusterState:
 
     Attributes
     ----------
+    api : WorkersAPI
+        Launches, lists and stops sessions.
     status : distributed.core.Status
         The manager's status, such as ``running``.
     end, outage, retiring, unrunnable : str or None
@@ -57,8 +56,6 @@ class ClusterState:
     def __init__(
         self,
         options: Options,
-        api: WorkersAPI,
-        manager: str,
         record: Record | None = None,
         *,
         observes: bool = False,
@@ -67,13 +64,13 @@ class ClusterState:
     ) -> None:
         self.status = Status.created
         self.options = options
-        self.api = api
+        self.api = WorkersAPI(load_platform(options.platform))
         self.observes = observes
         self.log = log
-        self.fleet = Fleet(options, manager)
+        self.fleet = Fleet(options, secrets.token_hex(8))
         self.client = SchedulerClient(self.fleet, observes, changed)
-        self.launcher = Launcher(api, options, self.fleet, lambda: changed(False))
-        self.record_keeper = RecordKeeper(api, self.fleet, self.launcher, record)
+        self.launcher = Launcher(self.api, options, self.fleet, lambda: changed(False))
+        self.record_keeper = RecordKeeper(self.api, self.fleet, self.launcher, record)
         self.backoffs = Backoffs(self.fleet, log)
         self.end: str | None = None
         self.outage: str | None = None

@@ -19,7 +19,7 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 
 from dask_cml import observers, private_files, wrapper
 from dask_cml.layout import HISTORY_FOLDER
-from dask_cml.manager import manager, startup
+from dask_cml.manager import manager, startup, state
 from dask_cml.records import liveness, operations, record, removal, session_files, store
 from dask_cml.scheduler import lifetime, plugin, state_file
 from dask_cml.sessions import calls, owner, workers_api
@@ -153,7 +153,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         *((module, "shutil", files.shutil) for module in (removal, store)),
         (liveness, "tempfile", files.tempfile),
         (record, "psutil", table),
-        *((module, "load_platform", lambda _: it.platform) for module in (manager, operations, liveness)),
+        *((module, "load_platform", lambda _: it.platform) for module in (state, operations, liveness)),
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
         (lifetime, "threading", _with(threading, Timer=_Timer)),
