@@ -153,6 +153,23 @@ async def test_a_stop_that_hangs_delays_no_launch(it):
 
 
 @simulated
+async def test_a_stop_that_is_refused_delays_no_launch(it):
+    async with await make(n_workers=2) as mine:
+        await eventually(lambda: has(mine, 2))
+        it.platform.answer_stop(*[403] * 1000)
+        mine.scale(1)
+        await eventually(lambda: it.platform.count("stop_workers"))
+        mine.scale(3)
+        await eventually(lambda: arrived(mine) == 3)
+        assert "problem: CML did not stop" in repr(mine)
+        before = it.platform.count("stop_workers")
+        await asyncio.sleep(30.0)
+        assert 5 < it.platform.count("stop_workers") - before < 15
+        it.platform.heal()
+        await eventually(lambda: has(mine, 3))
+
+
+@simulated
 async def test_a_slow_stop_is_requested_once_and_noticed_at_once(it):
     async with await make(n_workers=1) as mine:
         await eventually(lambda: arrived(mine) == 1)

@@ -51,7 +51,7 @@ class Launcher:
     fleet : Fleet
         The cluster's workers.
     stopped : callable
-        Called when the platform has stopped sessions, or has failed to.
+        Called when the platform has stopped sessions.
 
     Attributes
     ----------
@@ -303,12 +303,8 @@ class Launcher:
     async def stop(self, ids: Collection[str]) -> None:
         """Stop sessions in a task, so that a call that hangs blocks no other. Wait for it for some seconds.
 
-        Sessions that an earlier call is stopping are left to that call.
-
-        Raises
-        ------
-        CMLError
-            If the platform does not stop them, and says so in this time.
+        Sessions that an earlier call is stopping are left to that call. Those that the platform does not stop
+        stay in ``api.live``, and ``api.problem`` says why.
         """
         if not (left := {*ids}.difference(*self._stops.values())):
             return
@@ -316,13 +312,14 @@ class Launcher:
         self._stops[task] = left
         task.add_done_callback(self._stopped)
         await asyncio.wait([task], timeout=_STOPS_WITHIN)
-        if task.done():
-            task.result()
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         del self._stops[task]
-        if not task.cancelled():
-            task.exception()
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:  # the next look tries again
+            logger.info("Sessions not stopped yet: %s", error)
+            return
         self._notify_stopped()
 
     async def close(self) -> None:
