@@ -260,6 +260,25 @@ def test_a_second_sigterm_does_not_interrupt_the_shutdown(platform, all_stopped)
     all_stopped(2)
 
 
+def test_neither_a_signal_nor_an_error_keeps_clusters_from_their_end():
+    code = """
+    class Cluster:
+        def end_now(self, timeout):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            print("ended")
+            raise OSError("no answer")
+    from dask_cml.manager import at_exit
+    clusters = [Cluster(), Cluster()]
+    for each in clusters:
+        at_exit.end_at_exit(each)
+    """
+    returned, out, err = Program(code).ends()
+    assert (returned, out) == (0, "ended\nended\n")
+    assert err.splitlines() == ["no answer"] * 2
+
+
 def test_a_thread_uses_its_cluster_to_the_end_after_the_main_thread(platform, all_stopped):
     code = """
     def work():

@@ -103,12 +103,19 @@ def _wait_and_end() -> None:
 def _end_all() -> None:
     global _is_over
     _is_over = True
-    if minded := signal.getsignal(signal.SIGTERM) is _exit:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    # Neither a second Ctrl-C nor a second SIGTERM interrupts it.
+    raising = [each for each in before if before[each] in (signal.default_int_handler, _exit)]
+    for each in raising:
+        signal.signal(each, signal.SIG_IGN)
     for cluster in [*_clusters]:
-        _end(cluster)
-    if minded:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            cluster.end_now(_TIMEOUT)
+        except Exception as error:  # the other clusters are shut down nevertheless
+            logger.error("%s", error)
+        _clusters.pop(cluster, None)
+    for each in raising:
+        signal.signal(each, before[each])
 
 
 def _wait_for_makers() -> None:
@@ -120,14 +127,6 @@ def _wait_for_makers() -> None:
         exempt.add(maker)
         if maker and not maker.daemon:
             maker.join()
-
-
-def _end(cluster: Any) -> None:
-    try:
-        cluster.end_now(_TIMEOUT)
-    except CMLError as error:  # all retries have failed
-        logger.error("%s", error)
-    _clusters.pop(cluster, None)
 
 
 def _hold_sigterm() -> None:
