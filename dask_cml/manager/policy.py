@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dask_cml.manager.members import GroupState
-from dask_cml.scheduler.demand import Work
+from dask_cml.scheduler.demand import Work, slots
 
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
 #: The remaining workers must have a limit of this many times the managed bytes.
@@ -71,12 +71,8 @@ class Supply:
 
     def slots(self, needs: Mapping[str, float]) -> int:
         """Return how many tasks with these needs a session runs at once. Return 0 if it can run none."""
-        slots = self.nthreads // self.processes
-        for name, need in needs.items():
-            if need > 0:
-                share = self.resources.get(name, 0.0) / self.processes
-                slots = min(slots, math.floor(share / need + _ROUNDING))
-        return slots * self.processes
+        share = {name: offered / self.processes for name, offered in self.resources.items()}
+        return slots(self.nthreads // self.processes, share, needs.items()) * self.processes
 
 
 @dataclass(frozen=True)
@@ -138,11 +134,14 @@ class Snapshot:
         """Return whether a group has work, or processes any."""
         return bool(self.work_of(group) or self.engaged(group))
 
+    def able(self, needs: Mapping[str, float]) -> list[Supply]:
+        """Return the groups that can run tasks with these needs, the one that fits best first."""
+        able = [each for each in self.supplies if each.slots(needs)]
+        return sorted(able, key=lambda each: _excess(each, needs))
+
     def _group_for(self, needs: Mapping[str, float]) -> str | None:
         """Return the group that tasks with these needs scale up. Return None if no group can run them."""
-        able = [each for each in self.supplies if each.slots(needs) and (each.adapts or each.target)]
-        closest = min(able, key=lambda each: _excess(each, needs), default=None)
-        return None if closest is None else closest.name
+        return next((each.name for each in self.able(needs) if each.adapts or each.target), None)
 
 
 def _excess(supply: Supply, needs: Mapping[str, float]) -> tuple[int, bool, float]:
@@ -288,14 +287,13 @@ def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
 
 
 def _why_unrunnable(snapshot: Snapshot, needs: Mapping[str, float]) -> str | None:
-    able = [each for each in snapshot.supplies if each.slots(needs)]
+    able = snapshot.able(needs)
     if any(each.adapts or each.target for each in able):
         return None
     if not able:
         return ", which no worker group offers"
-    closest = min(able, key=lambda each: _excess(each, needs))
-    command = f"cluster.scale(1, worker_group={closest.name!r})"
-    return f"; worker group {closest.name} offers it, but has no workers: call {command}"
+    command = f"cluster.scale(1, worker_group={able[0].name!r})"
+    return f"; worker group {able[0].name} offers it, but has no workers: call {command}"
 
 
 def _tasks(n: float) -> str:

@@ -13,11 +13,10 @@ from itertools import islice
 import dask.config
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
-from dask_cml.scheduler.demand import Needs, duration_of, is_full, needs_of, restriction_of
+from dask_cml.scheduler.demand import Needs, duration_of, is_full, needs_of, restriction_of, slots
 
 #: Maximum number of tasks to look at, of all workers together, and minimum for each worker.
 _MOST, _LEAST = 5000, 10
-_ROUNDING = 1e-6
 
 
 def spread(scheduler: Scheduler) -> None:
@@ -41,17 +40,17 @@ def spread(scheduler: Scheduler) -> None:
             if task.resource_restrictions and not restriction_of(task) and not task.actor:
                 known.setdefault(needs_of(task), {}).setdefault(worker, []).append(task)
     for needs, tasks in known.items():
-        slots = {worker: n for worker in offering if (n := _slots(worker, needs))}
-        share = sum(map(len, tasks.values())) / (sum(slots.values()) or 1)
+        offers = {worker: n for worker in offering if (n := slots(worker.nthreads, worker.resources, needs))}
+        share = sum(map(len, tasks.values())) / (sum(offers.values()) or 1)
         spare = [
-            (len(each) / slots[worker], task, worker)
+            (len(each) / offers[worker], task, worker)
             for worker, each in tasks.items()
-            if worker in slots
-            for task in _last(worker, each, math.ceil(share * slots[worker]))
+            if worker in offers
+            for task in _last(worker, each, math.ceil(share * offers[worker]))
             if task not in stealing.in_flight
         ]
         spare.sort(key=lambda each: each[0])
-        for thief, n in slots.items():
+        for thief, n in offers.items():
             there = len(tasks.get(thief, ()))
             for _ in range(math.ceil(share * n) - there if there < n else 0):
                 if not spare:
@@ -80,12 +79,6 @@ def relieve(scheduler: Scheduler) -> None:
                 thief = min(thieves, key=lambda each: (moved[each], each.occupancy))
                 moved[thief] += 1
                 stealing.move_task_request(task, worker, thief)
-
-
-def _slots(worker: WorkerState, needs: Needs) -> int:
-    """Return how many tasks with these needs a worker runs at once."""
-    offers = [worker.resources.get(name, 0.0) / need for name, need in needs if need > 0]
-    return math.floor(min([worker.nthreads, *offers]) + _ROUNDING)
 
 
 def _last(worker: WorkerState, tasks: list[TaskState], n: int) -> list[TaskState]:

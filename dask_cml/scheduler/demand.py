@@ -5,11 +5,11 @@ Dask's ``Scheduler.adaptive_target`` ignores resources, so it does not know whic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from heapq import nsmallest
 from itertools import count, islice
-from math import isqrt
+from math import floor, isqrt
 from typing import Any
 
 from distributed.core import Status
@@ -30,6 +30,8 @@ _MOST_NAMES = 3
 #: A session is lent if it processes at most this many tasks, which need none of its resources, for less than
 #: this many seconds.
 _MOST_LENT, _LENT_SECONDS = 100, 10.0
+#: Tolerance for rounding errors.
+_ROUNDING = 1e-6
 
 #: Resources and amounts.
 Needs = tuple[tuple[str, float], ...]
@@ -183,6 +185,12 @@ def _sample(tasks: Collection[TaskState], most: int) -> tuple[list[TaskState], f
 def needs_of(task: TaskState) -> Needs:
     """Return the resources that a task needs, with the amounts."""
     return tuple(sorted(task.resource_restrictions.items())) if task.resource_restrictions else ()
+
+
+def slots(nthreads: int, resources: Mapping[str, float], needs: Iterable[tuple[str, float]]) -> int:
+    """Return how many tasks with these needs a Dask worker runs at once."""
+    offers = [resources.get(name, 0.0) / need for name, need in needs if need > 0]
+    return floor(min([nthreads, *offers]) + _ROUNDING)
 
 
 def restriction_of(task: TaskState) -> tuple[str, ...]:
