@@ -22,7 +22,6 @@ from dask_cml.sessions.answers import moment
 from dask_cml.sessions.entry import Launch, fact
 from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.session import CMLProcess
-from dask_cml.sessions.workers_api import WorkersAPI
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +38,20 @@ class RecordKeeper:
 
     Parameters
     ----------
-    api : WorkersAPI
-        Knows all sessions that this manager has launched or taken over.
+    launcher : Launcher
+        Knows all sessions that this manager has launched or taken over, by its API.
     fleet : Fleet
         The cluster's workers.
-    launcher : Launcher
-        Knows the scheduler's process.
     record : Record, optional
         The record of a cluster that another process created.
     """
 
-    def __init__(
-        self, api: WorkersAPI, fleet: Fleet, launcher: Launcher, record: Record | None = None
-    ) -> None:
+    def __init__(self, launcher: Launcher, fleet: Fleet, record: Record | None = None) -> None:
         self.record = record
         #: Whether the record did not exist any more at the last write, because another process deleted the
         #: cluster.
         self.gone = False
-        self._name, self._api, self._fleet, self._launcher = fleet.name, api, fleet, launcher
+        self._name, self._api, self._fleet, self._launcher = fleet.name, launcher.api, fleet, launcher
         self._usage: Usage | None = None
         #: Seconds from the cluster's creation to its end, which this manager has carried out.
         self.lasted: float | None = None

@@ -70,7 +70,7 @@ class ClusterState:
         self.fleet = Fleet(options, secrets.token_hex(8))
         self.client = SchedulerClient(self.fleet, observes, changed)
         self.launcher = Launcher(self.api, options, self.fleet, lambda: changed(False))
-        self.record_keeper = RecordKeeper(self.api, self.fleet, self.launcher, record)
+        self.record_keeper = RecordKeeper(self.launcher, self.fleet, record)
         self.backoffs = Backoffs(self.fleet, log)
         self.end: str | None = None
         self.outage: str | None = None
