@@ -167,9 +167,7 @@ class Manager:
             As in :class:`dask_cml.CMLCluster`. A cluster that could not be created is shut down. One that
             could not be adopted runs on.
         """
-        if self.status == Status.running:
-            return
-        if self.status not in (Status.created, Status.starting):
+        if self.status not in (Status.created, Status.starting, Status.running):
             raise CMLError(f"cluster {self.options.name} is closed")
         if self._starting is None:
             self.state.status = Status.starting
