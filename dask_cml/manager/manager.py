@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from distributed.core import Status
 
@@ -102,8 +102,8 @@ class Manager:
         self.end_reason = "closed"
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[NoReturn] | None = None
         self._keeping: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._assemble(record, Status.created)
         self.state.api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
         for each in (options, *options.groups().values()):
@@ -276,7 +276,7 @@ class Manager:
         self.wishes.close()
         self.state.status = Status.closing
         try:
-            await cancel(self._starting, self._watching)
+            await cancel(self._starting, self._keeping)
             await self._reconciler.close()
             if not shutdown:
                 await self._hand_over()
@@ -300,7 +300,7 @@ class Manager:
             process.status = Status.closed
         self.fleet.clear()
         no_longer_end_at_exit(self)
-        await cancel(self._keeping)
+        await cancel(self._ending)
 
     async def _hand_over(self) -> None:
         """Leave the sessions to other managers. The sessions that these cannot find are stopped."""
@@ -317,33 +317,30 @@ class Manager:
         self.state.api.forget(*[str(each.session_id) for each in left])
 
     async def _keep(self) -> None:
-        """Keep the cluster until it ends, and close. Try again if sessions were not stopped."""
-        self._watching = asyncio.create_task(self._watch())
-        try:
-            await self._watching
-        except SchedulerLost as lost:
-            ended, why = lost.ended, str(lost)
-        self.end_reason = f"its scheduler was lost: {why}"
-        self.log(f"Cluster {self.options.name} {'shut down' if ended else 'disconnected'}: {why}")
-        while self.status != Status.closed:
-            try:
-                await self.close(shutdown=ended)
-            except Exception as error:
-                logger.error("%s", error)
-                await asyncio.sleep(_RETRY_INTERVAL)
-
-    async def _watch(self) -> NoReturn:
-        """Keep the cluster, with other schedulers instead of lost ones, until it cannot be kept."""
+        """Keep the cluster, with other schedulers instead of lost ones. If it cannot be kept, close."""
+        why: str | None = None
         while True:
             try:
                 await self._reconciler.run()
             except SchedulerLost as lost:
-                if not lost.ended:
-                    raise
-                why = await replace_scheduler(self.state, str(lost))
+                ended, why = lost.ended, str(lost)
+            if ended:
+                why = await replace_scheduler(self.state, why)
             if why is not None:
-                raise SchedulerLost(why)
+                break
             await self._reconciler.begin_again()
+        self.end_reason = f"its scheduler was lost: {why}"
+        self.log(f"Cluster {self.options.name} {'shut down' if ended else 'disconnected'}: {why}")
+        self._ending = asyncio.create_task(self._end(shutdown=ended))
+
+    async def _end(self, shutdown: bool) -> None:
+        """Close. Try again if sessions were not stopped."""
+        while self.status != Status.closed:
+            try:
+                await self.close(shutdown)
+            except Exception as error:
+                logger.error("%s", error)
+                await asyncio.sleep(_RETRY_INTERVAL)
 
     def end_now(self, timeout: float) -> None:
         """Close when the interpreter exits. Blocks.
