@@ -328,7 +328,6 @@ class Manager:
                 why = await replace_scheduler(self.state, why)
             if why is not None:
                 break
-            await self._reconciler.begin_again()
         self.end_reason = f"its scheduler was lost: {why}"
         self.log(f"Cluster {self.options.name} {'shut down' if ended else 'disconnected'}: {why}")
         self._ending = asyncio.create_task(self._end(shutdown=ended))

@@ -56,11 +56,6 @@ class Reconciler:
         self._losses = LossFinder(state)
         self._retirements = Retirements(state, self.poke)
 
-    async def begin_again(self) -> None:
-        """Forget a scheduler that was lost: the cluster has another one."""
-        await self._retirements.close()
-        self._told_url = self._state.end = None
-
     def poke(self, urgent: bool = False) -> None:
         """Look again soon or, if urgent, now. Call this in the event loop."""
         self._changed.set()
@@ -68,13 +63,15 @@ class Reconciler:
             self._urgent.set()
 
     async def run(self) -> NoReturn:
-        """Keep the cluster until its scheduler ends.
+        """Keep the cluster until its scheduler ends. Call this again for another scheduler.
 
         Raises
         ------
         SchedulerLost
             If the scheduler cannot be managed any more.
         """
+        await self._retirements.close()  # those of a scheduler that was lost
+        self._told_url = self._state.end = None
         while True:
             await self._look()
             rest = min(len(self._state.fleet.members) * _REST, _LONGEST_REST)
