@@ -81,39 +81,37 @@ class Retirements:
         if new := [each for each in members if each.retiring_since is None]:
             for each in new:
                 each.retiring_since = time.monotonic()
-            task = asyncio.create_task(self._carry_out(new))
+            task = asyncio.create_task(self._retire(new))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             await asyncio.wait([task], timeout=timeout)
 
-    async def _carry_out(self, members: list[Member]) -> None:
-        names = sorted(each.name for each in members)
+    async def _retire(self, members: list[Member]) -> None:
+        """Retire sessions. Keep those that hold data that no other worker can take."""
+        wishes = {group.name: group.wanted.wishes for group in self._state.fleet.states}
         try:
-            await self._retire(members)
+            left = await self._hand_over(members)
+            # With scale(0), the last worker stops even if its data is lost. If others are wanted, one of
+            # them may connect later and take the data.
+            left = left if self._state.fleet.names else set()
+            if left:
+                await self._state.client.decide("keep", names=sorted(left), wishes=wishes)
         except (OSError, asyncio.TimeoutError) as error:
             # The next look tries again, because the data may still be in these workers.
-            logger.info("Workers %s not retired yet: %r", names, error)
+            logger.info("Workers %s not retired yet: %r", [each.name for each in members], error)
         except Exception:
-            logger.exception("Workers %s not retired yet", names)
+            logger.exception("Workers %s not retired yet", [each.name for each in members])
+        else:
+            for each in members:
+                stays = each.wanted and each.name in left  # the others are tried again
+                if stays and each.stays is None:
+                    self._state.log(f"Worker {each.name} kept: no other worker can take its data")
+                each.stays = frozenset(self._state.fleet.observed) if stays else None
+                each.retired = each.name not in left
+            self._poke()
         finally:
             for each in members:
                 each.retiring_since = None
-
-    async def _retire(self, members: list[Member]) -> None:
-        wishes = {group.name: group.wanted.wishes for group in self._state.fleet.states}
-        left = await self._hand_over(members)
-        # With scale(0), the last worker stops even if its data is lost. If others are wanted, one of
-        # them may connect later and take the data.
-        left = left if self._state.fleet.names else set()
-        if left:
-            await self._state.client.decide("keep", names=sorted(left), wishes=wishes)
-        for each in members:
-            stays = each.wanted and each.name in left  # the others are tried again
-            if stays and each.stays is None:
-                self._state.log(f"Worker {each.name} kept: no other worker can take its data")
-            each.stays = frozenset(self._state.fleet.observed) if stays else None
-            each.retired = each.name not in left
-        self._poke()
 
     async def _hand_over(self, members: list[Member]) -> set[str]:
         """Move the data of sessions to others. Return the names of those whose data no other can take."""
