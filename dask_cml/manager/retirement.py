@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distributed.protocol import pickle
@@ -116,31 +116,11 @@ class Retirements:
     async def _hand_over(self, members: list[Member]) -> set[str]:
         """Move the data of sessions to others. Return the names of those whose data no other can take."""
         names = {worker: each.name for each in members for worker in each.connected}
-        asking = asyncio.ensure_future(self._state.client.retire(names))
-        before: dict[str, dict[str, float]] = {}
+        watching = asyncio.create_task(self._watch(members, names))
         try:
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                before = await self._state.client.held(names)
-            if not await _is_done(asking, min(_LONG, self._limit)):
-                late = ", ".join(sorted(each.name for each in members if each.connected))
-                self._state.log(
-                    f"Cluster {self._state.fleet.name} waiting for other workers to copy the data of {late}"
-                )
-            while not await _is_done(asking, self._limit):
-                with contextlib.suppress(OSError, asyncio.TimeoutError):
-                    held = await self._state.client.held(names)
-                    # Wait for a slow worker as long as it answers. The data of a frozen worker is out of
-                    # reach, and its session uses quota: two minutes of silence are enough, also of the
-                    # scheduler. Dask itself would wait for five.
-                    silent = {name for name in held if _is_silent(name, before, held)}
-                    before = held
-                    await self._state.client.drop(silent)
-                    for name in sorted({names[each] for each in silent}):
-                        self._state.log(f"Worker {name} abandoned: no answer for {self._limit:g} s")
-            retired = asking.result()
+            left = names.keys() - await self._state.client.retire(names)
         finally:
-            await cancel(asking)
-        left = names.keys() - retired
+            await cancel(watching)
         held = await self._state.client.held(left) if left else {}
         holding = {names[name] for name in left & held.keys() if held[name]["nbytes"]}
         if holding:
@@ -150,14 +130,27 @@ class Retirements:
                 holding -= {each.name for each in members if each.worker and each.worker.update(listing)}
         return holding
 
+    async def _watch(self, members: list[Member], names: Mapping[str, str]) -> None:
+        """Tell of workers that move their data slowly, and abandon those that fall silent.
 
-def _is_silent(name: str, before: dict[str, dict[str, float]], held: dict[str, dict[str, float]]) -> bool:
-    return name in before and held[name]["last_seen"] == before[name]["last_seen"]
-
-
-async def _is_done(future: asyncio.Future[Any], timeout: float) -> bool:
-    done, _ = await asyncio.wait([future], timeout=timeout)
-    return bool(done)
+        Wait for a slow worker as long as it answers. The data of a frozen worker is out of reach, and its
+        session uses quota: two minutes of silence are enough, also of the scheduler. Dask itself would wait
+        for five.
+        """
+        await asyncio.sleep(min(_LONG, self._limit))
+        late = ", ".join(sorted(each.name for each in members if each.connected))
+        cluster = self._state.fleet.name
+        self._state.log(f"Cluster {cluster} waiting for other workers to copy the data of {late}")
+        heard: dict[str, float] = {}
+        while True:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                held = await self._state.client.held(names)
+                before, heard = heard, {worker: each["last_seen"] for worker, each in held.items()}
+                silent = {worker for worker in heard if heard[worker] == before.get(worker)}
+                for name in sorted({names[worker] for worker in silent}):
+                    self._state.log(f"Worker {name} abandoned: no answer for {self._limit:g} s")
+                await self._state.client.drop(silent)
+            await asyncio.sleep(self._limit)
 
 
 async def choose(
