@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import time
 
 import pytest
 from distributed import Client, Worker
@@ -136,6 +137,17 @@ async def test_a_manager_that_hears_nothing_does_not_lead(scheduler, client, hol
     assert not client.leads
     mend()
     await holds(lambda: client.leads)
+
+
+async def test_a_manager_knows_at_once_that_its_scheduler_answers_again(scheduler, holds):
+    async with joined(scheduler, observes=True) as observer:
+        mend = break_handler(scheduler, "cml_watch")
+        observer._watched.abort()
+        await holds(lambda: not observer.connected)
+        mend()
+        begin = time.monotonic()
+        await holds(lambda: observer.connected)
+        assert time.monotonic() - begin < protocol.OBSERVER_HEARTBEAT / 2
 
 
 async def test_the_lease_of_a_leader_ends_also_while_its_connection_is_open(scheduler, client, monkeypatch):

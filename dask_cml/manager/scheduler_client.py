@@ -99,7 +99,7 @@ class SchedulerClient:
         identity = await self.call("identity")
         Identity.read(identity)
         self.info = {name: each for name, each in identity.items() if name != "workers"}
-        await self._watch(0.0)
+        await self._watch()
         self._loop = asyncio.get_running_loop()
         self._wished.set()
         self._tasks = [asyncio.create_task(self._keep_watching()), asyncio.create_task(self._send_wishes())]
@@ -115,8 +115,8 @@ class SchedulerClient:
                 f"process {protocol.PROTOCOL}: install the dask-cml with which it was created, or delete it"
             )
 
-    async def _watch(self, wait: float) -> None:
-        """Announce this manager, and take the next changes."""
+    async def _watch(self) -> None:
+        """Announce this manager, and take the next changes or, from a scheduler that answers again, all."""
         heartbeat, lease = protocol.HEARTBEAT, protocol.LEASE
         if self._observes:
             heartbeat, lease = protocol.OBSERVER_HEARTBEAT, protocol.OBSERVER_LEASE
@@ -129,8 +129,8 @@ class SchedulerClient:
                 manager=self._fleet.manager,
                 observes=self._observes,
                 lease=lease,
-                since=self._fleet.revision if wait else 0,
-                wait=heartbeat if wait else _PAUSE,
+                since=self._fleet.revision if self.connected else 0,
+                wait=heartbeat,
             )
         except BaseException:
             self._watched.abort()
@@ -148,7 +148,7 @@ class SchedulerClient:
     async def _keep_watching(self) -> None:
         while True:
             try:
-                await self._watch(1.0)
+                await self._watch()
             except Exception as error:
                 if self.connected:
                     logger.info("Scheduler of cluster %s not reached: %r", self._fleet.name, error)
