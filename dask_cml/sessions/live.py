@@ -14,7 +14,7 @@ from dask_cml.checks import is_session_id, message
 from dask_cml.errors import CMLError
 from dask_cml.options import SessionSize
 from dask_cml.sessions import answers
-from dask_cml.sessions.answers import CallFailed, NoAnswer, SessionInfo, has_ended
+from dask_cml.sessions.answers import SessionInfo, has_ended
 from dask_cml.sessions.calls import Calls, start
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 _STOPPED_WITHIN = 30.0
 #: Number of sessions that one call stops within its time limit. The platform stops ten at once.
 _IN_TIME = 1000
-#: Number of calls that stop the remaining sessions after one call for all of them hung.
-_GROUPS = 64
 #: The sessions that this process has stopped on each platform, of all clusters, and that may not have ended.
 _stopped: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
@@ -160,38 +158,6 @@ class LiveSessions:
     def time_to_stop(self, ids: Collection[str]) -> float:
         """Return the time limit of one call that stops these sessions, in seconds."""
         return self._calls.limit * (1 + len(ids) // _IN_TIME)
-
-    def stop_all(self, hangs: bool, deadline: float) -> None:
-        """Stop all sessions: by one call or, if that hangs, by many, so that one session delays no other.
-
-        Parameters
-        ----------
-        hangs : bool
-            Whether one call for all of them has hung already.
-        deadline : float
-            The monotonic time after which calls that hang are not repeated.
-
-        Raises
-        ------
-        CallFailed
-            If sessions remain. The message names them.
-        """
-        for pause in [*self._calls.pauses(), None]:
-            ids = sorted(self.named_sessions())
-            if not ids:
-                return
-            groups = [ids[i::_GROUPS] for i in range(min(_GROUPS, len(ids)))] if hangs else [ids]
-            stops = [lambda group=group: self.stop_now(group) for group in groups]
-            left = max(deadline - time.monotonic(), self._calls.limit / 4)
-            errors = self._calls.run_all(stops, left if hangs else self.time_to_stop(ids) / 2)
-            if not errors or not self.named_sessions():  # a call that hung may have succeeded meanwhile
-                return
-            late = hangs and time.monotonic() > deadline
-            hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
-            if pause is None or late or not all(map(answers.may_pass, errors)):
-                named, why = ", ".join(sorted(self.named_sessions())), answers.in_words(errors[-1])
-                raise CallFailed(f"CML did not stop {named}, which may still run: {why}") from errors[-1]
-            time.sleep(pause)
 
 
 def check_id(session_id: object) -> None:

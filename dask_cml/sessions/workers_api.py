@@ -19,15 +19,18 @@ from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.options import setting
 from dask_cml.sessions import answers
-from dask_cml.sessions.answers import NoAnswer, SessionInfo, has_ended, ip_address, may_pass
+from dask_cml.sessions.answers import CallFailed, NoAnswer, SessionInfo, has_ended, may_pass
 from dask_cml.sessions.calls import Calls, start
 from dask_cml.sessions.live import LiveSessions, check_id
 from dask_cml.sessions.loading import load_platform
 from dask_cml.sessions.plan import SessionPlan
 
-__all__ = ["SessionInfo", "WorkersAPI", "has_ended", "ip_address", "load_platform"]
+__all__ = ["SessionInfo", "WorkersAPI", "has_ended", "load_platform"]
 
 logger = logging.getLogger(__name__)
+
+#: Number of calls that stop the remaining sessions after one call for all of them hung.
+_GROUPS = 64
 
 
 @dataclass
@@ -189,12 +192,9 @@ class WorkersAPI(LiveSessions):
                 for found in self._find([launch.title], self.list_now()):
                     return self._take(launch, found)
             return self._take(launch, self._ask_for(launch))
-        except Exception:
-            # The answer of a late call may be lost, too. Nobody else looks for its session any more.
-            if launch.title and (launch.over or self._ended):
-                for found in self._find([launch.title], self.list_now()):
-                    self._take(launch, found)
-            raise
+        finally:
+            if self._ended:  # perhaps it did not wait for this call
+                start(self.end)
 
     def _ask_for(self, launch: _Launch) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
@@ -265,14 +265,10 @@ class WorkersAPI(LiveSessions):
 
     def _try_to_stop(self, session_id: str) -> None:
         """Stop a session that nobody needs. If this fails, :meth:`end` tries again."""
-        for pause in [*self._calls.pauses(), None]:
-            try:
-                return self.stop_now([session_id])
-            except Exception as error:
-                if pause is None or not self._ended or not may_pass(error):
-                    why = answers.in_words(error)
-                    return logger.warning("Session %s not stopped yet: %s", session_id, why)
-            time.sleep(pause)
+        try:
+            self.stop_now([session_id])
+        except Exception as error:
+            logger.warning("Session %s not stopped yet: %s", session_id, answers.in_words(error))
 
     async def close(self, end: Callable[[], None] | None = None) -> None:
         """Call :meth:`end`, or `end`, without blocking the event loop."""
@@ -293,30 +289,42 @@ class WorkersAPI(LiveSessions):
         """
         with self._lock:
             self._ended = True
-        begin = time.monotonic()
-        # One try only: stop_all() below repeats calls that fail.
-        ids = [*self.named_sessions()]
-        errors = self._calls.run_all([lambda: self.stop_now(ids)], self.time_to_stop(ids) / 2)
-        hangs = any(isinstance(error, NoAnswer) for error in errors)
+        deadline = time.monotonic() + self._limit
+        errors = self._stop_live(False, deadline)
         under_way = self._calls.under_way.copy()
         launching = [future for future, what in under_way.items() if what.startswith("launch ")]
-        wait(launching, timeout=max(0.0, begin + self._limit / 2 - time.monotonic()))
+        wait(launching, timeout=max(0.0, deadline - self._limit / 2 - time.monotonic()))
         self._calls.leave_behind()
-        if names := self._names_unanswered():
-            self._adopt_now(names)
-        self.stop_all(hangs, begin + self._limit)
-
-    def _adopt_now(self, names: Mapping[str, str]) -> None:
-        """Adopt sessions with these titles and names by blocking calls. If these hang, give up at once."""
+        hangs = NoAnswer in map(type, errors)
         for pause in [*self._calls.pauses(), None]:
-            errors = self._calls.run_all([lambda: self._adopt(names, self.list_now())], self._limit / 4)
-            if not errors:
-                return
-            if pause is None or isinstance(errors[0], NoAnswer) or not may_pass(errors[0]):
-                titles, why = sorted(names), answers.in_words(errors[0])
-                logger.warning("Sessions named %s may still run: CML did not list them: %s", titles, why)
-                return
+            unlisted, unstopped = self._adopt_lost(), self._stop_live(hangs, deadline)
+            errors = [*unlisted, *unstopped]
+            late = hangs and time.monotonic() > deadline
+            if pause is None or late or not any(map(may_pass, errors)):
+                break
+            hangs = hangs or NoAnswer in map(type, errors)
             time.sleep(pause)
+        for error in unlisted:
+            titles, why = sorted(self._names_unanswered()), answers.in_words(error)
+            logger.warning("Sessions named %s may still run: CML did not list them: %s", titles, why)
+        for error in unstopped[-1:]:
+            named, why = ", ".join(sorted(self.named_sessions())), answers.in_words(error)
+            raise CallFailed(f"CML did not stop {named}, which may still run: {why}") from error
+
+    def _stop_live(self, hangs: bool, deadline: float) -> list[Exception]:
+        """Stop all live sessions: by one call or, if that hangs, by many, so that one delays no other."""
+        ids = sorted(self.named_sessions())
+        groups = [ids[i::_GROUPS] for i in range(min(_GROUPS, len(ids)))] if hangs else [ids]
+        stops = [lambda group=group: self.stop_now(group) for group in groups]
+        left = max(deadline - time.monotonic(), self._limit / 4)
+        errors = self._calls.run_all(stops, left if hangs else self.time_to_stop(ids) / 2)
+        return errors if self.named_sessions() else []  # a call that hung may have succeeded meanwhile
+
+    def _adopt_lost(self) -> list[Exception]:
+        """Adopt the sessions of launches without an answer, as :meth:`adopt_unanswered` does."""
+        names = self._names_unanswered()
+        searches = [lambda: self._adopt(names, self.list_now())] if names else []
+        return self._calls.run_all(searches, self._limit / 4)
 
     async def adopt_unanswered(self, awaited: Collection[str] = ()) -> list[str]:
         """Adopt the sessions of launches without an answer, to stop them. Return their ids.
