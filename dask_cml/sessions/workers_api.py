@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dask_cml.checks import is_session_id
@@ -40,7 +40,6 @@ class _Launch:
     plan: SessionPlan
     #: The name on the platform, if it has names, which identifies a session of a lost answer.
     title: str | None
-    arguments: Mapping[str, Any] = field(repr=False)
     session: SessionInfo | None = None
     #: Whether nobody waits for the launch any more.
     over: bool = False
@@ -152,24 +151,16 @@ class WorkersAPI(LiveSessions):
         """
         self.check_options(plan.launch_options)
         title = plan.title if self._takes("name") else None
-        arguments = {
-            "n": 1,
-            **asdict(plan.size),
-            "code": plan.code,
-            "env": dict(plan.env),
-            **plan.launch_options,
-            **({} if title is None else {"name": title}),
-        }
         stopped = {*self._stopping}
         try:
-            session = await self._launch(_Launch(plan, title, arguments))
+            session = await self._launch(_Launch(plan, title))
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
             stopped |= self._stopping
             if not stopped or not await self.wait_until_ended(stopped):
                 raise
             self._stopping.difference_update(stopped)
-            session = await self._launch(_Launch(plan, title, arguments))
+            session = await self._launch(_Launch(plan, title))
         self.on_change()
         return session
 
@@ -198,18 +189,21 @@ class WorkersAPI(LiveSessions):
 
     def _ask_for(self, launch: _Launch) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
+        plan, named = launch.plan, {"name": launch.title} if launch.title else {}
+        options = {**asdict(plan.size), **plan.launch_options, **named}
         with self._lock:
-            self._unanswered[launch.plan.name, launch.title] += 1
+            self._unanswered[plan.name, launch.title] += 1
         may_exist = False
         try:
-            session = answers.launched(self.module.launch_workers(**launch.arguments))
+            answer = self.module.launch_workers(n=1, code=plan.code, env=dict(plan.env), **options)
+            session = answers.launched(answer)
         except Exception as error:
             # The platform's own functions may fail when the session is there, with any error.
             may_exist = may_pass(error) or not answers.is_of_the_platform(error)
             raise
         finally:
             with self._lock:
-                self._unanswered[launch.plan.name, launch.title] -= not may_exist
+                self._unanswered[plan.name, launch.title] -= not may_exist
         if session.get("id"):
             return session
         # A refused launch may leave an engine behind, which counts against the quota like a session.
