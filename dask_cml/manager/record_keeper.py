@@ -190,6 +190,7 @@ class RecordKeeper:
     def _launch(self, session_id: str, name: str, process: CMLProcess | None) -> Launch:
         scheduler = self._launcher.scheduler
         is_scheduler = scheduler is not None and name == scheduler.name
+        options = self._fleet.options_of(self._fleet.group_of(name))
         owner = this_owner() if process is None else process.owner
         launched = time.time() if process is None else process.since.timestamp()
         return Launch(
@@ -197,7 +198,7 @@ class RecordKeeper:
             key=SCHEDULER if is_scheduler else name,
             owner=owner if is_session_id(owner) else None,
             launched=int(launched),
-            size=self._api.sizes.get(session_id) if process is None else process.plan.size,
+            size=options.scheduler if is_scheduler else options.worker,
         )
 
 

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 from dask_cml.checks import is_session_id, message
 from dask_cml.errors import CMLError
-from dask_cml.options import SessionSize
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import SessionInfo, has_ended
 from dask_cml.sessions.calls import Calls, start
@@ -46,7 +45,6 @@ class LiveSessions:
         self.module = module
         self.live: set[str] = set()
         self.names: dict[str, str] = {}
-        self.sizes: dict[str, SessionSize] = {}
         self.stopped: set[str] = set()
         self._calls = calls
         self._interval = interval

@@ -65,8 +65,6 @@ class WorkersAPI(LiveSessions):
         event loop.
     names : dict of str to str
         The name of each session, by its id.
-    sizes : dict of str to SessionSize
-        The size of each session launched here, by its id.
     stopped : set of str
         The ids of the sessions that were stopped here, and whose end is not in the record yet.
     on_change : callable
@@ -221,7 +219,6 @@ class WorkersAPI(LiveSessions):
             if is_new:
                 self.live.add(session_id)
                 self.names[session_id] = launch.plan.name
-                self.sizes[session_id] = launch.plan.size
             if is_new and launch.session is None and not launch.over and not self._ended:
                 launch.session = session
             taken = launch.session
