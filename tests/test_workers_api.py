@@ -443,6 +443,36 @@ async def test_nothing_is_listed_for_a_launch_that_is_answered(stub, api):
     assert stub.count("list_workers") == 0
 
 
+async def test_the_session_of_a_lost_answer_is_looked_for_until_it_is_found(stub, api, left, lose_answers):
+    lose_answers(stub, ConnectionError("broken"))
+    with stub.held("list_workers") as release:
+        launching = asyncio.create_task(launch(api))
+        await eventually(lambda: stub.under_way)
+        [lost] = left()
+        stub.set(lost, listed=False)
+        release()
+        await launching
+    assert await api.adopt_unanswered() == []
+    stub.set(lost, listed=True)
+    assert await api.adopt_unanswered() == [lost]
+    listed = stub.count("list_workers")
+    assert await api.adopt_unanswered() == []
+    assert stub.count("list_workers") == listed
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_a_session_that_was_found_is_not_looked_for_again(stub, impatient, left, answered):
+    with stub.hangs("launch_workers", after=True) as release:
+        session = await impatient.launch(plan("mine"))
+        if answered:
+            release()
+            await eventually(lambda: not stub.under_way)
+        assert (stub.count("launch_workers"), stub.count("list_workers")) == (1, 1)
+        assert await impatient.adopt_unanswered() == []
+    assert stub.count("list_workers") == 1
+    assert left() == {session["id"]}
+
+
 async def test_without_names_a_launch_is_tried_again_as_it_was(lose_answers):
     stub = SimulatedPlatform(named=False)
     api = WorkersAPI(stub)

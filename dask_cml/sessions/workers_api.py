@@ -100,8 +100,8 @@ class WorkersAPI(LiveSessions):
         super().__init__(module, calls, setting("api.poll-interval"))
         self.on_change: Callable[[], None] = lambda: None
         self._ended = False
-        #: Number of launch calls per name and title without an answer, or with an error after which a session
-        #: may exist.
+        #: Number of launch calls per name and title whose session may exist, and is not known: calls without
+        #: an answer, or with an error that does not exclude it.
         self._unanswered: Counter[tuple[str, str | None]] = Counter()
 
     @property
@@ -195,6 +195,7 @@ class WorkersAPI(LiveSessions):
         try:
             answer = self.module.launch_workers(n=1, code=plan.code, env=dict(plan.env), **options)
             session = answers.launched(answer)
+            may_exist = bool(session.get("id"))  # _take() makes it known
         except Exception as error:
             # The platform's own functions may fail when the session is there, with any error.
             may_exist = may_pass(error) or not answers.is_of_the_platform(error)
@@ -202,7 +203,7 @@ class WorkersAPI(LiveSessions):
         finally:
             with self._lock:
                 self._unanswered[plan.name, launch.title] -= not may_exist
-        if session.get("id"):
+        if may_exist:
             return session
         # A refused launch may leave an engine behind, which counts against the quota like a session.
         if is_session_id(half_made := session.get("engineId")):
@@ -219,6 +220,7 @@ class WorkersAPI(LiveSessions):
             if is_new:
                 self.live.add(session_id)
                 self.names[session_id] = launch.plan.name
+                self._unanswered[launch.plan.name, launch.title] -= 1
             if is_new and launch.session is None and not launch.over and not self._ended:
                 launch.session = session
             taken = launch.session
@@ -341,7 +343,10 @@ class WorkersAPI(LiveSessions):
     def _adopt(self, names: Mapping[str, str], listed: Iterable[SessionInfo]) -> list[str]:
         found = self._find(names, listed)
         for session in found:
-            self.adopt(session["id"], names[session["name"]])
+            title = session["name"]
+            self.adopt(session["id"], names[title])
+            with self._lock:
+                self._unanswered[names[title], title] -= 1
         return [session["id"] for session in found]
 
 
