@@ -87,14 +87,8 @@ class CMLScheduler(CMLProcess):
         watch = asyncio.create_task(self._watch())
         look = asyncio.create_task(self._look())
         try:
-            while not (look.done() or watch.done()):
-                await asyncio.wait({watch, look}, timeout=_LOOK_INTERVAL, return_when=asyncio.FIRST_COMPLETED)
-                what = self.late("answer", self.options.scheduler_timeout)
-                if what and not (look.done() or watch.done()):
-                    raise SchedulerTimeout(await self.failure(what))
-            if not look.done():
-                raise watch.exception() or CMLError("the scheduler's session is no longer watched")
-            self.address, self._has_run = look.result(), True
+            await asyncio.wait({watch, look}, return_when=asyncio.FIRST_COMPLETED)
+            self.address, self._has_run = (look if look.done() else watch).result(), True
             await self._took_another()
             self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
         finally:
@@ -124,11 +118,12 @@ class CMLScheduler(CMLProcess):
         return True
 
     async def _look(self) -> str:
-        while True:
+        while (late := self.late("answer", self.options.scheduler_timeout)) is None:
             for address in await asyncio.to_thread(self._read_address), self._guess():
                 if address and await self._answers(address):
                     return address
             await asyncio.sleep(_LOOK_INTERVAL)
+        raise SchedulerTimeout(await self.failure(late))
 
     def _read_address(self) -> str | None:
         """Read the scheduler's file, if it exists and is complete."""
