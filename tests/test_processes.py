@@ -21,6 +21,7 @@ from dask_cml import CMLError, LaunchRefused, SchedulerTimeout, SessionFailed
 from dask_cml.layout import STARTED_FOLDER, scheduler_file
 from dask_cml.options import Options
 from dask_cml.sessions import calls, process, session, tls
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -513,6 +514,17 @@ async def test_the_state_of_a_session_is_the_one_that_was_listed_last(stub, api,
     assert worker.update(await api.sessions())
     assert worker.session.status == "timedout"
     assert not worker.is_known_to_run
+
+
+async def test_a_session_that_another_process_launched_has_the_age_and_the_owner_of_its_launch(
+    api, make_worker
+):
+    launched = int(datetime.now(timezone.utc).timestamp()) - 3600
+    worker = make_worker()
+    worker.adopt("abcdefgh12345678", Launch("abcdefgh12345678", "mine-0", "ijklmnop12345678", launched))
+    assert 3600 <= worker.session.age < 3900
+    assert worker.session.owner == "ijklmnop12345678"
+    api.forget("abcdefgh12345678")
 
 
 async def test_a_failure_is_described_with_session_status_and_output(stub, api, make_worker):

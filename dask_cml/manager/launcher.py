@@ -6,7 +6,6 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -176,21 +175,19 @@ class Launcher:
         self.scheduler = self.make_scheduler()
         self.scheduler.address = record.scheduler.address
         session = record.scheduler.session or ""
-        self.scheduler.adopt(session, record.scheduler.app_url, record.owners.get(session))
-        if (launch := record.launches.get(session)) is not None:
-            self.scheduler.since = datetime.fromtimestamp(launch.launched, timezone.utc)
+        self.scheduler.adopt(session, record.launches.get(session), record.scheduler.app_url)
 
     def attach_launched(self, record: Record) -> list[str]:
         """Attach the sessions that other managers have launched, as far as they are in the record.
 
         Return the names of those that are not.
         """
-        ids, owners = {key: session for session, key in record.sessions.items()}, record.owners
+        launches = {each.key: each for each in record.launches.values()}
         unknown = [each for each in self._fleet.members if each.launched and each.worker is None]
-        for name in [each.name for each in unknown if each.name in ids]:
-            worker = self.make_worker(name)
-            worker.adopt(ids[name], owner=owners.get(ids[name]))
-            self._fleet.attach(name, worker)
+        for launch in [launches[each.name] for each in unknown if each.name in launches]:
+            worker = self.make_worker(launch.key)
+            worker.adopt(launch.id, launch)
+            self._fleet.attach(launch.key, worker)
         return [each.name for each in unknown if each.worker is None]
 
     def detach(self, names: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from distributed.deploy.spec import ProcessInterface
 from dask_cml.options import Options, SessionSize
 from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, moment, status_of
 from dask_cml.sessions.causes import Loss
+from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.owner import this_owner
 from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.session_logs import LOST, last_lines
@@ -114,12 +115,23 @@ class CMLProcess(ProcessInterface):
             await self.launch()
         await super().start()
 
-    def adopt(self, session_id: str, app_url: str | None = None, owner: str | None = None) -> None:
-        """Take over a session that another process launched. The platform may not list it here."""
+    def adopt(self, session_id: str, launch: Launch | None, app_url: str | None = None) -> None:
+        """Take over a session that another process launched. The platform may not list it here.
+
+        Parameters
+        ----------
+        session_id : str
+            The session's id.
+        launch : Launch or None
+            Its launch. None if it is not in the record.
+        app_url : str, optional
+            Its URL.
+        """
         self.api.adopt(session_id, self.plan.name)
         self.info = {"id": session_id, "status": "running", "app_url": app_url}
         self.adopted = True
-        self.owner = owner
+        if launch is not None:
+            self.owner, self.since = launch.owner, datetime.fromtimestamp(launch.launched, timezone.utc)
         self.launched_at = self._begun_at = time.monotonic()
         self.status = Status.running
 
