@@ -107,12 +107,6 @@ def is_pending(session: SessionInfo) -> bool:
     return status_of(session) in _PENDING
 
 
-def ip_address(session: SessionInfo) -> str | None:
-    """Return a session's IP address. Return None until it is known."""
-    ip = session.get("ip_address")
-    return ip if ip and ip != "unknown" else None
-
-
 def moment(session: SessionInfo, what: str) -> datetime | None:
     """Return the time of an event of a session, such as ``created_at``. Return None if it is unknown."""
     try:

@@ -12,7 +12,7 @@ from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
 from dask_cml.options import Options, SessionSize
-from dask_cml.sessions.answers import SessionInfo, has_ended, ip_address, is_pending, moment, status_of
+from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, moment, status_of
 from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.owner import this_owner
@@ -176,7 +176,8 @@ class CMLProcess(ProcessInterface):
     @property
     def ip_address(self) -> str | None:
         """The session's IP address. None until it is known."""
-        return ip_address(self.info)
+        ip = self.info.get("ip_address")
+        return ip if ip and ip != "unknown" else None
 
     @property
     def is_known_to_run(self) -> bool:
