@@ -118,7 +118,10 @@ def plan_scheduler(
     arguments = ["--host", host, "--port", str(port)]
     if options.idle_timeout is not None:
         arguments += ["--idle-timeout", f"{options.idle_timeout} seconds"]
-    if dashboard_port is not None:
+    session: dict[str, Any] = {}
+    if dashboard_port is None:
+        session["serves_dashboard"] = True
+    else:
         arguments += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
     arguments += tls.arguments(security, "scheduler")
     env = {"BOKEH_ALLOW_WS_ORIGIN": ",".join(_dashboard_origins()), **options.env}
@@ -128,15 +131,7 @@ def plan_scheduler(
         arguments += _preloads("scheduler", "--preload", PRELOAD)
         env |= {FOLDER: str(place.folder), NUMBER: str(place.number)}
     arguments += options.scheduler_args
-    return _plan(
-        options,
-        place,
-        SCHEDULER,
-        ("dask", "scheduler"),
-        arguments,
-        env,
-        serves_dashboard=dashboard_port is None or None,
-    )
+    return _plan(options, place, SCHEDULER, ("dask", "scheduler"), arguments, env, session)
 
 
 def _dashboard_origins() -> list[str]:
@@ -164,23 +159,24 @@ def plan_worker(
     security : Security, optional
         The cluster's keys, in files.
     """
-    meeting: dict[str, Any] = {}
+    memory = int(options.memory * 2**30)
+    session: dict[str, Any] = {"passes_notice": True, "memory": memory, "scratch": options.scratch}
     patience = options.scheduler_timeout
     arguments: list[str] = []
     if address is None:
         patience += options.pending_timeout  # the program's timeout includes the time until the file exists
         file = scheduler_file(place.number)
         arguments += ["--scheduler-file", str(place.folder / file)]
-        meeting = {"scheduler_file": file, "timeout": patience}
+        session |= {"scheduler_file": file, "timeout": patience}
     else:
         arguments.append(address)
-    memory = int(options.worker_memory * 2**30) // options.processes
+    share = int(options.worker_memory * 2**30) // options.processes
     arguments += ["--name", name, *_preloads("worker", "--preload", "dask_cml.worker.process")]
     if not runs_one_per_gpu(options.worker_command):  # dask-cuda lacks the arguments
         arguments += _preloads("nanny", "--preload-nanny", "dask_cml.worker.process")
         arguments += ["--nworkers", str(options.processes)]
     arguments += ["--nthreads", str(options.nthreads // options.processes)]
-    arguments += ["--memory-limit", str(memory), "--death-timeout", str(patience)]
+    arguments += ["--memory-limit", str(share), "--death-timeout", str(patience)]
     # Without a dashboard, a worker still serves health and metrics by plain HTTP, on all interfaces by
     # default.
     arguments += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
@@ -190,18 +186,8 @@ def plan_worker(
     if options.worker_class is not None:
         arguments += ["--worker-class", options.worker_class]
     arguments += [*tls.arguments(security, "worker"), *options.worker_args]
-    return _plan(
-        options,
-        place,
-        name,
-        options.worker_command,
-        arguments,
-        {**_limits(options), **options.env},
-        passes_notice=True,
-        memory=int(options.memory * 2**30),
-        scratch=options.scratch,
-        **meeting,
-    )
+    env = {**_limits(options), **options.env}
+    return _plan(options, place, name, options.worker_command, arguments, env, session)
 
 
 def _preloads(kind: str, argument: str, module: str) -> list[str]:
@@ -229,9 +215,12 @@ def _plan(
     program: Sequence[str],
     arguments: list[str],
     env: Mapping[str, str],
-    **more: Any,
+    session: dict[str, Any],
 ) -> SessionPlan:
-    """Plan a session by its key: the name of a worker, or ``"scheduler"``."""
+    """Plan a session by its key: the name of a worker, or ``"scheduler"``.
+
+    `session` contains more arguments of :func:`dask_cml.wrapper.run`.
+    """
     name, started, what = key, key, "A worker"
     size, more_options = options.worker, options.launch_options
     if key == SCHEDULER:
@@ -242,19 +231,12 @@ def _plan(
         title += f" {place.record[:_ID_LENGTH]}"
         if key == SCHEDULER and place.number:  # the platform may still list the one before
             title += f"-{place.number}"
-        more |= {"name": quote(started, safe=""), "entry": form(key, options.name, size)}
+        session |= {"name": quote(started, safe=""), "entry": form(key, options.name, size)}
     log = log_path(name, place.folder, options.log_directory)
     # Not `dask`, which may not be on PATH. All sessions have the launcher's interpreter.
     command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
-    code = wrapper.code(
-        f"{what} of the Dask cluster {options.name!r}",
-        {
-            "command": command + arguments,
-            "log": str(log),
-            "program": " ".join(program),
-            "folder": str(place.folder),
-            **more,
-        },
-    )
+    session |= {"log": str(log), "program": " ".join(program), "folder": str(place.folder)}
+    session["command"] = command + arguments
+    code = wrapper.code(f"{what} of the Dask cluster {options.name!r}", session)
     env = {"PYTHONUNBUFFERED": "1", **env}
     return SessionPlan(name, title, size, code, env, log, more_options, {*options.env})
