@@ -559,7 +559,7 @@ class CMLCluster(SpecCluster):
 
     status = _OfManager(lambda manager: manager.status)
     options = _OfManager(lambda manager: manager.options)
-    security = _OfManager(lambda manager: manager.state.launcher.security or Security())
+    security = _OfManager(lambda manager: manager.state.launcher.place.security or Security())
     scheduler = _OfManager(lambda manager: manager.state.launcher.scheduler)
     workers = _OfManager(lambda manager: manager.fleet.workers)
     scheduler_info = _OfManager(lambda manager: manager.state.scheduler_info)

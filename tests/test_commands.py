@@ -404,7 +404,7 @@ def test_dask_cudas_own_parser_takes_the_arguments(tmp_path):
         tls_worker_key=str(tmp_path / "worker_key.pem"),
     )
     for address in "tls://10.0.0.1:8786", None:
-        command = argv(plan_worker(options, Place(tmp_path), "mine-0", address, keys))
+        command = argv(plan_worker(options, Place(tmp_path, security=keys), "mine-0", address))
         parsed = cli.worker.make_context("dask cuda worker", command[5:]).params
         assert (parsed["scheduler"], parsed["name"], parsed["nthreads"]) == (address, "mine-0", 1)
         assert (parsed["resources"], parsed["dashboard"]) == ("GPU=1", False)

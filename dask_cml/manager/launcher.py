@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ class Launcher:
 
     Attributes
     ----------
-    security : distributed.Security or None
-        The cluster's keys, in files.
+    place : Place
+        The cluster's folder and keys, and the number of its scheduler.
     scheduler : CMLScheduler or None
         The scheduler. None before the start.
     display : StartDisplay or None
@@ -66,7 +67,6 @@ class Launcher:
         self.api = api
         self.options = options
         self.place = Place(state_directory() / options.name)
-        self.security: Security | None = None
         self.scheduler: CMLScheduler | None = None
         self.display: StartDisplay | None = None
         self._fleet = fleet
@@ -75,9 +75,10 @@ class Launcher:
 
     # -- a new cluster
 
-    async def prepare(self) -> Mapping[Path, str]:
-        """Create the cluster's keys, and return the files to write."""
-        self.security, files = await asyncio.to_thread(tls.as_files, self.options.security, self.place.folder)
+    def prepare(self) -> Mapping[Path, str]:
+        """Create the cluster's keys, and return the files to write. Blocks."""
+        security, files = tls.as_files(self.options.security, self.place.folder)
+        self.place = replace(self.place, security=security)
         return files
 
     async def launch(self, record: str, files: Mapping[Path, str], show: bool, join: Join) -> None:
@@ -99,7 +100,7 @@ class Launcher:
         LaunchRefused, SessionFailed, SchedulerTimeout
             As in :class:`dask_cml.CMLCluster`.
         """
-        self.place = Place(self.place.folder, self.place.number, record)
+        self.place = replace(self.place, record=record)
         self.scheduler = self.make_scheduler()
         await asyncio.to_thread(self._write, files)
         left, why = await self._left_for_user()
@@ -121,7 +122,7 @@ class Launcher:
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
             tasks += [asyncio.ensure_future(each) for each in (self.scheduler, *workers)]
             await asyncio.gather(*tasks)
-            await join(self.scheduler.address, self.security)
+            await join(self.scheduler.address, self.place.security)
             has_started = True
         finally:
             await cancel(*tasks, following, showing)
@@ -148,7 +149,7 @@ class Launcher:
         launching = asyncio.ensure_future(self.launch_workers(self._fleet.names, lambda: True))
         try:
             await self.scheduler
-            await join(self.scheduler.address, self.security)
+            await join(self.scheduler.address, self.place.security)
             await launching
         finally:
             await cancel(launching)
@@ -170,8 +171,8 @@ class Launcher:
 
     def take_over(self, record: Record) -> None:
         """Take over the scheduler of a running cluster. Its workers follow by :meth:`attach_launched`."""
-        self.security = record.get_security()
-        self.place = Place(self.place.folder, record.scheduler.number, record.id)
+        number, security = record.scheduler.number, record.get_security()
+        self.place = Place(self.place.folder, number, record.id, security)
         self.scheduler = self.make_scheduler()
         self.scheduler.address = record.scheduler.address
         session = record.scheduler.session or ""
@@ -201,18 +202,18 @@ class Launcher:
 
     def make_scheduler(self) -> CMLScheduler:
         """Return a scheduler that is not launched yet."""
-        return CMLScheduler(self.api, self.options, self.place, self.security)
+        return CMLScheduler(self.api, self.options, self.place)
 
     def make_worker(self, name: str) -> CMLWorker:
         """Return a worker with this name that is not launched yet."""
         address = None if self.scheduler is None else self.scheduler.address
         options = self._fleet.options_of(self._fleet.group_of(name))
-        return CMLWorker(self.api, options, plan_worker(options, self.place, name, address, self.security))
+        return CMLWorker(self.api, options, plan_worker(options, self.place, name, address))
 
     def plans(self) -> str:
         """Return the plans of the scheduler's session and of the next session of each worker group."""
-        if self.security is None:  # plans need only the paths, so no file is written
-            self.security, _ = tls.as_files(self.options.security, self.place.folder)
+        if self.place.security is None:  # plans need only the paths, so no file is written
+            self.prepare()
         plans = [str((self.scheduler or self.make_scheduler()).plan)]
         for group in self._fleet.states:
             worker = self.make_worker(session_name(self._fleet.name, group.name, group.wanted.number))

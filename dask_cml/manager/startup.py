@@ -63,8 +63,8 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
         If the cluster exceeds a limit of the site.
     """
     options, launcher, record_keeper = state.options, state.launcher, state.record_keeper
-    files = await launcher.prepare()
-    keys = tls.paths(launcher.security)
+    files = await asyncio.to_thread(launcher.prepare)
+    keys = tls.paths(launcher.place.security)
     record = Record(options.name, maker=maker, options=options.arguments(), security=keys)
     orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
     groups, hours = options.first_groups(), limits().get("hours")

@@ -117,7 +117,8 @@ class ClusterState:
         """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by it."""
         if self.client.address is None or self.status == Status.closed:
             return None
-        return self.client.address if self.launcher.security is None else cluster_address(self.fleet.name)
+        has_keys = self.launcher.place.security is not None
+        return cluster_address(self.fleet.name) if has_keys else self.client.address
 
     @property
     def sessions(self) -> list[Session]:

@@ -73,7 +73,7 @@ class SessionPlan:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a session of a cluster belongs.
+    """Where a session of a cluster belongs, and how it gets in.
 
     Parameters
     ----------
@@ -83,20 +83,18 @@ class Place:
         The number of the cluster's scheduler.
     record : str or None
         The id of the cluster's record. None for sessions without a record, which no other process finds.
+    security : Security or None
+        The cluster's keys, in files. None: it has no keys.
     """
 
     folder: Path
     number: int = 0
     record: str | None = None
+    security: Security | None = None
 
 
 def plan_scheduler(
-    options: Options,
-    place: Place,
-    host: str,
-    port: int,
-    security: Security | None = None,
-    dashboard_port: int | None = None,
+    options: Options, place: Place, host: str, port: int, dashboard_port: int | None = None
 ) -> SessionPlan:
     """Plan the scheduler's session.
 
@@ -105,13 +103,11 @@ def plan_scheduler(
     options : Options
         The cluster's options.
     place : Place
-        The cluster's folder, for the scheduler's file.
+        The cluster's folder, for the scheduler's file, and its keys.
     host : str
         The interface on which the scheduler listens.
     port : int
         The port on which the scheduler listens. 0: any free port.
-    security : Security, optional
-        The cluster's keys, in files.
     dashboard_port : int, optional
         Port of the dashboard on the session's loopback. Default: the port that the platform forwards.
     """
@@ -123,7 +119,7 @@ def plan_scheduler(
         session["serves_dashboard"] = True
     else:
         arguments += ["--dashboard-address", f"127.0.0.1:{dashboard_port}"]
-    arguments += tls.arguments(security, "scheduler")
+    arguments += tls.arguments(place.security, "scheduler")
     env = {"BOKEH_ALLOW_WS_ORIGIN": ",".join(_dashboard_origins()), **options.env}
     if place.record is None:
         arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
@@ -141,9 +137,7 @@ def _dashboard_origins() -> list[str]:
     return [f"{host}:*" for host in hosts]
 
 
-def plan_worker(
-    options: Options, place: Place, name: str, address: str | None, security: Security | None = None
-) -> SessionPlan:
+def plan_worker(options: Options, place: Place, name: str, address: str | None) -> SessionPlan:
     """Plan a worker session.
 
     Parameters
@@ -151,13 +145,11 @@ def plan_worker(
     options : Options
         The cluster's options.
     place : Place
-        The cluster's folder.
+        The cluster's folder and keys.
     name : str
         The Dask worker's name. With more than one process, the suffixes are ``-0``, ``-1`` and so on.
     address : str or None
         The scheduler's address. None: it is unknown yet, and the worker reads it from the scheduler's file.
-    security : Security, optional
-        The cluster's keys, in files.
     """
     memory = int(options.memory * 2**30)
     session: dict[str, Any] = {"passes_notice": True, "memory": memory, "scratch": options.scratch}
@@ -185,7 +177,7 @@ def plan_worker(
         arguments += ["--resources", " ".join(f"{each}={exact(share)}" for each, share in shares.items())]
     if options.worker_class is not None:
         arguments += ["--worker-class", options.worker_class]
-    arguments += [*tls.arguments(security, "worker"), *options.worker_args]
+    arguments += [*tls.arguments(place.security, "worker"), *options.worker_args]
     env = {**_limits(options), **options.env}
     return _plan(options, place, name, options.worker_command, arguments, env, session)
 

@@ -8,8 +8,6 @@ import logging
 import time
 from urllib.parse import quote
 
-from distributed.security import Security
-
 from dask_cml.cancellation import cancel
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
@@ -41,9 +39,7 @@ class CMLScheduler(CMLProcess):
     options : Options
         The cluster's options.
     place : Place
-        The cluster's folder, the number of this scheduler, and the cluster's record.
-    security : Security, optional
-        The cluster's keys, in files.
+        The cluster's folder, the number of this scheduler, and the cluster's record and keys.
     dashboard_port : int, optional
         Port of the dashboard on the session's loopback. Default: the port that the platform forwards.
     """
@@ -53,21 +49,15 @@ class CMLScheduler(CMLProcess):
     start_time: float | None = None
 
     def __init__(
-        self,
-        api: WorkersAPI,
-        options: Options,
-        place: Place,
-        security: Security | None = None,
-        dashboard_port: int | None = None,
+        self, api: WorkersAPI, options: Options, place: Place, dashboard_port: int | None = None
     ) -> None:
-        self.security = security
         self.place = place
         # On a laptop all sessions share one network. So the scheduler takes a free port when it listens, on
         # the loopback only.
         shared = api.shares_host_network
         self.port = 0 if shared else _SCHEDULER_PORT
         host = "127.0.0.1" if shared else "0.0.0.0"
-        plan = plan_scheduler(options, place, host, self.port, security, dashboard_port)
+        plan = plan_scheduler(options, place, host, self.port, dashboard_port)
         super().__init__(api, options, plan)
 
     async def start(self) -> None:
@@ -139,7 +129,7 @@ class CMLScheduler(CMLProcess):
 
     def _guess(self) -> str | None:
         """Return the scheduler's likely address, because NFS may show the scheduler's file late."""
-        protocol = "tcp" if self.security is None else "tls"
+        protocol = "tcp" if self.place.security is None else "tls"
         return f"{protocol}://{self.ip_address}:{self.port}" if self.ip_address and self.port else None
 
     async def _answers(self, address: str) -> bool:
@@ -147,7 +137,7 @@ class CMLScheduler(CMLProcess):
         record = self.place.record
         try:
             op = "identity" if record is None else HELLO
-            answer = await tls.ask(address, self.security, op, _ANSWER_TIMEOUT)
+            answer = await tls.ask(address, self.place.security, op, _ANSWER_TIMEOUT)
         except Exception as error:  # a program at this address may speak another protocol
             logger.debug("Scheduler at %s did not answer: %r", address, error)
             return False
