@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from dask_cml.checks import is_session_id, message
 from dask_cml.errors import CMLError
+from dask_cml.options import setting
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import SessionInfo, has_ended
 from dask_cml.sessions.calls import Calls, start
@@ -34,20 +35,19 @@ class LiveSessions:
     Parameters
     ----------
     module : module
-        The platform's module, with ``list_workers`` and ``stop_workers``.
-    calls : Calls
-        Makes the calls.
-    interval : float
-        Minimum time between two calls of ``list_workers``, in seconds.
+        The platform's module.
     """
 
-    def __init__(self, module: Any, calls: Calls, interval: float) -> None:
+    def __init__(self, module: Any) -> None:
+        functions = ("launch_workers", "list_workers", "stop_workers")
+        modules = {getattr(getattr(module, name, None), "__module__", "") for name in functions}
         self.module = module
+        self.threads: int = setting("api.threads")
         self.live: set[str] = set()
         self.names: dict[str, str] = {}
         self.stopped: set[str] = set()
-        self._calls = calls
-        self._interval = interval
+        self._calls = Calls(self.threads, setting("api.timeout"), setting("api.retries"), modules)
+        self._interval = setting("api.poll-interval")
         self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
         self._next_listing = 0.0
         self._stopping = _stopped.setdefault(module, set())

@@ -17,10 +17,9 @@ from typing import Any
 
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.options import setting
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import CallFailed, NoAnswer, SessionInfo, has_ended, may_pass
-from dask_cml.sessions.calls import Calls, start
+from dask_cml.sessions.calls import start
 from dask_cml.sessions.live import LiveSessions, check_id
 from dask_cml.sessions.loading import load_platform
 from dask_cml.sessions.plan import SessionPlan
@@ -92,12 +91,7 @@ class WorkersAPI(LiveSessions):
     """
 
     def __init__(self, module: Any) -> None:
-        functions = ("launch_workers", "list_workers", "stop_workers")
-        modules = {getattr(getattr(module, name, None), "__module__", "") for name in functions}
-        self.threads: int = setting("api.threads")
-        self._limit = setting("api.timeout")
-        calls = Calls(self.threads, self._limit, setting("api.retries"), modules)
-        super().__init__(module, calls, setting("api.poll-interval"))
+        super().__init__(module)
         self.on_change: Callable[[], None] = lambda: None
         self._ended = False
         #: Number of launch calls per name and title whose session may exist, and is not known: calls without
@@ -282,11 +276,11 @@ class WorkersAPI(LiveSessions):
         """
         with self._lock:
             self._ended = True
-        deadline = time.monotonic() + self._limit
+        deadline = time.monotonic() + self._calls.limit
         errors = self._stop_live(False, deadline)
         under_way = self._calls.under_way.copy()
         launching = [future for future, what in under_way.items() if what.startswith("launch ")]
-        wait(launching, timeout=max(0.0, deadline - self._limit / 2 - time.monotonic()))
+        wait(launching, timeout=max(0.0, deadline - self._calls.limit / 2 - time.monotonic()))
         self._calls.leave_behind()
         hangs = NoAnswer in map(type, errors)
         for pause in [*self._calls.pauses(), None]:
@@ -309,7 +303,7 @@ class WorkersAPI(LiveSessions):
         ids = sorted(self.named_sessions())
         groups = [ids[i::_GROUPS] for i in range(min(_GROUPS, len(ids)))] if hangs else [ids]
         stops = [lambda group=group: self.stop_now(group) for group in groups]
-        left = max(deadline - time.monotonic(), self._limit / 4)
+        left = max(deadline - time.monotonic(), self._calls.limit / 4)
         errors = self._calls.run_all(stops, left if hangs else self.time_to_stop(ids) / 2)
         return errors if self.named_sessions() else []  # a call that hung may have succeeded meanwhile
 
@@ -317,7 +311,7 @@ class WorkersAPI(LiveSessions):
         """Adopt the sessions of launches without an answer, as :meth:`adopt_unanswered` does."""
         names = self._names_unanswered()
         searches = [lambda: self._adopt(names, self.list_now())] if names else []
-        return self._calls.run_all(searches, self._limit / 4)
+        return self._calls.run_all(searches, self._calls.limit / 4)
 
     async def adopt_unanswered(self, awaited: Collection[str] = ()) -> list[str]:
         """Adopt the sessions of launches without an answer, to stop them. Return their ids.
