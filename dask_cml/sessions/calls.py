@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
 
-#: Maximum number of hanging calls. At this number, new calls fail until one returns.
+#: Maximum number of hanging calls, in addition to those that are made at once. At this number, new calls fail
+#: until one returns.
 _MOST_HANGING = 64
 
 
@@ -47,6 +48,7 @@ class Calls:
     """
 
     def __init__(self, at_once: int, limit: float, retries: int, modules: Collection[str]) -> None:
+        self.at_once = at_once
         self.limit = limit
         self.retries = retries
         #: The current failure of each operation, by its verb, until the operation succeeds.
@@ -55,7 +57,6 @@ class Calls:
         self.under_way: dict[Future[Any], str] = {}
         self._slots = asyncio.Semaphore(at_once)
         self._modules = frozenset(modules)
-        self._hanging: set[Future[Any]] = set()
 
     async def do(self, what: str, function: Callable[[], Any], limit: float | None = None) -> Any:
         """Call a function without blocking the event loop. Retry while the error is temporary.
@@ -104,8 +105,8 @@ class Calls:
 
     async def _run(self, what: str, function: Callable[[], Any], limit: float) -> Any:
         async with self._slots:
-            if len(self._hanging) >= _MOST_HANGING:
-                raise NoAnswer(f"{len(self._hanging)} earlier calls have not returned")
+            if len(self.under_way) >= self.at_once - 1 + _MOST_HANGING:
+                raise NoAnswer(f"{len(self.under_way)} earlier calls have not returned")
             future = start(function)
             self.under_way[future] = what
             future.add_done_callback(self.under_way.pop)
@@ -131,8 +132,6 @@ class Calls:
     def _result(self, future: Future[Any], limit: float) -> Any:
         if future.done():
             return future.result()
-        self._hanging.add(future)
-        future.add_done_callback(self._hanging.discard)
         self.leave_behind()
         raise NoAnswer(f"no answer within {limit:g} s")
 
@@ -142,11 +141,8 @@ class Calls:
         frames = sys._current_frames()
         for thread in [*executors._threads_queues]:
             frame = frames.get(thread.ident or 0)
-            names = (
-                {each.f_globals.get("__name__") for each, _ in traceback.walk_stack(frame)}
-                if frame
-                else set()
-            )
+            stack = traceback.walk_stack(frame) if frame else ()
+            names = {each.f_globals.get("__name__") for each, _ in stack}
             if thread.daemon and names & self._modules:
                 executors._threads_queues.pop(thread, None)  # type: ignore[attr-defined]
 
