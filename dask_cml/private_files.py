@@ -177,7 +177,8 @@ def write_file(name: str, content: bytes, folder: int, *, new: bool = False) -> 
         name_it = os.link if new else os.replace
         name_it(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except FileExistsError:
-        return False
+        # NFS may repeat a request whose answer was lost. Then the file has its second name already.
+        return os.stat(temporary, dir_fd=folder).st_nlink > 1
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=folder)

@@ -15,7 +15,7 @@ from dask_cml import dask_utils
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, scheduler_file
 from dask_cml.options import Options, state_directory
-from dask_cml.private_files import MOST_BYTES, NotPrivate, make_folder, read_file
+from dask_cml.private_files import MOST_BYTES, NotPrivate, make_folder, open_folder, read_file, write_file
 from dask_cml.records import ignored, operations, store
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.sessions.entry import Launch
@@ -103,6 +103,21 @@ def test_only_regular_files_are_read(tmp_path, kind):
             path.symlink_to("/dev/zero")
         with pytest.raises(ValueError, match="it is not a regular file"):
             read_file(path)
+
+
+def test_a_new_file_belongs_to_its_writer_although_the_file_system_repeats_the_request(tmp_path, monkeypatch):
+    """As NFS does if the answer was lost."""
+    link = os.link
+
+    def repeat(*arguments, **options):
+        link(*arguments, **options)
+        link(*arguments, **options)
+
+    monkeypatch.setattr(os, "link", repeat)
+    with open_folder(tmp_path) as folder:
+        assert write_file("file", b"mine", folder, new=True)
+        assert not write_file("file", b"another", folder, new=True)
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("file", b"mine")]
 
 
 def test_a_file_of_more_than_a_megabyte_is_not_read(tmp_path):
