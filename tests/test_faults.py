@@ -271,6 +271,21 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
     assert not traceback_in(caplog)
 
 
+@pytest.mark.parametrize(("function", "n"), [("launch_workers", 3), ("stop_workers", 1)])
+@simulated
+async def test_what_the_platform_forbids_is_tried_again_with_pauses(it, function, n):
+    async with simulate(n_workers=2) as cluster:
+        await eventually(lambda: complete(cluster, 2))
+        asked = it.platform.count(function)
+        it.platform.fail(function, *[HTTPError(403)] * 10_000)
+        cluster.scale(n)
+        await eventually(lambda: it.platform.count(function) > asked)
+        await asyncio.sleep(30.0)
+        assert it.platform.count(function) - asked <= 15
+        it.platform.heal()
+        await eventually(lambda: complete(cluster, n))
+
+
 async def test_a_missing_key_raises_an_error_at_once(platform, holds, monkeypatch, caplog):
     faults.inject("key", seconds=600)
     monkeypatch.delenv("CDSW_API_KEY", raising=False)

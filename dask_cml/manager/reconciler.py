@@ -268,7 +268,8 @@ class Reconciler:
         await self.report()
         for group in {fleet.group_of(name) for name in names}:
             await self._count_launches(group, names, errors, wishes[group])
-        self.poke()
+        if not errors:
+            self.poke()
 
     async def _count_launches(
         self, group: str, names: list[str], errors: Mapping[str, CMLError], wishes: int
