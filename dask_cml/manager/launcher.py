@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,10 @@ from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.fleet import Fleet
 from dask_cml.naming import session_name
 from dask_cml.options import Options, state_directory
-from dask_cml.options.limits import describe, limits
-from dask_cml.records import store
+from dask_cml.records.operations import left_for_user
 from dask_cml.records.record import Record
 from dask_cml.sessions import tls
 from dask_cml.sessions.answers import CallFailed
-from dask_cml.sessions.owner import this_user
 from dask_cml.sessions.plan import Place, plan_worker
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess
@@ -103,7 +100,7 @@ class Launcher:
         self.place = replace(self.place, record=record)
         self.scheduler = self.make_scheduler()
         await asyncio.to_thread(self._write, files)
-        left, why = await self._left_for_user()
+        left, why = await asyncio.to_thread(left_for_user, self.place.record, len(self.processes))
         if left <= len(self._fleet.names):
             raise LaunchRefused(self.scheduler.name, why, by="dask-cml")
         workers = [self.make_worker(name) for name in self._fleet.names]
@@ -222,19 +219,6 @@ class Launcher:
 
     # -- more workers
 
-    async def _left_for_user(self) -> tuple[int, str]:
-        """Return how many more sessions ``cml.limits.user-sessions`` allows the cluster's user, and why."""
-        limit = limits().get("user-sessions")
-        if limit is None:
-            return sys.maxsize, ""
-        records = {each.id: each for each in await asyncio.to_thread(store.records)}
-        own = records.pop(str(self.place.record), None)
-        user = this_user() if own is None else own.maker.user
-        others = [len(each.sessions) for each in records.values() if each.maker.user == user]
-        used = len(self.processes) + sum(others)
-        why = f"user {user} has {used} sessions, and {describe('user-sessions')}"
-        return max(0, int(limit) - used), f"{why}; to list their clusters, run `dask cml list`"
-
     async def launch_workers(self, names: Iterable[str], leads: Callable[[], bool]) -> dict[str, CMLError]:
         """Launch workers that are still wanted, as many at once as the API allows.
 
@@ -251,7 +235,7 @@ class Launcher:
             For the names of sessions whose launch failed, the error. After a refusal, no further ones of the
             worker group were tried. After an error of the platform that may pass, no further ones at all.
         """
-        left, why = await self._left_for_user()
+        left, why = await asyncio.to_thread(left_for_user, self.place.record, len(self.processes))
         names = [*names]
         failed: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in names[left:]}
         refused: set[str] = set()

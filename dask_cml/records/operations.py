@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -14,7 +15,7 @@ from dask_cml.cancellation import to_the_end
 from dask_cml.errors import ClusterExists, CMLError
 from dask_cml.identity import WorkerIdentity, full_workers
 from dask_cml.naming import DEFAULT_GROUP, read_name
-from dask_cml.options import state_directory
+from dask_cml.options import limits, state_directory
 from dask_cml.records import history, liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
@@ -183,6 +184,29 @@ def usage(name: str, id: str | None = None) -> Usage:
         If the cluster does not exist any more, or another one has its name.
     """
     return usage_of(store.read(name, id=id), time.time())
+
+
+def left_for_user(record: str | None, used: int) -> tuple[int, str]:
+    """Return how many more sessions ``cml.limits.user-sessions`` allows the user of a cluster, and why.
+
+    Blocks while it waits for the file system.
+
+    Parameters
+    ----------
+    record : str or None
+        The id of the cluster's record.
+    used : int
+        Number of the cluster's sessions.
+    """
+    limit = limits.limits().get("user-sessions")
+    if limit is None:
+        return sys.maxsize, ""
+    records = {each.id: each for each in store.records()}
+    own = records.pop(str(record), None)
+    user = this_user() if own is None else own.maker.user
+    used += sum(len(each.sessions) for each in records.values() if each.maker.user == user)
+    why = f"user {user} has {used} sessions, and {limits.describe('user-sessions')}"
+    return max(0, int(limit) - used), f"{why}; to list their clusters, run `dask cml list`"
 
 
 async def ended_clusters() -> list[history.EndedCluster]:
