@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 _PATIENCE = 1.0
@@ -24,6 +24,15 @@ async def cancel(*tasks: asyncio.Future | None) -> None:
     for over in filter(None, tasks):
         if not over.cancelled():
             over.exception()  # otherwise, asyncio logs that nobody retrieved it
+
+
+async def gather_or_cancel(*awaitables: Awaitable[Any]) -> list[Any]:
+    """Do the same as ``asyncio.gather``, but if one fails, cancel the others and wait for their end."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(*tasks)
 
 
 async def to_the_end(function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:

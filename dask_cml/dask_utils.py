@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from distributed.utils import LoopRunner
 
-from dask_cml.cancellation import cancel
+from dask_cml.cancellation import gather_or_cancel
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
 from dask_cml.identity import Identity
@@ -288,11 +288,7 @@ async def _start_workers(
     """Launch workers, and wait until they are connected. None of the other sessions may end meanwhile."""
     plans = [plan_worker(options, place, f"{options.name}-{i}", url) for i in range(n)]
     workers = [CMLWorker(api, options, plan) for plan in plans]
-    launches = [asyncio.ensure_future(worker.start()) for worker in workers]
-    try:
-        await asyncio.gather(*launches)
-    finally:
-        await cancel(*launches)
+    await gather_or_cancel(*[worker.start() for worker in workers])
     missing = {name: worker for worker in workers for name in worker.dask_names}
     while missing:
         listing = await api.sessions()

@@ -7,11 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from distributed.security import Security
 
-from dask_cml.cancellation import cancel
+from dask_cml.cancellation import cancel, gather_or_cancel
 from dask_cml.display.start import StartDisplay
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.fleet import Fleet
@@ -109,20 +108,16 @@ class Launcher:
         if show:
             self.display = StartDisplay(self._fleet.name, [self.scheduler, *workers], self._fleet.arrived)
         showing = asyncio.create_task(self.display.run()) if self.display else None
-        following: asyncio.Task[None] | None = None
-        tasks: list[asyncio.Future[Any]] = []
+        following = asyncio.create_task(self._follow(workers))
         has_started = False
         try:
             # The scheduler's session first: where sessions wait for room, workers could take its room.
             await self.scheduler.launch()
-            following = asyncio.create_task(self._follow(workers))
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
-            tasks += [asyncio.ensure_future(each) for each in (self.scheduler, *workers)]
-            await asyncio.gather(*tasks)
-            await join(self.scheduler.address, self.place.security)
+            await gather_or_cancel(self._connect(self.scheduler, join), *workers)
             has_started = True
         finally:
-            await cancel(*tasks, following, showing)
+            await cancel(following, showing)
             if self.display is not None:
                 await self.display.end(has_started)
 
@@ -143,13 +138,12 @@ class Launcher:
         """
         self.scheduler = self.make_scheduler()
         await self.scheduler.launch()
-        launching = asyncio.ensure_future(self.launch_workers(self._fleet.names, lambda: True))
-        try:
-            await self.scheduler
-            await join(self.scheduler.address, self.place.security)
-            await launching
-        finally:
-            await cancel(launching)
+        launching = self.launch_workers(self._fleet.names, lambda: True)
+        await gather_or_cancel(self._connect(self.scheduler, join), launching)
+
+    async def _connect(self, scheduler: CMLScheduler, join: Join) -> None:
+        await scheduler
+        await join(scheduler.address, self.place.security)
 
     async def _follow(self, workers: Collection[CMLWorker]) -> None:
         """Update the workers from the platform's list, until cancelled or the platform fails."""
@@ -262,11 +256,7 @@ class Launcher:
                     self._fleet.attach(name, worker)
 
         # So an exhausted quota refuses only a few of a hundred launches.
-        tasks: list[Awaitable[None]] = [asyncio.create_task(launch()) for _ in range(self.api.threads)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            await cancel(*tasks)  # type: ignore[arg-type]
+        await gather_or_cancel(*[launch() for _ in range(self.api.threads)])
         return failed
 
     # -- the end of sessions
