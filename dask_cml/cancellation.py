@@ -35,6 +35,16 @@ async def gather_or_cancel(*awaitables: Awaitable[Any]) -> list[Any]:
         await cancel(*tasks)
 
 
+async def first_of(*awaitables: Awaitable[Any]) -> Any:
+    """Return the result of what ends first, or raise its error. Cancel the others, and wait for their end."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(each for each in tasks if each.done()).result()
+    finally:
+        await cancel(*tasks)
+
+
 async def to_the_end(function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """Do the same as ``asyncio.to_thread``, but let a cancellation wait for the thread."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **more))

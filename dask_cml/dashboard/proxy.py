@@ -22,7 +22,7 @@ from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine,
 from tornado.iostream import IOStream, StreamClosedError
 from tornado.web import Application, RequestHandler
 
-from dask_cml.cancellation import cancel
+from dask_cml.cancellation import first_of
 from dask_cml.dashboard.http_server import HostGuard, LocalServer, local_socket
 from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.protocol import FORWARD
@@ -290,11 +290,7 @@ def _allowed(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, st
 
 async def carry(one: IOStream, other: IOStream) -> None:
     """Carry bytes in both directions until one connection is closed."""
-    copies = [asyncio.create_task(_copy(one, other)), asyncio.create_task(_copy(other, one))]
-    try:
-        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await cancel(*copies)
+    await first_of(_copy(one, other), _copy(other, one))
 
 
 async def _copy(source: IOStream, target: IOStream) -> None:

@@ -8,7 +8,7 @@ import logging
 import time
 from urllib.parse import quote
 
-from dask_cml.cancellation import cancel
+from dask_cml.cancellation import first_of
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, SchedulerTimeout, SessionFailed
 from dask_cml.layout import SCHEDULER, STARTED_FOLDER, scheduler_file
@@ -74,15 +74,10 @@ class CMLScheduler(CMLProcess):
             ``scheduler_timeout`` after that.
         """
         await super().start()
-        watch = asyncio.create_task(self._watch())
-        look = asyncio.create_task(self._look())
-        try:
-            await asyncio.wait({watch, look}, return_when=asyncio.FIRST_COMPLETED)
-            self.address, self._has_run = (look if look.done() else watch).result(), True
-            await self._took_another()
-            self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
-        finally:
-            await cancel(watch, look)
+        self.address = await first_of(self._look(), self._watch())
+        self._has_run = True
+        await self._took_another()
+        self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
 
     async def _watch(self) -> None:
         while True:
