@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 from unittest import mock
 
 import dask
@@ -18,7 +19,7 @@ from distributed.core import Status
 from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
-from dask_cml import address, cluster
+from dask_cml import address, cluster, protocol
 from dask_cml.layout import wanted_file
 from dask_cml.manager import losses, startup
 from dask_cml.manager.manager import Manager
@@ -26,6 +27,7 @@ from dask_cml.observers import Observers
 from dask_cml.records import store
 from dask_cml.records.operations import end_all
 from dask_cml.records.record import Maker
+from dask_cml.scheduler import plugin
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -150,6 +152,23 @@ async def test_a_manager_in_another_session_connects_to_the_next_scheduler_at_on
         await lose_scheduler(it.platform, eventually)
         await eventually(lambda: other.manager.state.client.connected and arrived(other) == 1, 30)
         assert other.manager.state.launcher.place.number == 1
+
+
+@simulated
+async def test_a_manager_leaves_a_scheduler_of_another_release_alone(it):
+    """The package was upgraded while they ran, and the other manager has connected to it."""
+    newer = SimpleNamespace(**{**vars(protocol), "PROTOCOL": protocol.PROTOCOL + 1})
+    async with simulate(name="lab", n_workers=1) as cluster, in_another_session(it) as other:
+        await eventually(lambda: arrived(cluster) == 1)
+        with (
+            mock.patch.object(plugin, "protocol", newer),
+            mock.patch.object(cluster.manager.state.client, "_check"),
+        ):
+            await lose_scheduler(it.platform, eventually)
+            await eventually(lambda: stands(it, cluster, 1))
+        await eventually(lambda: other.status == Status.closed, 30)
+        assert f"speaks protocol {newer.PROTOCOL} of dask-cml" in log_of(other)
+        assert stands(it, cluster, 1)
 
 
 def reconnects_in_vain(manager):

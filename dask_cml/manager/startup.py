@@ -23,9 +23,11 @@ from distributed.security import Security
 from dask_cml.display.words import span
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.at_exit import unclosed
+from dask_cml.manager.losses import SchedulerLost
 from dask_cml.manager.state import ClusterState
 from dask_cml.options import setting
 from dask_cml.options.limits import check_new, limits
+from dask_cml.protocol import PROTOCOL
 from dask_cml.records import liveness, store
 from dask_cml.records.operations import take_name
 from dask_cml.records.record import VERSION, Maker, Record
@@ -193,6 +195,11 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
     -------
     str or None
         Why the cluster has no other scheduler. None: it has one.
+
+    Raises
+    ------
+    SchedulerLost
+        If another manager has launched one of another release, which this one leaves alone.
     """
     limit, number, refused = setting("scheduler-restarts"), -1, False
     begun = since = hoped = time.monotonic()
@@ -207,6 +214,9 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
         if last.number != number:
             number = last.number
             since = hoped = time.monotonic()
+        if number > state.launcher.place.number and last.protocol not in (None, PROTOCOL):
+            words = f"its next scheduler speaks protocol {last.protocol} of dask-cml, this process {PROTOCOL}"
+            raise SchedulerLost(words, ended=False)
         try:
             if number > state.launcher.place.number and await _may_answer(state, record, since):
                 hoped = time.monotonic()
