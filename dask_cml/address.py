@@ -134,31 +134,25 @@ def _clients(address: str) -> list[Client]:
 async def _running(name: str) -> Record:
     """Return the record of a cluster. Wait until it contains the scheduler's address."""
     while True:
-        record = await asyncio.to_thread(_read, name)
+        try:
+            record = await asyncio.to_thread(store.read, name)
+        except errors.NoSuchCluster as error:
+            where = f"{error}; searched in {state_directory()}"
+            raise NoSuchCluster(where, error.name, error.known) from None
         if record.scheduler.address is not None:
             return record
+        if await asyncio.to_thread(liveness.is_abandoned, record):
+            raise NoSuchCluster(
+                f"the creator of cluster {name!r} ended before the scheduler answered: run "
+                f"`dask cml delete {shlex.quote(name)}`",
+                name,
+            )
         scheduler = f"{record.id} {record.scheduler.number}"
         if scheduler not in _warned:  # Dask's error after the time-out does not say why
             _warned.add(scheduler)
             what = "starting" if not record.scheduler.number else "launching another scheduler"
             logger.warning("Cluster %s is %s: its scheduler has no address yet", name, what)
         await asyncio.sleep(_LOOK_INTERVAL)
-
-
-def _read(name: str) -> Record:
-    try:
-        record = store.read(name)
-    except errors.NoSuchCluster as error:
-        where = f"{error}; searched in {state_directory()}"
-        raise NoSuchCluster(where, error.name, error.known) from None
-    maker = record.scheduler.maker or record.maker
-    if record.scheduler.address is None and maker.lives() is False and not liveness.spoke_lately(record):
-        raise NoSuchCluster(
-            f"the creator of cluster {name!r} ended before the scheduler answered: run "
-            f"`dask cml delete {shlex.quote(name)}`",
-            name,
-        )
-    return record
 
 
 class CMLBackend(Backend):

@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from distributed.comm.addressing import get_address_host_port, parse_address
@@ -51,14 +51,14 @@ class Finding:
         The reason, as a clause.
     identity : Identity, optional
         The scheduler's answer, if it answered.
-    reachable : bool
-        Whether the scheduler's address accepts connections.
+    refused : bool
+        Whether nothing accepts connections at the scheduler's address.
     """
 
     state: State
     why: str = ""
     identity: Identity | None = None
-    reachable: bool = True
+    refused: bool = False
 
 
 def silence(record: Record) -> float | None:
@@ -83,6 +83,14 @@ def spoke_lately(record: Record) -> bool:
     """Return whether a scheduler of a cluster has left a sign of life in the last two minutes. Blocks."""
     silent = silence(record)
     return silent is not None and silent < LONGEST_SILENCE
+
+
+def is_abandoned(record: Record) -> bool:
+    """Return whether a cluster's scheduler has no address yet, and the process that launches it has ended.
+
+    If a scheduler has left a sign of life lately, another manager may launch the next one. Blocks.
+    """
+    return record.scheduler.address is None and record.launcher.lives() is False and not spoke_lately(record)
 
 
 async def judge(
@@ -125,40 +133,34 @@ async def judge(
     """
     records = [*records]
     findings = await look(records, timeout=timeout, patience=patience)
-    gone = {
-        record.name: record
-        for record in records
-        if record.scheduler.address is not None and not findings[record.name].reachable
-    }
-    ended = await _ended(gone.values(), timeout, api)
-    for record in records:
-        finding, maker = findings[record.name], record.scheduler.maker or record.maker
-        if record.name in gone:
-            findings[record.name] = finding = await _judge_unreachable(record, ended)
-        lives = await asyncio.to_thread(maker.lives)
-        if record.scheduler.address is None and lives is False:
-            # Another manager may replace a scheduler that was lost lately.
-            state = State.UNKNOWN if await asyncio.to_thread(spoke_lately, record) else State.DEAD
-            findings[record.name] = Finding(state, "its creator ended before its scheduler answered")
-        elif finding.state is State.DEAD and lives:
-            why = f"{finding.why}, but its creator still runs, process {maker.pid}"
-            findings[record.name] = Finding(State.UNKNOWN, why)
-    return findings
+    ended = await _ended([each for each in records if findings[each.name].refused], timeout, api)
+    return {each.name: await asyncio.to_thread(_judge, each, findings[each.name], ended) for each in records}
 
 
-async def _judge_unreachable(record: Record, ended: set[str]) -> Finding:
+def _judge(record: Record, finding: Finding, ended: Collection[str]) -> Finding:
+    """Judge a cluster by a look at it, and by the sessions that the platform lists as ended. Blocks."""
+    if is_abandoned(record):
+        return Finding(State.DEAD, "its creator ended before its scheduler answered")
+    if finding.refused:
+        finding = _judge_refused(record, ended)
+    if finding.state is State.DEAD and record.launcher.lives():
+        why = f"{finding.why}, but its creator still runs, process {record.launcher.pid}"
+        return Finding(State.UNKNOWN, why)
+    return finding
+
+
+def _judge_refused(record: Record, ended: Collection[str]) -> Finding:
     listed = [session for session, key in record.sessions.items() if key == SCHEDULER]
     session = record.scheduler.session or next(iter(listed), None)
     if session in ended:
-        return Finding(State.DEAD, f"its scheduler's session {session} has ended", reachable=False)
+        return Finding(State.DEAD, f"its scheduler's session {session} has ended")
     if (closed := record.scheduler.closed) is not None:
-        return Finding(State.DEAD, f"its scheduler has closed: {closed}", reachable=False)
+        return Finding(State.DEAD, f"its scheduler has closed: {closed}")
     why = f"nothing accepts connections at {record.scheduler.address}"
-    silent = await asyncio.to_thread(silence, record)
+    silent = silence(record)
     if silent is not None and silent >= LONGEST_SILENCE:
-        why += f", and the scheduler's last sign of life is {silent:.0f} s old"
-        return Finding(State.DEAD, why, reachable=False)
-    return Finding(State.UNKNOWN, f"{why}, but nothing shows that the scheduler has ended", reachable=False)
+        return Finding(State.DEAD, f"{why}, and the scheduler's last sign of life is {silent:.0f} s old")
+    return Finding(State.UNKNOWN, f"{why}, but nothing shows that the scheduler has ended")
 
 
 async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | None) -> set[str]:
@@ -230,7 +232,7 @@ async def is_alive(record: Record, timeout: float = 5.0) -> bool:
 async def _look_at(record: Record, timeout: float) -> Finding:
     address = record.scheduler.address
     if address is None:
-        return Finding(State.UNKNOWN, "its scheduler has not answered yet", reachable=False)
+        return Finding(State.UNKNOWN, "its scheduler has not answered yet")
     begin, why = asyncio.get_running_loop().time(), None
     try:
         why = await asyncio.to_thread(why_not_contacted, record)
@@ -244,7 +246,7 @@ async def _look_at(record: Record, timeout: float) -> Finding:
     try:
         await asyncio.wait_for(_reach(address), left)
     except Exception:  # the address may be invalid in any way
-        return Finding(State.UNKNOWN, f"nothing accepts connections at {address}", reachable=False)
+        return Finding(State.UNKNOWN, f"nothing accepts connections at {address}", refused=True)
     busy = f"its scheduler accepts connections at {address} but does not answer; it may be busy"
     return Finding(State.UNKNOWN, why or busy)
 
@@ -256,15 +258,13 @@ def why_not_contacted(record: Record) -> str | None:
     Blocks while it waits for the file system.
     """
     address = record.scheduler.address
-    if record.security is not None or str(address).startswith("tls:") or record.maker.lives():
+    has_keys = record.security is not None or str(address).startswith("tls:")
+    if has_keys or record.maker.lives() or spoke_lately(record):
         return None
-    silent = silence(record)
-    if silent is not None and silent < LONGEST_SILENCE:
-        return None
-    sign = "left no sign of life" if silent is None else f"left its last sign of life {silent:.0f} s ago"
     return (
-        f"it has no keys, and its scheduler {sign}, so another program may have the address {address}: if "
-        f"the cluster does not run any more, run `dask cml delete {shlex.quote(record.name)}`"
+        "it has no keys, and its scheduler has left no sign of life for two minutes, so another program may "
+        f"have the address {address}: if the cluster does not run any more, run "
+        f"`dask cml delete {shlex.quote(record.name)}`"
     )
 
 

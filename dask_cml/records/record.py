@@ -220,6 +220,11 @@ class Record:
     ended: Mapping[str, Launch] = field(default_factory=dict)
 
     @property
+    def launcher(self) -> Maker:
+        """The process that launches the last scheduler, or else has created the cluster."""
+        return self.scheduler.maker or self.maker
+
+    @property
     def age(self) -> float:
         """Time since the cluster's creation, in seconds."""
         return (datetime.now(timezone.utc) - self.created).total_seconds()
