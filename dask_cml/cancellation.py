@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _PATIENCE = 1.0
 
@@ -45,7 +47,7 @@ async def first_of(*awaitables: Awaitable[Any]) -> Any:
         await cancel(*tasks)
 
 
-async def to_the_end(function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+async def to_the_end(function: Callable[..., T], *arguments: Any, **more: Any) -> T:
     """Do the same as ``asyncio.to_thread``, but let a cancellation wait for the thread."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **more))
     try:

@@ -123,8 +123,12 @@ async def test_a_cancelled_write_does_not_replace_a_later_one(folder, holds, mon
     monkeypatch.setattr(os, "replace", replaces_late)
     running = asyncio.create_task(file.run(lambda: {"closed": None}))
     await holds(lambda: waiting)
-    await cancel(running)
-    closing = asyncio.create_task(file.write_next({"closed": "idle for 1 s"}))
+
+    async def close():
+        await cancel(running)
+        file.write({"closed": "idle for 1 s"})
+
+    closing = asyncio.create_task(close())
     await asyncio.wait([closing], timeout=0.2)
     goes_on.set()
     await closing

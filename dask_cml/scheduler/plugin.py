@@ -115,7 +115,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         await cancel(self._writing, *self._retiring)
         self._note_activity()
         with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
-            await self._file.write_next(self._state())
+            await asyncio.to_thread(self._file.write, self._state())
 
     def _state(self) -> dict[str, Any]:
         """Return the content of the scheduler's file. Dask's workers and clients read the address."""

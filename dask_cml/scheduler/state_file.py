@@ -14,10 +14,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dask_cml.cancellation import to_the_end
 from dask_cml.layout import scheduler_file, wanted_file
 from dask_cml.private_files import open_folder, read_file, write_file
 from dask_cml.protocol import SIGN_OF_LIFE
@@ -48,8 +48,6 @@ class StateFile:
         self.folder = folder
         self.number = number
         self._changed = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, "cml-state")
-        self._gone_since: float | None = None
         #: The file with which the scheduler began. Another cluster of this name has another one.
         self._begun: bytes | None = None
 
@@ -84,24 +82,23 @@ class StateFile:
         content : callable
             Returns the content, for JSON.
         """
-        while not self._is_gone():
+        gone_since: float | None = None
+        while gone_since is None or time.monotonic() - gone_since <= _GONE_FOR:
             self._changed.clear()
             try:
-                if (why := await self.write_next(content())) is not None:
+                # A cancellation waits: the scheduler's last state must not be written before this one.
+                if (why := await to_the_end(self.write, content())) is not None:
                     return why
-                self._gone_since = None
+                gone_since = None
             except (FileNotFoundError, NotADirectoryError):
-                await asyncio.to_thread(self._look)
+                if await asyncio.to_thread(self._is_gone):
+                    gone_since = gone_since or time.monotonic()
             except (OSError, RuntimeError) as error:  # RuntimeError: not private
                 logger.warning("State of the cluster not written: %s", error)
             await asyncio.sleep(_REST)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), SIGN_OF_LIFE)
         return "its folder was removed"
-
-    async def write_next(self, content: Mapping[str, Any]) -> str | None:
-        """Write the file after all earlier calls. These may go on although their tasks are cancelled."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.write, content)
 
     def write(self, content: Mapping[str, Any]) -> str | None:
         """Replace the file atomically. Return why the scheduler must close, or None. Blocks."""
@@ -112,14 +109,11 @@ class StateFile:
             replaced = wanted_file(self.number + 1) in os.listdir(descriptor)
         return "another scheduler replaces it" if replaced else None
 
-    def _look(self) -> None:
-        """Note since when the folder is gone, if its parent can be listed."""
-        with contextlib.suppress(OSError):
-            if self.folder.name not in os.listdir(self.folder.parent):
-                self._gone_since = self._gone_since or time.monotonic()
-
     def _is_gone(self) -> bool:
-        return self._gone_since is not None and time.monotonic() - self._gone_since > _GONE_FOR
+        """Return whether the folder is gone, if its parent can be listed."""
+        with contextlib.suppress(OSError):
+            return self.folder.name not in os.listdir(self.folder.parent)
+        return False
 
 
 async def unless_stale(action: Callable[[], T]) -> T:
