@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import shlex
@@ -18,8 +19,11 @@ from typing import BinaryIO
 
 from dask_cml.errors import CMLError
 
+logger = logging.getLogger(__name__)
+
 #: Maximum size of a file that dask-cml reads, in bytes.
 MOST_BYTES = 1_000_000
+_reported: set[tuple[str, str]] = set()
 
 
 class NotPrivate(CMLError, PermissionError):
@@ -194,6 +198,25 @@ def move_aside(path: Path) -> str:
     """Return the shell command that renames a folder or file to a name that no cluster can have."""
     aside = path.with_name(f".{path.name.lstrip('.')}-{secrets.token_hex(2)}")
     return shlex.join(["mv", str(path), str(aside)])
+
+
+def report_ignored(path: Path | str, why: Exception | str) -> None:
+    """Log that a file is ignored, once.
+
+    Parameters
+    ----------
+    path : Path or str
+        The file.
+    why : Exception or str
+        Why, as a clause. :class:`NotPrivate` names the file itself, and what to do.
+    """
+    remedy = ""
+    if isinstance(why, NotPrivate):
+        path, remedy = why.path, f": run `{why.command}`"  # each such error has another command
+        why = f"it {why.why}"
+    if (str(path), str(why)) not in _reported:
+        _reported.add((str(path), str(why)))
+        logger.warning("%s ignored: %s%s", path, why, remedy)
 
 
 def _check(path: Path, about: os.stat_result, mode: str) -> None:

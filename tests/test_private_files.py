@@ -11,12 +11,12 @@ import subprocess
 import pytest
 from clusters import WANTED, write_record
 
-from dask_cml import dask_utils
+from dask_cml import dask_utils, private_files
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, scheduler_file
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import MOST_BYTES, NotPrivate, make_folder, open_folder, read_file, write_file
-from dask_cml.records import ignored, operations, store
+from dask_cml.records import operations, store
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.sessions.entry import Launch
 
@@ -160,7 +160,7 @@ async def test_a_planted_record_is_skipped_with_one_warning_and_no_connection(
     with pytest.raises(NotPrivate):
         store.write_sessions([Launch("session-1", "planted-0", None, 1)], [], "planted", id=record.id)
     assert connections == []
-    [warning] = [each.getMessage() for each in caplog.records if each.name == ignored.__name__]
+    [warning] = [each.getMessage() for each in caplog.records if each.name == private_files.__name__]
     assert warning.startswith(f"{paths[part]} ignored: it ")
 
 
@@ -174,7 +174,7 @@ async def test_no_process_connects_to_an_address_in_a_planted_scheduler_file(
         [found] = store.records()
         await operations.describe([found])
     assert (found.scheduler.address, connections) == (None, [])
-    [warning] = [each.getMessage() for each in caplog.records if each.name == ignored.__name__]
+    [warning] = [each.getMessage() for each in caplog.records if each.name == private_files.__name__]
     assert warning.startswith(f"{file} ignored: it ")
 
 

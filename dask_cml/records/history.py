@@ -24,10 +24,9 @@ from dask_cml.checks import is_session_id
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
 from dask_cml.printable import first_line, printable
-from dask_cml.private_files import check_folder, make_folder, open_folder, read_file, write_file
+from dask_cml.private_files import make_folder, open_folder, read_file, report_ignored, write_file
 from dask_cml.protocol import LONGEST_SILENCE
 from dask_cml.records import liveness, store
-from dask_cml.records.ignored import report
 from dask_cml.records.record import Record
 from dask_cml.records.usage import Amount, SessionHours, Usage, read_usage, usage_of
 from dask_cml.validation import validate
@@ -232,19 +231,19 @@ def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
         with contextlib.suppress(ValueError):
             found[record.id] = EndedCluster.of(store.last(record) or record)
     try:
-        check_folder(folder)
-        files = [*folder.glob(f"[!.]*{_SUFFIX}")]
+        with open_folder(folder):
+            files = [*folder.glob(f"[!.]*{_SUFFIX}")]
     except OSError as error:
         files = []
         if not isinstance(error, FileNotFoundError):
-            report(folder, error)
+            report_ignored(folder, error)
     for file in files:
         try:
             found[file.stem] = _read(file)
         except FileNotFoundError:  # forgotten meanwhile
             continue
         except (OSError, ValueError, RecursionError) as error:
-            report(file, error)
+            report_ignored(file, error)
     return sorted(found.values(), key=lambda each: (each.ended, each.id), reverse=True)
 
 

@@ -53,7 +53,7 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
         # Another process may have removed the files already.
         sessions: dict[str, str] | None = {} if entries(descriptor) else None
         with contextlib.suppress(OSError, NotPrivate):
-            found, _ = session_files.read(folder, descriptor)
+            found = session_files.read(folder, descriptor)
             sessions = {session: each.key for session, each in found.items() if each.ended is None}
         make_folder(aside)
         for _ in range(_TRIES):  # a session may write its log meanwhile

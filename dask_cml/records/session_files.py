@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from dask_cml.layout import SESSIONS_FOLDER
-from dask_cml.private_files import open_folder
+from dask_cml.private_files import open_folder, report_ignored
 from dask_cml.sessions.entry import Launch, file_name, parse, read_fact
 
 
-def read(folder: Path, descriptor: int) -> tuple[dict[str, Launch], list[str]]:
-    """Return the sessions of a cluster, the oldest first, and the names of files that describe none.
+def read(folder: Path, descriptor: int) -> dict[str, Launch]:
+    """Return the sessions of a cluster, the oldest first. Ignore files that describe none; warn once.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def read(folder: Path, descriptor: int) -> tuple[dict[str, Launch], list[str]]:
     """
     with open_folder(folder / SESSIONS_FOLDER, descriptor) as own:
         names = os.listdir(own)
-    found, strays = [], []
+    found = []
     facts: dict[str, dict[str, Any]] = {}
     # In this order, the end of a wait counts more than the wait, and the first of two times.
     for name in sorted(names, reverse=True):
@@ -47,11 +47,12 @@ def read(folder: Path, descriptor: int) -> tuple[dict[str, Launch], list[str]]:
             try:
                 found.append(parse(name, folder.name))
             except ValueError:
-                strays.append(name)
+                where = f"{name!a} in {folder / SESSIONS_FOLDER}"
+                report_ignored(where, "it is not the name of a session's file")
     sessions: dict[str, Launch] = {}
     for each in sorted(found, key=lambda each: (each.launched, len(each.key), each.key, each.id)):
         sessions.setdefault(each.id, replace(each, **facts.get(each.id, {})))
-    return sessions, strays
+    return sessions
 
 
 def write(launched: Iterable[Launch], facts: Collection[str], folder: Path, descriptor: int) -> None:

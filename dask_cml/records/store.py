@@ -40,10 +40,10 @@ from dask_cml.private_files import (
     make_folder,
     open_folder,
     read_file,
+    report_ignored,
     write_file,
 )
 from dask_cml.records import removal, session_files
-from dask_cml.records.ignored import report
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.sessions.entry import Launch
 
@@ -240,7 +240,7 @@ def records(*, removed: bool = False) -> list[Record]:
         check_folder(directory)
         names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
     except NotPrivate as error:
-        report(directory, error)
+        report_ignored(directory, error)
         return []
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -311,7 +311,7 @@ def _load(folder: Path, file: str = RECORD_FILE) -> Record | None:
     try:
         return _until_settled(lambda: _read(folder, file), folder)
     except (OSError, ValueError, RecursionError) as error:
-        report(folder / file, error)
+        report_ignored(folder / file, error)
     return None
 
 
@@ -331,9 +331,7 @@ def _read(folder: Path, file: str) -> Record | None:
             return record
         if SESSIONS_FOLDER not in names and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
             raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
-        found, strays = session_files.read(folder, descriptor)
-        for stray in strays:
-            report(f"{stray!a} in {folder / SESSIONS_FOLDER}", "it is not the name of a session's file")
+        found = session_files.read(folder, descriptor)
         return replace(
             record,
             launches={session: each for session, each in found.items() if each.ended is None},
@@ -351,7 +349,7 @@ def _read_scheduler(folder: Path, names: list[str], descriptor: int) -> Schedule
         except FileNotFoundError:
             continue
         except (NotPrivate, ValueError, RecursionError) as error:
-            report(folder / each, error)
+            report_ignored(folder / each, error)
     return None
 
 
