@@ -42,12 +42,14 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     wanted : mapping
         What the scheduler begins with, for JSON.
     api : WorkersAPI
-        Stops the sessions of a dead cluster.
+        Lists the sessions of a dead cluster.
 
     Raises
     ------
     ClusterExists
         If a cluster with this name exists, and is not known to be dead; see :func:`liveness.judge`.
+    CMLError
+        If the sessions of a dead cluster could not be stopped.
     asyncio.CancelledError
         If the task is cancelled. The record may exist.
     """
@@ -61,12 +63,8 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
         finding = (await liveness.judge([old], api=api))[old.name]
         if finding.state is not State.DEAD:
             raise ClusterExists(old.name, finding.why) from None
-    if old.sessions:
-        await api.stop(*old.sessions)
-    await asyncio.to_thread(history.remember, old)
-    last = await asyncio.to_thread(store.remove, old.name, id=old.id) or {}
-    if late := last.keys() - old.sessions.keys():
-        await api.stop(*late)
+    if (error := (await _end_all([old]))[old.name]) is not None:
+        raise error
     await to_the_end(store.claim, record, wanted)
 
 
