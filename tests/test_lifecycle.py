@@ -13,13 +13,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from clusters import create_and_kill, lines_of, live, make, rebuild, sign_of, simulate
+from clusters import create_and_kill, launch, lines_of, live, make, rebuild, sign_of, simulate
 from distributed import Client
 from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
 from dask_cml.discovery import discover
-from dask_cml.layout import scheduler_file
+from dask_cml.layout import RECORD_FILE, REMOVED_FILE, scheduler_file
 from dask_cml.local import processes
 from dask_cml.manager import startup
 from dask_cml.manager.fleet import Fleet
@@ -43,6 +43,7 @@ if __name__ == "__main__":
 """
 
 
+SLEEP = "import time; time.sleep(600)"
 #: The same cluster on the simulated platform.
 MADE = {"name": "made", "n_workers": 2}
 ANOTHER = {"CDSW_ENGINE_ID": "anothersession00"}
@@ -115,6 +116,17 @@ async def test_the_name_of_a_dead_cluster_is_free_and_its_sessions_are_stopped(i
     it.platform.evict(record.scheduler.session)
     async with simulate(name="made") as cluster:
         assert {*it.platform.running.values()} == {each.id for each in cluster.sessions}
+
+
+@simulated
+async def test_the_name_of_a_cluster_whose_removal_was_interrupted_is_free_and_its_sessions_are_stopped(it):
+    await create_and_kill(it, **MADE)
+    [late] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
+    launch(store.read("made"), late, key="made-7")
+    folder = state_directory() / "made"
+    os.rename(folder / RECORD_FILE, folder / REMOVED_FILE)
+    async with simulate(name="made") as cluster:
+        assert {*it.platform.live} == {each.id for each in cluster.sessions}
 
 
 @simulated

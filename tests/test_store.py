@@ -526,8 +526,8 @@ def die_at(what, step):
         remove("a", id=old.id)
 
 
-def test_a_removal_whose_process_died_does_not_block_the_name(state):
-    """The cluster is not found any more, its name is free, and its sessions are still known."""
+def test_after_a_removal_whose_process_died_the_sessions_are_still_known(state):
+    """The cluster is not found any more. Who takes its name stops the sessions first."""
     record = Record("a")
     folder = claim(record)
     launch(record, "session-1")
@@ -538,11 +538,10 @@ def test_a_removal_whose_process_died_does_not_block_the_name(state):
     with pytest.raises(NoSuchCluster):
         launch(record, "session-2")
     assert remove("a", id="another") is None
-    new = Record("a")
-    claim(new)
-    assert [each.id for each in records()] == [new.id]
-    assert records(removed=True) == []
-    assert remove("a", id=record.id) is None
+    with pytest.raises(ClusterExists):
+        claim(Record("a"))
+    assert store.find("a", id=record.id) is None
+    assert store.find("a", id=record.id, even_removed=True) == half
 
 
 def test_a_removal_whose_process_died_is_finished_by_another(state):

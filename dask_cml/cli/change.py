@@ -223,11 +223,10 @@ async def delete(names: Sequence[str], everything: bool) -> None:
 
     if bool(names) == everything:
         raise click.UsageError(f"expected names of clusters, such as `{_delete('night')}`, or --all")
-    removed = {record.name: record for record in store.records(removed=True)}
     if everything:
-        records = [*store.records(), *removed.values()]
+        records = [*store.records(), *store.records(removed=True)]
     else:
-        records = [removed.get(name) or store.read(name) for name in dict.fromkeys(names)]
+        records = [store.find(name, even_removed=True) or store.read(name) for name in dict.fromkeys(names)]
     show(f"Deleting {len(records)} cluster{'s' * (len(records) != 1)}")
     results = await operations.end_all(records)
     _report(results, "No clusters.")

@@ -195,7 +195,7 @@ def remember(record: Record, why: str = UNSEEN) -> None:
     """
     try:
         keep, folder = setting("history.keep"), state_directory() / HISTORY_FOLDER
-        if keep and (last := store.last(record)) is not None:
+        if keep and (last := store.find(record.name, id=record.id, even_removed=True)) is not None:
             make_folder(folder)
             content = json.dumps(EndedCluster.of(last, why).to_json()).encode()
             with open_folder(folder) as descriptor:
@@ -229,7 +229,7 @@ def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
     found: dict[str, EndedCluster] = {}
     for record in dead:
         with contextlib.suppress(ValueError):
-            found[record.id] = EndedCluster.of(store.last(record) or record)
+            found[record.id] = EndedCluster.of(record)
     try:
         with open_folder(folder):
             files = [*folder.glob(f"[!.]*{_SUFFIX}")]

@@ -33,7 +33,9 @@ _LOOK_INTERVAL = 0.5
 
 
 async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) -> None:
-    """Create the folder and the record of a new cluster. First delete a dead cluster with its name.
+    """Create the folder and the record of a new cluster.
+
+    First delete a dead cluster with its name, or one whose removal was interrupted.
 
     Parameters
     ----------
@@ -57,12 +59,13 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
         await to_the_end(store.claim, record, wanted)  # then it can be removed
         return
     except ClusterExists:
-        old = await asyncio.to_thread(store.find, record.name)
+        old = await asyncio.to_thread(store.find, record.name, even_removed=True)
         if old is None:
             raise
-        finding = (await liveness.judge([old], api=api))[old.name]
-        if finding.state is not State.DEAD:
-            raise ClusterExists(old.name, finding.why) from None
+        if not old.removed:
+            finding = (await liveness.judge([old], api=api))[old.name]
+            if finding.state is not State.DEAD:
+                raise ClusterExists(old.name, finding.why) from None
     if (error := (await _end_all([old]))[old.name]) is not None:
         raise error
     await to_the_end(store.claim, record, wanted)

@@ -206,6 +206,8 @@ class Record:
         The sessions that run or wait for room, by id, the oldest first.
     ended : mapping of str to Launch
         The sessions that have ended, if they were read, too.
+    removed : bool
+        Whether the removal of the cluster has begun. Its process may have died meanwhile.
     """
 
     name: _Text
@@ -218,6 +220,7 @@ class Record:
     scheduler: SchedulerState = field(default_factory=SchedulerState)
     launches: Mapping[str, Launch] = field(default_factory=dict)
     ended: Mapping[str, Launch] = field(default_factory=dict)
+    removed: bool = False
 
     @property
     def launcher(self) -> Maker:

@@ -51,18 +51,18 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
         with contextlib.suppress(FileNotFoundError):
             os.rename(RECORD_FILE, REMOVED_FILE, src_dir_fd=descriptor, dst_dir_fd=descriptor)
         # Another process may have removed the files already.
-        sessions: dict[str, str] | None = {} if entries(descriptor) else None
+        sessions: dict[str, str] | None = {} if _entries(descriptor) else None
         with contextlib.suppress(OSError, NotPrivate):
             found = session_files.read(folder, descriptor)
             sessions = {session: each.key for session, each in found.items() if each.ended is None}
         make_folder(aside)
         for _ in range(_TRIES):  # a session may write its log meanwhile
-            for entry in sorted(entries(descriptor), key=REMOVED_FILE.__eq__):  # the mark at last
+            for entry in sorted(_entries(descriptor), key=REMOVED_FILE.__eq__):  # the mark at last
                 with contextlib.suppress(FileNotFoundError):  # another process removes them, too
                     os.rename(entry, aside / secrets.token_hex(8), src_dir_fd=descriptor)
             with contextlib.suppress(OSError):
                 os.rmdir(folder)  # only an empty one, so not that of another cluster
-            if not entries(descriptor):
+            if not _entries(descriptor):
                 break
             time.sleep(_PAUSE)
     finally:
@@ -71,7 +71,7 @@ def clear(folder: Path, is_meant: Callable[[int], bool]) -> dict[str, str] | Non
     return sessions
 
 
-def entries(descriptor: int) -> list[str]:
+def _entries(descriptor: int) -> list[str]:
     """List a folder. Return nothing if it does not exist any more."""
     try:
         return os.listdir(descriptor)

@@ -90,12 +90,7 @@ def claim(record: Record, wanted: Mapping[str, Any]) -> Path:
         with open_folder(made) as descriptor:
             write_file(RECORD_FILE, _encoded(record.to_json(), record.name), descriptor)
             write_file(wanted_file(0), _encoded(json.dumps(wanted), record.name), descriptor)
-        try:
-            os.rename(made, folder)  # replaces only an empty folder
-        except OSError:
-            if removal.clear(folder, _is_half_removed) is None:
-                raise
-            os.rename(made, folder)
+        os.rename(made, folder)  # replaces only an empty folder
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise ClusterExists(record.name) from None
@@ -208,22 +203,16 @@ def read(name: str, *, id: str | None = None) -> Record:
     return record
 
 
-def find(name: str, *, id: str | None = None) -> Record | None:
-    """Do the same as :func:`read`, but return None if the cluster does not exist."""
+def find(name: str, *, id: str | None = None, even_removed: bool = False) -> Record | None:
+    """Do the same as :func:`read`, but return None if the cluster does not exist.
+
+    With `even_removed`, find also a cluster whose removal has begun.
+    """
     with contextlib.suppress(ValueError):
         record = _load(_folder(name))
-        return record if record is None or id in (None, record.id) else None
+        if record is not None and id in (None, record.id) and (even_removed or not record.removed):
+            return record
     return None
-
-
-def last(record: Record) -> Record | None:
-    """Read a cluster's record with its ended sessions, also if the removal of the cluster has begun.
-
-    Return None if the cluster was deleted.
-    """
-    folder = _folder(record.name)
-    found = (_load(folder, file) for file in (RECORD_FILE, REMOVED_FILE))
-    return next((each for each in found if each is not None and each.id == record.id), None)
 
 
 def records(*, removed: bool = False) -> list[Record]:
@@ -234,7 +223,6 @@ def records(*, removed: bool = False) -> list[Record]:
     removed : bool
         Whether to read the clusters instead whose removal has begun. Its process may have died meanwhile.
     """
-    file = REMOVED_FILE if removed else RECORD_FILE
     directory = state_directory()
     try:
         check_folder(directory)
@@ -244,8 +232,8 @@ def records(*, removed: bool = False) -> list[Record]:
         return []
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = (_load(directory / name, file) for name in names)
-    return [record for record in found if record is not None]
+    found = (_load(directory / name) for name in names)
+    return [record for record in found if record is not None and record.removed == removed]
 
 
 def remove(name: str, *, id: str | None = None) -> dict[str, str] | None:
@@ -294,40 +282,36 @@ def _id_in(folder: Path, descriptor: int) -> str | None:
     return None
 
 
-def _is_half_removed(descriptor: int) -> bool:
-    """Return whether a process has started to remove the folder. It may have died meanwhile."""
-    names = removal.entries(descriptor)
-    return REMOVED_FILE in names and RECORD_FILE not in names
-
-
 def _folder(name: str) -> Path:
     if not name or name.startswith(".") or "/" in name or "\0" in name:
         raise ValueError(f"invalid name={name!r}: expected the name of a cluster")
     return state_directory() / name
 
 
-def _load(folder: Path, file: str = RECORD_FILE) -> Record | None:
+def _load(folder: Path) -> Record | None:
     """Read the record in a folder. Return None if the folder contains no valid record."""
     try:
-        return _until_settled(lambda: _read(folder, file), folder)
+        return _until_settled(lambda: _read(folder), folder)
     except (OSError, ValueError, RecursionError) as error:
-        report_ignored(folder / file, error)
+        report_ignored(folder / RECORD_FILE, error)
     return None
 
 
-def _read(folder: Path, file: str) -> Record | None:
+def _read(folder: Path) -> Record | None:
     check_folder(folder.parent)
     if folder.is_symlink():
         raise ValueError("its folder is a symbolic link")
     with open_folder(folder) as descriptor:
         # NFS may cache that a file does not exist. Listing the folder refreshes the cache.
         names = os.listdir(descriptor)
-        if file not in names:
+        file = next((each for each in (RECORD_FILE, REMOVED_FILE) if each in names), None)
+        if file is None:
             return None
-        record = Record.from_json(read_file(folder / file, descriptor))
+        content = Record.from_json(read_file(folder / file, descriptor))
+        record = replace(content, removed=file == REMOVED_FILE)
         if record.name != folder.name:
             raise ValueError(f"it is the record of another cluster, {record.name!r}")
-        if SESSIONS_FOLDER not in names and file == REMOVED_FILE:
+        if SESSIONS_FOLDER not in names and record.removed:
             return record
         if SESSIONS_FOLDER not in names and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
             raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
