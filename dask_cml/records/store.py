@@ -43,7 +43,7 @@ from dask_cml.private_files import (
     report_ignored,
     write_file,
 )
-from dask_cml.records import removal, session_files
+from dask_cml.records import session_files
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.sessions.entry import Launch
 
@@ -239,6 +239,9 @@ def records(*, removed: bool = False) -> list[Record]:
 def remove(name: str, *, id: str | None = None) -> dict[str, str] | None:
     """Remove a cluster's folder and its contents: the record, keys and logs.
 
+    All steps use the folder's descriptor. So if several processes remove the same dead cluster, none of them
+    removes another cluster that takes its name meanwhile.
+
     Parameters
     ----------
     name : str
@@ -253,10 +256,55 @@ def remove(name: str, *, id: str | None = None) -> dict[str, str] | None:
         not exist. The caller may not know those that were launched last.
     """
     folder = _folder(name)
-    sessions = removal.clear(folder, lambda descriptor: id in (None, _id_in(folder, descriptor)))
-    if sessions is not None:
-        sweep()
+    aside = folder.parent / f".removed-{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        if id not in (None, _id_in(folder, descriptor)):
+            return None
+        # From now on nobody finds the cluster, and its writers get an error. What they wrote before is read
+        # below. After a crash, this file's name marks a removal to continue.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(RECORD_FILE, REMOVED_FILE, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+        # Another process may have removed the files already.
+        sessions: dict[str, str] | None = {} if _entries(descriptor) else None
+        with contextlib.suppress(OSError, NotPrivate):
+            found = session_files.read(folder, descriptor)
+            sessions = {session: each.key for session, each in found.items() if each.ended is None}
+        make_folder(aside)
+        for _ in range(_TRIES):  # a session may write its log meanwhile
+            for entry in sorted(_entries(descriptor), key=REMOVED_FILE.__eq__):  # the mark at last
+                with contextlib.suppress(FileNotFoundError):  # another process removes them, too
+                    os.rename(entry, aside / secrets.token_hex(8), src_dir_fd=descriptor)
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)  # only an empty one, so not that of another cluster
+            if not _entries(descriptor):
+                break
+            time.sleep(_PAUSE)
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(aside, ignore_errors=True)
+    sweep()
     return sessions
+
+
+def _id_in(folder: Path, descriptor: int) -> str | None:
+    for file in (RECORD_FILE, REMOVED_FILE):
+        with contextlib.suppress(OSError, ValueError, RecursionError, NotPrivate):
+            return Record.from_json(read_file(folder / file, descriptor)).id
+    return None
+
+
+def _entries(descriptor: int) -> list[str]:
+    """List a folder. Return nothing if it does not exist any more."""
+    try:
+        return os.listdir(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return []
 
 
 def sweep() -> None:
@@ -273,13 +321,6 @@ def sweep() -> None:
                     shutil.rmtree(entry, ignore_errors=True)
                 elif not entry.name.startswith("."):
                     os.rmdir(entry)  # only an empty one, which is no cluster any more
-
-
-def _id_in(folder: Path, descriptor: int) -> str | None:
-    for file in (RECORD_FILE, REMOVED_FILE):
-        with contextlib.suppress(OSError, ValueError, RecursionError, NotPrivate):
-            return Record.from_json(read_file(folder / file, descriptor)).id
-    return None
 
 
 def _folder(name: str) -> Path:
