@@ -199,11 +199,10 @@ def load_security(info: dict[str, Any]) -> Security | None:
         return None
     try:
         if scheme == SCHEME:
-            records = [store.read(unquote(location))]
+            named = store.find(unquote(location))
+            records = [named] if named else []  # without one, connecting raises the error
         else:
             records = [each for each in store.records() if each.scheduler.address == info["address"]]
-    except errors.NoSuchCluster:
-        return None  # connecting raises the error
     except (OSError, ValueError, TypeError) as error:
         logger.warning("Keys for %s not found: %s", info["address"], error)
         return None
