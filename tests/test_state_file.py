@@ -196,12 +196,15 @@ async def test_a_state_directory_that_cannot_be_listed_does_not_end_it(folder, m
     running.cancel()
 
 
-async def test_an_old_scheduler_writes_nothing_into_a_new_cluster_of_its_name(folder):
-    file = StateFile(folder, 0)
+@pytest.mark.parametrize(
+    ("number", "why"), [(0, "another cluster has its name"), (1, "its folder was removed")]
+)
+async def test_an_old_scheduler_writes_nothing_into_a_new_cluster_of_its_name_and_ends(folder, number, why):
+    file = StateFile(prepare(folder, number=number), number)
     file.begin()
     shutil.rmtree(folder)
     prepare(folder, leader="m2")
-    assert await file.run(dict) == "another cluster has its name"
+    assert await asyncio.wait_for(file.run(dict), 60) == why
     assert os.listdir(folder) == [wanted_file(0)]
 
 

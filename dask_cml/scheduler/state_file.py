@@ -110,9 +110,10 @@ class StateFile:
         return "another scheduler replaces it" if replaced else None
 
     def _is_gone(self) -> bool:
-        """Return whether the folder is gone, if its parent can be listed."""
+        """Return whether the folder is gone, or is that of another cluster, if it can be listed. Blocks."""
         with contextlib.suppress(OSError):
-            return self.folder.name not in os.listdir(self.folder.parent)
+            there = self.folder.name in os.listdir(self.folder.parent)
+            return not there or wanted_file(self.number) not in os.listdir(self.folder)
         return False
 
 
