@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import functools
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -26,15 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from dask_cml.local import extensions
-from dask_cml.private_files import make_folder, owner_only
+from dask_cml.private_files import make_folder, owner_only, report_ignored
 
 #: A session as ``session.json`` has it.
 Session = dict[str, Any]
 
 DIRECTORY_VARIABLE = "DASK_CML_LOCAL_DIRECTORY"
 ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
-#: Logs once what several calls find.
-_warn = functools.lru_cache(maxsize=1000)(logging.getLogger(__name__).warning)
 _ALPHABET = string.ascii_lowercase + string.digits
 #: What the platform tells of a session as it is.
 _TOLD = ("id", "status", "name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
@@ -180,7 +176,7 @@ def _read(folder: Path) -> Session | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        _warn("session %s skipped: %s", folder.name, repr(error))
+        report_ignored(f"session {folder.name}", repr(error))
         return None
 
 

@@ -34,5 +34,5 @@ def test_unreadable_session_is_skipped_with_one_line(platform, launch, caplog, s
     assert [each["id"] for each in platform.sessions()] == [session["id"]]
     platform.sessions()
     assert [line.getMessage().split(":")[0] for line in caplog.records] == [
-        "session 0123456789abcdef skipped"
+        "session 0123456789abcdef ignored"
     ]
