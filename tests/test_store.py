@@ -32,7 +32,7 @@ from dask_cml.layout import (
     wanted_file,
 )
 from dask_cml.options import SessionSize, state_directory
-from dask_cml.records import operations, session_files, store
+from dask_cml.records import operations, store
 from dask_cml.records.record import Record, SchedulerState
 from dask_cml.records.store import read, records, remove
 from dask_cml.sessions.entry import Launch
@@ -289,12 +289,12 @@ def test_a_session_written_while_the_cluster_is_removed_is_known_to_its_launcher
 ):
     record = Record("a")
     claim(record)
-    write_files, listdir, removed = session_files.write, os.listdir, []
+    write_entries, listdir, removed = store.write_entries, os.listdir, []
 
     def during(*arguments):
         if step == "first listing":
             removed.append(remove("a", id=record.id))
-        write_files(*arguments)
+        write_entries(*arguments)
         if step == "made":
             removed.append(remove("a", id=record.id))
 
@@ -304,7 +304,7 @@ def test_a_session_written_while_the_cluster_is_removed_is_known_to_its_launcher
             removed[0] = remove("a", id=record.id)
         return listdir(path)
 
-    monkeypatch.setattr(session_files, "write", during)
+    monkeypatch.setattr(store, "write_entries", during)
     monkeypatch.setattr(os, "listdir", after)
     with pytest.raises(NoSuchCluster):  # so who has launched it, stops it
         launch(record, "session-1")

@@ -182,7 +182,7 @@ class Record:
 
     It contains no secrets of the cluster, only the paths of its keys. The cluster's creator writes the fields
     up to `version`, once. The last scheduler writes `scheduler`. Managers and the sessions themselves write
-    the rest, see :mod:`dask_cml.records.session_files`.
+    the rest, see :mod:`dask_cml.sessions.entry`.
 
     Parameters
     ----------

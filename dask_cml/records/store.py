@@ -43,9 +43,8 @@ from dask_cml.private_files import (
     report_ignored,
     write_file,
 )
-from dask_cml.records import session_files
 from dask_cml.records.record import Record, SchedulerState
-from dask_cml.sessions.entry import Launch
+from dask_cml.sessions.entry import Launch, read_entries, write_entries
 
 T = TypeVar("T")
 
@@ -147,7 +146,7 @@ def write_sessions(launched: Collection[Launch], facts: Collection[str], name: s
     Parameters
     ----------
     launched, facts
-        As in :func:`dask_cml.records.session_files.write`.
+        As in :func:`dask_cml.sessions.entry.write_entries`.
     name : str
         The cluster's name.
     id : str
@@ -160,7 +159,7 @@ def write_sessions(launched: Collection[Launch], facts: Collection[str], name: s
         sessions that it launched.
     """
     folder = _folder(name)
-    _write_in(folder, id, lambda descriptor: session_files.write(launched, facts, folder, descriptor))
+    _write_in(folder, id, lambda descriptor: write_entries(launched, facts, folder, descriptor))
 
 
 def _write_in(folder: Path, id: str, write: Callable[[int], None]) -> None:
@@ -271,7 +270,7 @@ def remove(name: str, *, id: str | None = None) -> dict[str, str] | None:
         # Another process may have removed the files already.
         sessions: dict[str, str] | None = {} if _entries(descriptor) else None
         with contextlib.suppress(OSError, NotPrivate):
-            found = session_files.read(folder, descriptor)
+            found = read_entries(folder, descriptor)
             sessions = {session: each.key for session, each in found.items() if each.ended is None}
         make_folder(aside)
         for _ in range(_TRIES):  # a session may write its log meanwhile
@@ -356,7 +355,7 @@ def _read(folder: Path) -> Record | None:
             return record
         if SESSIONS_FOLDER not in names and os.path.samestat(os.stat(folder), os.fstat(descriptor)):
             raise ValueError(f"its folder lacks {SESSIONS_FOLDER}")
-        found = session_files.read(folder, descriptor)
+        found = read_entries(folder, descriptor)
         return replace(
             record,
             launches={session: each for session, each in found.items() if each.ended is None},
