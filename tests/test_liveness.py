@@ -12,7 +12,7 @@ import time
 
 import dask
 import pytest
-from clusters import sessions, write_record
+from clusters import write_record
 from distributed import Scheduler, Worker
 from distributed.protocol.serialize import ToPickle
 from distributed.security import Security
@@ -103,8 +103,8 @@ def cluster(tmp_path):
             sign.touch()
             now = sign.stat().st_mtime
             os.utime(sign, (now, now - silence))
-        scheduler = SchedulerState(address=address, id=id)
-        return Record("a", maker=maker, scheduler=scheduler, launches=sessions(s="scheduler"), **more)
+        scheduler = SchedulerState(address=address, id=id, session="s")
+        return Record("a", maker=maker, scheduler=scheduler, **more)
 
     with dask.config.set({"cml.state-directory": str(tmp_path)}):
         yield cluster

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from distributed.comm.addressing import get_address_host_port, parse_address
 
 from dask_cml.identity import Identity
-from dask_cml.layout import SCHEDULER, scheduler_file, scheduler_number
+from dask_cml.layout import scheduler_file, scheduler_number
 from dask_cml.msgpack_comm import InvalidMessage
 from dask_cml.options import state_directory
 from dask_cml.private_files import open_regular
@@ -150,8 +150,7 @@ def _judge(record: Record, finding: Finding, ended: Collection[str]) -> Finding:
 
 
 def _judge_refused(record: Record, ended: Collection[str]) -> Finding:
-    listed = [session for session, key in record.sessions.items() if key == SCHEDULER]
-    session = record.scheduler.session or next(iter(listed), None)
+    session = record.scheduler.session
     if session in ended:
         return Finding(State.DEAD, f"its scheduler's session {session} has ended")
     if (closed := record.scheduler.closed) is not None:
