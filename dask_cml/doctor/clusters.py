@@ -78,12 +78,8 @@ async def _compare(record: Record, row: Mapping[str, Any], timeout: float) -> Fi
 
 async def _ask(record: Record, timeout: float) -> list[Versions]:
     """Return the versions in the scheduler, and in each worker that responds."""
-    from dask_cml.sessions.tls import ask
-
-    address, security = record.scheduler.address, record.get_security()
-    assert address is not None
-    own = await ask(address, security, "versions", timeout)
-    workers = await ask(address, security, "broadcast", timeout, msg={"op": "versions"}, on_error="ignore")
+    own = await record.ask_scheduler("versions", timeout)
+    workers = await record.ask_scheduler("broadcast", timeout, msg={"op": "versions"}, on_error="ignore")
     try:
         found = [each["packages"] for each in (own, *workers.values())]
         return [{name: str(packages.get(name))[:50] for name in _SHARED} for packages in found]

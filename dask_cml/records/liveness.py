@@ -20,7 +20,6 @@ from dask_cml.options import state_directory
 from dask_cml.private_files import open_regular
 from dask_cml.protocol import LONGEST_SILENCE
 from dask_cml.records.record import Record
-from dask_cml.sessions.tls import ask
 from dask_cml.sessions.workers_api import WorkersAPI, has_ended, load_platform
 
 logger = logging.getLogger(__name__)
@@ -236,7 +235,7 @@ async def _look_at(record: Record, timeout: float) -> Finding:
     try:
         why = await asyncio.to_thread(why_not_contacted, record)
         if why is None:
-            return await asyncio.wait_for(_ask(record, address, timeout), _ANSWERED * timeout)
+            return await asyncio.wait_for(_ask(record, timeout), _ANSWERED * timeout)
     except (ValueError, InvalidMessage) as error:
         why = str(error)
     except Exception as error:  # a program at this address may speak another protocol
@@ -267,11 +266,11 @@ def why_not_contacted(record: Record) -> str | None:
     )
 
 
-async def _ask(record: Record, address: str, timeout: float) -> Finding:
-    identity = Identity.read(await ask(address, record.get_security(), "identity", timeout))
+async def _ask(record: Record, timeout: float) -> Finding:
+    identity = Identity.read(await record.ask_scheduler("identity", timeout))
     if identity.id == record.scheduler.id:
         return Finding(State.ALIVE, identity=identity)
-    return Finding(State.DEAD, f"another scheduler answers at {address}")
+    return Finding(State.DEAD, f"another scheduler answers at {record.scheduler.address}")
 
 
 async def _reach(address: str) -> None:

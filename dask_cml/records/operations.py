@@ -22,7 +22,6 @@ from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions.owner import this_user
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.sessions.tls import ask
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 
 logger = logging.getLogger(__name__)
@@ -279,10 +278,8 @@ async def _end_all(
 
 
 async def _say_goodbye(record: Record, why: str) -> None:
-    address = record.scheduler.address
-    assert address is not None
     try:
-        await ask(address, record.get_security(), "terminate", _GOODBYE_TIMEOUT, reason=why)
+        await record.ask_scheduler("terminate", _GOODBYE_TIMEOUT, reason=why)
     except Exception as error:  # its workers may be frozen, and Dask's errors vary
         logger.debug("Scheduler of cluster %s gave no answer to its end: %r", record.name, error)
 

@@ -20,6 +20,7 @@ from dask_cml.checks import is_session_id
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.owner import this_session, this_user
+from dask_cml.sessions.tls import ask
 from dask_cml.validation import validate
 
 VERSION = 2
@@ -284,6 +285,10 @@ class Record:
         if self.security is None:
             return None
         return Security(require_encryption=True, **self.security)
+
+    async def ask_scheduler(self, op: str, timeout: float, **arguments: Any) -> Any:
+        """Call a handler of the cluster's scheduler, see :func:`dask_cml.sessions.tls.ask`."""
+        return await ask(str(self.scheduler.address), self.get_security(), op, timeout, **arguments)
 
 
 def _loads(text: str | bytes) -> dict[str, Any]:
