@@ -446,10 +446,8 @@ class CMLCluster(SpecCluster):
         refuse_unexpected(self.adapt, kwargs, (arguments_of(Adaptive) | {*choosing}) - {"cluster"})
         minimum, maximum = self.manager.wishes.bounds(
             worker_group,
-            minimum,
-            maximum,
-            cores=(minimum_cores, maximum_cores),
-            memory=(minimum_memory, maximum_memory),
+            (minimum, minimum_memory, minimum_cores),
+            (None if maximum == math.inf else maximum, maximum_memory, maximum_cores),
         )
         if issubclass(Adaptive, CMLAdaptive):
             kwargs["worker_group"] = worker_group

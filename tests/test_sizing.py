@@ -10,7 +10,7 @@ from dask_cml import CMLCluster
 from dask_cml.options import Options
 
 OPTIONS = Options.read(cpu=2, memory=16)
-NONE = (None, None)
+NONE = (None, None, None)
 MANY = 10**12
 
 
@@ -22,8 +22,8 @@ def test_sessions_have_at_least_the_memory_and_the_threads_in_all():
 
 
 def test_limits_of_adaptive_scaling_may_be_totals():
-    assert OPTIONS.bounds(None, None, NONE, NONE) == (0, math.inf)
-    assert OPTIONS.bounds(1, 9, (3, 15), NONE) == (2, 7)
+    assert OPTIONS.bounds(NONE, NONE) == (0, math.inf)
+    assert OPTIONS.bounds((1, None, 3), (9, None, 15)) == (2, 7)
 
 
 @pytest.mark.parametrize("total", [{"n": MANY}, {"n": 0, "memory": "1000 PiB"}, {"n": 0, "cores": MANY}])
@@ -35,12 +35,12 @@ def test_more_sessions_than_a_cluster_can_have_are_refused(total):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((MANY, None, NONE, NONE), "minimum"),
-        ((None, MANY, NONE, NONE), "maximum"),
-        ((None, None, (MANY, None), NONE), "minimum_cores"),
-        ((None, None, (None, MANY), NONE), "maximum_cores"),
-        ((None, None, NONE, ("1000 PiB", None)), "minimum_memory"),
-        ((None, None, NONE, (None, "1000 PiB")), "maximum_memory"),
+        (((MANY, None, None), NONE), "minimum"),
+        ((NONE, (MANY, None, None)), "maximum"),
+        (((None, None, MANY), NONE), "minimum_cores"),
+        ((NONE, (None, None, MANY)), "maximum_cores"),
+        (((None, "1000 PiB", None), NONE), "minimum_memory"),
+        ((NONE, (None, "1000 PiB", None)), "maximum_memory"),
     ],
 )
 def test_limits_above_the_largest_cluster_are_refused(arguments, named):

@@ -20,7 +20,7 @@ from dask_cml.manager.reconciler import Reconciler
 from dask_cml.manager.startup import insist
 from dask_cml.manager.state import ClusterState
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.options import Options
+from dask_cml.options import Amounts, Options
 from dask_cml.options.limits import check_room, room
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ class Wishes:
         self._fleet.wish("remove", names=sorted({sessions.get(name, name) for name in names}))
         self.state.client.send_wishes()
 
-    def bounds(self, group: str, *given: Any, **amounts: Any) -> tuple[int, int]:
-        """Return the bounds of adaptive scaling; the arguments are those of ``Options.bounds``.
+    def bounds(self, group: str, minimum: Amounts, maximum: Amounts) -> tuple[int, int]:
+        """Return the bounds of adaptive scaling; see :meth:`Options.bounds` for the arguments.
 
         Without a maximum, take the limit of the site, or else warn.
 
@@ -92,7 +92,7 @@ class Wishes:
             If an argument is invalid, or the minimum exceeds a limit of the site.
         """
         options = self._fleet.group(group).options
-        least, most = options.bounds(*given, **amounts)
+        least, most = options.bounds(minimum, maximum)
         check_room("minimum", least, options.worker, self._fleet.beside(group))
         if math.isinf(most):
             # At least one, so that adapting tells it if not even one fits.

@@ -18,6 +18,9 @@ from dask_cml.options.table import MOST_SESSIONS, OPTIONS
 if TYPE_CHECKING:
     from distributed.security import Security
 
+#: What a user asks for: a number of sessions, their total memory, and their total number of threads.
+Amounts = tuple[float | None, float | str | None, float | None]
+
 
 def exact(number: float) -> str:
     """Return a number as text, with all its digits.
@@ -229,45 +232,33 @@ class Options:
         TypeError, ValueError
             If an argument is invalid.
         """
-        return math.ceil(max(self._amounts(n, cores, memory)))
+        return math.ceil(max(self._sessions((n, memory, cores))))
 
-    def bounds(
-        self,
-        minimum: float | None,
-        maximum: float | None,
-        cores: tuple[float | None, float | None] = (None, None),
-        memory: tuple[float | str | None, float | str | None] = (None, None),
-    ) -> tuple[int, float]:
+    def bounds(self, minimum: Amounts, maximum: Amounts) -> tuple[int, float]:
         """Return the minimum and maximum number of sessions for adaptive scaling.
 
         Parameters
         ----------
-        minimum : float or None
-            Minimum number of worker sessions.
-        maximum : float or None
-            Maximum number of worker sessions.
-        cores : tuple
-            Minimum and maximum of the total number of threads. Each may be None.
-        memory : tuple
-            Minimum and maximum of the total memory. Each may be None.
+        minimum : tuple
+            At least as many sessions, as much memory and as many threads. Each may be None.
+        maximum : tuple
+            At most as many.
 
         Raises
         ------
         TypeError, ValueError
             If an argument is invalid.
         """
-        maximum = None if maximum == math.inf else maximum
-        least = math.ceil(max(self._amounts(minimum or 0, cores[0], memory[0], "minimum")))
-        upper = min(self._amounts(maximum, cores[1], memory[1], "maximum"), default=math.inf)
+        least = math.ceil(max(self._sessions(minimum, "minimum"), default=0))
+        upper = min(self._sessions(maximum, "maximum"), default=math.inf)
         most = upper if math.isinf(upper) else math.floor(upper)
         if most < least:
             raise ValueError(message("maximum", most, f"at least the minimum, {least} worker sessions"))
         return least, most
 
-    def _amounts(
-        self, n: float | None, cores: float | None, memory: float | str | None, limit: str = ""
-    ) -> Iterator[float]:
+    def _sessions(self, amounts: Amounts, limit: str = "") -> Iterator[float]:
         """Yield the number of sessions, with a fraction, for each amount that is given."""
+        n, memory, cores = amounts
         if n is not None:
             yield integer(limit or "n", n, 0, MOST_SESSIONS)
         for unit, total, check, of_session in (
