@@ -87,6 +87,15 @@ async def test_a_lost_worker_is_replaced_once(it):
 
 
 @simulated
+async def test_the_plans_of_a_cluster_without_keys_have_none_in_another_manager(it):
+    async with simulate(name="shared") as maker, rebuild("shared") as other:
+        assert "--tls" not in other.job_script()
+        assert other.scheduler_address == maker.scheduler_address
+        other.scale(1)  # its session finds no keys either
+        await eventually(lambda: arrived(maker) == 1)
+
+
+@simulated
 async def test_another_manager_leads_when_the_leader_leaves(it):
     maker = await simulate(n_workers=1, name="shared")
     async with rebuild("shared") as other:

@@ -203,7 +203,7 @@ class Launcher:
 
     def plans(self) -> str:
         """Return the plans of the scheduler's session and of the next session of each worker group."""
-        if self.place.security is None:  # plans need only the paths, so no file is written
+        if self.scheduler is None:  # plans need only the paths of the keys, so no file is written
             self.prepare()
         plans = [str((self.scheduler or self.make_scheduler()).plan)]
         for group in self._fleet.states:
