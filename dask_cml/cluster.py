@@ -256,7 +256,6 @@ class CMLCluster(SpecCluster):
             SpecCluster.__init__(
                 self,
                 worker={"cls": CMLWorker, "options": {}},
-                name=self.manager.options.name,
                 shutdown_on_close=self.manager.shutdown_on_close,
                 **arguments,
             )
@@ -555,6 +554,7 @@ class CMLCluster(SpecCluster):
 
     # -- what the cluster is
 
+    name = _OfManager(lambda manager: manager.options.name)
     status = _OfManager(lambda manager: manager.status)
     options = _OfManager(lambda manager: manager.options)
     security = _OfManager(lambda manager: manager.state.launcher.place.security or Security())
@@ -584,10 +584,6 @@ class CMLCluster(SpecCluster):
         """Return SpecCluster's form of a worker session, by which it counts the Dask workers."""
         names = dask_names("", options.processes)
         return {"cls": CMLWorker, "options": {"nthreads": options.nthreads}, "group": names}
-
-    @property
-    def _cluster_class_name(self) -> str:
-        return type(self).__name__
 
     @property
     def sessions(self) -> list[Session]:
