@@ -99,6 +99,15 @@ def test_an_error_says_which_variable_a_value_is_from(configured, monkeypatch):
         CMLCluster(platform="local")
 
 
+def test_an_error_about_an_empty_value_names_no_place_that_does_not_have_it(configured):
+    configured("distributed: {}\n")
+    with (
+        dask.config.set({"cml.api.retries": None}),
+        pytest.raises(TypeError, match=r"^invalid cml.api.retries=None: .*, in Dask's configuration$"),
+    ):
+        CMLCluster(platform="local")
+
+
 def test_a_refusal_names_the_limit_and_its_file(configured, folder):
     configured("cml:\n  limits:\n    memory: 16 GiB\n")
     with pytest.raises(ValueError, match="invalid n_workers=4: expected at most 3") as caught:

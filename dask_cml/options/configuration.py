@@ -103,16 +103,14 @@ def check_keys() -> None:
 
 def origin(key: str) -> str:
     """Return where the value of a key comes from, such as ``the file …``, for error messages."""
+    files = dask.config.collect_yaml(dask.config.paths, return_paths=True)
+    variables = {f"the environment variable {name}": {name: text} for name, text in os.environ.items()}
+    places = {place: dask.config.collect_env(variable) for place, variable in variables.items()}
+    places |= {f"the file {path}": content for path, content in reversed([*files])}
+    places["the defaults"] = DEFAULTS
     value = repr(dask.config.get(key, None))
-    for name, text in os.environ.items():
-        if _key_of(name) == key and repr(dask.config.interpret_value(text)) == value:
-            return f"the environment variable {name}"
-    for path, content in reversed([*dask.config.collect_yaml(dask.config.paths, return_paths=True)]):
-        if repr(dask.config.get(key, None, config=content)) == value:
-            return f"the file {path}"
-    if repr(dask.config.get(key, None, config=DEFAULTS)) == value:
-        return "the defaults"
-    return "Dask's configuration"
+    same = (each for each in places if repr(dask.config.get(key, ..., config=places[each])) == value)
+    return next(same, "Dask's configuration")
 
 
 def _key_of(variable: str) -> str | None:
