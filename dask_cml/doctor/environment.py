@@ -27,6 +27,7 @@ from dask_cml.printable import printable
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import answers
 from dask_cml.sessions.loading import load_platform
+from dask_cml.sessions.owner import this_session
 
 #: Characters of an answer of the platform, or of an error of an import.
 _MOST_CHARACTERS = 300
@@ -107,7 +108,7 @@ def platform() -> Finding:
         listed = answers.listed(module.list_workers())
     except NotOnCML:
         words = f"{sys.executable} cannot import cml.workers_v1 or cdsw"
-        if not in_session():
+        if this_session() is None:
             return Finding("wrong", f"{words}.", "export DASK_CML__PLATFORM=local")
         runtime = getattr(sys, "_base_executable", None) or "python3"
         command = shlex.join([runtime, "-m", "dask", "cml", "doctor"])
@@ -120,14 +121,9 @@ def platform() -> Finding:
     return Finding("ok", words)
 
 
-def in_session() -> bool:
-    """Return whether this process runs in a CML session."""
-    return bool(os.environ.get("CDSW_ENGINE_ID"))
-
-
 def launches_sessions() -> bool:
     """Return whether this process creates clusters of CML sessions."""
-    return in_session() and dask.config.get("cml.platform", None) != "local"
+    return this_session() is not None and dask.config.get("cml.platform", None) != "local"
 
 
 def configuration() -> Finding:
@@ -227,7 +223,7 @@ def image() -> Finding:
     """Check that no second copy of Dask or, in sessions, of the image's packages takes precedence."""
     words, removable = [], []
     home = Path(site.getusersitepackages()).resolve()
-    for name in (*_DASK, *(_OF_THE_IMAGE if in_session() else ())):
+    for name in (*_DASK, *(_OF_THE_IMAGE if this_session() else ())):
         copies = _copies(name)
         if len(copies) > 1:
             (used, first), *hidden = copies.items()
