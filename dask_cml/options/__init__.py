@@ -120,15 +120,14 @@ class Options:
             value and what is expected. For the configuration, it contains the key and its origin.
         """
         check_keys()
+        given = {name: each for name, each in arguments.items() if each is not None} | dict(recorded or {})
         values: dict[str, Any] = {}
         for option in ARGUMENTS:
-            name, given = option.argument, arguments.get(option.argument)
-            if recorded and name in recorded:
-                values[name] = option.checked(name, recorded[name], values)
-            elif given is None:
-                values[name] = setting(option.key, values)
+            name = option.argument
+            if name in given:
+                values[name] = option.checked(name, given[name], values)
             else:
-                values[name] = option.checked(name, given, values)
+                values[name] = setting(option.key, values)
         options = cls(**values)
         options.groups()
         return options
@@ -173,17 +172,14 @@ class Options:
         if unknown := [name for name in given if name not in GROUP_OPTIONS]:
             expected = f"one of {', '.join(GROUP_OPTIONS)}"
             raise ValueError(f"invalid option {unknown[0]} of a worker group: expected {expected}")
-        values: dict[str, Any] = {}
-        for option in ARGUMENTS:
+        values = {**vars(self), "n_workers": 0}
+        for option in (each for each in ARGUMENTS if each.grouped):
             name = option.argument
-            if not option.grouped:
-                continue
-            values[name] = 0 if name == "n_workers" else getattr(self, name)
             if given.get(name) is not None:
                 values[name] = option.checked(name, given[name], values)
             elif any(values[each] != getattr(self, each) for each in option.needs):
                 values[name] = option.checked(name, None if option.derived else values[name], values)
-        return replace(self, **{**values, "env": {**self.env, **values["env"]}})
+        return Options(**{**values, "env": {**self.env, **values["env"]}})
 
     def group_arguments(self) -> dict[str, Any]:
         """Return arguments from which :meth:`of_group` restores this group's options, for JSON."""
