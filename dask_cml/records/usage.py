@@ -147,6 +147,5 @@ def usage_of(record: Record, now: float) -> Usage:
         if launch.key != SCHEDULER:
             group, _ = read_name(record.name, launch.key) or (DEFAULT_GROUP, 0)
         used[group] = used.get(group, SessionHours()) + _hours_of(launch, now)
-    first = [SCHEDULER, DEFAULT_GROUP]
-    order = sorted(used, key=lambda group: (first.index(group) if group in first else len(first), group))
+    order = sorted(used, key=lambda group: (group != SCHEDULER, group != DEFAULT_GROUP, group))
     return Usage({group: used[group] for group in order})
