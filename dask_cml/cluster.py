@@ -30,8 +30,7 @@ from dask_cml.errors import CMLError, without_frames
 from dask_cml.manager.adaptive import CMLAdaptive
 from dask_cml.manager.manager import Manager
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
-from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options
-from dask_cml.options.arguments import arguments_of, refuse_unexpected
+from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options, arguments_of, refuse_unexpected
 from dask_cml.printable import first_line, printable, printable_lines
 from dask_cml.records import store
 from dask_cml.sessions.process import CMLWorker

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from dask_cml import CMLAdaptive, CMLCluster
-from dask_cml.options import OPTION_NAMES
-from dask_cml.options.arguments import unexpected_argument
+from dask_cml.options import OPTION_NAMES, unexpected_argument
 
 PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("coming-from.md", "from-the-prototype.md")]
 
