@@ -185,7 +185,7 @@ class Options:
             if given.get(name) is not None:
                 values[name] = option.checked(name, given[name], values)
             elif any(values[each] != getattr(self, each) for each in option.needs):
-                values[name] = option.checked(name, None if option.derived else values[name], values)
+                values[name] = option.checked(name, None if option.default is None else values[name], values)
         return Options(**{**values, "env": {**self.env, **values["env"]}})
 
     def group_arguments(self) -> dict[str, Any]:

@@ -38,8 +38,6 @@ class Option:
     check: str = ""
     needs: Sequence[str] = ()
     elsewhere: Sequence[str] = ()
-    derived: bool = False
-    optional: bool = False
     grouped: bool = False
     recorded: bool = True
     secret: bool = False
@@ -73,7 +71,7 @@ class Option:
         TypeError, ValueError
             If the value is invalid.
         """
-        if value is None and self.optional:
+        if value is None and self.default is None and not self.needs:
             return None
         check = getattr(checks, self.check or self.kind)
         return check(name, value, **self.bounds, **{each: values[each] for each in self.needs})
