@@ -129,15 +129,8 @@ class Manager:
         check_version(record)
         shutdown_on_close = arguments.pop("shutdown_on_close", False)
         forward_dashboard = arguments.pop("forward_dashboard", None)
-        options = Options.read(
-            record.options,
-            name=record.name,
-            create_mode="create",
-            shutdown_on_close=shutdown_on_close,
-            forward_dashboard=forward_dashboard,
-            worker_groups={},  # this process's configuration is for new clusters
-        )
-        return cls(options, record=record, **arguments)
+        own = {"shutdown_on_close": shutdown_on_close, "forward_dashboard": forward_dashboard}
+        return cls(Options.of_running(record.name, record.options, **own), record=record, **arguments)
 
     def _assemble(self, record: Record | None, status: Status) -> None:
         """Assemble the parts of the manager: for a new cluster, or for the cluster of a record."""
@@ -222,8 +215,9 @@ class Manager:
         differing = self.options.differing(given, record.options)
         kept = f"; it keeps its {', '.join(differing)}" if differing else ""
         self.log(f"Connected to running cluster {name}{kept}")
-        self.options = self.options.of_running(record.options, bool(given.get("shutdown_on_close")))
-        self.shutdown_on_close = self.options.shutdown_on_close
+        self.shutdown_on_close = shutdown = bool(given.get("shutdown_on_close"))
+        own = {"shutdown_on_close": shutdown, "forward_dashboard": self.options.forward_dashboard}
+        self.options = Options.of_running(name, record.options, **own)
         # Requests to a cluster that was not created do not apply to the running one.
         self._assemble(record, self.status)
         await adopt(self.state, record)

@@ -193,10 +193,11 @@ class Options:
         arguments = self.arguments()
         return {name: arguments[name] for name in GROUP_OPTIONS if name != "n_workers"}
 
-    def of_running(self, recorded: Mapping[str, Any], shutdown_on_close: bool) -> Options:
+    @classmethod
+    def of_running(cls, name: str, recorded: Mapping[str, Any], **own: Any) -> Options:
         """Return the options of a running cluster, with this manager's own values of unrecorded options."""
-        own = {each.argument: getattr(self, each.argument) for each in ARGUMENTS if not each.recorded}
-        return Options.read(recorded, **{**own, "shutdown_on_close": shutdown_on_close, "worker_groups": {}})
+        # The worker groups in this process's configuration are for new clusters.
+        return cls.read(recorded, name=name, create_mode="create", worker_groups={}, **own)
 
     def differing(self, given: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
         """Return the names of the given options whose values differ from those of a running cluster."""
