@@ -113,13 +113,6 @@ def origin(key: str) -> str:
     return next(same, "Dask's configuration")
 
 
-def _key_of(variable: str) -> str | None:
-    """Return the key that an environment variable sets."""
-    if not variable.startswith("DASK_"):
-        return None
-    return variable[len("DASK_") :].lower().replace("__", ".").replace("_", "-")
-
-
 def inherited(state_directory: Path) -> dict[str, str]:
     """Return the environment variables by which sessions inherit this process's configuration.
 
@@ -139,7 +132,8 @@ def inherited(state_directory: Path) -> dict[str, str]:
         variables[_INHERITED] = text
     # A session prefers its environment variables, and the project's variables are set here and there.
     for name, text in os.environ.items():
-        if (key := _key_of(name)) and _is_shared(key):
+        key = name.removeprefix("DASK_").lower().replace("__", ".").replace("_", "-")
+        if name.startswith("DASK_") and _is_shared(key):
             value = dask.config.get(key, None)
             if _json(value) is not None and value != dask.config.interpret_value(text):
                 variables[name] = repr(value)
