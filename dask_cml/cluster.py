@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _WAIT_INTERVAL = 0.05
+#: The arguments that are those of Dask's clusters, and no options.
+_OF_DASK = ("asynchronous", "loop", "silence_logs", "quiet")
 
 
 class _OfManager:
@@ -226,13 +228,7 @@ class CMLCluster(SpecCluster):
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}
         options = Options.read(**given).inheriting()
-        self._begin(
-            Manager(options, given, show=not quiet),
-            asynchronous=asynchronous,
-            loop=loop,
-            silence_logs=silence_logs,
-            quiet=quiet,
-        )
+        self._begin(Manager(options, given, show=not quiet), **{name: arguments[name] for name in _OF_DASK})
 
     def _begin(
         self,
@@ -314,15 +310,11 @@ class CMLCluster(SpecCluster):
         ...     print(cluster.name)
         mine
         """
+        arguments = locals()
         check_loop(asynchronous, loop)
         own = {"shutdown_on_close": shutdown_on_close, "forward_dashboard": forward_dashboard}
-        return cls.of_manager(
-            Manager.adopt(store.read(name), **own),
-            asynchronous=asynchronous,
-            loop=loop,
-            silence_logs=silence_logs,
-            quiet=quiet,
-        )
+        manager = Manager.adopt(store.read(name), **own)
+        return cls.of_manager(manager, **{each: arguments[each] for each in _OF_DASK})
 
     @classmethod
     def of_manager(cls, manager: Manager, **arguments: Any) -> Self:
