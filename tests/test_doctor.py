@@ -255,6 +255,14 @@ def test_an_invalid_option_is_wrong(cml):
     assert "memory='lots'" in finding.words
 
 
+@pytest.mark.parametrize("key", ["cml.api.timeout", "cml.limits.cpu", "cml.prices.gpu", "cml.history.keep"])
+def test_an_invalid_setting_that_no_argument_sets_is_wrong(cml, key):
+    with dask.config.set({key: "lots"}):
+        finding = environment.configuration()
+    assert finding.state == "wrong"
+    assert f"{key}='lots'" in finding.words
+
+
 # -- the state directory
 
 

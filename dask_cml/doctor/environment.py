@@ -23,6 +23,7 @@ import dask.config
 
 from dask_cml import options
 from dask_cml.errors import NotOnCML
+from dask_cml.options.table import OPTIONS
 from dask_cml.printable import printable
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import answers
@@ -129,7 +130,9 @@ def launches_sessions() -> bool:
 def configuration() -> Finding:
     """Check all options in Dask's configuration."""
     try:
-        options.Options.read()
+        checked = vars(options.Options.read())
+        for key in OPTIONS:
+            options.setting(key, checked)
     except (ValueError, TypeError) as error:
         return Finding("wrong", f"{error}.", f"{dask_command()} config list")
     return Finding("ok", "All options below cml are valid.")
