@@ -31,7 +31,7 @@ def inject(kind: str, *, match: str = "", skip: int = 0, times: int = 1) -> None
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         If an argument is invalid.
 
     Examples
@@ -41,8 +41,8 @@ def inject(kind: str, *, match: str = "", skip: int = 0, times: int = 1) -> None
     >>> local.clear_faults()
     """
     checks.choice("kind", kind, KINDS)
-    if skip < 0 or times < 1:
-        raise ValueError(f"invalid skip={skip!r}, times={times!r}: expected at least 0 and at least 1")
+    checks.integer("skip", skip, 0)
+    checks.integer("times", times, 1)
     with state.locked() as path:
         faults = state.read_json(path / "faults.json") or []
         faults.append({"kind": kind, "match": match, "skip": skip, "times": times})

@@ -113,30 +113,24 @@ def launch_workers(
     True
     >>> answers = local.stop_workers(session["id"])
     """
-    if n < 0 or cpu <= 0 or memory <= 0 or nvidia_gpu < 0:
-        raise ValueError(
-            f"invalid n={n!r}, cpu={cpu!r}, memory={memory!r}, nvidia_gpu={nvidia_gpu!r}: expected n and "
-            "nvidia_gpu of at least 0, cpu and memory above 0"
-        )
     if not script and not code:
         raise ValueError("invalid script='', code='': expected a script or code")
-    checks.environment("env", env)
     request: dict[str, Any] = {
-        "cpu": float(cpu),
-        "memory": float(memory),
-        "nvidia_gpu": int(nvidia_gpu),
+        "cpu": checks.positive("cpu", cpu),
+        "memory": checks.positive("memory", memory),
+        "nvidia_gpu": checks.integer("nvidia_gpu", nvidia_gpu, 0),
         "sessions": 1,
         "kernel": kernel,
         "script": script,
         "code": "" if script else code,
-        "env": dict(env),
+        "env": checks.environment("env", env),
         "name": name or "",
     }
 
     def post(_: int) -> SessionInfo:
         return _request(lambda: launching.launch(request), "launch_workers", request["name"], request["code"])
 
-    return _in_threads(post, range(n))
+    return _in_threads(post, range(checks.integer("n", n, 0)))
 
 
 def list_workers() -> list[SessionInfo]:

@@ -47,16 +47,18 @@ def test_configure_refuses_invalid_settings_and_changes_nothing(platform, change
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "error", "words"),
     [
-        ({"n": -1}, ValueError),
-        ({"cpu": 0}, ValueError),
-        ({"code": ""}, ValueError),
-        ({"env": {"A": 1}}, TypeError),
+        ({"n": -1}, ValueError, "n=-1"),
+        ({"cpu": 0}, ValueError, "cpu=0"),
+        ({"memory": float("nan")}, ValueError, "memory=nan"),
+        ({"nvidia_gpu": "1"}, TypeError, "nvidia_gpu='1'"),
+        ({"code": ""}, ValueError, "code=''"),
+        ({"env": {"A": 1}}, TypeError, "A"),
     ],
 )
-def test_launch_workers_refuses_invalid_arguments(platform, options, error):
-    with pytest.raises(error):
+def test_launch_workers_refuses_invalid_arguments(platform, options, error, words):
+    with pytest.raises(error, match=words):
         platform.launch_workers(**{"n": 1, "cpu": 1, "memory": 1, "code": "pass", **options})
     assert platform.sessions() == []
 
