@@ -231,15 +231,19 @@ def _number(path: str) -> float:
 
 
 def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
-    """Write into the log when the session's memory is nearly full: its end may leave no time for more."""
+    """Write into the log when the session's memory is nearly full: its end may leave no time for more.
+
+    It opens the files once, because the kernel counts an open file as memory of the session. While the
+    kernel ends a worker's process at the limit, a process that needs memory may let it end another one, too.
+    """
     told = 0
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError), open(usage) as usage_file, open(parts) as parts_file:
         while True:
-            with open(usage) as file:
-                used = int(file.read())
+            usage_file.seek(0)
+            used = int(usage_file.read())
             if used > _FULL * memory:
-                with open(parts) as file:
-                    stat = dict(line.split() for line in file)
+                parts_file.seek(0)
+                stat = dict(line.split() for line in parts_file.readlines())
                 # Without the cache of files, which the kernel frees before it kills.
                 used = int(stat.get("anon") or stat.get("total_rss") or used)
             if used <= _FULL * memory:

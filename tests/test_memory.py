@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import dask
@@ -11,6 +12,7 @@ from clusters import arrived, log_of, make
 from distributed import Client, KilledWorker
 from extensions import cgroups
 
+from dask_cml import wrapper
 from dask_cml.options import Options
 from dask_cml.sessions.plan import Place, plan_worker
 
@@ -54,6 +56,28 @@ def test_allocations_that_the_session_can_never_hold_are_refused_but_not_with_gp
     name = "DASK_CML_ALLOCATION_LIMIT"
     assert 2 * GIB < int(plan(memory=2).env[name]) < 5 * GIB
     assert name not in plan(memory=2, nvidia_gpu=1).env
+
+
+def test_a_session_whose_memory_is_full_opens_no_file_to_look_at_it(tmp_path, until):
+    """Each open file takes memory of the session, for which the kernel may kill another process."""
+    paths = [tmp_path / name for name in ("log", "memory.current", "memory.stat")]
+    for path in paths:
+        path.touch()
+    log, usage, _ = paths
+
+    usage.write_text("90")
+    arguments = (wrapper.Log(str(log)), 100, *map(str, paths[1:]))
+    watch = threading.Thread(target=wrapper._watch_memory, args=arguments, daemon=True)
+    watch.start()
+    until(lambda: log.read_text() == "[memory: 90 of 100 bytes]\n")
+    with usage.open("r+") as file:
+        for path in paths[1:]:
+            path.unlink()
+        file.write("99")
+        file.flush()
+        until(lambda: log.read_text().endswith("[memory: 99 of 100 bytes]\n"))
+        file.write("no number")
+    watch.join()
 
 
 # -- real sessions
