@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from distributed import Client, KilledWorker
 from extensions import cgroups
 
 from dask_cml import wrapper
+from dask_cml.local.processes import find
 from dask_cml.options import Options
 from dask_cml.sessions.plan import Place, plan_worker
 
@@ -81,6 +84,35 @@ def test_a_session_whose_memory_is_full_opens_no_file_to_look_at_it(tmp_path, un
 
 
 # -- real sessions
+
+
+def kill_order(session):
+    """Return which processes of a session the kernel kills first, and the other ones."""
+    first, others = set(), set()
+    for process in find(session.id):
+        with contextlib.suppress(OSError):  # it has ended
+            adjustment = Path(f"/proc/{process.pid}/oom_score_adj").read_text()
+            (first if adjustment == "1000\n" else others).add(process)
+    return first, others
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where processes can ask to be killed first")
+async def test_while_a_worker_ends_the_kernel_has_another_choice_than_its_nanny(platform, holds):
+    async with make(name="mine", n_workers=1) as cluster:
+        await holds(lambda: arrived(cluster) == 1)
+        [session] = [each for each in cluster.sessions if each.role == "worker"]
+        gone = set()
+        for _ in range(2):
+            # The worker's process and one that its nanny can spare, and the session's program and the nanny.
+            await holds(lambda: [*map(len, kill_order(session))] == [2, 2])
+            first, others = kill_order(session)
+            assert first.isdisjoint(gone)
+            for process in first:
+                process.kill()
+            gone = first
+            await holds(lambda gone=gone: find(session.id).isdisjoint(gone))
+        await holds(lambda others=others: kill_order(session)[1] == others and arrived(cluster) == 1)
+        assert log_of(cluster) == ""
 
 
 @pytest.fixture(params=["process", "session"])

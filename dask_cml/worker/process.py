@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import dask.config
+import psutil
 from dask.utils import parse_bytes
 from distributed.worker import Worker
 
@@ -38,7 +39,7 @@ _servers: list[Any] = []
 async def dask_setup(server: Any) -> None:
     """Prepare the process of a worker, or of nannies."""
     if isinstance(server, Worker):
-        _come_first()
+        _come_first(has_nanny=server.nanny is not None)
         _limit_allocations(int(os.environ.get(ALLOCATION_LIMIT) or 0))
         server.startup_information["cml"] = _about
     if not isinstance(server, Worker) or server.nanny is None:
@@ -56,10 +57,20 @@ async def _tell() -> None:
         logger.warning("Scheduler not informed of the session's end: %r", error)
 
 
-def _come_first() -> None:
-    """Let the kernel kill this process first, which the nanny replaces."""
-    with contextlib.suppress(OSError):  # not on this system
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_CHOICE)
+def _come_first(has_nanny: bool) -> None:
+    """Let the kernel kill this process first, which the nanny replaces.
+
+    While this process ends, the kernel may not see it any more although its threads still hold the memory,
+    and kill another one. So the nanny's other processes come before the nanny: other workers, and the
+    resource tracker of multiprocessing, which starts again with the next worker.
+    """
+    chosen = {os.getpid()}
+    if has_nanny:
+        with contextlib.suppress(psutil.Error):
+            chosen |= {each.pid for each in psutil.Process(os.getppid()).children()}
+    for pid in chosen:
+        with contextlib.suppress(OSError):  # not on this system, or it has ended
+            Path(f"/proc/{pid}/oom_score_adj").write_text(_FIRST_CHOICE)
 
 
 def _limit_allocations(most: int) -> None:
