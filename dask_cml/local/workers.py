@@ -146,15 +146,12 @@ def list_workers() -> list[SessionInfo]:
     >>> from dask_cml import local
     >>> sessions = {session["id"]: session["status"] for session in local.list_workers()}
     """
-    return _list("list_workers")
+    return _request(_own_sessions, "list_workers")
 
 
-def _list(function: str) -> list[SessionInfo]:
-    def get() -> list[SessionInfo]:
-        launcher = launching.calling_session()
-        return [state.public(each) for each in state.read_sessions() if each["launcher"] == launcher]
-
-    return _request(get, function)
+def _own_sessions() -> list[SessionInfo]:
+    launcher = launching.calling_session()
+    return [state.public(each) for each in state.read_sessions() if each["launcher"] == launcher]
 
 
 def await_workers(
@@ -190,7 +187,7 @@ def await_workers(
     goal = "succeeded" if wait_for_completion else "running"
     waited = 0.0
     while True:
-        found = [each for each in _list("await_workers") if each["id"] in wanted]
+        found = [each for each in _request(_own_sessions, "await_workers") if each["id"] in wanted]
         good = [
             each
             for each in found
