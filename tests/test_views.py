@@ -199,8 +199,8 @@ ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
 def test_control_characters_of_others_do_not_reach_a_terminal(monkeypatch, clock):
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
-    display = start_display([process(status=STEERING)], f"c{STEERING}")
     screen = start.open_screen()
+    display = start_display([process(status=STEERING)], f"c{STEERING}")
     screen.show(f"Starting cluster c{STEERING}", display.rows())
     title, row = out.seen()
     for shown in (title.lower(), row.lower()):

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TextIO
 
+from distributed.utils import is_kernel
+
 from dask_cml.display.html import render, status_of
 from dask_cml.display.words import span
 from dask_cml.printable import printable, table
@@ -58,7 +60,7 @@ class StartDisplay:
         self._ran_after: dict[str, float] = {}
         # Threads use the following attributes, and hold the lock.
         self._lock = threading.Lock()
-        self._screen: Line | Notebook | None = None
+        self._screen = open_screen()
         self._last: str | None = None
 
     async def run(self) -> None:
@@ -86,13 +88,11 @@ class StartDisplay:
         with self._lock, contextlib.suppress(OSError, ValueError):
             if line != self._last:
                 self._last = line
-                self._screen = self._screen or open_screen()
                 self._screen.end(line)
 
     def _show(self, title: str, rows: list[Row]) -> None:
         with self._lock:
             if self._last is None:
-                self._screen = self._screen or open_screen()
                 self._screen.show(title, rows)
 
     def rows(self) -> list[Row]:
@@ -102,7 +102,8 @@ class StartDisplay:
         connected = self._connected()
         rows = [self._row(process, connected) for process in processes[:n]]
         if others := processes[n:]:
-            counts = Counter(_word(process, connected) for process in others)
+            statuses = [self._row(process, connected)[2] for process in others]
+            counts = Counter(status.partition(",")[0] for status in statuses)  # without the time
             words = ", ".join(f"{n} {word}" for word, n in counts.most_common())
             rows.append((f"{len(others)} more", "", words, ""))
         return rows
@@ -110,7 +111,7 @@ class StartDisplay:
     def _row(self, process: CMLProcess, connected: Collection[str]) -> Row:
         session = process.session
         if session is None or process.launched_at is None:
-            return process.name, "", _word(process, connected), ""
+            return process.name, "", "not launched yet", ""
         took = time.monotonic() - process.launched_at
         if session.status == "running":
             took = self._ran_after.setdefault(session.id, took)
@@ -123,16 +124,9 @@ class StartDisplay:
         return f"{text}; {len(self._connected())} of {n} {noun} connected" if n else text
 
 
-def _word(process: CMLProcess, connected: Collection[str]) -> str:
-    """Return the status of a session without the time."""
-    if process.session is None:
-        return "not launched yet"
-    return status_of(process.session, connected) if process.waits_for is None else "waiting for room"
-
-
 def open_screen() -> Line | Notebook:
     """Return the screen of this process. A terminal is taken until :meth:`Terminal.end`."""
-    if _is_notebook():
+    if is_kernel():
         return Notebook()
     out = sys.stderr
     is_terminal = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
@@ -235,9 +229,3 @@ class Notebook:
         elif text != self._shown:
             self._handle.update(bundle, raw=True)
         self._shown = text
-
-
-def _is_notebook() -> bool:
-    """Return whether this process is a notebook's kernel."""
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
-    return getattr(get_ipython(), "kernel", None) is not None
