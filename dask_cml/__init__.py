@@ -9,7 +9,6 @@ import dask.config
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster as CMLCluster
-    from dask_cml.display.group import WorkerGroup as WorkerGroup
     from dask_cml.errors import ClusterExists as ClusterExists
     from dask_cml.errors import CMLError as CMLError
     from dask_cml.errors import LaunchRefused as LaunchRefused
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from dask_cml.errors import SchedulerTimeout as SchedulerTimeout
     from dask_cml.errors import SessionFailed as SessionFailed
     from dask_cml.manager.adaptive import CMLAdaptive as CMLAdaptive
+    from dask_cml.manager.state import WorkerGroup as WorkerGroup
     from dask_cml.process_clusters import close_all as close_all
     from dask_cml.records.usage import SessionHours as SessionHours
     from dask_cml.records.usage import Usage as Usage
@@ -41,7 +41,7 @@ _HOMES = {
     "SessionFailed": "errors",
     "SessionHours": "records.usage",
     "Usage": "records.usage",
-    "WorkerGroup": "display.group",
+    "WorkerGroup": "manager.state",
     "close_all": "process_clusters",
 }
 __all__ = [*_HOMES]

@@ -24,11 +24,11 @@ from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
 from dask_cml.checks import check_loop, message
 from dask_cml.dashboard.proxy import DashboardForwarder
-from dask_cml.display.group import WorkerGroup
 from dask_cml.display.html import escaped, render, status_of
 from dask_cml.errors import CMLError, without_frames
 from dask_cml.manager.adaptive import CMLAdaptive
 from dask_cml.manager.manager import Manager
+from dask_cml.manager.state import WorkerGroup
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options, arguments_of, refuse_unexpected
 from dask_cml.printable import first_line, printable, printable_lines

@@ -38,17 +38,3 @@ def waiting_workers(waits: Collection[float]) -> str:
         Their number and the longest wait. Empty if no session waits.
     """
     return f"{len(waits)} {waiting(max(waits))}" if waits else ""
-
-
-def pending(n: int, waits: Collection[float]) -> str:
-    """Return the text for worker sessions that are not connected yet.
-
-    Parameters
-    ----------
-    n : int
-        Their number.
-    waits : collection of float
-        How long each session that waits for room has waited, in seconds.
-    """
-    n -= len(waits)
-    return ", ".join(filter(None, [f"{n} pending" if n > 0 else "", waiting_workers(waits)]))

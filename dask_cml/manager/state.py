@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from distributed.core import Status
 from distributed.objects import SchedulerInfo
 from tornado.ioloop import IOLoop
 
 from dask_cml.dashboard.proxy import open_comm
-from dask_cml.display.group import WorkerGroup
-from dask_cml.display.words import pending, span, waiting
+from dask_cml.display.words import span, waiting, waiting_workers
 from dask_cml.errors import CMLError
 from dask_cml.manager.backoff import Backoffs
 from dask_cml.manager.fleet import Fleet
@@ -20,10 +20,41 @@ from dask_cml.manager.launcher import Launcher
 from dask_cml.manager.record_keeper import RecordKeeper
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.msgpack_comm import MsgpackComm
-from dask_cml.options import Options
+from dask_cml.options import Options, SessionSize
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """A worker group of a cluster.
+
+    Parameters
+    ----------
+    name : str
+        The group's name.
+    n_workers : int
+        Number of requested worker sessions.
+    n_arrived : int
+        Number of worker sessions of which a Dask worker is connected.
+    size : SessionSize
+        Virtual CPUs, memory in GiB, and GPUs of each session.
+    nthreads : int
+        Number of threads in each session.
+    processes : int
+        Number of Dask workers in each session.
+    resources : dict of str to float
+        Resources of each session. Its Dask workers share them evenly.
+    """
+
+    name: str
+    n_workers: int
+    n_arrived: int
+    size: SessionSize
+    nthreads: int
+    processes: int
+    resources: dict[str, float]
 
 
 class ClusterState:
@@ -167,7 +198,9 @@ class ClusterState:
     @property
     def pending(self) -> str:
         """The text for worker sessions that are not connected yet."""
-        return pending(self.n_pending, self.fleet.waits.values())
+        waits = self.fleet.waits.values()
+        n = self.n_pending - len(waits)
+        return ", ".join(filter(None, [f"{n} pending" if n > 0 else "", waiting_workers(waits)]))
 
     @property
     def scheduler_words(self) -> str:
