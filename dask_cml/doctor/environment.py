@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import secrets
 import shlex
 import shutil
 import site
@@ -153,10 +152,9 @@ def state_directory() -> Finding:
             words = f"{directory} has mode {mode:04o}, expected 0700."
             command = f"chmod 700 {shlex.quote(str(directory))}"
             return Finding("warning" if mode & 0o700 == 0o700 else "wrong", words, command)
-    probe = there / f".doctor-{secrets.token_hex(8)}"
     try:
-        probe.write_text("written")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"written")
     except OSError as error:
         return Finding("wrong", f"Cannot write to {there}: {error}.", f"df -h {shlex.quote(str(there))}")
     if launches_sessions() and not directory.resolve().is_relative_to(Path.home().resolve()):
