@@ -137,7 +137,7 @@ def open_screen() -> Line | Notebook:
 
 def as_lines(title: str, rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table. No text in it steers a terminal."""
-    lines = table([[*map(printable, row)] for row in rows])
+    lines = table([[*map(printable, row)] for row in rows]) if rows else []
     return [printable(title), *(f"  {line}" for line in lines)]
 
 
@@ -212,20 +212,19 @@ class Notebook:
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
         """Replace the table."""
-        html = render("cml_start.html.j2", title=title, rows=rows)
-        self._display("\n".join(as_lines(title, rows)), html)
-
-    def end(self, line: str) -> None:
-        """Replace the table by a line."""
-        if line or self._handle is not None:
-            self._display(printable(line), render("cml_start.html.j2", title=line, rows=[]) if line else None)
-
-    def _display(self, text: str, html: str | None = None) -> None:
         from IPython.display import display
 
-        bundle = {"text/plain": text} | ({} if html is None else {"text/html": html})
+        text = "\n".join(as_lines(title, rows))
+        bundle = {"text/plain": text}
+        if title:
+            bundle["text/html"] = render("cml_start.html.j2", title=title, rows=rows)
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
         elif text != self._shown:
             self._handle.update(bundle, raw=True)
         self._shown = text
+
+    def end(self, line: str) -> None:
+        """Replace the table by a line."""
+        if line or self._handle is not None:
+            self.show(line, [])
