@@ -17,8 +17,7 @@ from dask_cml.records.record import Record
 from dask_cml.sessions.entry import Launch
 from dask_cml.validation import validate
 
-_HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours")
-_LOST = "lost"
+_HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours", "lost")
 #: As seconds since 1970, the bound is in the year 6325.
 _BOUNDS = Meta(ge=0, lt=2**37)
 _Count = Annotated[int, _BOUNDS]
@@ -89,10 +88,9 @@ class Usage(dict[str, SessionHours]):
         return sum(self.values(), SessionHours())
 
     def __repr__(self) -> str:
-        rows = [_HEADER, *(_cells(name, hours) for name, hours in [*self.items(), ("total", self.total)])]
-        if self.total.lost:
-            losses = [_LOST, *(_lost(hours) for hours in [*self.values(), self.total])]
-            rows = [(*row, lost) for row, lost in zip(rows, losses, strict=True)]
+        rows = [_HEADER, *(_cells(name, used) for name, used in [*self.items(), ("total", self.total)])]
+        if not self.total.lost:
+            rows = [row[:-1] for row in rows]
         return "\n".join(table(rows, str.rjust))
 
 
@@ -121,11 +119,8 @@ def _hours_of(launch: Launch, now: float) -> SessionHours:
 
 def _cells(name: str, used: SessionHours) -> tuple[str, ...]:
     hours = (used.hours, used.vcpu_hours, used.gib_hours, used.gpu_hours)
-    return (name, str(used.sessions), *(f"{each:.2f}" for each in hours))
-
-
-def _lost(used: SessionHours) -> str:
-    return ", ".join(f"{n} {cause}" for cause, n in sorted(used.lost.items())) or "-"
+    lost = ", ".join(f"{n} {cause}" for cause, n in sorted(used.lost.items())) or "-"
+    return (name, str(used.sessions), *(f"{each:.2f}" for each in hours), lost)
 
 
 def usage_of(record: Record, now: float) -> Usage:
