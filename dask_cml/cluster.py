@@ -389,7 +389,7 @@ class CMLCluster(SpecCluster):
     def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
         self,
         minimum: float = 0,
-        maximum: float = math.inf,
+        maximum: float | None = math.inf,
         *,
         minimum_cores: int | None = None,
         maximum_cores: int | None = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -73,8 +72,7 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
 
     async with running(name) as cluster:
         manager, state = cluster.manager, cluster.manager.state
-        most = math.inf if maximum is None else maximum
-        adaptive: Any = cluster.adapt(minimum, most, worker_group=group)
+        adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
         adapts = f"Cluster {name} adapts between {adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
         try:
             await manager.wishes.settle()
