@@ -128,29 +128,25 @@ async def describe(
 
 
 def _describe(record: Record, finding: Finding) -> dict[str, Any]:
-    workers = finding.identity.workers if finding.identity else None
+    workers = finding.identity.workers if finding.identity else ()
+    groups = Counter((read_name(record.name, each.name) or (DEFAULT_GROUP, 0))[0] for each in workers)
+    present = {
+        "workers": len(workers),
+        "groups": {group: groups[group] for group in (DEFAULT_GROUP, *record.groups)},
+        "threads": sum(each.nthreads for each in workers),
+        "memory": sum(each.memory_limit for each in workers),
+    }
     return {
         "name": record.name,
         "address": cluster_address(record.name),
         "status": status_of(record, finding),
-        "problem": full_workers(workers or ()) if finding.state is State.ALIVE else finding.why,
-        "workers": len(workers) if workers is not None else None,
-        "groups": _groups(record, workers),
-        "threads": sum(each.nthreads for each in workers) if workers is not None else None,
-        "memory": sum(each.memory_limit for each in workers) if workers is not None else None,
+        "problem": full_workers(workers) if finding.state is State.ALIVE else finding.why,
+        **(present if finding.identity else dict.fromkeys(present)),
         "age": record.age,
         "dashboard": f"{record.scheduler.app_url.rstrip('/')}/status" if record.scheduler.app_url else None,
         "scheduler": record.scheduler.address,
-        **_waiting(record, {each.name for each in workers or ()}),
+        **_waiting(record, workers),
     }
-
-
-def _groups(record: Record, workers: Collection[WorkerIdentity] | None) -> dict[str, int] | None:
-    """Count the Dask workers in each group."""
-    if workers is None:
-        return None
-    found = Counter((read_name(record.name, each.name) or (DEFAULT_GROUP, 0))[0] for each in workers)
-    return {group: found[group] for group in (DEFAULT_GROUP, *record.groups)}
 
 
 def status_of(record: Record, finding: Finding) -> str:
@@ -160,9 +156,9 @@ def status_of(record: Record, finding: Finding) -> str:
     return "running" if finding.state is State.ALIVE else "stale"
 
 
-def _waiting(record: Record, arrived: Collection[str]) -> dict[str, float | None]:
+def _waiting(record: Record, workers: Collection[WorkerIdentity]) -> dict[str, float | None]:
     """Describe the sessions that wait for room, as far as their managers have recorded it."""
-    present = {read_name(record.name, worker) for worker in arrived} - {None}
+    present = {read_name(record.name, each.name) for each in workers} - {None}
     waiting = [each for each in record.launches.values() if each.waits]
     since = [each.launched for each in waiting if read_name(record.name, each.key) not in present]
     return {"waiting": len(since), "waiting_for": max(0.0, time.time() - min(since)) if since else None}
