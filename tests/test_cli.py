@@ -129,6 +129,15 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch, until):
     assert store.records() == []
 
 
+def test_create_prints_the_link_of_a_dashboard_that_outlives_the_command(until):
+    with dask.config.set({"cml.forward-dashboard": True}):
+        told = run("create", "--name", "mine")
+    until(lambda: store.read("mine").scheduler.app_url is not None)
+    [row] = json.loads(run("list", "--json"))
+    assert f"Dashboard: {row['dashboard']}\n" in told
+    run("delete", "mine")
+
+
 async def test_the_creator_of_a_deleted_cluster_launches_no_more_sessions(platform, holds):
     async with CMLCluster(n_workers=1, name="mine", quiet=True, asynchronous=True) as cluster:
         await holds(lambda: arrived(cluster))

@@ -107,7 +107,8 @@ def create(**options: Any) -> None:
     arguments = {**unattended(given(options)), "create_mode": "create", "shutdown_on_close": True}
     # The name alone goes to standard output, for scripts.
     with contextlib.redirect_stdout(sys.stderr):
-        cluster = CMLCluster(**arguments, quiet=False, silence_logs="WARNING")
+        # A port that this process forwards would close with it.
+        cluster = CMLCluster(**arguments, forward_dashboard=False, quiet=False, silence_logs="WARNING")
     cluster.quiet = True
     cluster.sync(cluster.manager.outlive_this_process)
     click.echo(cluster.name)
