@@ -695,12 +695,10 @@ class CMLCluster(SpecCluster):
     def __repr__(self) -> str:
         text, state = super().__repr__(), self.manager.state
         n = len(self.scheduler_info["workers"])
-        status = "" if self.status == Status.running else state.status_words
-        words = [state.age, state.scheduler_words, status]
+        status = state.status_words
+        words = [state.age, state.scheduler_words, "" if status == "running" else status]
         if state.n_pending:
             text = text.replace(f"workers={n}", f"workers={n} ({state.pending})", 1)
-        if self.status == Status.running and not state.client.connected:
-            words.append("not connected to the scheduler")
         if state.problem:
             words.append(f"problem: {printable(first_line(state.problem))}")
         return ", ".join([text[:-1], *filter(None, words)]) + ")"

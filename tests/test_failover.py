@@ -86,6 +86,15 @@ async def test_clients_compute_again_after_the_scheduler_was_lost(platform, hold
         assert (await cluster.usage())["scheduler"].lost == {"killed": 1}
 
 
+@simulated
+async def test_a_cluster_that_has_lost_its_scheduler_shows_that_it_is_not_connected(it):
+    async with simulate(name="lab") as cluster:
+        it.platform.evict(it.platform.running["lab-scheduler"])
+        await eventually(lambda: "not connected to the scheduler" in repr(cluster))
+        assert "</strong> not connected to the scheduler" in cluster._repr_html_()
+        await eventually(lambda: stands(it, cluster, 0))
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"processes": 2, "cpu": 2, "worker_args": []}], ids=["one", "processes"]
 )

@@ -111,6 +111,8 @@ class ClusterState:
     @property
     def status_words(self) -> str:
         """The text for the status. For a closed cluster, how long it lasted and what it used."""
+        if self.status == Status.running and not self.client.connected:
+            return "not connected to the scheduler"
         lasted = self.record_keeper.lasted
         if self.status != Status.closed or lasted is None:
             return self.status.name
