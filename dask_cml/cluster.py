@@ -24,7 +24,7 @@ from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
 from dask_cml.checks import check_loop, message
 from dask_cml.dashboard.proxy import DashboardForwarder
-from dask_cml.display.html import escaped, render, status_of
+from dask_cml.display.sessions import escaped, render, status_of
 from dask_cml.errors import CMLError, without_frames
 from dask_cml.manager.adaptive import CMLAdaptive
 from dask_cml.manager.manager import Manager

@@ -1,26 +1,31 @@
-"""The display of a cluster that starts: one table of its sessions, updated in place.
+"""What users see of a cluster's sessions: in HTML, and in one table while the cluster starts.
 
-A terminal and a notebook show the table. A file or pipe gets one line.
+The table is updated in place, in a terminal or a notebook. A file or pipe gets one line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import os
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
+from dask.widgets.widgets import TEMPLATE_PATHS, get_template
 from distributed.utils import is_kernel
 
-from dask_cml.display.html import render, status_of
-from dask_cml.display.words import span
+from dask_cml.display.words import span, waiting
 from dask_cml.printable import printable, table
-from dask_cml.sessions.session import CMLProcess
+from dask_cml.sessions.session import CMLProcess, Session
+
+# Dask looks for the templates of HTML representations here.
+TEMPLATE_PATHS.append(str(Path(__file__).parents[1] / "templates"))
 
 #: The cells of a session's row: its name, its id, its status, and its time so far or until it ran.
 Row = tuple[str, str, str, str]
@@ -33,6 +38,25 @@ _PATIENCE = 1.0
 _NO_WIDTH = 80
 #: Only one cluster at a time shows a table: two would overwrite each other.
 _terminal = threading.Lock()
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template of dask-cml with values."""
+    return get_template(template).render(**values)
+
+
+def escaped(value: Any) -> Any:
+    """Return a copy of a value in which all strings are escaped for HTML."""
+    if isinstance(value, dict):
+        return {escaped(key): escaped(each) for key, each in value.items()}
+    return html.escape(value) if isinstance(value, str) else value
+
+
+def status_of(session: Session, connected: Collection[str]) -> str:
+    """Return the status of a session, or "connected" if its name is one of these. A wait shows its time."""
+    if session.name in connected:
+        return "connected"
+    return session.status if session.waits_for is None else waiting(session.waits_for)
 
 
 class StartDisplay:
