@@ -37,7 +37,8 @@ def test_the_state_of_a_scheduler_reads_back_as_it_was_written():
     content = dataclasses.asdict(state)
     assert content.pop("number") == 3
     assert SchedulerState.from_json(3, json.dumps(content)) == state
-    assert Record("a", scheduler=state).groups == {"gpu": {"nvidia_gpu": 1}}
+    groups = {"default": {"cpu": 2}, "gpu": {"nvidia_gpu": 1}}
+    assert Record("a", options={"cpu": 2}, scheduler=state).groups == groups
 
 
 def test_unknown_fields_of_a_scheduler_are_ignored_and_missing_ones_allowed():

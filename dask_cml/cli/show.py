@@ -12,7 +12,6 @@ import click
 from dask_cml.cli.console import as_json, cml, complete_names, of_cluster, print_json, print_table
 from dask_cml.display.words import moment, span, waiting
 from dask_cml.errors import CMLError
-from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.printable import printable
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ async def info(name: str, as_json: bool) -> None:
         "creator": f"process {record.maker.pid} on {record.maker.host}",
     }
     lines = [*about.items()]
-    for group, options in {DEFAULT_GROUP: record.options, **record.groups}.items():
+    for group, options in record.groups.items():
         size = {each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu")}
         sizes = [f"{each}={amount:g}" for each, amount in size.items() if isinstance(amount, (int, float))]
         present = (row["groups"] or {}).get(group)

@@ -132,7 +132,7 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
     groups = Counter((read_name(record.name, each.name) or (DEFAULT_GROUP, 0))[0] for each in workers)
     present = {
         "workers": len(workers),
-        "groups": {group: groups[group] for group in (DEFAULT_GROUP, *record.groups)},
+        "groups": {group: groups[group] for group in record.groups},
         "threads": sum(each.nthreads for each in workers),
         "memory": sum(each.memory_limit for each in workers),
     }
@@ -215,8 +215,7 @@ async def ended_clusters() -> list[history.EndedCluster]:
 
 def session_logs(record: Record) -> SessionLogs:
     """Return the logs of a cluster's sessions."""
-    groups = {DEFAULT_GROUP: record.options, **record.groups}
-    processes = {group: options.get("processes") or 1 for group, options in groups.items()}
+    processes = {group: options.get("processes") or 1 for group, options in record.groups.items()}
     folder = state_directory() / record.name
     return SessionLogs(record.name, folder, record.options.get("log_directory"), processes)
 

@@ -245,10 +245,10 @@ class Record:
 
     @property
     def groups(self) -> dict[str, Mapping[str, Any]]:
-        """The options of the worker groups by name, except the default group."""
-        return {
-            name: each["options"] for name, each in self.scheduler.groups.items() if name != DEFAULT_GROUP
-        }
+        """The options of the worker groups by name, the default group first."""
+        others = {name: each["options"] for name, each in self.scheduler.groups.items()}
+        others.pop(DEFAULT_GROUP, None)  # which has the cluster's
+        return {DEFAULT_GROUP: self.options, **others}
 
     def to_json(self) -> str:
         """Return the fields that the creator writes, as JSON.
