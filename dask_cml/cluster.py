@@ -600,9 +600,7 @@ class CMLCluster(SpecCluster):
     @property
     def dashboard_link(self) -> str:
         """The URL of the scheduler's dashboard. Empty without a dashboard."""
-        if self.scheduler is None or "dashboard" not in self.scheduler_info.get("services", {}):
-            return ""
-        if "--no-dashboard" in self.options.scheduler_args:  # Dask serves other pages at this port
+        if self.scheduler is None or not self.manager.state.has_dashboard:
             return ""
         if self._forwarder is not None:
             return self._forwarder.link

@@ -253,6 +253,14 @@ def test_ctrl_c_in_create_reports_the_stopped_sessions_and_leaves_none(platform,
     assert store.records() == []
 
 
+def test_list_shows_no_link_of_a_dashboard_that_does_not_exist():
+    options = {"platform": "local", "scheduler_args": ["--no-dashboard"]}
+    scheduler = SchedulerState(address=f"tcp://127.0.0.1:{free_port()}", app_url="https://a/")
+    write_record(Record("a", maker=NOBODY, options=options, scheduler=scheduler))
+    assert json.loads(run("list", "--json"))[0]["dashboard"] is None
+    assert "https://a/" not in run("list")
+
+
 # -- logs
 
 

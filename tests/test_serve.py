@@ -184,6 +184,7 @@ async def test_a_cluster_is_created_described_and_deleted(server, platform):
     assert shown == [("scheduler", "running"), ("worker", "connected")]
     assert {each["id"] for each in found["sessions"]} == {*store.read("night").sessions}
     assert found["usage"]["total"]["sessions"] == 2
+    assert found["dashboard"] is None  # because of --no-dashboard
     assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
     assert (await server.get("/api/clusters"))["clusters"] == []
     assert (await server.ask("GET", "/api/clusters/night")).status == 404

@@ -135,6 +135,12 @@ class ClusterState:
         """The scheduler's last information on itself and its workers, as from ``Scheduler.identity``."""
         return SchedulerInfo({**self.client.info, "workers": dict(self.fleet.workers_info)})
 
+    @property
+    def has_dashboard(self) -> bool:
+        """Whether the scheduler has a dashboard. Without it, Dask serves other pages at its port."""
+        listens = "dashboard" in self.client.info.get("services", {})
+        return listens and "--no-dashboard" not in self.options.scheduler_args
+
     async def open_dashboard(self) -> MsgpackComm:
         """Open a comm on which the scheduler serves its dashboard.
 

@@ -136,6 +136,7 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
         "threads": sum(each.nthreads for each in workers),
         "memory": sum(each.memory_limit for each in workers),
     }
+    url, arguments = record.scheduler.app_url, str(record.options.get("scheduler_args"))
     return {
         "name": record.name,
         "address": cluster_address(record.name),
@@ -143,7 +144,7 @@ def _describe(record: Record, finding: Finding) -> dict[str, Any]:
         "problem": full_workers(workers) if finding.state is State.ALIVE else finding.why,
         **(present if finding.identity else dict.fromkeys(present)),
         "age": record.age,
-        "dashboard": f"{record.scheduler.app_url.rstrip('/')}/status" if record.scheduler.app_url else None,
+        "dashboard": f"{url.rstrip('/')}/status" if url and "--no-dashboard" not in arguments else None,
         "scheduler": record.scheduler.address,
         **_waiting(record, workers),
     }

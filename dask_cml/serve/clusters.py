@@ -234,7 +234,7 @@ class ProjectClusters(Observers):
             sessions = views.recorded_sessions(record)
         if (cluster := self._managers().get(name)) is not None:
             sessions = views.sessions_of(cluster)
-        has_dashboard = cluster is not None and "dashboard" in cluster.scheduler_info.get("services", {})
+        has_dashboard = cluster is not None and cluster.manager.state.has_dashboard
         description = self._describe(name, each)
         return {
             **description,
