@@ -44,7 +44,12 @@ async def list_clusters(as_json: bool) -> None:
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a cluster's row, with the sessions that wait for room."""
-    cells = {column: _shown(column, row[column]) for column in _COLUMNS}
+    from dask.utils import format_bytes
+
+    shown = row | {"age": span(row["age"])}
+    if row["memory"] is not None:
+        shown["memory"] = format_bytes(row["memory"])
+    cells = {column: "-" if shown[column] is None else str(shown[column]) for column in _COLUMNS}
     if row["waiting"]:
         words = waiting(row["waiting_for"])
         if row["workers"] is None:
@@ -52,16 +57,6 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         else:
             cells["workers"] += f" ({row['waiting']} {words})"
     return cells
-
-
-def _shown(column: str, value: Any) -> str:
-    from dask.utils import format_bytes
-
-    if value is None:
-        return "-"
-    if column == "memory":
-        return format_bytes(value)
-    return span(value) if column == "age" else str(value)
 
 
 @cml.command()
@@ -97,8 +92,8 @@ async def info(name: str, as_json: bool) -> None:
     for group, options in record.groups.items():
         size = {each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu")}
         sizes = [f"{each}={amount:g}" for each, amount in size.items() if isinstance(amount, (int, float))]
-        present = (row["groups"] or {}).get(group)
-        words = f"{group}  {_shown('workers', present)} Dask workers connected, {' '.join(sizes)}"
+        present = (row["groups"] or {}).get(group, "-")
+        words = f"{group}  {present} Dask workers connected, {' '.join(sizes)}"
         lines.append(("group", words))
     for session, role in sessions.items():
         owner = f"  ends with the session {record.owners[session]}" if session in record.owners else ""
@@ -143,9 +138,8 @@ def _print_ended(found: Sequence[EndedCluster]) -> None:
         return
     rows = []
     for each in found:
-        lasted = _shown("age", each.duration)
-        row = [each.name, each.user or "-", moment(each.ended), lasted, *_hours(each.usage.total), each.why]
-        rows.append(row)
+        about = [each.name, each.user or "-", moment(each.ended), span(each.duration)]
+        rows.append([*about, *_hours(each.usage.total), each.why])
     total = sum((each.usage.total for each in found), SessionHours())
     rows.append(["total", "", "", "", *_hours(total), ""])
     columns = ["name", "by", "ended", "duration", "sessions", "vCPU hours", "GiB hours", "GPU hours"]
@@ -169,7 +163,7 @@ def _print_one(one: EndedCluster) -> None:
         "by": one.user,
         "session": one.session,
         "created": moment(one.created),
-        "ended": f"{moment(one.ended)}, after {_shown('age', one.duration)}",
+        "ended": f"{moment(one.ended)}, after {span(one.duration)}",
         "why": one.why,
         "tasks": f"{one.tasks_done:,} done",
         "workers": f"{one.most_workers} at most; {one.idle_words}",
