@@ -55,7 +55,6 @@ def make_application(clusters: ProjectClusters, access: Access, dashboards: Dash
         clusters=clusters,
         access=access,
         dashboards=dashboards,
-        xsrf_cookies=True,
         xsrf_cookie_name=f"{access.cookie}-xsrf",
         xsrf_cookie_kwargs={"samesite": "Lax"},
         static_path=str(Path(__file__).parent / "static"),
