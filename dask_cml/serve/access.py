@@ -119,8 +119,9 @@ class Handler(RequestHandler):
         return {**details, "dashboard": id and self.dashboards.link(self.request, name, id)}
 
     def answer_error(self, words: str) -> None:
-        """Answer with the reason of an error, which is for the user. A subclass has this method."""
-        raise NotImplementedError
+        """Answer with the reason of an error, which is for the user."""
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(words)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Answer with the message of an expected error, or the name of the status."""

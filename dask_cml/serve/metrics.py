@@ -100,10 +100,5 @@ class Metrics(Handler):
         times.add_metric([], self.clusters.starts.buckets, self.clusters.starts.total)
         return [clusters, wanted, sessions, launches, losses, seconds, times]
 
-    def answer_error(self, words: str) -> None:
-        """Answer with the reason of an error."""
-        self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(words)
-
 
 ROUTES: list[Any] = [(r"/metrics", Metrics)]
