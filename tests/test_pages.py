@@ -168,6 +168,7 @@ async def test_an_unknown_cluster_or_address_shows_an_error_page(ask):
     assert other.code == 404
     assert "<h1>No such page</h1>" in other.body.decode()
     assert "No page is at this address" in other.body.decode()
+    assert 'href="../../static/serve.css"' in other.body.decode()
 
 
 async def test_static_files_are_served(ask):

@@ -46,8 +46,6 @@ _TITLES = {401: "You are not logged in", 403: "Request refused", 404: "No such c
 class Page(Handler):
     """A page of HTML."""
 
-    #: The relative path of the list, because a proxy may serve the pages below any path.
-    root = ""
     titles = _TITLES
 
     def show(self, template: str, **values: Any) -> None:
@@ -63,7 +61,8 @@ class Page(Handler):
         user, frames = self.current_user, self.dashboards.host(self.request) or "'none'"
         self.set_header("Content-Security-Policy", f"{POLICY}; frame-src {frames}")
         common = {
-            "root": self.root,
+            # The relative path of the list, because a proxy may serve the pages below any path.
+            "root": "../" * (self.request.path.count("/") - 1),
             "user": user,
             "token": self.xsrf_token.decode() if user and user.may_change else None,
             "problem": self.clusters.problem,
@@ -142,8 +141,6 @@ def form_arguments(texts: Mapping[str, str]) -> dict[str, Any]:
 class ClusterPage(Page):
     """One cluster."""
 
-    root = "../"
-
     async def get(self, name: str) -> None:
         """Show the cluster."""
         cluster = await self.details(name)
@@ -170,8 +167,6 @@ class HistoryPage(Page):
 
 class EndedPage(Page):
     """One ended cluster."""
-
-    root = "../"
 
     async def get(self, id: str) -> None:
         """Show the cluster, with its time line."""
