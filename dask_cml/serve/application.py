@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import html
 import os
 import signal
 import tempfile
@@ -24,13 +23,6 @@ from dask_cml.serve.dashboards import Dashboards
 #: The variables with the ports that CML serves, in the order in which the page tries them.
 _PORTS = ("CDSW_APP_PORT", "CDSW_READONLY_PORT")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_REDIRECT = """\
-<!doctype html>
-<meta charset="utf-8">
-<meta http-equiv="refresh" content="0; url={link}">
-<title>Dask clusters</title>
-<a href="{link}">Open the page</a>
-"""
 
 
 def port_of_session() -> int:
@@ -113,7 +105,7 @@ async def serve(
 def _opened(link: str) -> Iterator[None]:
     """Open a link in a browser by a private file, because other users can read a browser's command line."""
     with tempfile.NamedTemporaryFile("w", prefix="dask-cml-", suffix=".html") as file:
-        file.write(_REDIRECT.format(link=html.escape(link)))
+        file.write(pages.render("redirect", link=link))
         file.flush()
         # A daemon thread, because a browser in a terminal returns only when its user quits it.
         threading.Thread(target=webbrowser.open, args=(Path(file.name).as_uri(),), daemon=True).start()

@@ -67,7 +67,7 @@ class Page(Handler):
             "token": self.xsrf_token.decode() if user and user.may_change else None,
             "problem": self.clusters.problem,
         }
-        self.finish(_templates().get_template(f"{template}.html.j2").render({**common, **values}))
+        self.finish(render(template, **{**common, **values}))
 
     def answer_error(self, words: str) -> None:
         """Answer with a page that explains the error."""
@@ -196,7 +196,12 @@ ROUTES: list[Any] = [
 ]
 
 
-# -- the filters of the templates
+# -- the templates
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template of the page with values."""
+    return _templates().get_template(f"{template}.html.j2").render(values)
 
 
 @functools.cache
