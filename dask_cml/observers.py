@@ -73,10 +73,6 @@ class Observers:
 
     # -- for subclasses
 
-    async def examine(self, record: Record) -> Finding:
-        """Return whether a cluster's scheduler answers."""
-        return (await liveness.look([record]))[record.name]
-
     def manage(self, record: Record, **arguments: Any) -> CMLCluster:
         """Return a running cluster with a manager that observes it. It is not started yet.
 
@@ -152,7 +148,8 @@ class Observers:
 
     async def _join(self, observed: Observed) -> None:
         observed.not_before = time.monotonic() + _RETRY
-        observed.finding = await self.examine(observed.record)
+        findings = await liveness.judge([observed.record])
+        observed.finding = findings[observed.record.name]
         if observed.finding.state is State.ALIVE:
             observed.cluster = self.manage(observed.record)
             try:

@@ -469,11 +469,12 @@ async def test_stale_record_is_not_listed_and_not_asked_for_all_the_time(it, mon
     async with listing() as sidebar:
         asked = []
 
-        async def counted(record):
-            asked.append(record.name)
-            return (await liveness.look([record], timeout=120))[record.name]
+        async def counted(records):
+            asked.extend(record.name for record in records)
+            return await judge(records, timeout=120)
 
-        monkeypatch.setattr(sidebar, "examine", counted)
+        judge = liveness.judge
+        monkeypatch.setattr(liveness, "judge", counted)
         monkeypatch.setattr(observers, "_RETRY", 3600.0)
         write_record(Record("stale", scheduler=SchedulerState(address="tcp://127.0.0.1:9", id="Scheduler-1")))
         await left_over("alive")

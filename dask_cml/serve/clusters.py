@@ -20,7 +20,7 @@ from dask_cml.manager.manager import Manager
 from dask_cml.observers import EXPECTED, Observed, Observers
 from dask_cml.options import OPTION_NAMES, Options, setting
 from dask_cml.options.unattended import unattended
-from dask_cml.records import liveness, operations
+from dask_cml.records import operations
 from dask_cml.records.history import EndedCluster, ended_clusters
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Maker, Record
@@ -118,10 +118,6 @@ class ProjectClusters(Observers):
             raise CMLError(f"some sessions of these clusters were not stopped: {', '.join(left)}")
 
     # -- observers
-
-    async def examine(self, record: Record) -> Finding:
-        """Return whether a cluster's scheduler is alive, dead or neither."""
-        return (await liveness.judge([record]))[record.name]
 
     def manage(self, record: Record, **arguments: Any) -> CMLCluster:
         """Return a cluster with a manager. The page owns the clusters of an earlier, killed page."""
