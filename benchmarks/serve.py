@@ -40,8 +40,6 @@ CLUSTERS, WORKERS = 50, 20
 VIEWERS = (0, 1, 10)
 #: Seconds of each measurement, and between two looks of a viewer.
 SECONDS, POLL = 30.0, 2.0
-#: Seconds after the last look, and some more, until the page knows that nobody looks.
-_UNTIL_ALONE = 35.0
 _POLLS = 25
 _STARTS_AT_ONCE = 4
 _PATIENCE = 300.0
@@ -210,7 +208,7 @@ def viewers(page: Page, n: int) -> Iterator[None]:
 def measure(page: Page, folder: Path, n: int) -> dict[str, Any]:
     """Measure what the page costs while so many look, and then how long one more waits."""
     with viewers(page, n):
-        time.sleep(POLL if n else _UNTIL_ALONE)
+        time.sleep(POLL)
         before, cpu, begin = counts(folder), page.cpu(), time.monotonic()
         time.sleep(SECONDS)
         seconds, cpu = time.monotonic() - begin, page.cpu() - cpu

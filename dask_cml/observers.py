@@ -29,7 +29,7 @@ EXPECTED = (CMLError, OSError, asyncio.TimeoutError, ValueError, TypeError)
 
 @dataclass
 class Observed:
-    """A cluster in the records that no other part of this process manages.
+    """A cluster in the records that no other part of this process manages, or that a subclass creates.
 
     Parameters
     ----------
@@ -39,13 +39,23 @@ class Observed:
         Its manager. None while its scheduler does not answer.
     finding : Finding or None
         The result of the last look at a cluster without a manager.
+    failure : Exception or None
+        Why a cluster that a subclass creates did not start.
+    task : asyncio.Task or None
+        Starts, joins or leaves the cluster.
     """
 
     record: Record
     cluster: CMLCluster | None = None
     finding: Finding | None = None
+    failure: Exception | None = None
     task: asyncio.Task[None] | None = None
     not_before: float = 0.0
+
+    @property
+    def owned(self) -> bool:
+        """Whether the cluster shuts down with this process."""
+        return self.cluster is not None and self.cluster.shutdown_on_close
 
 
 class Observers:
@@ -99,11 +109,11 @@ class Observers:
         self._looking = asyncio.create_task(self._look_for_ever())
 
     async def close(self) -> None:
-        """Stop observing. The clusters keep running."""
+        """Stop observing. The clusters keep running. A subclass has shut down those that it owns."""
         await cancel(self._looking)
-        observed = self.observed.values()
-        await cancel(*[each.task for each in observed])
-        await asyncio.gather(*map(self._leave, observed), return_exceptions=True)
+        await cancel(*(each.task for each in self.observed.values()))
+        others = [each for each in self.observed.values() if not each.owned]
+        await asyncio.gather(*map(self._leave, others), return_exceptions=True)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -119,28 +129,27 @@ class Observers:
         records = {record.id: record for record in await asyncio.to_thread(store.records)}
         managed = {manager.options.name for manager in unclosed()}
         for key, record in records.items():
-            if key not in self.observed and record.name not in managed:
+            known = self.observed.get(key)
+            if known is None and record.name not in managed:
                 self.observed[key] = Observed(record)
-        for key, each in [*self.observed.items()]:
-            if each.task is not None and not each.task.done():
-                continue
-            if key not in records and each.cluster is None:
-                del self.observed[key]
-                continue
-            if key in records and each.record != records[key]:
-                each.record, each.not_before = records[key], 0.0
-            each.task = asyncio.create_task(self._tend(each, there=key in records))
+            elif known is not None and known.failure is None and known.record != record:
+                known.record, known.not_before = record, 0.0
+        for key, each in self.observed.items():
+            if each.failure is None and (each.task is None or each.task.done()):
+                each.task = asyncio.create_task(self._tend(each, there=key in records))
         await self.looked()
 
     async def _tend(self, observed: Observed, there: bool) -> None:
         """Create a manager for a cluster that runs. Close the manager of a cluster that has ended."""
+        cluster = observed.cluster
         try:
-            cluster = observed.cluster
-            if cluster is None:
-                if there and time.monotonic() >= observed.not_before:
-                    await self._join(observed)
-            elif not there or cluster.status == Status.closed:
+            # The manager of an owned cluster closes by itself, as its record may be unreadable for a moment.
+            if cluster is not None and (cluster.status == Status.closed or not (there or observed.owned)):
                 await self._leave(observed)
+            if observed.cluster is None and not there:
+                self.observed.pop(observed.record.id, None)
+            elif observed.cluster is None and time.monotonic() >= observed.not_before:
+                await self._join(observed)
         except EXPECTED as error:
             logger.info("Cluster %s not shown: %s", observed.record.name, error)
         except Exception:

@@ -371,6 +371,32 @@ async def test_a_cluster_that_has_ended_by_itself_leaves_the_list_for_the_histor
 
 
 @on_page
+async def test_the_page_keeps_its_cluster_while_the_record_cannot_be_read(server, monkeypatch):
+    await server.post("/api/clusters", name="night")
+    await server.until("night", running)
+    cluster = server.clusters.manager_of("night")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "records", list)
+        await asyncio.sleep(5)
+    assert server.clusters.manager_of("night") is cluster
+    assert (await server.cluster("night"))["kept"]
+
+
+@on_page
+async def test_a_new_cluster_takes_the_place_of_one_that_did_not_start(server, it, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(clusters_module, "_PATIENCE", 0.0)
+        it.platform.configure({"cpu": 2})
+        await server.post("/api/clusters", name="big", n_workers=2, cpu=2)
+        await server.until("big", lambda cluster: cluster["status"] == "failed")
+    it.platform.configure()
+    assert (await server.post("/api/clusters", name="big")).status in (201, 202)
+    await server.until("big", running)
+    assert (await server.ask("DELETE", "/api/clusters/big")).status == 200
+    assert (await server.get("/api/clusters"))["clusters"] == []
+
+
+@on_page
 async def test_deleting_a_cluster_that_did_not_start_stops_what_could_not_be_stopped_before(server, it):
     it.platform.doom("silent", key="scheduler")
     it.platform.fail("stop_workers", *[HTTPError(500)] * 50)

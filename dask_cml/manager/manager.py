@@ -22,7 +22,7 @@ from dask_cml.options import Options
 from dask_cml.options.limits import check_new
 from dask_cml.protocol import SET
 from dask_cml.records.operations import wait_until_running
-from dask_cml.records.record import Maker, Record
+from dask_cml.records.record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class Manager:
         The record of a running cluster to adopt. Default: create a cluster.
     observes : bool
         Whether this manager only observes: it keeps no orphan alive, and leads only if no other manager can.
-    maker : Maker, optional
-        What the record says of this process. Default: this process and its user.
+    new : Record, optional
+        The record of a cluster to create, as far as it is known. Default: one of this process's user.
     show : bool
         Whether to show the progress of the start.
 
@@ -85,14 +85,14 @@ class Manager:
         *,
         record: Record | None = None,
         observes: bool = False,
-        maker: Maker | None = None,
+        new: Record | None = None,
         show: bool = False,
     ) -> None:
         self.options = options
         self._observes = observes
         self.shutdown_on_close = options.shutdown_on_close
         self._given = given or {}
-        self._maker = maker
+        self._new = new
         self._show = show
         self.log: Callable[[str], None] = logger.info
         self._pid = os.getpid()
@@ -203,7 +203,7 @@ class Manager:
         mode = self.options.create_mode
         if mode != "connect":
             try:
-                await create(self.state, self._maker or Maker.this_process(), self._show)
+                await create(self.state, self._new or Record(self.options.name), self._show)
                 return
             except ClusterExists:
                 if mode == "create":

@@ -47,15 +47,15 @@ _UNREADABLE_FOR = 30.0
 _FIRST_PATIENCE = 300.0
 
 
-async def create(state: ClusterState, maker: Maker, show: bool) -> None:
+async def create(state: ClusterState, new: Record, show: bool) -> None:
     """Create a cluster. Return when its scheduler answers.
 
     Parameters
     ----------
     state : ClusterState
         The parts of the manager, which leads at first.
-    maker : Maker
-        What the record says of this process.
+    new : Record
+        Its record, as far as it is known.
     show : bool
         Whether to show the progress.
 
@@ -67,7 +67,7 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     options, launcher, record_keeper = state.options, state.launcher, state.record_keeper
     files = await asyncio.to_thread(launcher.prepare)
     keys = tls.paths(launcher.place.security)
-    record = Record(options.name, maker=maker, options=options.arguments(), security=keys)
+    record = replace(new, options=options.arguments(), security=keys)
     orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
     groups, hours = options.first_groups(), limits().get("hours")
     wanted = first_state(state, record, groups=groups, hours=hours, orphan_timeout=orphan_timeout)
@@ -75,7 +75,7 @@ async def create(state: ClusterState, maker: Maker, show: bool) -> None:
     await take_name(record, wanted, state.api)
     check_new(options)  # only now it is known that no running cluster is to be connected to
     record_keeper.start()
-    if not maker.serves:  # the page creates clusters for several users
+    if not record.maker.serves:  # the page creates clusters for several users
         _tell_others(state)
     await launcher.launch(record.id, files, show, partial(join, state, record, options.scheduler_timeout))
     await record_keeper.write()

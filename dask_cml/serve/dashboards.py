@@ -123,8 +123,7 @@ class _Dashboard(DashboardProxy):
     async def get(self, secret: str, name: str, path: str) -> None:
         clusters, dashboards = self.settings["clusters"], self.settings["dashboards"]
         try:
-            record = clusters.record_of(name)
-            expected = dashboards.secret(record.id) if record is not None else ""
+            expected = dashboards.secret(clusters.find(name).record.id)
             if not hmac.compare_digest(secret.encode(), expected.encode()):
                 raise NoSuchCluster(name)
             if path:
