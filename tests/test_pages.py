@@ -25,13 +25,13 @@ PAGES += ["history", *(f"history/{each.id}" for each in ended())]
 
 
 @asynccontextmanager
-async def served(clusters: StandInClusters, **user: Any) -> AsyncIterator[Ask]:
+async def served(clusters: StandInClusters, has_dashboards: bool = True, **user: Any) -> AsyncIterator[Ask]:
     """Serve the pages to a user of CML, or without one, to requests with the token."""
     listener = local_socket(0)
     access = Access(listener.getsockname()[1])
     if user:
         access.user = lambda request: User(**user)
-    dashboards = Dashboards(clusters, access)
+    dashboards = Dashboards(clusters, access) if has_dashboards else None
     server = LocalServer(make_application(clusters, access, dashboards), listener)
 
     async def ask(path: str = "", token: bool = True, **request: Any) -> HTTPResponse:
@@ -43,7 +43,8 @@ async def served(clusters: StandInClusters, **user: Any) -> AsyncIterator[Ask]:
 
     yield ask
     await server.close()
-    await dashboards.close()
+    if dashboards is not None:
+        await dashboards.close()
 
 
 @pytest.fixture
@@ -93,6 +94,15 @@ async def test_the_page_of_a_cluster_shows_its_sessions_groups_logs_and_usage(as
     assert "gpu 2 4.00 32.00 256.00 4.00" in text
     assert "Total 7 41.50 107.00 506.00 4.00" in text
     assert "This page created the cluster" in text
+
+
+async def test_without_a_port_for_dashboards_the_page_has_no_links_to_them():
+    for has_dashboards in (True, False):
+        async with served(StandInClusters(several()), has_dashboards) as ask:
+            found = json.loads((await ask("api/clusters/etl")).body)
+            page = await ask("clusters/etl")
+        assert (found["dashboard"] is not None) is has_dashboards
+        assert ("frame-src 'none'" not in page.headers["Content-Security-Policy"]) is has_dashboards
 
 
 async def test_the_page_of_a_failed_cluster_shows_the_reason_and_deletes_it(ask):

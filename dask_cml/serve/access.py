@@ -116,7 +116,8 @@ class Handler(RequestHandler):
         """Describe one cluster, with the address of its dashboard for this user."""
         details = await self.clusters.details(name)
         id = details.pop("dashboard_id")
-        return {**details, "dashboard": id and self.dashboards.link(self.request, name, id)}
+        link = self.dashboards.link(self.request, name, id) if id and self.dashboards else None
+        return {**details, "dashboard": link}
 
     def answer_error(self, words: str) -> None:
         """Answer with the reason of an error, which is for the user."""

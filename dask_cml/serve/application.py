@@ -18,7 +18,7 @@ from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.serve import api, metrics, pages
 from dask_cml.serve.access import Access
 from dask_cml.serve.clusters import ProjectClusters
-from dask_cml.serve.dashboards import Dashboards
+from dask_cml.serve.dashboards import Dashboards, serve_dashboards
 
 #: The variables with the ports that CML serves, in the order in which the page tries them.
 _PORTS = ("CDSW_APP_PORT", "CDSW_READONLY_PORT")
@@ -30,7 +30,7 @@ def port_of_session() -> int:
     return int(next(filter(None, map(os.environ.get, _PORTS)), 0))
 
 
-def make_application(clusters: ProjectClusters, access: Access, dashboards: Dashboards) -> Application:
+def make_application(clusters: ProjectClusters, access: Access, dashboards: Dashboards | None) -> Application:
     """Return the page and its API.
 
     Parameters
@@ -39,8 +39,8 @@ def make_application(clusters: ProjectClusters, access: Access, dashboards: Dash
         The clusters.
     access : Access
         Identifies the users.
-    dashboards : Dashboards
-        Serves the dashboards of the clusters.
+    dashboards : Dashboards or None
+        Serves the dashboards of the clusters, if there is a port for them.
     """
     return Application(
         [*api.ROUTES, *metrics.ROUTES, *pages.ROUTES],
@@ -84,13 +84,15 @@ async def serve(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     listener = local_socket(port_of_session() if port is None else port)
     access, clusters = Access(listener.getsockname()[1]), ProjectClusters()
-    dashboards = Dashboards(clusters, access, dashboard_port)
+    dashboards = serve_dashboards(clusters, access, dashboard_port)
     server = LocalServer(make_application(clusters, access, dashboards), listener)
     async with contextlib.AsyncExitStack() as ending:
         for number in _SIGNALS:
             loop.add_signal_handler(number, stop.set)
             ending.callback(loop.remove_signal_handler, number)
-        for part in (dashboards, clusters, server):  # which closes first
+        if dashboards is not None:
+            ending.push_async_callback(dashboards.close)
+        for part in (clusters, server):  # which closes first
             ending.push_async_callback(part.close)
         clusters.start()
         link = f"http://127.0.0.1:{access.port}/"

@@ -25,8 +25,8 @@ from dask_cml.sessions.owner import this_session
 logger = logging.getLogger(__name__)
 
 
-class Dashboards:
-    """Serves the dashboards of clusters.
+class Dashboards(LocalServer):
+    """Serves the dashboards of clusters. Create it by :func:`serve_dashboards`.
 
     Parameters
     ----------
@@ -40,42 +40,26 @@ class Dashboards:
     Raises
     ------
     OSError
-        If the port is in use. In a CML session, this logs a warning instead.
+        If the port is in use, or CML serves no second port.
     """
 
-    def __init__(self, clusters: ProjectClusters, access: Access, port: int = 0) -> None:
+    def initialize(  # type: ignore[override]
+        self, clusters: ProjectClusters, access: Access, port: int = 0
+    ) -> None:
+        """Start to listen. Tornado calls this instead of ``__init__``."""
         self._key = secrets.token_bytes(32)
-        self._server: LocalServer | None = None
         #: The host in the links. None for the host of the page.
         self._host: str | None = None
         if access.behind_entry:
             domain, second = os.environ.get("CDSW_DOMAIN"), os.environ.get("CDSW_READONLY_PORT")
             if not domain or second in (None, "", str(access.port)):
-                logger.warning("Dashboards not served: CML serves no second port here")
-                return
+                raise OSError("CML serves no second port here")
             self._host, port = f"read-only-{this_session()}.{domain}", int(second)
-        try:
-            listener = local_socket(port)
-        except OSError as error:
-            if not access.behind_entry:
-                raise
-            logger.warning("Dashboards not served: %s", error)
-            return
         routes = [(r"/([^/]+)/([^/]+)/(.*)", _Dashboard)]
         application = dashboard_application(routes, access.guard, clusters=clusters, dashboards=self)
-        self._server = LocalServer(application, listener)
+        super().initialize(application, local_socket(port))
 
-    @property
-    def port(self) -> int | None:
-        """The port. None if the dashboards are not served."""
-        return None if self._server is None else self._server.port
-
-    async def close(self) -> None:
-        """Stop listening, and close all connections."""
-        if self._server is not None:
-            await self._server.close()
-
-    def link(self, request: HTTPServerRequest, name: str, id: str) -> str | None:
+    def link(self, request: HTTPServerRequest, name: str, id: str) -> str:
         """Return the address of a cluster's dashboard, for the scheme of the page.
 
         Parameters
@@ -86,25 +70,33 @@ class Dashboards:
             The name of the cluster.
         id : str
             The id of its record.
-
-        Returns
-        -------
-        str or None
-            None if the dashboards are not served.
         """
-        if (host := self.host(request)) is None:
-            return None
-        return f"//{host}/{self.secret(id)}/{quote(name, safe='')}/"
+        return f"//{self.host(request)}/{self.secret(id)}/{quote(name, safe='')}/"
 
-    def host(self, request: HTTPServerRequest) -> str | None:
+    def host(self, request: HTTPServerRequest) -> str:
         """Return the host and port of the dashboards for the user who sent a request."""
-        if self.port is None:
-            return None
         return self._host or f"{request.host_name}:{self.port}"
 
     def secret(self, id: str) -> str:
         """Return the secret in a cluster's links."""
         return hmac.new(self._key, id.encode(), hashlib.sha256).hexdigest()
+
+
+def serve_dashboards(clusters: ProjectClusters, access: Access, port: int = 0) -> Dashboards | None:
+    """Return :class:`Dashboards`. In a CML session that has no port for them, log a warning and return None.
+
+    Raises
+    ------
+    OSError
+        If the port is in use outside of CML.
+    """
+    try:
+        return Dashboards(clusters, access, port)
+    except OSError as error:
+        if not access.behind_entry:
+            raise
+        logger.warning("Dashboards not served: %s", error)
+        return None
 
 
 class _Dashboard(DashboardProxy):

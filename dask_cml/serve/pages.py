@@ -58,7 +58,8 @@ class Page(Handler):
         **values
             The values of its variables.
         """
-        user, frames = self.current_user, self.dashboards.host(self.request) or "'none'"
+        user = self.current_user
+        frames = self.dashboards.host(self.request) if self.dashboards else "'none'"
         self.set_header("Content-Security-Policy", f"{POLICY}; frame-src {frames}")
         common = {
             # The relative path of the list, because a proxy may serve the pages below any path.
