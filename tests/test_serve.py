@@ -33,6 +33,7 @@ from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
 from dask_cml import CMLCluster
 from dask_cml.dashboard.http_server import LocalServer, local_socket
+from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.manager import Manager
 from dask_cml.options import state_directory
 from dask_cml.records import store
@@ -532,6 +533,16 @@ async def test_an_invalid_answer_of_a_scheduler_affects_only_its_cluster(server)
     workers["tcp://x"] = good
     assert server.clusters.describe()[1]["threads"] == 1
     del workers["tcp://x"]
+
+
+@on_page
+async def test_a_description_does_not_look_at_all_sessions_for_each_session(server, monkeypatch):
+    await server.post("/api/clusters", name="night", n_workers=5)
+    await server.until("night", running)
+    looks = []
+    monkeypatch.setattr(Fleet, "waits", property(lambda fleet: looks.append(fleet) or {}))
+    assert server.clusters.describe()[0]["n_arrived"] == 5
+    assert 0 < len(looks) < 5
 
 
 @on_page

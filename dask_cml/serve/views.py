@@ -45,7 +45,7 @@ def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[st
     groups = [*cluster.worker_groups.values()]
     fleet = cluster.manager.fleet
     adapting = fleet.adapting
-    waiting = Counter(each.group for each in fleet.members if each.name in fleet.waits)
+    waiting = Counter(map(fleet.group_of, fleet.waits))
     return {
         **unmanaged(record, status, problem, usage),
         "words": ", ".join(filter(None, [status, state.scheduler_words, state.pending])),
