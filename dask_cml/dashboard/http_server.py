@@ -25,6 +25,8 @@ from dask_cml.options import setting
 
 logger = logging.getLogger(__name__)
 
+#: The variables with the ports of this session that CML serves, each with the beginning of its host there.
+SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}
 #: Seconds without a request, and for its body.
 _IDLE_TIMEOUT, _BODY_TIMEOUT = 60.0, 30.0
 #: Bytes of a request's body and of its headers.
@@ -137,11 +139,11 @@ class HostGuard:
         self._hosts = {"localhost", socket.gethostname().lower(), *map(str.lower, setting("forward-hosts"))}
         engine, domain = os.environ.get("CDSW_ENGINE_ID"), os.environ.get("CDSW_DOMAIN", "").lower()
         self._domain = f".{domain}" if domain else None
-        own = f"{engine}.{domain}".lower()
-        pages = {"CDSW_APP_PORT": own, "CDSW_READONLY_PORT": f"read-only-{own}"} if engine and domain else {}
         #: Hosts of this session's own pages.
         self._pages = {
-            page for variable, page in pages.items() if port is None or os.environ.get(variable) == str(port)
+            f"{prefix}{engine}.{domain}".lower()
+            for variable, prefix in SERVED_PORTS.items()
+            if engine and domain and (port is None or os.environ.get(variable) == str(port))
         }
 
     def why_refused(self, request: HTTPServerRequest, any_origin: bool = False) -> str | None:

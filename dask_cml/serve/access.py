@@ -12,7 +12,7 @@ from typing import Any
 from tornado.httputil import HTTPServerRequest
 from tornado.web import HTTPError, RequestHandler
 
-from dask_cml.dashboard.http_server import HostGuard
+from dask_cml.dashboard.http_server import SERVED_PORTS, HostGuard
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.sessions.owner import this_session, this_user
 
@@ -68,7 +68,7 @@ class Access:
         self.guard = HostGuard("The page", self.port)
         #: The cookie's name. It contains the port, because browsers send cookies to all ports of a host.
         self.cookie = f"dask-cml-{self.port}"
-        ports = {os.environ.get(name) for name in ("CDSW_APP_PORT", "CDSW_READONLY_PORT")}
+        ports = {os.environ.get(variable) for variable in SERVED_PORTS}
         #: Whether requests come through CML's ingress. Elsewhere, any program could send its headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports
 

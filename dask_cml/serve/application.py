@@ -14,20 +14,18 @@ from pathlib import Path
 
 from tornado.web import Application
 
-from dask_cml.dashboard.http_server import LocalServer, local_socket
+from dask_cml.dashboard.http_server import SERVED_PORTS, LocalServer, local_socket
 from dask_cml.serve import api, metrics, pages
 from dask_cml.serve.access import Access
 from dask_cml.serve.clusters import ProjectClusters
 from dask_cml.serve.dashboards import Dashboards, serve_dashboards
 
-#: The variables with the ports that CML serves, in the order in which the page tries them.
-_PORTS = ("CDSW_APP_PORT", "CDSW_READONLY_PORT")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def port_of_session() -> int:
     """Return the port that CML serves in this session. Outside of sessions, return 0 for any free port."""
-    return int(next(filter(None, map(os.environ.get, _PORTS)), 0))
+    return int(next(filter(None, map(os.environ.get, SERVED_PORTS)), 0))
 
 
 def make_application(clusters: ProjectClusters, access: Access, dashboards: Dashboards | None) -> Application:
