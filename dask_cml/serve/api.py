@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dask_cml.naming import DEFAULT_GROUP
-from dask_cml.records import operations, store
+from dask_cml.records import operations
 from dask_cml.serve.access import Handler
 
 _OFFSET = re.compile(r"\d{1,18}", re.ASCII)
@@ -139,15 +139,13 @@ class Logs(ApiHandler):
         session, offset = self.get_query_argument("session", None), self.get_query_argument("offset", None)
         if offset is not None and not _OFFSET.fullmatch(offset):
             raise ValueError(f"invalid offset={offset!r}: expected a whole number")
-
-        def read() -> dict[str, Any]:
-            logs = operations.session_logs(store.read(name))
-            if session is None:
-                return {"sessions": [*logs.paths()]}
-            text, end = logs.part(session, None if offset is None else int(offset))
-            return {"session": session, "text": text, "offset": end}
-
-        self.answer(await asyncio.to_thread(read))
+        logs = operations.session_logs(self.clusters.find(name).record)
+        if session is None:
+            self.answer({"sessions": [*await asyncio.to_thread(logs.paths)]})
+        else:
+            begin = None if offset is None else int(offset)
+            text, end = await asyncio.to_thread(logs.part, session, begin)
+            self.answer({"session": session, "text": text, "offset": end})
 
 
 ROUTES = [

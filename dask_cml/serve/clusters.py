@@ -188,15 +188,13 @@ class ProjectClusters(Observers):
         """
         each, cluster = self.find(name), self._managers().get(name)
         record = await asyncio.to_thread(store.find, name, id=each.record.id) or each.record
-        logs = list[str]()
-        if each.failure is None:
-            logs = [*await asyncio.to_thread(operations.session_logs(record).paths)]
+        logs = await asyncio.to_thread(operations.session_logs(record).paths)
         has_dashboard = cluster is not None and cluster.manager.state.has_dashboard
         description = self._describe(each)
         return {
             **description,
             "sessions": views.sessions_of(cluster) if cluster else views.recorded_sessions(record),
-            "logs": logs,
+            "logs": [*logs],
             "usage": usage_of(record, time.time()).to_json(),
             "client": f'Client("{description["address"]}")',
             "security": record.security is not None,
