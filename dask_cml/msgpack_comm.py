@@ -43,14 +43,13 @@ class MsgpackComm:
     Plain data are None, booleans, numbers, strings, bytes, and tuples and dicts of these. A received set is a
     tuple, and an enumeration's member is its name. None replaces what was pickled or serialized.
 
+    The end of a ``with`` block closes it.
+
     Examples
     --------
     >>> async def workers(address):
-    ...     comm = await MsgpackComm.connect(address)
-    ...     try:
+    ...     with await MsgpackComm.connect(address) as comm:
     ...         return (await comm.ask("identity"))["workers"]
-    ...     finally:
-    ...         comm.abort()
     """
 
     def __init__(self, comm: TCP) -> None:
@@ -58,6 +57,12 @@ class MsgpackComm:
         assert comm.stream is not None
         #: The connection itself, for bytes that are no messages.
         self.stream: IOStream = comm.stream
+
+    def __enter__(self) -> MsgpackComm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
 
     @classmethod
     async def connect(

@@ -169,11 +169,8 @@ class DashboardProxy(RequestHandler):
             return
         self._forwarding = asyncio.current_task()
         try:
-            comm = await open_comm()
-            try:
+            with await open_comm() as comm:
                 await self._exchange(comm.stream, path)
-            finally:
-                comm.abort()
         except OSError as error:
             self.refuse(502, str(error))
         except asyncio.CancelledError:  # the browser is gone, or the server closes

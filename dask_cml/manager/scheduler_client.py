@@ -265,13 +265,11 @@ class SchedulerClient:
         CMLError
             If the handler fails.
         """
-        comm = await self.open(min(limit, _ANSWER_TIMEOUT))
-        try:
-            return await comm.ask(op, limit, **arguments)
-        except HandlerFailed as error:
-            raise CMLError(f"the scheduler refused {op}: {error}") from None
-        finally:
-            comm.abort()
+        with await self.open(min(limit, _ANSWER_TIMEOUT)) as comm:
+            try:
+                return await comm.ask(op, limit, **arguments)
+            except HandlerFailed as error:
+                raise CMLError(f"the scheduler refused {op}: {error}") from None
 
     @property
     def rpc(self) -> Any:

@@ -122,11 +122,9 @@ async def ask(address: str, security: Security | None, op: str, timeout: float, 
     ValueError
         If the address is invalid.
     """
-    comm = await MsgpackComm.connect(address, await asyncio.to_thread(connection_args, security), timeout)
-    try:
+    keys = await asyncio.to_thread(connection_args, security)
+    with await MsgpackComm.connect(address, keys, timeout) as comm:
         return await comm.ask(op, timeout, **arguments)
-    finally:
-        comm.abort()
 
 
 def arguments(security: Security | None, role: str) -> list[str]:
