@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which a scheduler that did not answer is asked again, unless its record changes before.
 _RETRY = 15.0
+#: Seconds to shut down the owned clusters. Kubernetes grants 30.
+_GRACE = 25.0
 #: Errors that occur when a cluster ends meanwhile, or its record is invalid.
 EXPECTED = (CMLError, OSError, asyncio.TimeoutError, ValueError, TypeError)
 
@@ -59,7 +61,7 @@ class Observed:
 
 
 class Observers:
-    """Observes all clusters in the project's records. A subclass shows them.
+    """Observes all clusters in the project's records. A subclass shows them, and may own some.
 
     Each cluster has a task of its own, so that none waits for another one's scheduler.
 
@@ -109,11 +111,26 @@ class Observers:
         self._looking = asyncio.create_task(self._look_for_ever())
 
     async def close(self) -> None:
-        """Stop observing. The clusters keep running. A subclass has shut down those that it owns."""
+        """Stop observing, and shut down the owned clusters. The others keep running.
+
+        Raises
+        ------
+        CMLError
+            If CML did not stop some sessions in time. The message names their clusters.
+        """
         await cancel(self._looking)
         await cancel(*(each.task for each in self.observed.values()))
-        others = [each for each in self.observed.values() if not each.owned]
-        await asyncio.gather(*map(self._leave, others), return_exceptions=True)
+        ending = {
+            key: asyncio.ensure_future(each.cluster.close() if each.owned else each.cluster.leave())
+            for key, each in self.observed.items()
+            if each.cluster is not None
+        }
+        if ending:
+            await asyncio.wait(ending.values(), timeout=_GRACE)
+        failed = [key for key, task in ending.items() if not task.done() or task.exception() is not None]
+        await cancel(*ending.values())
+        if left := [self.observed[key].record.name for key in failed if self.observed[key].owned]:
+            raise CMLError(f"some sessions of these clusters were not stopped: {', '.join(left)}")
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -145,7 +162,7 @@ class Observers:
         try:
             # The manager of an owned cluster closes by itself, as its record may be unreadable for a moment.
             if cluster is not None and (cluster.status == Status.closed or not (there or observed.owned)):
-                await self._leave(observed)
+                await self._leave(observed, cluster)
             if observed.cluster is None and not there:
                 self.observed.pop(observed.record.id, None)
             elif observed.cluster is None and time.monotonic() >= observed.not_before:
@@ -160,15 +177,14 @@ class Observers:
         findings = await liveness.judge([observed.record])
         observed.finding = findings[observed.record.name]
         if observed.finding.state is State.ALIVE:
-            observed.cluster = self.manage(observed.record)
+            cluster = observed.cluster = self.manage(observed.record)
             try:
-                await observed.cluster
+                await cluster
             except BaseException:  # its manager may run, without the cluster's dashboard
-                await self._leave(observed)
+                await self._leave(observed, cluster)
                 raise
             self.joined(observed)
 
-    async def _leave(self, observed: Observed) -> None:
-        if observed.cluster is not None:
-            await observed.cluster.leave()
-            observed.cluster, observed.not_before = None, time.monotonic() + _RETRY
+    async def _leave(self, observed: Observed, cluster: CMLCluster) -> None:
+        await cluster.leave()
+        observed.cluster, observed.not_before = None, time.monotonic() + _RETRY

@@ -33,10 +33,11 @@ from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
 
 from dask_cml import CMLCluster
 from dask_cml.dashboard.http_server import LocalServer, local_socket
+from dask_cml.errors import CMLError
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.manager import Manager
 from dask_cml.options import state_directory
-from dask_cml.records import store
+from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.serve import clusters as clusters_module
 from dask_cml.serve import views
@@ -425,6 +426,23 @@ async def test_a_cluster_whose_sessions_could_not_be_stopped_can_be_deleted_agai
     it.platform.heal()
     assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
     assert not it.platform.live
+
+
+@on_page
+async def test_a_page_that_stops_names_the_clusters_whose_sessions_it_could_not_stop(server, it):
+    await made_elsewhere("day")
+    await server.post("/api/clusters", name="night")
+    for name in ("day", "night"):
+        await server.until(name, running)
+    it.platform.fail("stop_workers", *[HTTPError(500)] * 500)
+    began = time.monotonic()
+    with pytest.raises(CMLError, match=r"^some sessions of these clusters were not stopped: night$"):
+        await server.clusters.close()
+    assert time.monotonic() - began < 30
+    it.platform.heal()
+    await server.clusters.close()
+    assert [record.name for record in store.records()] == ["day"]
+    await operations.end_all(store.records())
 
 
 @on_page

@@ -12,7 +12,6 @@ from typing import Any
 
 from distributed.core import Status
 
-from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
 from dask_cml.manager.manager import Manager
@@ -32,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds. If CML refuses a launch within this time, the request fails. After that, the cluster shows why.
 _PATIENCE = 3.0
-#: Seconds to shut down the clusters that the page created. Kubernetes grants 30.
-_GRACE = 25.0
 #: The options that users of the page cannot set.
 _SETTLED: dict[str, Any] = {
     "create_mode": "create",
@@ -79,25 +76,6 @@ class ProjectClusters(Observers):
             load_platform(setting("platform"))
         except (NotOnCML, ValueError) as error:
             self.problem = str(error)
-
-    async def close(self) -> None:
-        """Shut down the clusters that the page created. The others keep running.
-
-        Raises
-        ------
-        CMLError
-            If CML did not stop some sessions in time. The message names their clusters.
-        """
-        await cancel(self._looking, *(each.task for each in self.observed.values()))
-        owned = {name: each for name, each in self._managers().items() if each.shutdown_on_close}
-        ending = {name: asyncio.ensure_future(each.close()) for name, each in owned.items()}
-        if ending:
-            await asyncio.wait(ending.values(), timeout=_GRACE)
-        left = [name for name, task in ending.items() if not task.done() or task.exception() is not None]
-        await cancel(*ending.values())
-        await super().close()
-        if left:
-            raise CMLError(f"some sessions of these clusters were not stopped: {', '.join(left)}")
 
     # -- observers
 
