@@ -15,6 +15,7 @@ from dask_cml.display.sessions import status_of
 from dask_cml.identity import read_workers
 from dask_cml.layout import SCHEDULER
 from dask_cml.manager.state import WorkerGroup
+from dask_cml.options import SessionSize
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage
 
@@ -94,15 +95,7 @@ def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
     """Describe a cluster's sessions from its manager's state."""
     connected = cluster.manager.fleet.arrived()
     return [
-        {
-            "role": each.role,
-            "name": each.name,
-            "id": each.id,
-            "status": status_of(each, connected),
-            "age": each.age,
-            **asdict(each.size),
-            "link": _link(each.app_url),
-        }
+        _session(each.role, each.name, each.id, status_of(each, connected), each.age, each.size, each.app_url)
         for each in cluster.sessions
     ]
 
@@ -111,20 +104,17 @@ def recorded_sessions(record: Record) -> list[dict[str, Any]]:
     """Describe a cluster's sessions from its record, the scheduler's first."""
     now, described = time.time(), []
     for each in sorted(record.launches.values(), key=lambda each: (each.key != SCHEDULER, each.key)):
-        is_scheduler = each.key == SCHEDULER
-        described.append(
-            {
-                "role": "scheduler" if is_scheduler else "worker",
-                "name": f"{record.name}-scheduler" if is_scheduler else each.key,
-                "id": each.id,
-                "status": "unknown",
-                "age": now - each.launched,
-                **(asdict(each.size) if each.size else _NO_SIZE),
-                "link": _link(record.scheduler.app_url) if is_scheduler else None,
-            }
-        )
+        role, name, url = "worker", each.key, None
+        if each.key == SCHEDULER:
+            role, name, url = "scheduler", f"{record.name}-scheduler", record.scheduler.app_url
+        described.append(_session(role, name, each.id, "unknown", now - each.launched, each.size, url))
     return described
 
 
-def _link(url: Any) -> str | None:
-    return url if isinstance(url, str) and url.startswith(("https://", "http://")) else None
+def _session(
+    role: str, name: str, id: str, status: str, age: float, size: SessionSize | None, url: Any
+) -> dict[str, Any]:
+    """Describe a session. The platform has chosen its URL, which must not be a script."""
+    link = url if isinstance(url, str) and url.startswith(("https://", "http://")) else None
+    amounts = asdict(size) if size else _NO_SIZE
+    return {"role": role, "name": name, "id": id, "status": status, "age": age, **amounts, "link": link}
