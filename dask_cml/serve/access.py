@@ -25,7 +25,7 @@ TOKEN_VARIABLE = "DASK_CML_SERVE_TOKEN"
 _MAY_CHANGE = "RW"
 #: The page loads nothing from other sites.
 POLICY = "default-src 'self'; img-src 'self' data:"
-#: The status of the answer to an error.
+#: The status of the answer to an expected error. The first class counts.
 _STATUS: dict[type[BaseException], int] = {
     NoSuchCluster: 404,
     ClusterExists: 409,
@@ -131,14 +131,14 @@ class Handler(RequestHandler):
         if isinstance(error, HTTPError):
             # Tornado keeps the message as a format for logs.
             words = (error.log_message or words) % error.args
-        elif (status := _status_of(error)) is not None:
-            self.set_status(status)
+        elif isinstance(error, tuple(_STATUS)):
+            self.set_status(next(status for kind, status in _STATUS.items() if isinstance(error, kind)))
             words = str(error)
         self.answer_error(words)
 
     def log_exception(self, *exc_info: Any) -> None:
         """Log unexpected errors."""
-        if not isinstance(exc_info[1], HTTPError) and _status_of(exc_info[1]) is None:
+        if not isinstance(exc_info[1], (HTTPError, *_STATUS)):
             logger.error("Request %s %s failed", self.request.method, self.request.path, exc_info=exc_info)
 
     def get_current_user(self) -> User | None:
@@ -162,8 +162,3 @@ class Handler(RequestHandler):
             raise HTTPError(403, "You cannot change clusters: your role in the project is read-only.")
         if not reads and bearer(self.request) is None:
             self.check_xsrf_cookie()
-
-
-def _status_of(error: BaseException | None) -> int | None:
-    """Return the status of an answer for an expected error."""
-    return next((status for kind, status in _STATUS.items() if isinstance(error, kind)), None)
