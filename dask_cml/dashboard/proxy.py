@@ -90,8 +90,7 @@ async def open_comm(
     """
     with contextlib.ExitStack() as stack:
         try:
-            comm = await MsgpackComm.connect(address, connection_args, timeout)
-            stack.callback(comm.abort)
+            comm = stack.enter_context(await MsgpackComm.connect(address, connection_args, timeout))
             answer = await comm.ask(FORWARD, timeout)
             if not isinstance(answer, dict):
                 raise OSError("the scheduler has no plugin that forwards its dashboard")
@@ -191,10 +190,10 @@ class DashboardProxy(RequestHandler):
         target = f"/{path}?{request.query}" if request.query else f"/{path}"
         connection.write_headers(RequestStartLine("GET", target, "HTTP/1.1"), headers)
         connection.finish()
-        answer = _Answer(self, connection, upgrades)
+        answer = _Answer(self, connection)
         with contextlib.suppress(StreamClosedError):
             await connection.read_response(answer)
-        if answer.socket is not None:
+        if upgrades and answer.socket is not None:
             await self._carry(answer.socket, answer.headers)
         elif answer.complete:
             self.finish()
@@ -231,18 +230,15 @@ class _Answer(HTTPMessageDelegate):
         Answers the browser.
     connection : HTTP1Connection
         The connection to the dashboard.
-    upgrades : bool
-        Whether the browser asks for a WebSocket.
     """
 
-    def __init__(self, handler: DashboardProxy, connection: HTTP1Connection, upgrades: bool) -> None:
+    def __init__(self, handler: DashboardProxy, connection: HTTP1Connection) -> None:
         self.complete = False
         self.headers: Mapping[str, str] = {}
-        #: The connection for the WebSocket, if the dashboard agrees.
+        #: The connection for a WebSocket, if the dashboard switches to one.
         self.socket: IOStream | None = None
         self._handler = handler
         self._connection = connection
-        self._upgrades = upgrades
 
     def headers_received(
         self, start_line: RequestStartLine | ResponseStartLine, headers: HTTPHeaders
@@ -251,7 +247,7 @@ class _Answer(HTTPMessageDelegate):
         assert isinstance(start_line, ResponseStartLine)
         if start_line.code < 200:
             stream = self._connection.detach()
-            if start_line.code == 101 and self._upgrades:
+            if start_line.code == 101:
                 self.headers, self.socket = headers, stream
             return
         self._handler.set_status(start_line.code)
