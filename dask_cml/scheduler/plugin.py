@@ -12,7 +12,6 @@ import logging
 import os
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._record = begin["record"]
         self._presence = Presence(scheduler.clients, begin.get("patience"), begin["leader"])
         self._orphan_timeout = begin.get("orphan_timeout")
-        log_event = partial(scheduler.log_event, protocol.TOPIC)
-        self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"], log_event)
+        self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
         self._restarts = int(begin.get("restarts", 0))
         self._activity = validate(begin.get("activity", {}), Activity, "activity")
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
@@ -309,6 +307,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     def _changed(self) -> None:
         """Tell managers, and write the scheduler's file."""
+        while self._wanted.events:
+            self._scheduler.log_event(protocol.TOPIC, self._wanted.events.popleft())
         self._file.changed()
         self._change.set()
         self._change = asyncio.Event()

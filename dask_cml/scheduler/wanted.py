@@ -11,7 +11,8 @@ managers launch sessions with one name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ from dask_cml.scheduler.changes import ChangeLog
 from dask_cml.scheduler.messages import Count, Group, Names, Number, Options, Text, Texts, Wishes, check_of
 from dask_cml.scheduler.wanted_group import Entry, WantedGroup
 
+#: Maximum number of events that nobody has taken yet.
+_MOST_EVENTS = 10_000
 #: What a change of a group, and of the leader, is logged as; sessions are logged by their names.
 GROUPS = ("groups", "")
 
@@ -37,8 +40,6 @@ class Wanted:
         The manager that launches and stops sessions.
     groups : mapping of str to mapping, optional
         The groups, as :meth:`to_json` returns them. Default: the default group without sessions.
-    log_event : callable
-        Gets what happens to sessions, for Dask's log of events. Default: it is not logged.
 
     Examples
     --------
@@ -49,17 +50,14 @@ class Wanted:
     """
 
     def __init__(
-        self,
-        cluster: str,
-        leader: str | None = None,
-        groups: Mapping[str, Mapping[str, Any]] | None = None,
-        log_event: Callable[[dict[str, Any]], None] = lambda _: None,
+        self, cluster: str, leader: str | None = None, groups: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         self.cluster = cluster
         self.leader = leader
         self.changes = ChangeLog()
         self.sessions: dict[str, Entry] = {}
-        self._log_event = log_event
+        #: What has happened to sessions, for Dask's log of events.
+        self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
         known = {name: WantedGroup(**each) for name, each in (groups or {DEFAULT_GROUP: {}}).items()}
         # The sessions for which a deleted group has stayed are those of the scheduler before.
         self.groups = {name: group for name, group in known.items() if not group.deleted}
@@ -387,7 +385,7 @@ class Wanted:
             self.changes.touch(GROUPS)
 
     def _log(self, action: str, session: str, **more: str) -> None:
-        self._log_event({"action": action, "session": session, **more})
+        self.events.append({"action": action, "session": session, **more})
 
     def _touch(self, name: str) -> None:
         self.changes.touch(("session", name))
