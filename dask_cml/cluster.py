@@ -24,18 +24,18 @@ from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
 
 from dask_cml.checks import check_loop, message
 from dask_cml.dashboard.proxy import DashboardForwarder
-from dask_cml.display.sessions import escaped, render, status_of
+from dask_cml.display import escaped, render, status_of
 from dask_cml.errors import CMLError, without_frames
 from dask_cml.manager.adaptive import CMLAdaptive
 from dask_cml.manager.manager import Manager
 from dask_cml.manager.state import WorkerGroup
 from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
 from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options, arguments_of, refuse_unexpected
-from dask_cml.printable import first_line, printable, printable_lines
 from dask_cml.records import store
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import SessionLogs
+from dask_cml.words import first_line, printable, printable_lines
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -24,13 +24,12 @@ from ports import free_port
 
 from dask_cml import CMLCluster, cli
 from dask_cml.cli import change, console, show
-from dask_cml.display.words import span
 from dask_cml.layout import RECORD_FILE, REMOVED_FILE
 from dask_cml.manager.wishes import Wishes
 from dask_cml.options import Options, state_directory
-from dask_cml.printable import printable
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.words import printable, span
 
 NOBODY = Maker("elsewhere", 1, 1.0, "gone")
 

@@ -28,9 +28,9 @@ LAYERS = (
         "layout",
         "msgpack_comm",
         "naming",
-        "printable",
         "protocol",
         "validation",
+        "words",
         "wrapper",
     ),
 )

@@ -21,9 +21,9 @@ from nbclient import NotebookClient
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster
+from dask_cml import display as screens
 from dask_cml.cancellation import cancel
-from dask_cml.display import sessions
-from dask_cml.display.sessions import StartDisplay
+from dask_cml.display import StartDisplay
 from dask_cml.errors import LaunchRefused
 
 TITLE = "Starting cluster c, 0 s"
@@ -70,14 +70,14 @@ def start_display(processes, name="c", connected=()):
 
 @pytest.fixture(autouse=True)
 def free_terminal(monkeypatch):
-    monkeypatch.setattr(sessions, "_terminal", threading.Lock())
+    monkeypatch.setattr(screens, "_terminal", threading.Lock())
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that the test sets."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("dask_cml.display.sessions.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("dask_cml.display.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -131,7 +131,7 @@ def test_many_sessions_are_counted_in_one_row(clock):
 )
 async def test_one_line_replaces_the_table_when_the_start_ends(holds, clock, monkeypatch, has_started, line):
     screen = Screen()
-    monkeypatch.setattr("dask_cml.display.sessions.open_screen", lambda: screen)
+    monkeypatch.setattr("dask_cml.display.open_screen", lambda: screen)
     processes = [process(0, role="scheduler"), process(1, "running"), process(2, "running")]
     display = start_display(processes, connected=["c-2"])
     showing = asyncio.create_task(display.run())
@@ -153,8 +153,8 @@ async def test_a_blocked_terminal_delays_neither_the_event_loop_nor_the_start(ho
             continued.wait()
 
     screen = Stopped()
-    monkeypatch.setattr("dask_cml.display.sessions.open_screen", lambda: screen)
-    monkeypatch.setattr("dask_cml.display.sessions._PATIENCE", 0.01)
+    monkeypatch.setattr("dask_cml.display.open_screen", lambda: screen)
+    monkeypatch.setattr("dask_cml.display._PATIENCE", 0.01)
     display = start_display([process()])
     showing = asyncio.create_task(display.run())
     await holds(stopped.is_set)
@@ -174,7 +174,7 @@ ROWS = [("c-scheduler", "abc", "running", "3 s"), ("c-0", "defghi", "starting", 
 def test_a_terminal_shows_one_table_and_then_one_line(monkeypatch):
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
-    screen = sessions.open_screen()
+    screen = screens.open_screen()
     screen.show("first", ROWS[:1])
     screen.show("second", ROWS)
     assert out.seen() == [
@@ -199,7 +199,7 @@ ESCAPED = r"\x1b]0;title\x07\x1b[2j\u202e"
 def test_control_characters_of_others_do_not_reach_a_terminal(monkeypatch, clock):
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
-    screen = sessions.open_screen()
+    screen = screens.open_screen()
     display = start_display([process(status=STEERING)], f"c{STEERING}")
     screen.show(f"Starting cluster c{STEERING}", display.rows())
     title, row = out.seen()
@@ -239,13 +239,13 @@ async def test_control_characters_of_a_task_do_not_reach_a_terminal(it):
 
 def test_two_clusters_that_start_at_once_show_one_table(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    first, second = sessions.open_screen(), sessions.open_screen()
-    assert isinstance(first, sessions.Terminal)
-    assert type(second) is sessions.Line
+    first, second = screens.open_screen(), screens.open_screen()
+    assert isinstance(first, screens.Terminal)
+    assert type(second) is screens.Line
     first.end("")
     first.end("")
-    third = sessions.open_screen()
-    assert isinstance(third, sessions.Terminal)
+    third = screens.open_screen()
+    assert isinstance(third, screens.Terminal)
     third.end("")
 
 
@@ -254,7 +254,7 @@ def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(monkeypat
     monkeypatch.setenv("TERM", terminal)
     out = io.StringIO() if terminal == "xterm" else Terminal()
     monkeypatch.setattr(sys, "stderr", out)
-    screen = sessions.open_screen()
+    screen = screens.open_screen()
     screen.show(TITLE, ROWS)
     screen.end("")
     assert out.getvalue() == ""
@@ -264,7 +264,7 @@ def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(monkeypat
 
 def test_a_process_without_streams_shows_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    sessions.open_screen().end("over")
+    screens.open_screen().end("over")
 
 
 # -- whole starts

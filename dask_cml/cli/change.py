@@ -22,9 +22,9 @@ from dask_cml.cli.console import (
     show,
 )
 from dask_cml.cli.create import OptionsCommand, given
-from dask_cml.display.words import waiting_workers
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.words import waiting_workers
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from dask_cml.errors import CMLError
-from dask_cml.printable import first_line, printable, table
+from dask_cml.words import first_line, printable, table
 
 # Dask imports this with each of its commands, so functions import slow modules themselves.
 

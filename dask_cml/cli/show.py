@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dask_cml.cli.console import as_json, cml, complete_names, of_cluster, print_json, print_table
-from dask_cml.display.words import moment, span, waiting
 from dask_cml.errors import CMLError
-from dask_cml.printable import printable
+from dask_cml.words import moment, printable, span, waiting
 
 if TYPE_CHECKING:
     from dask_cml.records.history import EndedCluster

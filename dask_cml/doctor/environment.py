@@ -23,11 +23,11 @@ import dask.config
 from dask_cml import options
 from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
-from dask_cml.printable import printable
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import answers
 from dask_cml.sessions.loading import load_platform
 from dask_cml.sessions.owner import this_session
+from dask_cml.words import printable
 
 #: Characters of an answer of the platform, or of an error of an import.
 _MOST_CHARACTERS = 300

@@ -11,7 +11,7 @@ from pathlib import Path
 from distributed.security import Security
 
 from dask_cml.cancellation import cancel, gather_or_cancel
-from dask_cml.display.sessions import StartDisplay
+from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.fleet import Fleet
 from dask_cml.naming import session_name

@@ -20,7 +20,6 @@ import dask.config
 from dask.utils import parse_timedelta
 from distributed.security import Security
 
-from dask_cml.display.words import span
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.at_exit import unclosed
 from dask_cml.manager.losses import SchedulerLost
@@ -33,6 +32,7 @@ from dask_cml.records.operations import take_name
 from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.sessions import owner, tls
 from dask_cml.sessions.causes import find_cause
+from dask_cml.words import span
 
 logger = logging.getLogger(__name__)
 

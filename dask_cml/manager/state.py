@@ -12,7 +12,6 @@ from distributed.objects import SchedulerInfo
 from tornado.ioloop import IOLoop
 
 from dask_cml.dashboard.proxy import open_comm
-from dask_cml.display.words import span, waiting, waiting_workers
 from dask_cml.errors import CMLError
 from dask_cml.manager.backoff import Backoffs
 from dask_cml.manager.fleet import Fleet
@@ -24,6 +23,7 @@ from dask_cml.options import Options, SessionSize
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
+from dask_cml.words import span, waiting, waiting_workers
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from typing import Any
 from dask_cml.checks import is_session_id
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
-from dask_cml.printable import first_line, printable
 from dask_cml.private_files import make_folder, open_folder, read_file, report_ignored, write_file
 from dask_cml.protocol import LONGEST_SILENCE
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 from dask_cml.records.usage import Amount, SessionHours, Usage, read_usage, usage_of
 from dask_cml.validation import validate
+from dask_cml.words import first_line, printable
 
 logger = logging.getLogger(__name__)
 

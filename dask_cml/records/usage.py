@@ -12,10 +12,10 @@ from msgspec import Meta
 from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import SessionSize
-from dask_cml.printable import printable, table
 from dask_cml.records.record import Record
 from dask_cml.sessions.entry import Launch
 from dask_cml.validation import validate
+from dask_cml.words import printable, table
 
 _HEADER = ("group", "sessions", "hours", "vCPU hours", "GiB hours", "GPU hours", "lost")
 #: As seconds since 1970, the bound is in the year 6325.

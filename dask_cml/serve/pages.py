@@ -12,13 +12,13 @@ import jinja2
 from markupsafe import Markup, escape
 from tornado.web import HTTPError
 
-from dask_cml.display.words import moment, span
 from dask_cml.options.table import Option
 from dask_cml.options.unattended import offered_options, typed
 from dask_cml.records.history import cost_of
 from dask_cml.records.usage import SessionHours
 from dask_cml.serve.access import POLICY, Handler
 from dask_cml.serve.api import ApiHandler
+from dask_cml.words import moment, span
 
 _FOLDER = Path(__file__).parent
 _GIB = 2**30

@@ -11,7 +11,7 @@ from typing import Any
 from distributed.core import Status
 
 from dask_cml.cluster import CMLCluster
-from dask_cml.display.sessions import status_of
+from dask_cml.display import status_of
 from dask_cml.identity import read_workers
 from dask_cml.layout import SCHEDULER
 from dask_cml.manager.state import WorkerGroup

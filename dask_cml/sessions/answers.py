@@ -12,7 +12,7 @@ from typing import Any
 
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, LaunchRefused
-from dask_cml.printable import printable, printable_lines
+from dask_cml.words import printable, printable_lines
 
 #: The platform's information on a session.
 SessionInfo = Mapping[str, Any]

@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 from dask_cml.errors import CMLError
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
-from dask_cml.printable import printable
 from dask_cml.private_files import NotPrivate, open_regular
+from dask_cml.words import printable
 
 #: The heading of the scheduler's log. The workers' names are the headings of the others.
 SCHEDULER = "Scheduler"

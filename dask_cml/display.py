@@ -20,12 +20,11 @@ from typing import Any, TextIO
 from dask.widgets.widgets import TEMPLATE_PATHS, get_template
 from distributed.utils import is_kernel
 
-from dask_cml.display.words import span, waiting
-from dask_cml.printable import printable, table
 from dask_cml.sessions.session import CMLProcess, Session
+from dask_cml.words import printable, span, table, waiting
 
 # Dask looks for the templates of HTML representations here.
-TEMPLATE_PATHS.append(str(Path(__file__).parents[1] / "templates"))
+TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
 
 #: The cells of a session's row: its name, its id, its status, and its time so far or until it ran.
 Row = tuple[str, str, str, str]

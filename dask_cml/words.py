@@ -1,9 +1,10 @@
-"""Lines of other processes, such as logs and names, as a terminal can show them."""
+"""Words for people: times and waits, tables, and lines of other processes as a terminal can show them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from datetime import datetime, timezone
 
 #: Control characters except the tab, characters that change the direction of text, and what stands for bytes
 #: of file names that are no text.
@@ -52,3 +53,37 @@ def first_line(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return a text of several lines, each as :func:`printable` returns it."""
     return "\n".join(map(printable, text.splitlines()))
+
+
+def span(seconds: float) -> str:
+    """Return a time span in words, such as ``3 min``."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def moment(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
+    """Return a time since 1970 in words, in UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime(form)
+
+
+def waiting(seconds: float) -> str:
+    """Return the text for a session that has waited for room for so many seconds."""
+    return f"waiting for room, {span(seconds)}"
+
+
+def waiting_workers(waits: Collection[float]) -> str:
+    """Return the text for worker sessions that wait for room.
+
+    Parameters
+    ----------
+    waits : collection of float
+        How long each has waited, in seconds.
+
+    Returns
+    -------
+    str
+        Their number and the longest wait. Empty if no session waits.
+    """
+    return f"{len(waits)} {waiting(max(waits))}" if waits else ""
