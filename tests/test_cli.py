@@ -73,7 +73,8 @@ def live(platform):
 
 
 def add_record(name, address=None, **more):
-    scheduler = SchedulerState(address=address)
+    launched = (each.id for each in more.get("launches", {}).values() if each.key == "scheduler")
+    scheduler = SchedulerState(address=address, session=next(launched, None))
     record = Record(name, maker=NOBODY, options={"platform": "local"}, scheduler=scheduler, **more)
     write_record(record)
     return record
