@@ -312,19 +312,15 @@ class Manager:
 
     async def _keep(self) -> None:
         """Keep the cluster, with other schedulers instead of lost ones. If it cannot be kept, close."""
-        why: str | None = None
-        while True:
+        lost: SchedulerLost | None = None
+        while lost is None:
             try:
                 await self._reconciler.run()
-            except SchedulerLost as lost:
-                ended, why = lost.ended, str(lost)
-            if ended:
-                why = await replace_scheduler(self.state, why)
-            if why is not None:
-                break
-        self.end_reason = f"its scheduler was lost: {why}"
-        self.log(f"Cluster {self.options.name} {'shut down' if ended else 'disconnected'}: {why}")
-        self._ending = asyncio.create_task(self._end(shutdown=ended))
+            except SchedulerLost as why:
+                lost = why if not why.ended else await replace_scheduler(self.state, str(why))
+        self.end_reason = f"its scheduler was lost: {lost}"
+        self.log(f"Cluster {self.options.name} {'shut down' if lost.ended else 'disconnected'}: {lost}")
+        self._ending = asyncio.create_task(self._end(shutdown=lost.ended))
 
     async def _end(self, shutdown: bool) -> None:
         """Close. Try again if sessions were not stopped."""

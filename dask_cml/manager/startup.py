@@ -181,7 +181,7 @@ async def insist(state: ClusterState, timeout: float, request: Callable[[], Awai
         await asyncio.sleep(_RETRY_INTERVAL)
 
 
-async def replace_scheduler(state: ClusterState, why: str) -> str | None:
+async def replace_scheduler(state: ClusterState, why: str) -> SchedulerLost | None:
     """Connect a cluster to another scheduler, with the groups, targets and limits of the lost one.
 
     Parameters
@@ -193,13 +193,8 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
 
     Returns
     -------
-    str or None
-        Why the cluster has no other scheduler. None: it has one.
-
-    Raises
-    ------
-    SchedulerLost
-        If another manager has launched one of another release, which this one leaves alone.
+    SchedulerLost or None
+        Why the cluster has no other scheduler, or why this manager leaves it alone. None: it has one.
     """
     limit, number, refused = setting("scheduler-restarts"), -1, False
     begun = since = hoped = time.monotonic()
@@ -207,16 +202,16 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
     while True:
         record = await _read(state)
         if record is None:
-            return why
+            return SchedulerLost(why)
         last = record.scheduler
         if last.closed is not None:
-            return last.closed
+            return SchedulerLost(last.closed)
         if last.number != number:
             number = last.number
             since = hoped = time.monotonic()
         if number > state.launcher.place.number and last.protocol not in (None, PROTOCOL):
             words = f"its next scheduler speaks protocol {last.protocol} of dask-cml, this process {PROTOCOL}"
-            raise SchedulerLost(words, ended=False)
+            return SchedulerLost(words, ended=False)
         try:
             if number > state.launcher.place.number and await _may_answer(state, record, since):
                 hoped = time.monotonic()
@@ -226,9 +221,10 @@ async def replace_scheduler(state: ClusterState, why: str) -> str | None:
             elif state.observes and time.monotonic() - hoped < _patience(last.orphan_timeout, others):
                 pass  # other managers are better suited
             elif state.observes and last.orphan_timeout is not None:
-                return why  # without another manager, the cluster would end as an orphan
+                return SchedulerLost(why)  # without another manager, the cluster would end as an orphan
             elif last.restarts >= limit and not refused:
-                return f"{why}; it was the last of {limit} schedulers in a row" if limit else why
+                why += f"; it was the last of {limit} schedulers in a row" * bool(limit)
+                return SchedulerLost(why)
             else:
                 pause = _PAUSES[min(last.restarts, len(_PAUSES) - 1)]
                 await asyncio.sleep(setting("quota-retry") if refused else pause)
