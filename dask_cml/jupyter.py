@@ -21,7 +21,7 @@ from dask_cml.cluster import CMLCluster
 from dask_cml.errors import CMLError
 from dask_cml.observers import Observed, Observers
 from dask_cml.records.record import Record
-from dask_cml.sessions.owner import this_user
+from dask_cml.sessions.here import this_user
 
 #: The sidebar identifies a cluster by an id, which should be the same after the server restarts.
 _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")

@@ -101,7 +101,7 @@ def create(**options: Any) -> None:
     """
     from dask_cml.cluster import CMLCluster
     from dask_cml.options.unattended import unattended
-    from dask_cml.sessions.owner import lifetime
+    from dask_cml.sessions.here import lifetime
 
     # Whatever ends this command before its end, ends the cluster, too.
     arguments = {**unattended(given(options)), "create_mode": "create", "shutdown_on_close": True}

@@ -25,8 +25,7 @@ from dask_cml.errors import NotOnCML
 from dask_cml.options.table import OPTIONS
 from dask_cml.private_files import NotPrivate, check_folder, move_aside
 from dask_cml.sessions import answers
-from dask_cml.sessions.loading import load_platform
-from dask_cml.sessions.owner import this_session
+from dask_cml.sessions.here import load_platform, this_session
 from dask_cml.words import printable
 
 #: Characters of an answer of the platform, or of an error of an import.

@@ -20,7 +20,7 @@ from dask_cml.records.record import Record
 from dask_cml.records.usage import Usage
 from dask_cml.sessions.answers import moment
 from dask_cml.sessions.entry import Launch, fact
-from dask_cml.sessions.owner import this_owner
+from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.session import CMLProcess
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from dask_cml.protocol import PROTOCOL
 from dask_cml.records import liveness, store
 from dask_cml.records.operations import take_name
 from dask_cml.records.record import VERSION, Maker, Record
-from dask_cml.sessions import owner, tls
+from dask_cml.sessions import here, tls
 from dask_cml.sessions.causes import find_cause
 from dask_cml.words import span
 
@@ -80,7 +80,7 @@ async def create(state: ClusterState, new: Record, show: bool) -> None:
     await launcher.launch(record.id, files, show, partial(join, state, record, options.scheduler_timeout))
     await record_keeper.write()
     if not options.shutdown_on_close:
-        state.log(owner.lifetime(options.name))
+        state.log(here.lifetime(options.name))
 
 
 def first_state(state: ClusterState, record: Record, **more: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dask_cml.records import history, liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage, usage_of
-from dask_cml.sessions.owner import this_user
+from dask_cml.sessions.here import this_user
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 

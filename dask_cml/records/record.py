@@ -19,7 +19,7 @@ from msgspec import Meta
 from dask_cml.checks import is_session_id
 from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.owner import this_session, this_user
+from dask_cml.sessions.here import this_session, this_user
 from dask_cml.sessions.tls import ask
 from dask_cml.validation import validate
 

@@ -14,7 +14,7 @@ from tornado.web import HTTPError, RequestHandler
 
 from dask_cml.dashboard.http_server import SERVED_PORTS, HostGuard
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
-from dask_cml.sessions.owner import this_session, this_user
+from dask_cml.sessions.here import this_session, this_user
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from dask_cml.dashboard.proxy import DashboardProxy, dashboard_application
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.serve.access import Access
 from dask_cml.serve.clusters import ProjectClusters
-from dask_cml.sessions.owner import this_session
+from dask_cml.sessions.here import this_session
 
 logger = logging.getLogger(__name__)
 

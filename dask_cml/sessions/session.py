@@ -15,7 +15,7 @@ from dask_cml.options import Options, SessionSize
 from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, moment, status_of
 from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.entry import Launch
-from dask_cml.sessions.owner import this_owner
+from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
 from dask_cml.sessions.session_logs import LOST, last_lines
 from dask_cml.sessions.workers_api import WorkersAPI

@@ -20,8 +20,8 @@ from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import CallFailed, NoAnswer, SessionInfo, has_ended, may_pass
 from dask_cml.sessions.calls import start
+from dask_cml.sessions.here import load_platform
 from dask_cml.sessions.live import LiveSessions, check_id
-from dask_cml.sessions.loading import load_platform
 from dask_cml.sessions.plan import SessionPlan
 
 __all__ = ["SessionInfo", "WorkersAPI", "has_ended", "load_platform"]

@@ -22,7 +22,7 @@ from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.manager import manager, startup, state
 from dask_cml.records import liveness, operations, record, store
 from dask_cml.scheduler import lifetime, plugin, state_file
-from dask_cml.sessions import calls, entry, owner, workers_api
+from dask_cml.sessions import calls, entry, here, workers_api
 from dask_cml.sessions import session as sessions
 
 from .clock import Thread, VirtualLoop, virtual_time
@@ -145,7 +145,7 @@ def _patched(it: World) -> contextlib.ExitStack:
     """Let the package see this world where it would see the machine."""
     files, table = it.files, ProcessTable(it.processes)
     patches: list[tuple[Any, str, Any]] = [
-        *((module, "os", files) for module in (lifetime, owner, plugin, private_files, entry)),
+        *((module, "os", files) for module in (lifetime, here, plugin, private_files, entry)),
         *((module, "os", files) for module in (state_file, store, wrapper)),
         (store, "shutil", files.shutil),
         (liveness, "tempfile", files.tempfile),

@@ -1,9 +1,16 @@
-"""The session of this process, and the owner: the session with which this process's launches end."""
+"""Where this process runs: its platform, its session, its user, and the owner of what it launches.
+
+The owner is the session with which this process's launches end.
+"""
 
 from __future__ import annotations
 
 import getpass
+import importlib
 import os
+from typing import Any
+
+from dask_cml.errors import NotOnCML
 
 
 def this_session() -> str | None:
@@ -39,3 +46,31 @@ def lifetime(name: str) -> str:
     owner = this_owner()
     end = f"session {owner} ends" if owner else "this machine restarts"
     return f"Cluster {name} can run until {end}"
+
+
+def load_platform(platform: str = "auto") -> Any:
+    """Import the platform's module, with ``launch_workers``, ``list_workers`` and ``stop_workers``.
+
+    Parameters
+    ----------
+    platform : {"auto", "local"}
+        ``"auto"`` is CML: ``cml.workers_v1`` or, if that is missing, ``cdsw``.
+
+    Raises
+    ------
+    NotOnCML
+        If neither module can be imported.
+    """
+    if platform == "local":
+        return importlib.import_module("dask_cml.local")
+    for name in ("cml.workers_v1", "cdsw"):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        if hasattr(module, "launch_workers"):
+            return module
+    raise NotOnCML(
+        "not in a CML session: cannot import cml.workers_v1 or cdsw. To run on this machine, use "
+        'platform="local" or set the environment variable DASK_CML__PLATFORM=local'
+    )
