@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any
 
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
-from dask_cml.scheduler.answered import AnsweredWishes
-from dask_cml.scheduler.changes import ChangeLog
+from dask_cml.scheduler.exchange import AnsweredWishes, ChangeLog
 from dask_cml.scheduler.messages import Count, Group, Names, Number, Options, Text, Texts, Wishes, check_of
 from dask_cml.scheduler.wanted_group import Entry, WantedGroup
 
