@@ -649,9 +649,8 @@ class CMLCluster(SpecCluster):
         if not isinstance(workers, bool):
             workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
-        processes = {name: group.processes for name, group in self.worker_groups.items()}
         folder = self.manager.state.launcher.place.folder
-        logs = SessionLogs(self.name, folder, self.options.log_directory, processes)
+        logs = SessionLogs(self.name, folder, self.options.log_directory)
         found = await asyncio.to_thread(logs.read, scheduler, workers, [*self.workers])
         return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
 

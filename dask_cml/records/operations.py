@@ -216,9 +216,7 @@ async def ended_clusters() -> list[history.EndedCluster]:
 
 def session_logs(record: Record) -> SessionLogs:
     """Return the logs of a cluster's sessions."""
-    processes = {group: options.get("processes") or 1 for group, options in record.groups.items()}
-    folder = state_directory() / record.name
-    return SessionLogs(record.name, folder, record.options.get("log_directory"), processes)
+    return SessionLogs(record.name, state_directory() / record.name, record.options.get("log_directory"))
 
 
 async def end_all(records: Iterable[Record], user: str | None = None) -> dict[str, CMLError | None]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import codecs
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from dask_cml.errors import CMLError
-from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
+from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.private_files import NotPrivate, open_regular
 from dask_cml.words import printable
 
@@ -73,20 +73,11 @@ class SessionLogs:
         The cluster's folder.
     log_directory : str, optional
         The cluster's option `log_directory`.
-    processes : mapping of str to int, optional
-        Number of Dask workers that share a session and its log, by worker group. Default: one.
     """
 
-    def __init__(
-        self,
-        cluster: str,
-        folder: Path,
-        log_directory: str | None = None,
-        processes: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, cluster: str, folder: Path, log_directory: str | None = None) -> None:
         self._scheduler = log_path(f"{cluster}-scheduler", folder, log_directory)
         self._cluster = cluster
-        self._processes = processes or {}
         self._read: dict[str, tuple[int, int]] = {}
         self._refused: set[str] = set()
 
@@ -108,7 +99,7 @@ class SessionLogs:
         return paths
 
     def choose(self, workers: Iterable[str], launched: Iterable[str] = ()) -> list[str]:
-        """Return the names of the sessions in which these workers run or ran.
+        """Return the names of the sessions in which these workers run or ran, and whose logs they share.
 
         Parameters
         ----------
@@ -123,18 +114,14 @@ class SessionLogs:
             If a worker does not exist. The message lists the existing ones.
         """
         known = dict.fromkeys([SCHEDULER, *self.paths(), *launched])
-        sessions = {name: each for each in known for name in (each, *self._dask_names(each))}
-        sessions[SCHEDULER.lower()] = SCHEDULER
         chosen: dict[str, None] = {}
         for worker in workers:
-            if worker not in sessions:
+            name = read_name(self._cluster, worker)
+            session = session_name(self._cluster, *name) if name else worker.capitalize()
+            if session not in known:
                 raise ValueError(f"invalid worker {worker!r}: expected one of {', '.join(known)}")
-            chosen[sessions[worker]] = None
+            chosen[session] = None
         return [*chosen]
-
-    def _dask_names(self, session: str) -> list[str]:
-        name = read_name(self._cluster, session)
-        return [] if name is None else dask_names(session, self._processes.get(name[0], 1))
 
     def read(
         self, scheduler: bool = True, workers: bool | Iterable[str] = True, launched: Iterable[str] = ()
