@@ -227,7 +227,7 @@ def test_sessions_that_wait_for_room_are_wanted_ones_that_never_connected():
     mine.disconnect("mine-1")
     mine.wanted.replace("m1", ["mine-2"], {})
     mine.answer()
-    assert mine.fleet.waits == {"mine-0": 9.0}
+    assert mine.fleet.waits() == {"mine-0": 9.0}
 
 
 def test_a_wish_to_stop_adapting_counts_before_the_scheduler_has_answered():

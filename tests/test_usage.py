@@ -17,7 +17,7 @@ from simulated.testing import eventually, simulated
 from dask_cml import CMLCluster, SessionHours, Usage, cli
 from dask_cml.errors import NoSuchCluster
 from dask_cml.options import SessionSize
-from dask_cml.records import operations, store
+from dask_cml.records import store
 from dask_cml.records.record import Record
 from dask_cml.records.usage import read_usage, usage_of
 from dask_cml.sessions.entry import Launch
@@ -236,7 +236,7 @@ async def test_another_manager_sees_the_same_usage_and_stops_the_count_by_its_sh
             assert (await other.usage()).total.sessions == 3
         await eventually(lambda: maker.status.name == "closed")
         with pytest.raises(NoSuchCluster):
-            operations.usage("mine")
+            store.read("mine")
 
 
 async def test_it_is_awaited_in_an_event_loop(platform):

@@ -59,7 +59,7 @@ async def listed(name):
 async def test_six_workers_where_one_has_room(platform, room, holds):
     room(2)
     async with make(n_workers=6) as cluster:
-        await holds(lambda: arrived(cluster) == 1 and len(cluster.manager.fleet.waits) == 5)
+        await holds(lambda: arrived(cluster) == 1 and len(cluster.manager.fleet.waits()) == 5)
         before = {each.id for each in cluster.sessions}
         for worker in cluster.workers.values():  # as if an hour had passed
             worker.launched_at -= 3600
@@ -114,7 +114,7 @@ async def test_a_scheduler_that_waits_for_room_is_shown_and_connects_workers_tha
 async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_runs(it):
     it.platform.configure(quota={"sessions": 2}, waits_for_room=True)
     async with clusters.simulate(name="lab", n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 1 and cluster.manager.fleet.waits)
+        await eventually(lambda: arrived(cluster) == 1 and cluster.manager.fleet.waits())
         it.platform.configure()
         cluster.scale(3)
 
@@ -137,7 +137,7 @@ async def test_adaptive_scaling_launches_no_more_while_sessions_wait_for_room(it
     async with clusters.simulate() as cluster:
         cluster.scale(2)
         await eventually(
-            lambda: cluster.manager.fleet.waits and max(cluster.manager.fleet.waits.values()) > 0.5
+            lambda: cluster.manager.fleet.waits() and max(cluster.manager.fleet.waits().values()) > 0.5
         )
         assert cluster.manager.state.backoffs.affordable(10, "default") == 2
         it.platform.configure()

@@ -111,8 +111,7 @@ def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
 def _here(manager: Manager, n: int, group: str) -> str:
     """Return in words how many of n worker sessions are connected, and how many wait for room."""
     fleet = manager.fleet
-    mine = {each.name for each in fleet.members if each.group == group}
-    words = waiting_workers([waited for name, waited in fleet.waits.items() if name in mine])
+    words = waiting_workers(fleet.waits(group).values())
     return f"{len(fleet.arrived(group))} of {_n_workers(n, group)} connected" + f", {words}" * bool(words)
 
 

@@ -65,9 +65,10 @@ async def info(name: str, as_json: bool) -> None:
     """Show one cluster: its sessions, worker groups and usage."""
     from dask_cml.options import state_directory
     from dask_cml.records import operations, store
+    from dask_cml.records.usage import usage_of
 
     record = store.read(name)
-    usage = operations.usage(name, record.id)
+    usage = usage_of(record, time.time())
     [row] = await operations.describe([record], timeout=_PATIENCE)
     row["created"], row["folder"] = record.created.isoformat(), str(state_directory() / name)
     sessions = dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1])))

@@ -226,9 +226,8 @@ class Backoffs:
 
     def affordable(self, n: int, group: str = DEFAULT_GROUP) -> int:
         """Return how many of `n` sessions of a group to ask for; see :meth:`Backoff.affordable`."""
-        names = self._fleet.group(group).names
-        waits = [waited for name, waited in self._fleet.waits.items() if name in names]
-        n = self.of(group).affordable(self.within_limits(n, group), len(names), waits)
+        present, waits = len(self._fleet.group(group).names), self._fleet.waits(group).values()
+        n = self.of(group).affordable(self.within_limits(n, group), present, waits)
         # Groups adapt at the same moment, and the scheduler knows their requests only later.
         self._granted[group] = n
         return n

@@ -282,11 +282,10 @@ class Fleet:
         wanted = [each for each in self.members if each.wanted and group in (None, each.group)]
         return {each.name for each in wanted if each.connected}
 
-    @property
-    def waits(self) -> dict[str, float]:
-        """For each wanted session that waits for room, the time it has waited, in seconds."""
-        waits = {each.name: each.waits_for for each in self.members if each.wanted}
-        return {name: waited for name, waited in waits.items() if waited is not None}
+    def waits(self, group: str | None = None) -> dict[str, float]:
+        """Return how long the wanted sessions have waited for room that do so, in one group or in all."""
+        wanted = [each for each in self.members if each.wanted and group in (None, each.group)]
+        return {each.name: waited for each in wanted if (waited := each.waits_for) is not None}
 
     # -- wishes
 

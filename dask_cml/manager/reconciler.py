@@ -186,7 +186,7 @@ class Reconciler:
     async def _tell(self) -> None:
         """Log each line about the cluster when it becomes true."""
         fleet, age = self._state.fleet, self._state.age
-        waits, full, left = len(fleet.waits), fleet.full, fleet.most_age - fleet.age
+        waits, full, left = len(fleet.waits()), fleet.full, fleet.most_age - fleet.age
         lines = {}
         if waits:
             lines["room"] = f" waiting for room for {waits} of {len(fleet.names)} worker sessions"

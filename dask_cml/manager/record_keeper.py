@@ -15,9 +15,9 @@ from dask_cml.layout import SCHEDULER
 from dask_cml.manager.fleet import Fleet
 from dask_cml.manager.launcher import Launcher
 from dask_cml.records import store
-from dask_cml.records.operations import stop_and_remove, usage
+from dask_cml.records.operations import stop_and_remove
 from dask_cml.records.record import Record
-from dask_cml.records.usage import Usage
+from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions.answers import moment
 from dask_cml.sessions.entry import Launch, fact
 from dask_cml.sessions.here import this_owner
@@ -91,7 +91,8 @@ class RecordKeeper:
         NoSuchCluster
             If the record does not exist yet, or another process has removed it.
         """
-        return self._usage or usage(self._name, "" if self.record is None else self.record.id)
+        id = "" if self.record is None else self.record.id
+        return self._usage or usage_of(store.read(self._name, id=id), time.time())
 
     async def end(self, why: str) -> None:
         """Stop all sessions of the cluster, from all managers, and then remove the record.

@@ -178,7 +178,7 @@ async def choose(
         Arguments of ``Scheduler.workers_to_close``.
     """
     fleet = state.fleet
-    wanted, waits = fleet.group(group).names, fleet.waits
+    wanted, waits = fleet.group(group).names, fleet.waits(group)
     present = fleet.arrived(group)
     arrived = [name for name in reversed(wanted) if name in present]
     absent = [name for name in reversed(wanted) if name not in present]

@@ -206,7 +206,7 @@ class ClusterState:
     @property
     def pending(self) -> str:
         """The text for worker sessions that are not connected yet."""
-        waits = self.fleet.waits.values()
+        waits = self.fleet.waits().values()
         n = self.n_pending - len(waits)
         return ", ".join(filter(None, [f"{n} pending" if n > 0 else "", waiting_workers(waits)]))
 

@@ -19,7 +19,6 @@ from dask_cml.options import limits, state_directory
 from dask_cml.records import history, liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
-from dask_cml.records.usage import Usage, usage_of
 from dask_cml.sessions.here import this_user
 from dask_cml.sessions.session_logs import SessionLogs
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
@@ -163,24 +162,6 @@ def _waiting(record: Record, workers: Collection[WorkerIdentity]) -> dict[str, f
     waiting = [each for each in record.launches.values() if each.waits]
     since = [each.launched for each in waiting if read_name(record.name, each.key) not in present]
     return {"waiting": len(since), "waiting_for": max(0.0, time.time() - min(since)) if since else None}
-
-
-def usage(name: str, id: str | None = None) -> Usage:
-    """Return the usage of a cluster so far. Blocks while it waits for the file system.
-
-    Parameters
-    ----------
-    name : str
-        The name of the cluster.
-    id : str, optional
-        The id of its record. Default: that of the cluster that has the name now.
-
-    Raises
-    ------
-    NoSuchCluster
-        If the cluster does not exist any more, or another one has its name.
-    """
-    return usage_of(store.read(name, id=id), time.time())
 
 
 def left_for_user(record: str | None, used: int) -> tuple[int, str]:

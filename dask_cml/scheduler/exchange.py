@@ -1,4 +1,4 @@
-"""What the scheduler remembers for managers that ask again: what has changed, and which wishes it has answered."""
+"""What the scheduler remembers for managers that ask again: the changes, and the answered wishes."""
 
 from __future__ import annotations
 

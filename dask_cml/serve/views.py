@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -46,11 +45,10 @@ def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[st
     groups = [*cluster.worker_groups.values()]
     fleet = cluster.manager.fleet
     adapting = fleet.adapting
-    waiting = Counter(map(fleet.group_of, fleet.waits))
     return {
         **unmanaged(record, status, problem, usage),
         "words": ", ".join(filter(None, [status, state.scheduler_words, state.pending])),
-        "groups": [_group(each, adapting.get(each.name), waiting[each.name]) for each in groups],
+        "groups": [_group(each, adapting.get(each.name), len(fleet.waits(each.name))) for each in groups],
         "n_workers": sum(each.n_workers for each in groups),
         "n_arrived": sum(each.n_arrived for each in groups),
         "threads": sum(each.nthreads for each in workers),
