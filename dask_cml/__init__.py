@@ -25,25 +25,18 @@ if TYPE_CHECKING:
     from dask_cml.sessions.process import CMLWorker as CMLWorker
     from dask_cml.sessions.session import Session as Session
 
-#: The modules of what the package offers.
-_HOMES = {
-    "CMLAdaptive": "manager.adaptive",
-    "CMLCluster": "cluster",
-    "CMLError": "errors",
-    "CMLScheduler": "sessions.process",
-    "CMLWorker": "sessions.process",
-    "ClusterExists": "errors",
-    "LaunchRefused": "errors",
-    "NoSuchCluster": "errors",
-    "NotOnCML": "errors",
-    "SchedulerTimeout": "errors",
-    "Session": "sessions.session",
-    "SessionFailed": "errors",
-    "SessionHours": "records.usage",
-    "Usage": "records.usage",
-    "WorkerGroup": "manager.state",
-    "close_all": "process_clusters",
+#: What the package offers, by the modules.
+_OFFERED = {
+    "cluster": "CMLCluster",
+    "errors": "CMLError ClusterExists LaunchRefused NoSuchCluster NotOnCML SchedulerTimeout SessionFailed",
+    "manager.adaptive": "CMLAdaptive",
+    "manager.state": "WorkerGroup",
+    "process_clusters": "close_all",
+    "records.usage": "SessionHours Usage",
+    "sessions.process": "CMLScheduler CMLWorker",
+    "sessions.session": "Session",
 }
+_HOMES = {name: module for module, names in _OFFERED.items() for name in names.split()}
 __all__ = [*_HOMES]
 
 # Clients find a cluster's keys by its plain address. One of Dask's defaults would not last: the default of
