@@ -108,11 +108,12 @@ class Launcher:
         if show:
             self.display = StartDisplay(self._fleet.name, [self.scheduler, *workers], self._fleet.arrived)
         showing = asyncio.create_task(self.display.run()) if self.display else None
-        following = asyncio.create_task(self._follow(workers))
+        following: asyncio.Task[None] | None = None
         has_started = False
         try:
             # The scheduler's session first: where sessions wait for room, workers could take its room.
             await self.scheduler.launch()
+            following = asyncio.create_task(self._follow(workers))
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
             await gather_or_cancel(self._connect(self.scheduler, join), *workers)
             has_started = True
