@@ -16,8 +16,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPResponse
 from dask_cml.dashboard.http_server import LocalServer, local_socket
 from dask_cml.serve import pages
 from dask_cml.serve.access import Access, User
-from dask_cml.serve.application import make_application
-from dask_cml.serve.dashboards import Dashboards
+from dask_cml.serve.servers import Dashboards, make_application
 
 Ask = Callable[..., Any]
 PAGES = ["", "new", *(f"clusters/{each['name']}" for each in several())]

@@ -42,9 +42,8 @@ from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.serve import clusters as clusters_module
 from dask_cml.serve import views
 from dask_cml.serve.access import Access, User
-from dask_cml.serve.application import make_application
 from dask_cml.serve.clusters import ProjectClusters
-from dask_cml.serve.dashboards import Dashboards, serve_dashboards
+from dask_cml.serve.servers import Dashboards, make_application, serve_dashboards
 
 SECRET = "correct-horse-battery"
 

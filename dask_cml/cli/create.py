@@ -138,7 +138,7 @@ async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> No
     The command runs until Ctrl-C or SIGTERM, and then stops the clusters that it created. In CML, run it as
     an Application.
     """
-    from dask_cml.serve.application import serve as serve_page
+    from dask_cml.serve.servers import serve as serve_page
 
     await serve_page(port, _tell, open_browser, dashboard_port)
     click.echo("The page is closed; the clusters created there are stopped.", err=True)
