@@ -649,8 +649,7 @@ class CMLCluster(SpecCluster):
         if not isinstance(workers, bool):
             workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
-        folder = self.manager.state.launcher.place.folder
-        logs = SessionLogs(self.name, folder, self.options.log_directory)
+        logs = SessionLogs(self.name, self.manager.state.launcher.place.folder, self.options.log_directory)
         found = await asyncio.to_thread(logs.read, scheduler, workers, [*self.workers])
         return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
 
@@ -723,8 +722,8 @@ class CMLCluster(SpecCluster):
         ['mine']
         """
         known = [each for each in [*SpecCluster._instances] if isinstance(each, cls)]
-        known = [each for each in known if not each.manager.state.observes]  # those that a page shows
-        return [each for each in known if each.status not in (Status.created, Status.closed)]
+        own = [each for each in known if not each.manager.state.observes]  # a page shows the others
+        return [each for each in own if each.status not in (Status.created, Status.closed)]
 
     def job_script(self) -> str:
         """Return the code, size and environment of the scheduler's session and of a worker session.
@@ -778,12 +777,11 @@ class CMLCluster(SpecCluster):
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
         deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
         while (n := len(self.scheduler_info["workers"])) < n_workers:
+            connected = f"{n} of {n_workers} workers connected"
             if self.status in (Status.closing, Status.closed, Status.failed):
-                raise CMLError(
-                    f"{n} of {n_workers} workers connected: cluster {self.name} is {self.status.name}"
-                )
+                raise CMLError(f"{connected}: cluster {self.name} is {self.status.name}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{n} of {n_workers} workers connected within {timeout} s")
+                raise TimeoutError(f"{connected} within {timeout} s")
             await asyncio.sleep(_WAIT_INTERVAL)
 
     def __await__(self) -> Generator[Any, Any, Self]:
@@ -854,12 +852,11 @@ class CMLCluster(SpecCluster):
     def _end(self, timeout: float | None = None, *, shutdown: bool) -> Any:
         if self.asynchronous:
             return self.sync(self._close, shutdown, callback_timeout=timeout)
-        if self.manager.is_forks_copy:
-            return None
-        with self._close_lock:  # a second thread would wait for a loop that the first one has stopped
-            if self._loop_runner.is_started():
-                self.sync(self._close, shutdown, callback_timeout=timeout)
-            self._loop_runner.stop()
+        if not self.manager.is_forks_copy:
+            with self._close_lock:  # a second thread would wait for a loop that the first one has stopped
+                if self._loop_runner.is_started():
+                    self.sync(self._close, shutdown, callback_timeout=timeout)
+                self._loop_runner.stop()
         return None
 
     async def _close(self, shutdown: bool | None = None) -> None:
@@ -876,3 +873,28 @@ class CMLCluster(SpecCluster):
             callback.callback()
         if self._forwarder is not None:
             await self._forwarder.close()
+
+
+def close_all() -> None:
+    """Close the clusters of this process, and stop their sessions.
+
+    A cluster that was created with ``asynchronous=True`` is closed by its own event loop.
+
+    Raises
+    ------
+    CMLError
+        If the platform did not stop some sessions. The other clusters are closed nevertheless.
+
+    Examples
+    --------
+    >>> import dask_cml
+    >>> dask_cml.close_all()  # doctest: +SKIP
+    """
+    errors = []
+    for cluster in CMLCluster.open():
+        try:
+            cluster.close()
+        except CMLError as error:
+            errors.append(error)
+    if errors:
+        raise CMLError("; ".join(map(str, errors)))

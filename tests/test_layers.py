@@ -13,7 +13,7 @@ PACKAGE = Path(dask_cml.__file__).parent
 #: A module imports from its own layer or from a lower one, which stands further down.
 LAYERS = (
     ("cli", "serve", "discovery", "doctor", "jupyter", "dask_utils", "address"),
-    ("observers", "process_clusters"),
+    ("observers",),
     ("cluster",),
     ("manager",),
     ("display", "records", "scheduler"),
