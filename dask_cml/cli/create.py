@@ -103,12 +103,9 @@ def create(**options: Any) -> None:
     from dask_cml.options.unattended import unattended
     from dask_cml.sessions.here import lifetime
 
-    # Whatever ends this command before its end, ends the cluster, too.
-    arguments = {**unattended(given(options)), "create_mode": "create", "shutdown_on_close": True}
     # The name alone goes to standard output, for scripts.
     with contextlib.redirect_stdout(sys.stderr):
-        # A port that this process forwards would close with it.
-        cluster = CMLCluster(**arguments, forward_dashboard=False, quiet=False, silence_logs="WARNING")
+        cluster = CMLCluster(**unattended(given(options)), quiet=False, silence_logs="WARNING")
     cluster.quiet = True
     cluster.sync(cluster.manager.outlive_this_process)
     click.echo(cluster.name)

@@ -16,6 +16,9 @@ from dask_cml.options.table import OPTIONS, Option
 
 #: Default idle time after which an unattended cluster shuts down.
 _IDLE_TIMEOUT = "1 hour"
+#: The options that every unattended cluster has at first. What ends its creator before it runs, ends it, too.
+#: A port that a command forwards would close with the command.
+SETTLED: dict[str, Any] = {"create_mode": "create", "shutdown_on_close": True, "forward_dashboard": False}
 
 
 def unattended(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def unattended(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in arguments.items() if value is not None}
     if dask.config.get("cml.idle-timeout") is None:
         given.setdefault("idle_timeout", _IDLE_TIMEOUT)
-    return given
+    return {**given, **SETTLED}
 
 
 def offered_options() -> list[Option]:

@@ -17,7 +17,7 @@ from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
 from dask_cml.manager.manager import Manager
 from dask_cml.observers import Observed, Observers
 from dask_cml.options import OPTION_NAMES, Options, setting
-from dask_cml.options.unattended import unattended
+from dask_cml.options.unattended import SETTLED, unattended
 from dask_cml.records import operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
 from dask_cml.records.liveness import Finding, State
@@ -31,14 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds. If CML refuses a launch within this time, the request fails. After that, the cluster shows why.
 _PATIENCE = 3.0
-#: The options that users of the page cannot set.
-_SETTLED: dict[str, Any] = {
-    "create_mode": "create",
-    "shutdown_on_close": True,
-    "forward_dashboard": False,
-}
 #: The arguments of a new cluster.
-_ALLOWED = tuple(name for name in OPTION_NAMES if name not in _SETTLED)
+_ALLOWED = tuple(name for name in OPTION_NAMES if name not in SETTLED)
 
 
 class ProjectClusters(Observers):
@@ -222,7 +216,7 @@ class ProjectClusters(Observers):
         """
         if unknown := [name for name in options if name not in _ALLOWED]:
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
-        given = Options.read(**unattended(options), **_SETTLED).inheriting()
+        given = Options.read(**unattended(options)).inheriting()
         new = Record(given.name, maker=Maker.this_process(user, serves=True), options=given.arguments())
         if new.name in self._managers():
             raise ClusterExists(new.name)
