@@ -125,11 +125,11 @@ def test_groups_follow_the_answers_of_the_scheduler():
     assert mine.fleet.groups == ["default", "gpu"]
     assert mine.fleet.group("gpu").options.nvidia_gpu == 2
     assert mine.fleet.options_of("gpu").processes == 2
-    assert not mine.fleet.is_deleted("gpu")
+    assert not mine.fleet.group("gpu").wanted.deleted
     mine.launch("mine-gpu-0")
     mine.wanted.delete_group("m2", "gpu")
     mine.answer()
-    assert mine.fleet.is_deleted("gpu")
+    assert mine.fleet.group("gpu").wanted.deleted
     mine.wanted.stopped("m1", ["mine-gpu-0"])
     mine.answer()
     assert mine.fleet.groups == ["default"]

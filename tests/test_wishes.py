@@ -218,8 +218,8 @@ async def test_deleting_a_group_waits_for_the_leader_without_a_busy_loop(it):
         async def delete():
             looks = []
             async with await CMLCluster.from_name(leader.name, asynchronous=True, quiet=True) as mine:
-                look = mine.manager.fleet.is_deleted
-                mine.manager.fleet.is_deleted = lambda name: looks.append(name) or look(name)
+                look = mine.manager.fleet.group
+                mine.manager.fleet.group = lambda name: looks.append(name) or look(name)
                 await mine.delete_worker_group("big")
             return looks
 

@@ -14,8 +14,6 @@ from dask_cml.doctor import clusters, environment
 from dask_cml.doctor.environment import Finding, dask_command
 from dask_cml.sessions.calls import start
 
-__all__ = ["Finding", "examine"]
-
 Check = Callable[[], Finding | list[Finding]]
 
 

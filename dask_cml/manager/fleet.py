@@ -188,10 +188,6 @@ class Fleet:
         """Return how often a user has scaled a group, as far as the scheduler has answered."""
         return self._groups[group][1].wishes if group in self._groups else 0
 
-    def is_deleted(self, name: str) -> bool:
-        """Return whether a worker group is to be removed after its last session."""
-        return name in self._groups and self._groups[name][1].deleted
-
     @property
     def adapting(self) -> dict[str, Mapping[str, Any] | None]:
         """The limits of the adaptive scaling of each worker group. None: it has a fixed size."""

@@ -155,7 +155,7 @@ class Wishes:
         await self._ask("deleted", name, op="delete_group")
         while name in self._fleet.groups:
             self._check_running(f"worker group {name!r} not deleted")
-            if not self._fleet.is_deleted(name):
+            if not self._fleet.group(name).wanted.deleted:
                 raise CMLError(f"{what}: no other worker can take its data, or it was scaled meanwhile")
             if outage := self.state.outage:
                 raise CMLError(f"{what} yet: {outage}")
