@@ -9,6 +9,7 @@ from fleets import Cluster
 
 from dask_cml.manager import backoff as module
 from dask_cml.manager.backoff import Backoff, Backoffs
+from dask_cml.options import setting
 from dask_cml.sessions.causes import Cause, Loss
 
 
@@ -32,7 +33,7 @@ def told():
 
 @pytest.fixture
 def backoff(clock, told):
-    return Backoff("cluster mine", told.append)
+    return Backoff("cluster mine", told.append, setting("failure-limit"), setting("quota-retry"))
 
 
 def test_the_pause_after_the_second_failure_in_a_row_doubles_with_each_further_one(backoff, clock):
@@ -62,8 +63,6 @@ def test_after_too_many_failures_in_a_row_nothing_is_launched_until_the_next_wis
     assert backoff.pause == math.inf
     assert backoff.words == f"no new workers after {n} failures in a row: it ended"
     assert told[-1] == f"Cluster mine launches {backoff.words}. To try again, call cluster.scale(n)"
-    backoff.reset()
-    assert (backoff.pause, backoff.words, backoff.gave_up) == (0, None, False)
 
 
 def test_a_refusal_is_logged_once_and_retried_later(backoff, told, clock):

@@ -27,10 +27,14 @@ class Backoff:
         The group's name in the log, such as ``cluster mine``.
     log : callable
         Gets each line for the user.
+    limit : int
+        Number of failures in a row after which no workers are launched.
+    quota_pause : float
+        Pause after a refused launch, in seconds.
 
     Examples
     --------
-    >>> backoff = Backoff("cluster mine", print)
+    >>> backoff = Backoff("cluster mine", print, limit=5, quota_pause=60.0)
     >>> backoff.failed("the worker's session 1 ended", 1)
     Worker failed: the worker's session 1 ended
     >>> backoff.words
@@ -39,15 +43,9 @@ class Backoff:
     >>> backoff.words
     """
 
-    def __init__(self, name: str, log: Callable[[str], None]) -> None:
+    def __init__(self, name: str, log: Callable[[str], None], limit: int, quota_pause: float) -> None:
         self._name = name[0].upper() + name[1:]
-        self._log = log
-        self._limit: int = setting("failure-limit")
-        self._quota_pause: float = setting("quota-retry")
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget failures and refusals, because the user has scaled the group."""
+        self._log, self._limit, self._quota_pause = log, limit, quota_pause
         self._failures, self._pauses, self._not_before = 0, 0, 0.0
         self._arrived: float | None = None
         self._ceiling: tuple[int, float] | None = None
@@ -62,7 +60,7 @@ class Backoff:
 
     @property
     def gave_up(self) -> bool:
-        """Whether no workers are launched until :meth:`reset`, after too many failures."""
+        """Whether no workers are launched until the group is scaled, after too many failures."""
         return self._failures >= self._limit and not self._is_settled
 
     @property
@@ -179,27 +177,22 @@ class Backoffs:
 
     def __init__(self, fleet: Fleet, log: Callable[[str], None]) -> None:
         self._fleet = fleet
-        self._log = log
-        self._backoffs: dict[str, Backoff] = {}
-        #: How often a user had scaled each group at the last look.
-        self._wishes: dict[str, int] = {}
+        self._settings = (log, setting("failure-limit"), setting("quota-retry"))
+        #: For each group, how often a user had scaled it, and its backoff since then.
+        self._backoffs: dict[str, tuple[int, Backoff]] = {}
         #: How many sessions each group was granted last.
         self._granted: dict[str, int] = {}
-        # Raise the errors of invalid settings now.
-        self.of()
-        limits()
+        limits()  # raises the errors of invalid ones now
 
     def of(self, group: str = DEFAULT_GROUP) -> Backoff:
         """Return the backoff of a group. A user who scales the group lets it begin anew."""
         wishes = self._fleet.n_wishes(group)
-        if group not in self._backoffs:
+        known = self._backoffs.get(group)
+        if known is None or known[0] != wishes:
             of_group = f"group {group} of " if group != DEFAULT_GROUP else ""
             name = f"{of_group}cluster {self._fleet.name}"
-            self._backoffs[group] = Backoff(name, self._log)
-        elif wishes != self._wishes[group]:
-            self._backoffs[group].reset()
-        self._wishes[group] = wishes
-        return self._backoffs[group]
+            known = self._backoffs[group] = (wishes, Backoff(name, *self._settings))
+        return known[1]
 
     @property
     def words(self) -> str | None:
