@@ -184,7 +184,7 @@ async def test_sessions_that_end_with_the_leaders_session_are_replaced_by_the_ne
         assert await second.stdout.readline() == b"ready\n"
         async with rebuild("shared") as again:
             await holds(lambda: owners(again) == ["first", "first", "second", "second"])
-            assert sorted(store.read("shared").owners.values()) == owners(again)
+            assert sorted(each.owner for each in store.read("shared").launches.values()) == owners(again)
             assert not again.manager.state.leads
             second.kill()
             assert await second.wait() == -signal.SIGKILL

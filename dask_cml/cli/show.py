@@ -72,13 +72,14 @@ async def info(name: str, as_json: bool) -> None:
     [row] = await operations.describe([record], timeout=_PATIENCE)
     row["created"], row["folder"] = record.created.isoformat(), str(state_directory() / name)
     sessions = dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1])))
+    owners = {session: each.owner for session, each in record.launches.items() if each.owner is not None}
     if as_json:
         row |= {
             "usage": usage.to_json(),
             "security": record.security is not None,
             "creator": asdict(record.maker),
         }
-        print_json(row | {"sessions": sessions, "owners": record.owners})
+        print_json(row | {"sessions": sessions, "owners": owners})
         return
     about = _cells(row) | {
         "problem": row["problem"],
@@ -96,7 +97,7 @@ async def info(name: str, as_json: bool) -> None:
         words = f"{group}  {present} Dask workers connected, {' '.join(sizes)}"
         lines.append(("group", words))
     for session, role in sessions.items():
-        owner = f"  ends with the session {record.owners[session]}" if session in record.owners else ""
+        owner = f"  ends with the session {owners[session]}" if session in owners else ""
         lines.append(("session", f"{session}  {role}{owner}"))
     _print(lines, usage)
 

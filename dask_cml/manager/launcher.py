@@ -288,12 +288,10 @@ class Launcher:
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         del self._stops[task]
-        if task.cancelled():
-            return
-        if (error := task.exception()) is not None:  # the next look tries again
+        if not task.cancelled() and (error := task.exception()) is not None:  # the next look tries again
             logger.info("Sessions not stopped yet: %s", error)
-            return
-        self._notify_stopped()
+        else:
+            self._notify_stopped()
 
     async def close(self) -> None:
         """Stop waiting for sessions that are being stopped."""

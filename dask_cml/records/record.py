@@ -239,11 +239,6 @@ class Record:
         return {session: launch.key for session, launch in self.launches.items()}
 
     @property
-    def owners(self) -> dict[str, str]:
-        """For the id of each session, the id of the session with which it ends, if that is known."""
-        return {session: each.owner for session, each in self.launches.items() if each.owner is not None}
-
-    @property
     def groups(self) -> dict[str, Mapping[str, Any]]:
         """The options of the worker groups by name, the default group first."""
         others = {name: each["options"] for name, each in self.scheduler.groups.items()}
