@@ -93,7 +93,7 @@ class LossFinder:
             await self._judge_scheduler(listing)
             return {}
         self._listed = now
-        ended = [each for each in self._state.fleet.members if each.worker and each.worker.update(listing)]
+        ended = {each for each in self._state.fleet.members if each.worker and each.worker.update(listing)}
         if names := {name for each in ended for name in each.connected}:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(names))
             await self._state.client.drop(names)
