@@ -50,10 +50,9 @@ def look(clock):
         return {}
 
     client, api = SimpleNamespace(connected=True), SimpleNamespace(sessions=sessions)
-    backoffs = Backoffs(cluster.fleet, print)
-    finder = LossFinder(
-        SimpleNamespace(fleet=cluster.fleet, client=client, api=api, backoffs=backoffs, observes=True)
-    )
+    backoffs, launcher = Backoffs(cluster.fleet, print), SimpleNamespace(processes=[])
+    more = {"backoffs": backoffs, "launcher": launcher, "observes": True}
+    finder = LossFinder(SimpleNamespace(fleet=cluster.fleet, client=client, api=api, **more))
 
     async def look(*meanwhile):
         happens[:] = meanwhile

@@ -93,11 +93,12 @@ class LossFinder:
             await self._judge_scheduler(listing)
             return {}
         self._listed = now
-        ended = {each for each in self._state.fleet.members if each.worker and each.worker.update(listing)}
-        if names := {name for each in ended for name in each.connected}:
+        ended = {each.name for each in self._state.launcher.processes if each.update(listing)}
+        over = [each for each in self._state.fleet.members if each.name in ended]
+        if names := {name for each in over for name in each.connected}:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(names))
             await self._state.client.drop(names)
-        return {each.name: loss for each in missing if (loss := await self._loss(each, each in ended))}
+        return {each.name: loss for each in missing if (loss := await self._loss(each, each.name in ended))}
 
     async def _loss(self, member: Member, ended: bool) -> Loss | None:
         """Return why a session is lost. Return None if it may still connect."""
