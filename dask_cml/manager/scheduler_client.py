@@ -146,7 +146,7 @@ class SchedulerClient:
             self._changed(False)
 
     async def _keep_watching(self) -> None:
-        while True:
+        while self._tasks:  # asyncio before Python 3.12 may lose a cancellation if the connection breaks
             try:
                 await self._watch()
             except Exception as error:
@@ -154,11 +154,12 @@ class SchedulerClient:
                     logger.info("Scheduler of cluster %s not reached: %r", self._fleet.name, error)
                 self.connected = False
                 self._changed(False)
-                await asyncio.sleep(_PAUSE)
+                await asyncio.sleep(_PAUSE if self._tasks else 0)
 
     async def close(self) -> None:
         """Close the connections, by which the scheduler notices that this manager has left."""
-        await cancel(*self._tasks, self._asked)
+        tasks, self._tasks = self._tasks, []
+        await cancel(*tasks, self._asked)
         self.connected = False
         if self._watched is not None:
             self._watched.abort()

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
 _LONGEST_TEXT, _MOST_SAMPLES = 300, 1000
-_DAY = 86400.0
 #: The reason if no process has seen the end.
 UNSEEN = "its session ended"
 
@@ -200,7 +199,7 @@ def remember(record: Record, why: str = UNSEEN) -> None:
             content = json.dumps(EndedCluster.of(last, why).to_json()).encode()
             with open_folder(folder) as descriptor:
                 write_file(f"{record.id}{_SUFFIX}", content, descriptor, new=True)
-        _forget(folder, keep, time.time() - setting("history.days") * _DAY)
+        _forget(folder, keep, time.time() - setting("history.days") * 24 * 3600)
     except Exception as error:  # the cluster must end, whatever its record contains
         logger.warning("History of cluster %s not written: %r", record.name, error)
 
