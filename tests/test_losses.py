@@ -86,6 +86,15 @@ async def test_the_time_of_a_session_begins_when_one_of_its_workers_leaves(look,
     assert look.lost["mine-0"].words == "a Dask worker has been gone for 15 s, but its session runs"
 
 
+async def test_a_session_whose_group_only_newer_releases_can_read_is_not_lost_here(look, clock):
+    look.cluster.want("add_group", "new", {"colour": "blue"}, 1)
+    late = Running()
+    late.runs_for = 601.0
+    for name in "mine-0", "mine-new-0":
+        look.cluster.fleet.attach(name, late)
+    assert await look() == ["mine-0"]
+
+
 async def test_a_scheduler_that_leaves_with_its_workers_is_found_lost(clock):
     cluster = Cluster(1)
     cluster.fleet.attach("mine-0", Running())

@@ -443,7 +443,9 @@ async def test_nothing_is_listed_for_a_launch_that_is_answered(stub, api):
     assert stub.count("list_workers") == 0
 
 
-async def test_the_session_of_a_lost_answer_is_looked_for_until_it_is_found(stub, api, left, lose_answers):
+@pytest.fixture
+async def unlisted(stub, api, left, lose_answers):
+    """A session whose launch was not answered, and that the platform lists late. Another one is launched."""
     lose_answers(stub, ConnectionError("broken"))
     with stub.held("list_workers") as release:
         launching = asyncio.create_task(launch(api))
@@ -452,9 +454,13 @@ async def test_the_session_of_a_lost_answer_is_looked_for_until_it_is_found(stub
         stub.set(lost, listed=False)
         release()
         await launching
+    return lost
+
+
+async def test_the_session_of_a_lost_answer_is_looked_for_until_it_is_found(stub, api, unlisted):
     assert await api.adopt_unanswered() == []
-    stub.set(lost, listed=True)
-    assert await api.adopt_unanswered() == [lost]
+    stub.set(unlisted, listed=True)
+    assert await api.adopt_unanswered() == [unlisted]
     listed = stub.count("list_workers")
     assert await api.adopt_unanswered() == []
     assert stub.count("list_workers") == listed
@@ -482,17 +488,9 @@ async def test_without_names_a_launch_is_tried_again_as_it_was(lose_answers):
     await api.close()
 
 
-async def test_the_end_stops_a_session_that_the_platform_listed_too_late(stub, api, left, lose_answers):
-    lose_answers(stub, ConnectionError("broken"))
-    with stub.held("list_workers") as release:
-        launching = asyncio.create_task(launch(api))
-        await eventually(lambda: stub.under_way)
-        [lost] = left()
-        stub.set(lost, listed=False)
-        release()
-        await launching
+async def test_the_end_stops_a_session_that_the_platform_listed_too_late(stub, api, left, unlisted):
     assert len(left()) == 2
-    stub.set(lost, listed=True)
+    stub.set(unlisted, listed=True)
     await api.close()
     assert not left()
 

@@ -162,8 +162,7 @@ class Fleet:
 
     def options_of(self, group: str) -> Options:
         """Return the options of a group, or the default group's if it was removed."""
-        known = self._groups.get(group)
-        return self.options if known is None else known[0]
+        return self._groups.get(group, (self.options, None))[0]
 
     def group(self, name: str = DEFAULT_GROUP) -> GroupState:
         """Return the state of a worker group.
@@ -235,10 +234,14 @@ class Fleet:
         with self._lock:
             return [*self._members.values()]
 
+    def wanted_members(self, group: str | None = None) -> list[Member]:
+        """Return the wanted sessions, of one group or of all."""
+        return [each for each in self.members if each.wanted and group in (None, each.group)]
+
     @property
     def unlaunched(self) -> list[Member]:
         """The wanted sessions of known groups that are not launched, as far as this manager knows."""
-        wanted = [each for each in self.members if each.wanted and each.group in self._groups]
+        wanted = [each for each in self.wanted_members() if each.group in self._groups]
         return [each for each in wanted if not each.launched and each.worker is None]
 
     def member(self, name: str) -> Member | None:
@@ -264,8 +267,8 @@ class Fleet:
     @property
     def starting(self) -> bool:
         """Whether sessions are on their way that do not wait for room."""
-        wanted = [each for each in self.members if each.wanted and each.worker is not None]
-        return any(each.waits_for is None and not each.is_complete for each in wanted)
+        launched = [each for each in self.wanted_members() if each.worker is not None]
+        return any(each.waits_for is None and not each.is_complete for each in launched)
 
     @property
     def full(self) -> str | None:
@@ -275,13 +278,12 @@ class Fleet:
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the wanted sessions of which a Dask worker is connected, in one group or in all."""
-        wanted = [each for each in self.members if each.wanted and group in (None, each.group)]
-        return {each.name for each in wanted if each.connected}
+        return {each.name for each in self.wanted_members(group) if each.connected}
 
     def waits(self, group: str | None = None) -> dict[str, float]:
         """Return how long the wanted sessions have waited for room that do so, in one group or in all."""
-        wanted = [each for each in self.members if each.wanted and group in (None, each.group)]
-        return {each.name: waited for each in wanted if (waited := each.waits_for) is not None}
+        waits = {each.name: each.waits_for for each in self.wanted_members(group)}
+        return {name: seconds for name, seconds in waits.items() if seconds is not None}
 
     # -- wishes
 

@@ -71,7 +71,9 @@ class LossFinder:
             If the platform does not answer.
         """
         now, connected = time.monotonic(), self._state.client.connected
-        wanted = [each for each in self._state.fleet.members if each.wanted and each.worker is not None]
+        # Nobody here can say how many workers a session has whose group only newer releases can read.
+        known = self._state.fleet.groups
+        wanted = [each for each in self._state.fleet.wanted_members() if each.worker and each.group in known]
         for each in wanted:
             if each.is_complete and not each.has_arrived:
                 self._state.backoffs.of(each.group).arrived(now)

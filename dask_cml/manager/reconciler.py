@@ -207,9 +207,9 @@ class Reconciler:
         """Return descriptions of the tasks that no worker can run, now or later, by their reasons."""
         fleet = self._state.fleet
         answer = await self._state.client.demand(max_age=_LOOK_INTERVAL)
-        known = fleet.workers_info
+        # Usually, no task is restricted, and a cluster may have thousands of workers.
+        known, wanted = (fleet.workers_info, fleet.wanted_members()) if answer["restricted"] else ({}, [])
         expected = {*known, *(str(info.get(each)) for info in known.values() for each in ("name", "host"))}
-        wanted = [each for each in fleet.members if each.wanted]
         expected.update(name for each in wanted for name in (each.name, *each.dask_names))
         return unrunnable(Snapshot.of(answer, fleet.states), expected)
 
