@@ -775,13 +775,13 @@ class CMLCluster(SpecCluster):
         await self.manager.wishes.settle()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
-        deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
+        began, longest = time.monotonic(), math.inf if timeout is None else parse_timedelta(timeout, "s")
         while (n := len(self.scheduler_info["workers"])) < n_workers:
             connected = f"{n} of {n_workers} workers connected"
             if self.status in (Status.closing, Status.closed, Status.failed):
                 raise CMLError(f"{connected}: cluster {self.name} is {self.status.name}")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{connected} within {timeout} s")
+            if time.monotonic() - began > longest:
+                raise TimeoutError(f"{connected} within {longest:g} s")
             await asyncio.sleep(_WAIT_INTERVAL)
 
     def __await__(self) -> Generator[Any, Any, Self]:

@@ -196,6 +196,13 @@ async def test_wait_for_workers_fails_when_the_cluster_has_ended(it):
 
 
 @simulated
+async def test_wait_for_workers_fails_after_its_timeout(it):
+    async with simulate() as cluster:
+        with pytest.raises(TimeoutError, match=r"^0 of 2 workers connected within 1.5 s$"):
+            await cluster.wait_for_workers(2, timeout="1500 ms")
+
+
+@simulated
 async def test_a_block_that_is_cancelled_before_it_begins_closes_the_cluster(it):
     interrupted = mock.patch.object(Wishes, "settle", side_effect=asyncio.CancelledError)
     with interrupted, pytest.raises(asyncio.CancelledError):
