@@ -47,6 +47,12 @@ async def first_of(*awaitables: Awaitable[Any]) -> Any:
         await cancel(*tasks)
 
 
+async def wait_until_set(event: asyncio.Event, timeout: float) -> bool:
+    """Wait for an event, and return whether it is set. Unlike ``asyncio.wait_for``, lose no cancellation."""
+    await first_of(event.wait(), asyncio.sleep(timeout))
+    return event.is_set()
+
+
 async def to_the_end(function: Callable[..., T], *arguments: Any, **more: Any) -> T:
     """Do the same as ``asyncio.to_thread``, but let a cancellation wait for the thread."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **more))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Mapping
 from typing import NoReturn
 
+from dask_cml.cancellation import wait_until_set
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.manager.losses import LossFinder, SchedulerLost
 from dask_cml.manager.policy import Snapshot, unrunnable
@@ -75,14 +75,12 @@ class Reconciler:
         while True:
             await self._look()
             rest = min(len(self._state.fleet.members) * _REST, _LONGEST_REST)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._urgent.wait(), rest)
+            await wait_until_set(self._urgent, rest)
             # While sessions start, look as often as the platform may be asked.
             interval = _OBSERVER_INTERVAL if self._state.observes else _LOOK_INTERVAL
             interval = _STARTING_INTERVAL if self._state.fleet.starting else interval
             pause = min(interval, self._state.backoffs.shortest_pause or interval)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), pause)
+            await wait_until_set(self._changed, pause)
 
     async def settle(self) -> None:
         """Wait until sessions were launched and stopped for all wishes, as far as the platform allows it."""

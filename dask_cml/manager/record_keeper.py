@@ -8,7 +8,7 @@ import logging
 import time
 from dataclasses import replace
 
-from dask_cml.cancellation import cancel, to_the_end
+from dask_cml.cancellation import cancel, to_the_end, wait_until_set
 from dask_cml.checks import is_session_id
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import SCHEDULER
@@ -123,8 +123,7 @@ class RecordKeeper:
     async def _run(self) -> None:
         while True:
             # No event reports that a session starts or stops waiting for room, so look regularly.
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _WAITING_INTERVAL)
+            await wait_until_set(self._changed, _WAITING_INTERVAL)
             self._changed.clear()
             begin = time.monotonic()
             await self.write()

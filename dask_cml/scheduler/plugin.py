@@ -23,7 +23,7 @@ from msgspec import UNSET, UnsetType
 from tornado.ioloop import PeriodicCallback
 
 from dask_cml import protocol
-from dask_cml.cancellation import cancel
+from dask_cml.cancellation import cancel, wait_until_set
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.naming import read_name, session_name
 from dask_cml.scheduler.activity import Activity
@@ -183,8 +183,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._presence.timeout = self._orphan_timeout
         self._choose_leader()
         if since == self._wanted.changes.revision:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._change.wait(), min(wait, lease / 2))
+            if await wait_until_set(self._change, min(wait, lease / 2)):
                 await asyncio.sleep(_COLLECT)
             if not comm.closed():
                 self._presence.hear(manager, observes, lease, comm)

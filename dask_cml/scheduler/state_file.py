@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dask_cml.cancellation import to_the_end
+from dask_cml.cancellation import to_the_end, wait_until_set
 from dask_cml.layout import scheduler_file, wanted_file
 from dask_cml.private_files import open_folder, read_file, write_file
 from dask_cml.protocol import SIGN_OF_LIFE
@@ -96,8 +96,7 @@ class StateFile:
             except (OSError, RuntimeError) as error:  # RuntimeError: not private
                 logger.warning("State of the cluster not written: %s", error)
             await asyncio.sleep(_REST)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), SIGN_OF_LIFE)
+            await wait_until_set(self._changed, SIGN_OF_LIFE)
         return "its folder was removed"
 
     def write(self, content: Mapping[str, Any]) -> str | None:
