@@ -263,6 +263,7 @@ def test_a_second_sigterm_does_not_interrupt_the_shutdown(platform, all_stopped)
 def test_neither_a_signal_nor_an_error_keeps_clusters_from_their_end():
     code = """
     class Cluster:
+        options = type("", (), {"name": "mine"})
         def end_now(self, timeout):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -276,7 +277,8 @@ def test_neither_a_signal_nor_an_error_keeps_clusters_from_their_end():
     """
     returned, out, err = Program(code).ends()
     assert (returned, out) == (0, "ended\nended\n")
-    assert err.splitlines() == ["no answer"] * 2
+    waits = [f"Shutting down {names} first: please wait" for names in ("mine, mine", "mine")]
+    assert err.splitlines() == [waits[0], waits[0], "no answer", waits[1], waits[1], "no answer"]
 
 
 def test_a_thread_uses_its_cluster_to_the_end_after_the_main_thread(platform, all_stopped):

@@ -107,7 +107,7 @@ def _end_all() -> None:
     # Neither a second Ctrl-C nor a second SIGTERM interrupts it.
     raising = [each for each in before if before[each] in (signal.default_int_handler, _exit)]
     for each in raising:
-        signal.signal(each, signal.SIG_IGN)
+        signal.signal(each, _ask_for_patience)
     for cluster in [*_clusters]:
         try:
             cluster.end_now(_TIMEOUT)
@@ -116,6 +116,10 @@ def _end_all() -> None:
         _clusters.pop(cluster, None)
     for each in raising:
         signal.signal(each, before[each])
+
+
+def _ask_for_patience(*_: Any) -> None:
+    logger.warning("Shutting down %s first: please wait", ", ".join(each.options.name for each in _clusters))
 
 
 def _wait_for_makers() -> None:
