@@ -271,7 +271,8 @@ def status(platform, session):
     return next(each["status"] for each in platform.sessions() if each["id"] == session)
 
 
-@pytest.mark.parametrize("how", ["IPython", pytest.param("Python", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["IPython", "Python"])
 def test_the_check_computes_on_a_cluster_within_the_default_quota(quota, amp, until, monkeypatch, how):
     monkeypatch.chdir(ROOT)
     task = tasks(amp, "run_session")[1]

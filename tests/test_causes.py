@@ -181,6 +181,7 @@ async def most_memory(client):
     )
 
 
+@pytest.mark.slow
 async def test_out_of_memory(limited, tmp_path, client, is_told):
     def fills_memory(path):  # within this function, because sessions cannot import this module
         import numpy as np

@@ -182,6 +182,7 @@ def test_another_adaptive_class_may_be_used(platform, until):
         assert adaptive.periodic_callback.is_running()
 
 
+@pytest.mark.slow
 def test_processes_share_one_session(platform, until):
     with (
         CMLCluster(
@@ -268,7 +269,9 @@ def test_environment_reaches_scheduler_and_workers(platform):
         assert client.run_on_scheduler(os.getenv, "GREETING") == env["GREETING"]
 
 
-@pytest.mark.parametrize("name", ["plain", 'it\'s $HOME "quoted" {1+1} \\ ü'])
+@pytest.mark.parametrize(
+    "name", [pytest.param("plain", marks=pytest.mark.slow), 'it\'s $HOME "quoted" {1+1} \\ ü']
+)
 def test_names_with_special_characters(platform, name):
     with CMLCluster(n_workers=1, name=name, platform="local") as cluster, Client(cluster) as client:
         client.wait_for_workers(1, timeout=120)

@@ -259,7 +259,7 @@ def test_a_quota_that_grants_fewer_sessions_raises_an_error(workers_v1, other, g
     assert left(workers_v1, other) == []
 
 
-@pytest.mark.parametrize("fault", ["succeeds", "fails"])
+@pytest.mark.parametrize("fault", [pytest.param("succeeds", marks=pytest.mark.slow), "fails"])
 def test_a_worker_that_exits_raises_an_error(workers_v1, scheduler, other, fault):
     workers_v1.inject(fault, skip=1)
     with pytest.raises(SessionFailed, match=r"the worker's session .* ended"):

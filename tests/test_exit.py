@@ -196,7 +196,9 @@ def test_sessions_of_another_manager_are_stopped_although_the_event_loop_has_end
 
 
 @pytest.mark.parametrize(
-    "code", [SYNC + "1 / 0", UNCLOSED + "    1 / 0\nasyncio.run(main())"], ids=["sync", "async"]
+    "code",
+    [SYNC + "1 / 0", pytest.param(UNCLOSED + "    1 / 0\nasyncio.run(main())", marks=pytest.mark.slow)],
+    ids=["sync", "async"],
 )
 @pytest.mark.usefixtures("no_worker_processes")
 def test_an_exception_that_nobody_handles_leaves_no_session(platform, all_stopped, code):
@@ -323,7 +325,9 @@ threading.Thread(target=disturb, daemon=True).start()
 
 
 @pytest.mark.parametrize(
-    "target", ["work", "lambda: asyncio.run(work_asynchronously())"], ids=["sync", "async"]
+    "target",
+    [pytest.param("work", marks=pytest.mark.slow), "lambda: asyncio.run(work_asynchronously())"],
+    ids=["sync", "async"],
 )
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_ends_a_program_that_waits_for_the_thread_of_a_cluster(

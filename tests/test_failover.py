@@ -301,6 +301,8 @@ async def test_an_observer_replaces_the_scheduler_of_a_cluster_that_outlived_its
         await observer.close(shutdown=True)
 
 
+@pytest.mark.slow
+@pytest.mark.images
 @simulated
 async def test_a_page_replaces_the_scheduler_even_if_that_takes_long(it):
     await (await simulate(name="lab", n_workers=1, shutdown_on_close=False)).close()

@@ -237,8 +237,9 @@ async def test_a_decision_returns_its_result_and_the_new_state(client):
         await client.decide("unknown")
 
 
+@pytest.mark.slow
 async def test_an_answer_that_never_comes_is_waited_for_shortly_if_the_scheduler_is_gone(
-    scheduler, client, holds, monkeypatch
+    scheduler, client, holds
 ):
     async def silent():
         await asyncio.Event().wait()

@@ -50,8 +50,15 @@ async def test_a_client_of_the_cluster_finds_the_keys(cluster):
     assert await computes(cluster) == 3
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "tls"])
-@pytest.mark.parametrize("keys", ["none", "others"])
+@pytest.mark.parametrize(
+    ("keys", "protocol"),
+    [
+        ("none", "tcp"),
+        ("others", "tls"),
+        pytest.param("none", "tls", marks=[pytest.mark.slow, pytest.mark.images]),
+        pytest.param("others", "tcp", marks=[pytest.mark.slow, pytest.mark.images]),
+    ],
+)
 async def test_a_client_without_the_clusters_keys_gets_nothing(cluster, protocol, keys):
     address = cluster.scheduler.address.replace("tls", protocol)
     security = Security() if keys == "none" else Security.temporary()

@@ -208,6 +208,7 @@ WORKLOADS = [
     arrays, bags, dataframes, delayed, futures, evolving, simulations, grid_search, incremental, text,
     boosting, actors, graphs,
 ]  # fmt: skip
+SLOW = (bags, dataframes, grid_search)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,14 @@ def clusters(local_cluster, shared_platform):  # in this order: the platform tak
         yield local_cluster, cluster
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.__name__)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(each, marks=[pytest.mark.slow, pytest.mark.images] if each in SLOW else [])
+        for each in WORKLOADS
+    ],
+    ids=lambda workload: workload.__name__,
+)
 def test_a_workload_gives_the_same_results_on_both_clusters(clusters, tmp_path, workload):
     import numpy as np
 
