@@ -48,7 +48,10 @@ async def first_of(*awaitables: Awaitable[Any]) -> Any:
 
 
 async def wait_until_set(event: asyncio.Event, timeout: float) -> bool:
-    """Wait for an event, and return whether it is set. Unlike ``asyncio.wait_for``, lose no cancellation."""
+    """Wait for an event, for some seconds at most, and return whether it is set.
+
+    Before Python 3.12, ``asyncio.wait_for`` loses a cancellation that comes just after the event.
+    """
     await first_of(event.wait(), asyncio.sleep(timeout))
     return event.is_set()
 
