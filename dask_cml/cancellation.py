@@ -66,3 +66,23 @@ async def to_the_end(function: Callable[..., T], *arguments: Any, **more: Any) -
             with contextlib.suppress(asyncio.CancelledError):  # cancel() repeats it
                 await asyncio.wait([running])
         raise
+
+
+async def within(seconds: float, awaitable: Awaitable[T]) -> T:
+    """Return the result of what ends within some seconds. Otherwise, cancel it and wait for its end.
+
+    Before Python 3.12, ``asyncio.wait_for`` loses a cancellation that comes just after the result.
+
+    Raises
+    ------
+    asyncio.TimeoutError
+        If it takes longer.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait([task], timeout=seconds)
+        if task.done():
+            return task.result()
+    finally:
+        await cancel(task)
+    raise asyncio.TimeoutError(f"no answer within {seconds:g} s")

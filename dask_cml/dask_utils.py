@@ -30,7 +30,7 @@ from dask_cml.errors import CMLError, SessionFailed
 from dask_cml.identity import Identity
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
-from dask_cml.sessions.plan import Place, plan_worker
+from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.tls import ask
@@ -286,8 +286,8 @@ async def _start_workers(
     api: WorkersAPI, options: Options, place: Place, url: str, n: int, *others: CMLProcess
 ) -> list[dict[str, Any]]:
     """Launch workers, and wait until they are connected. None of the other sessions may end meanwhile."""
-    plans = [plan_worker(options, place, f"{options.name}-{i}", url) for i in range(n)]
-    workers = [CMLWorker(api, options, plan) for plan in plans]
+    names = [f"{options.name}-{i}" for i in range(n)]
+    workers = [CMLWorker(url, name, api=api, options=options, place=place) for name in names]
     await gather_or_cancel(*[worker.start() for worker in workers])
     missing = {name: worker for worker in workers for name in worker.dask_names}
     while missing:

@@ -14,14 +14,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from dask.widgets.widgets import TEMPLATE_PATHS, get_template
+from distributed.core import Status
 from distributed.utils import is_kernel
 
 from dask_cml.sessions.session import CMLProcess, Session
-from dask_cml.words import printable, span, table, waiting
+from dask_cml.words import printable, span, table, waiting, waiting_workers
 
 # Dask looks for the templates of HTML representations here.
 TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
@@ -56,6 +58,70 @@ def status_of(session: Session, connected: Collection[str]) -> str:
     if session.name in connected:
         return "connected"
     return session.status if session.waits_for is None else waiting(session.waits_for)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What users read of a cluster, in words.
+
+    Parameters
+    ----------
+    status : str
+        Its status. For a closed cluster, how long it lasted and what it used.
+    age : str
+        Its age and its limit, such as ``12.3 of 48 h``. Empty without a limit.
+    scheduler : str
+        A scheduler that waits for room, or that has replaced a lost one. Else empty.
+    pending : str
+        Worker sessions that are not connected yet. Empty if there are none.
+    problem : str or None
+        The present problem, as a clause.
+    """
+
+    status: str
+    age: str
+    scheduler: str
+    pending: str
+    problem: str | None
+
+
+def describe(cluster: Any) -> Description:
+    """Describe a cluster for users."""
+    board = cluster._remote.board
+    age, most = board.age / 3600, board.most_age / 3600
+    waits = cluster.waits()
+    n = cluster.n_pending - len(waits)
+    return Description(
+        status=_status_words(cluster),
+        age=f"{age:.1f} of {most:g} h" if most else "",
+        scheduler=_scheduler_words(cluster),
+        pending=", ".join(filter(None, [f"{n} pending" if n > 0 else "", waiting_workers(waits)])),
+        problem=cluster.problem,
+    )
+
+
+def _status_words(cluster: Any) -> str:
+    if cluster.status == Status.running and not cluster._remote.connected:
+        return "not connected to the scheduler"
+    if cluster.status == Status.created:
+        return "created" if cluster._starting is None else "starting"
+    if cluster.status != Status.closed or cluster._lasted is None:
+        return str(cluster.status.name)
+    used = cluster._read_usage().total
+    noun = f"session{'s' * (used.sessions != 1)}"
+    return f"closed after {span(cluster._lasted)}; {used.sessions} {noun}, {used.vcpu_hours:.2f} vCPU hours"
+
+
+def _scheduler_words(cluster: Any) -> str:
+    sessions = [session for session in cluster.sessions if session.role == "scheduler"]
+    if not sessions:
+        return ""
+    [session] = sessions
+    if session.waits_for is not None:
+        return f"scheduler {waiting(session.waits_for)}"
+    if not cluster._place.number or not cluster._remote.connected:
+        return ""
+    return f"scheduler restarted {span(session.age)} ago"
 
 
 class StartDisplay:

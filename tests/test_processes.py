@@ -78,7 +78,7 @@ def make_worker(api, folder):
 
     def make_worker(name="mine-0", address="tcp://10.0.0.1:8786", **options):
         options = read(**options)
-        return CMLWorker(api, options, plan_worker(options, Place(folder), name, address))
+        return CMLWorker(address, name, api=api, options=options, place=Place(folder))
 
     return make_worker
 

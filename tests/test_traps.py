@@ -15,18 +15,11 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, LaunchRefused
 from dask_cml.options import Options, state_directory
-from dask_cml.sessions.plan import Place, plan_worker
+from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
 
 pytestmark = pytest.mark.usefixtures("light")
-
-
-class PlainWorker(CMLWorker):
-    """A worker with the arguments that the base class passes."""
-
-    def __init__(self, scheduler, *, name, api, options, place):
-        super().__init__(api, options, plan_worker(options, place, name, scheduler))
 
 
 class PlainCluster(SpecCluster):
@@ -39,7 +32,7 @@ class PlainCluster(SpecCluster):
         self._api = WorkersAPI(module)
         self.options = options
         shared = {"api": self._api, "options": options, "place": Place(folder)}
-        worker = {"cls": PlainWorker, "options": shared}
+        worker = {"cls": CMLWorker, "options": shared}
         if options.processes > 1:
             worker["group"] = [f"-{i}" for i in range(options.processes)]
         super().__init__(

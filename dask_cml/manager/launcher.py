@@ -20,7 +20,7 @@ from dask_cml.records.operations import left_for_user
 from dask_cml.records.record import Record
 from dask_cml.sessions import tls
 from dask_cml.sessions.answers import CallFailed
-from dask_cml.sessions.plan import Place, plan_worker
+from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.session_logs import log_path
@@ -200,7 +200,7 @@ class Launcher:
         """Return a worker with this name that is not launched yet."""
         address = None if self.scheduler is None else self.scheduler.address
         options = self._fleet.options_of(self._fleet.group_of(name))
-        return CMLWorker(self.api, options, plan_worker(options, self.place, name, address))
+        return CMLWorker(address, name, api=self.api, options=options, place=self.place)
 
     def plans(self) -> str:
         """Return the plans of the scheduler's session and of the next session of each worker group."""

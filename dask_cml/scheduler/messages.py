@@ -35,6 +35,7 @@ Texts = Annotated[Mapping[Text, Text], Meta(max_length=MOST_SESSIONS)]
 Wishes = Mapping[Group, Number]
 #: Checked one by one, so that an invalid one refuses no other.
 Operations = Annotated[Sequence[Any], Meta(max_length=MOST_SESSIONS)]
+Events = Annotated[Sequence[Mapping[Text, Text]], Meta(max_length=MOST_SESSIONS)]
 #: Options for JSON.
 Options = Mapping[Any, Any]
 

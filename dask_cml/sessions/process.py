@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from typing import Any
 from urllib.parse import quote
 
 from dask_cml.cancellation import first_of
@@ -17,7 +18,7 @@ from dask_cml.options import Options
 from dask_cml.private_files import read_file
 from dask_cml.protocol import HELLO
 from dask_cml.sessions import tls
-from dask_cml.sessions.plan import Place, plan_scheduler
+from dask_cml.sessions.plan import Place, plan_scheduler, plan_worker
 from dask_cml.sessions.session import CMLProcess
 from dask_cml.sessions.workers_api import WorkersAPI
 
@@ -142,9 +143,55 @@ class CMLScheduler(CMLProcess):
 
 
 class CMLWorker(CMLProcess):
-    """A Dask worker, or several in one session."""
+    """A Dask worker, or several in one session.
+
+    Parameters
+    ----------
+    scheduler : str or None
+        The scheduler's address. None: it is unknown yet, and the worker reads it from the scheduler's file.
+    name : str
+        The name of the session, and of its Dask worker.
+    api : WorkersAPI
+        Launches and stops the session.
+    options : Options
+        The options of the worker's group.
+    place : Place
+        The cluster's folder and keys, and the number of its scheduler.
+    **own
+        Options that differ from those of the group, such as ``memory="16 GiB"``.
+
+    Attributes
+    ----------
+    seen : set of str
+        The names of its Dask workers that have been connected.
+    has_arrived : bool
+        Whether all of them have been connected at once.
+    gone_since : float or None
+        Since when a Dask worker has been missing, after all have been connected.
+    retiring_since : float or None
+        Since when it moves its data to others.
+    retired : bool
+        Whether its session can be stopped.
+    stays : set of str or None
+        If no other worker could take its data: the other Dask workers that were there.
+    logged : str or None
+        What the scheduler's log of events says of its session.
+    """
 
     role = "worker"
+
+    def __init__(
+        self, scheduler: str | None, name: str, *, api: WorkersAPI, options: Options, place: Place, **own: Any
+    ) -> None:
+        options = options.of_group(own) if own else options
+        super().__init__(api, options, plan_worker(options, place, name, scheduler))
+        self.seen: set[str] = set()
+        self.has_arrived = False
+        self.gone_since: float | None = None
+        self.retiring_since: float | None = None
+        self.retired = False
+        self.stays: set[str] | None = None
+        self.logged: str | None = None
 
     @property
     def dask_names(self) -> list[str]:

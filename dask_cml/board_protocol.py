@@ -1,0 +1,30 @@
+"""The protocol between the scheduler's plugin and its watchers: its version, and the names of its handlers."""
+
+from __future__ import annotations
+
+#: Watchers and plugins of another version leave each other alone.
+PROTOCOL = 7
+
+#: Asks which cluster a scheduler belongs to.
+HELLO = "cml_hello"
+#: Returns the board when it changes. The comm's end is the watcher's end.
+WATCH = "cml_watch"
+#: Writes on the board, see :class:`dask_cml.scheduler.board.Board`.
+SET = "cml_set"
+#: Writes what the keeper says of the sessions.
+REPORT = "cml_report"
+#: Takes the keeper's lease, or gives it back.
+LEASE = "cml_lease"
+#: Asks for the known work and the workers.
+DEMAND = "cml_demand"
+#: Asks when the scheduler heard of Dask workers last, and what they hold.
+HELD = "cml_held"
+#: Asks what was known last of Dask workers that have left.
+LAST = "cml_last"
+#: Tells the scheduler that the platform is about to stop the session of some Dask workers.
+NOTICE = "cml_notice"
+#: Asks for the dashboard. After the answer ``{"status": "OK"}``, the connection carries HTTP.
+FORWARD = "cml_forward"
+
+#: The topic of the cluster's events in ``Client.get_events``.
+TOPIC = "cml"

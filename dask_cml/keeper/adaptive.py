@@ -1,0 +1,277 @@
+"""Adaptive scaling of a worker group by the tasks that need it, with sessions that start slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from statistics import fmean
+from time import monotonic
+from typing import Any
+
+import dask.config
+from dask.utils import parse_timedelta
+from distributed.deploy.adaptive import Adaptive
+from tornado.ioloop import PeriodicCallback
+
+from dask_cml.errors import CMLError
+from dask_cml.keeper.policy import sessions_wanted
+from dask_cml.naming import DEFAULT_GROUP, session_name
+from dask_cml.output import Logger
+
+logger = Logger(__name__)
+
+_LAST_STARTS = 20
+
+
+class _Lull:
+    """Pauses without any work.
+
+    Attributes
+    ----------
+    looks : int
+        Number of looks in a row that found no work.
+    last : float
+        Duration of the last pause that has ended, in seconds. Infinite if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.looks, self.last = 0, math.inf
+        # The time before the first work does not count as a pause.
+        self._since = -math.inf
+        self._worked = False
+
+    def look(self, has_work: bool, now: float) -> None:
+        """Record whether work exists now."""
+        if has_work:
+            if self.looks:
+                self.last = now - self._since
+            self.looks, self._worked = 0, True
+        else:
+            if not self.looks and self._worked:
+                self._since = now
+            self.looks += 1
+
+
+class CMLAdaptive(Adaptive):
+    """Dask's Adaptive for resources, and for sessions that take seconds to minutes to start.
+
+    It scales one worker group by the tasks that need it: those that ask for its resources, or those that ask
+    for none. It counts worker sessions, not their Dask workers, and so do ``minimum`` and ``maximum``. Its
+    decisions depend on the *start time* of a session: from its launch until its Dask worker connects. It
+    takes the start time from the scheduler's session at first, and then from the group's own sessions.
+
+    - It launches as many sessions as are needed to finish the known work within a time span after their
+      start. Present and starting sessions work until then, so it launches nothing for work that will be done
+      before.
+    - The time span is ``target_duration``, or a quarter of the start time if that is longer. With more than
+      ``minimum`` sessions, an additional session must be worth its start. The time span is then
+      ``target_duration`` plus half of the start time, or at least twice ``target_duration``.
+    - It closes no starting session while work waits. When work decreases, it keeps unneeded sessions for
+      ``wait_count`` times ``interval`` plus the start time.
+    - Without any work, it keeps them for ``wait_count`` times ``interval`` only, unless the last such pause
+      was shorter than the start time.
+
+    The process that keeps the cluster adapts it. Elsewhere, this object only says between which limits.
+
+    Parameters
+    ----------
+    cluster : dask_cml.CMLCluster
+        The cluster.
+    worker_group : str
+        The worker group to scale. Default: the default group.
+    interval : str, float or timedelta, optional
+        Time between two looks. Default: ``distributed.adaptive.interval``.
+    **kwargs
+        Arguments of :class:`distributed.deploy.Adaptive`, with its defaults.
+
+    Examples
+    --------
+    >>> adaptive = cluster.adapt(minimum=1, maximum=10)
+    """
+
+    cluster: Any
+
+    def __init__(
+        self,
+        cluster: Any,
+        *,
+        worker_group: str = DEFAULT_GROUP,
+        interval: str | float | timedelta | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._group = worker_group
+        self._released = False
+        # Without an interval, Dask's class does not start before the cluster does.
+        super().__init__(cluster, interval=0, **kwargs)
+        if interval is None:
+            interval = dask.config.get("distributed.adaptive.interval")
+        self.interval = parse_timedelta(interval, "seconds")
+        self._lull = _Lull()
+        self._least_wait_count = self.wait_count
+        self._starts: deque[float] = deque(maxlen=_LAST_STARTS)
+        self._seen: set[str] | None = None
+        self._busy = 0
+        self._borrowed: list[str] = []
+
+    def __repr__(self) -> str:
+        limits = f"minimum={self.minimum}, maximum={self.maximum}"
+        return f"CMLAdaptive({self.cluster.name!r}, worker_group={self._group!r}, {limits})"
+
+    @classmethod
+    def of(cls, cluster: Any, group: str, limits: Mapping[str, Any]) -> CMLAdaptive:
+        """Return the adaptive scaling of a group between the limits on the board."""
+        return cls(cluster, worker_group=group, **limits)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The limits for the board, see :class:`dask_cml.scheduler.board.Limits`."""
+        return {
+            "minimum": int(self.minimum),
+            "maximum": int(self.maximum),
+            "interval": self.interval,
+            "wait_count": self._least_wait_count,
+            "target_duration": self.target_duration,
+        }
+
+    # -- begin and end
+
+    def begin(self) -> None:
+        """Look regularly from now on, in the event loop of the process that keeps the cluster."""
+        if self.interval and self.periodic_callback is None and not self._released:
+            self.periodic_callback = PeriodicCallback(self._look, self.interval * 1000)
+            self.periodic_callback.start()
+            self.state = "running"
+
+    async def _look(self) -> None:
+        try:
+            await self.adapt()
+        except Exception:
+            logger.warning("Adaptive scaling of cluster %s failed", self.cluster.name, exc_info=True)
+
+    def release(self) -> None:
+        """Look no more, because something else scales the group."""
+        self._released = True
+        if self.periodic_callback is not None:
+            self.periodic_callback.stop()
+        self.periodic_callback = None
+        self.state = "stopped"
+
+    def stop(self, reason: str = "unknown") -> None:
+        """Stop adaptive scaling. The cluster keeps its current number of workers.
+
+        Parameters
+        ----------
+        reason : str
+            The reason, for Dask's log.
+        """
+        if not self._released:
+            self.release()
+            self.cluster.stop_adapting(self._group)
+
+    def __del__(self) -> None:
+        if getattr(self, "periodic_callback", None) is not None:
+            self.release()
+
+    # -- for Dask's AdaptiveCore
+
+    async def adapt(self) -> None:
+        """Look at the work and scale, if this process keeps the cluster."""
+        if self.cluster.keeps and not self._released:
+            await super().adapt()
+
+    @property
+    def plan(self) -> set[Any]:
+        """The wanted sessions."""
+        groups = self.cluster.groups
+        if self._group not in groups:
+            return set()
+        return {*groups.workers(self._group)[: groups.target(self._group)]}
+
+    # Sessions that are not launched yet are closed like starting ones.
+    requested = plan
+
+    @property
+    def observed(self) -> set[Any]:
+        """The wanted sessions of which a Dask worker is connected."""
+        keeper = self.cluster.keeper
+        return keeper.arrived(self._group) if keeper is not None else set()
+
+    @property
+    def start_time(self) -> float:
+        """The start time of a session, in seconds. 0 if none has started yet."""
+        if self._starts:
+            return fmean(self._starts)
+        return getattr(self.cluster.scheduler, "start_time", None) or 0.0
+
+    async def target(self) -> int:
+        """Return how many sessions the known work needs."""
+        # Groups that adapt share one answer.
+        snapshot = await self.cluster.keeper.snapshot(max_age=(self.interval or 0.0) / 2)
+        arrived, workers, now = self.observed, self.cluster.workers, monotonic()
+        self._learn(arrived, now)
+        start = self.start_time
+        self._lull.look(snapshot.has_work(self._group), now)
+        if self.interval:
+            soon = self._lull.looks < self._least_wait_count or self._lull.last <= start
+            self.wait_count = self._least_wait_count + (math.ceil(start / self.interval) if soon else 0)
+        self._busy = snapshot.supply(self._group).busy
+        numbers = snapshot.lent(self._group)
+        self._borrowed = [session_name(self.cluster.options.name, self._group, number) for number in numbers]
+        plan = self.plan
+        launched = [workers[name].launched_at for name in plan - arrived if name in workers]
+        return sessions_wanted(
+            snapshot,
+            self._group,
+            arrived=len(arrived),
+            planned=len(plan),
+            underway=[now - at for at in launched if at is not None],
+            start_time=start,
+            target_duration=self.target_duration,
+            minimum=self.minimum,
+        )
+
+    async def safe_target(self) -> int:
+        """Return the target within its bounds, the site's limits, and what the quota allowed lately."""
+        try:
+            target = await super().safe_target()
+        except (OSError, asyncio.TimeoutError, CMLError) as error:
+            logger.warning("Adaptive scaling got no answer from the scheduler: %r", error)
+            return len(self.plan)
+        if self._group not in self.cluster.groups or not self.cluster.keeps:
+            return len(self.plan)
+        return int(self.cluster.keeper.affordable(target, self._group))
+
+    def _learn(self, arrived: set[str], now: float) -> None:
+        """Learn how long sessions took from their launch until they connected."""
+        for name in arrived - (arrived if self._seen is None else self._seen):
+            worker = self.cluster.workers.get(name)
+            if worker is not None and worker.launched_at is not None and not worker.adopted:
+                self._starts.append(now - worker.launched_at)
+        self._seen = arrived
+
+    async def workers_to_close(self, target: int) -> list[str]:
+        """Return the sessions to close so that `target` remain."""
+        plan, more = self.plan, self._workers_to_close_kwargs
+        n = len(plan) - target
+        # The scheduler does not know which busy sessions run another group's tasks. Close idle ones first.
+        idle = max(0, len(plan) - self._busy)
+        borrowed = [name for name in self._borrowed if name in plan][: max(0, n - idle)]
+        chosen = await self.cluster.keeper.choose(
+            self._group, n - len(borrowed), worker_key=self.worker_key, **more
+        )
+        return [*dict.fromkeys([*borrowed, *chosen])]
+
+    async def scale_up(self, n: int) -> None:  # type: ignore[override]  # as in Adaptive
+        """Scale to `n` sessions."""
+        if self.cluster.keeps and not self._released:
+            self.cluster.groups.resize(self._group, n, ())
+            self.cluster.keeper.woken.set()
+
+    async def scale_down(self, workers: list[str]) -> None:  # type: ignore[override]  # as in Adaptive
+        """Close these sessions after moving their data to others."""
+        if self.cluster.keeps and not self._released:
+            self.cluster.groups.drop(workers)
+            self.cluster.keeper.woken.set()

@@ -1,0 +1,176 @@
+"""The pauses of a keeper after failures, and their descriptions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from dask_cml.options import setting
+from dask_cml.options.limits import describe
+from dask_cml.sessions.causes import Cause, Loss
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+#: The causes of a session's end that are no failures.
+_NO_FAILURES = (Cause.CLOSED, Cause.EVICTED)
+#: Seconds after a connection without a failure after which earlier failures do not count any more.
+_SETTLED = 30.0
+
+
+class Backoff:
+    """Counts failures in a row of one worker group, and keeps how many sessions the platform launched for it.
+
+    A user who scales the group begins with a new one.
+
+    Parameters
+    ----------
+    name : str
+        The group's name in the log, such as ``cluster mine``.
+    log : callable
+        Gets each line for the user.
+    limit : int, optional
+        Number of failures in a row after which no workers are launched. Default: ``cml.failure-limit``.
+    quota_pause : float, optional
+        Pause after a refused launch, in seconds. Default: ``cml.quota-retry``.
+
+    Examples
+    --------
+    >>> backoff = Backoff("cluster mine", print, limit=5, quota_pause=60.0)
+    >>> backoff.failed("the worker's session 1 ended", 1)
+    Worker failed: the worker's session 1 ended
+    >>> backoff.words
+    "the worker's session 1 ended"
+    >>> backoff.arrived(0.0)
+    >>> backoff.words
+    """
+
+    def __init__(
+        self,
+        name: str,
+        log: Callable[[str], None],
+        limit: int | None = None,
+        quota_pause: float | None = None,
+    ) -> None:
+        self._name = name[0].upper() + name[1:]
+        self._log = log
+        self._limit: int = setting("failure-limit") if limit is None else limit
+        self._quota_pause: float = setting("quota-retry") if quota_pause is None else quota_pause
+        self._failures, self._pauses, self._not_before = 0, 0, 0.0
+        self._arrived: float | None = None
+        #: How many sessions the platform launched when it refused one last, and when.
+        self._ceiling: tuple[int, float] | None = None
+        self._failure: str | None = None
+        self._shortage: str | None = None
+        self._told_limit = False
+
+    @property
+    def words(self) -> str | None:
+        """The problem: failures until a worker connects, or a refusal until more sessions are launched."""
+        return self._failure or self._shortage
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether no workers are launched until the group is scaled, after too many failures."""
+        return self._failures >= self._limit and not self._is_settled
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next launch. Infinite after too many failures."""
+        return float("inf") if self.gave_up else max(0.0, self._not_before - time.monotonic())
+
+    def arrived(self, now: float) -> None:
+        """Record that a worker connected."""
+        self._failure = None
+        self._arrived = now
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether no failure has followed the last connection for a while, so that earlier ones are over."""
+        return self._arrived is not None and time.monotonic() - self._arrived > _SETTLED
+
+    def lost(self, losses: Mapping[str, Loss]) -> None:
+        """Record workers that were lost together, by their names, which counts as one failure.
+
+        A worker that was closed or evicted is no failure. One that ended while it ran a task makes the next
+        launches wait, but never stops them: the scheduler gives a task up that ends several workers.
+        """
+        failures = {name: loss for name, loss in losses.items() if loss.cause not in _NO_FAILURES}
+        counts = not all(loss.of_task for loss in failures.values())
+        if failures:
+            name, loss = next(iter(failures.items()))
+            self._fail(f"worker {name} lost: {loss.words}", len(failures), counts)
+        rest = "" if self.gave_up else "; launching a replacement"
+        for name, loss in losses.items():
+            verb = "" if loss.cause in _NO_FAILURES else "lost: "
+            self._log(f"Worker {name} {verb}{loss.words}{rest}")
+        if counts:
+            self._tell_end()
+
+    def failed(self, reason: str, n: int) -> None:
+        """Record that `n` launches failed together, which counts as one failure."""
+        self._log(f"Worker failed: {reason}{_and_more(n)}")
+        self._fail(reason, n)
+        self._tell_end()
+
+    def _fail(self, reason: str, n: int, counts: bool = True) -> None:
+        if self._is_settled:
+            self._failures = self._pauses = 0
+        if counts:
+            self._failures += 1
+        self._pauses += 1
+        self._arrived = None
+        pause = min(_FIRST_PAUSE * 2 ** (self._pauses - 1), _LONGEST_PAUSE)
+        self._not_before = time.monotonic() + (pause if self._pauses > 1 else 0)
+        self._failure = f"{reason}{_and_more(n)}"
+        if counts and self.gave_up:
+            self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
+
+    def _tell_end(self) -> None:
+        if self.gave_up:
+            self._log(f"{self._name} launches {self._failure}. To try again, call cluster.scale(n)")
+
+    def refused(self, granted: int, asked: int, reason: str) -> None:
+        """Record that the platform launched only some of the requested sessions."""
+        known = self._ceiling is not None and self._ceiling[0] == granted
+        self._ceiling = (granted, time.monotonic())
+        self._shortage = f"{granted} of {asked} workers launched: {reason}"
+        if not known:
+            self._log(f"{self._name} launched {granted} of {asked} workers: {reason}")
+
+    def granted(self, n: int) -> None:
+        """Record that the platform has launched `n` sessions in total."""
+        if self._ceiling is None or n > self._ceiling[0]:
+            self._shortage = None
+
+    def limited(self, n: int, fit: int, limit: str) -> None:
+        """Record that only `fit` of `n` sessions fit into a limit of the site."""
+        if not self._told_limit:
+            self._log(f"{self._name} adapts to {fit} of {n} workers, because {describe(limit)}")
+        self._told_limit = True
+
+    def affordable(self, n: int, wanted: int, waits: Collection[float]) -> int:
+        """Return how many of `n` sessions to ask for, given how many the platform launched lately.
+
+        After ``cml.quota-retry``, ask for one more than were launched. If sessions have waited for room for
+        longer than that, ask for no more than exist.
+
+        Parameters
+        ----------
+        n : int
+            Number of sessions to launch.
+        wanted : int
+            Number of sessions that are wanted already.
+        waits : collection of float
+            How long queued sessions have waited for room, in seconds.
+        """
+        if any(waited > self._quota_pause for waited in waits):
+            n = min(n, wanted)
+        if self._ceiling is None:
+            return n
+        granted, since = self._ceiling
+        if time.monotonic() - since > self._quota_pause:
+            granted += 1
+        return min(n, granted)
+
+
+def _and_more(n: int) -> str:
+    return f" (and {n - 1} more)" if n > 1 else ""

@@ -1,0 +1,230 @@
+"""The wanted workers of all worker groups, in the dictionary of SpecCluster."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from distributed.deploy.spec import SpecCluster
+
+from dask_cml.checks import message
+from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
+from dask_cml.options import Options
+from dask_cml.options.limits import Sessions
+
+if TYPE_CHECKING:
+    from distributed.deploy.adaptive import Adaptive
+
+
+class Groups:
+    """The worker groups of a cluster, and which entries of its ``worker_spec`` belong to them.
+
+    Users scale from any thread, and the keeper works in the event loop: each method holds the one lock from
+    its check to its end. No method waits.
+
+    Parameters
+    ----------
+    cluster : SpecCluster
+        The cluster. Its ``new_spec`` is the spec of the default group.
+    options : Options
+        The options of the cluster, and of its default group.
+    spec : dict
+        The parts of a spec that all groups share, ``cls`` and ``options``.
+    """
+
+    def __init__(self, cluster: SpecCluster, options: Options, spec: dict[str, Any]) -> None:
+        self._cluster, self._prefix = cluster, options.name
+        self._lock = threading.RLock()
+        self._shared = spec
+        self._options = {DEFAULT_GROUP: options}
+        #: Number of workers that a group has above its target, because the scheduler has not chosen yet
+        #: which ones cost least to close.
+        self._excess: dict[str, int] = {}
+        #: The number of the next session of each group but the default one, whose number is SpecCluster's.
+        self._numbers: dict[str, int] = {}
+        #: The adaptive scaling of groups that adapt.
+        self.adaptives: dict[str, Adaptive] = {}
+
+    # -- groups
+
+    def __contains__(self, group: object) -> bool:
+        return group in self._options
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the groups, the default group first."""
+        return [*self._options]
+
+    def options(self, group: str = DEFAULT_GROUP) -> Options:
+        """Return the options of a group.
+
+        Raises
+        ------
+        ValueError
+            If the group does not exist.
+        """
+        known = self._options.get(group)
+        if known is None:
+            raise ValueError(message("worker_group", group, f"one of {', '.join(map(repr, self._options))}"))
+        return known
+
+    def add(self, group: str, options: Options) -> None:
+        """Add a group without workers, or give a group other options."""
+        with self._lock:
+            self._options[group] = options
+
+    def remove(self, group: str) -> None:
+        """Remove a group. Its workers are not wanted any more."""
+        with self._lock:
+            for name in self.workers(group):
+                self._cluster.worker_spec.pop(name, None)
+            self._options.pop(group, None)
+            self._excess.pop(group, None)
+
+    # -- specs
+
+    def spec(self, group: str) -> dict[str, Any]:
+        """Return the spec of a group's workers, in SpecCluster's form."""
+        options = self.options(group)
+        own = {"nthreads": options.nthreads, "memory": f"{options.memory!r} GiB"}
+        spec = {**self._shared, "options": {**self._shared["options"], "options": options, **own}}
+        if group != DEFAULT_GROUP:
+            spec["worker_group"] = group
+        if options.processes > 1:  # SpecCluster's suffixes of the Dask workers' names
+            spec["group"] = dask_names("", options.processes)
+        return spec
+
+    def place(self, **arguments: Any) -> None:
+        """Give workers that are not launched yet other arguments, such as another place."""
+        with self._lock:
+            self._shared = {**self._shared, "options": {**self._shared["options"], **arguments}}
+            self._cluster.new_spec = self.spec(DEFAULT_GROUP)
+            for name, spec in [*self._cluster.worker_spec.items()]:
+                own = {key: value for key, value in arguments.items() if key in spec.get("options", {})}
+                if own:
+                    self._cluster.worker_spec[name] = {**spec, "options": {**spec["options"], **own}}
+
+    def new(self, group: str) -> dict[str, Any]:
+        """Return the name and the spec of the next worker of a group."""
+        if group == DEFAULT_GROUP:
+            return self._cluster.new_worker_spec()
+        number = self._numbers.get(group, 0)
+        while (name := session_name(self._prefix, group, number)) in self._cluster.worker_spec:
+            number += 1
+        self._numbers[group] = number
+        return {name: self.spec(group)}
+
+    def given(self, name: str) -> None:
+        """Never give the name of a session again: a second session with it would exit."""
+        with self._lock:
+            found = read_name(self._prefix, name)
+            group, number = found or (DEFAULT_GROUP, -1)
+            if group != DEFAULT_GROUP:
+                self._numbers[group] = max(self._numbers.get(group, 0), number + 1)
+            elif name == self._cluster._new_worker_name(self._cluster._i):
+                self._cluster._i += 1
+            else:
+                self._cluster._i = max(self._cluster._i, number + 1)
+
+    def group_of(self, name: str) -> str:
+        """Return the group of a worker. One that is not wanted any more belongs to the group in its name."""
+        spec = self._cluster.worker_spec.get(name)
+        if spec is not None:
+            group: str = spec.get("worker_group", DEFAULT_GROUP)
+            return group
+        found = read_name(self._prefix, name)
+        return found[0] if found else DEFAULT_GROUP
+
+    # -- wanted workers
+
+    def workers(self, group: str | None = None) -> list[str]:
+        """Return the names of the wanted workers of a group, or of all, the oldest first."""
+        specs = [*self._cluster.worker_spec.items()]
+        return [name for name, spec in specs if group in (None, spec.get("worker_group", DEFAULT_GROUP))]
+
+    def target(self, group: str) -> int:
+        """Return how many workers of a group are wanted."""
+        with self._lock:
+            return max(0, len(self.workers(group)) - self._excess.get(group, 0))
+
+    def excess(self, group: str) -> int:
+        """Return how many of a group's workers are still to be chosen, to close them."""
+        with self._lock:
+            return min(self._excess.get(group, 0), len(self.workers(group)))
+
+    def others(self, group: str | None = None) -> Sessions:
+        """Return the sizes and numbers of all wanted sessions, with the scheduler's, without a group's."""
+        with self._lock:
+            return [
+                (self.options().scheduler, 1),
+                *(
+                    (options.worker, self.target(name))
+                    for name, options in self._options.items()
+                    if name != group
+                ),
+            ]
+
+    def resize(self, group: str, n: int, absent: Collection[str]) -> None:
+        """Want `n` workers of a group.
+
+        Parameters
+        ----------
+        group : str
+            The group.
+        n : int
+            Number of workers.
+        absent : collection of str
+            The names of the workers that are not connected: these go first, in this order.
+        """
+        with self._lock:
+            wanted = self.workers(group)
+            surplus = len(wanted) - n
+            for name in [name for name in absent if name in wanted][: max(0, surplus)]:
+                del self._cluster.worker_spec[name]
+                surplus -= 1
+            self._excess[group] = max(0, surplus)
+            if surplus < 0 and group == DEFAULT_GROUP:
+                SpecCluster.scale(self._cluster, len(self._cluster.worker_spec) - surplus)
+                return
+            for _ in range(-surplus):
+                self._cluster.worker_spec.update(self.new(group))
+
+    def close(self, group: str, names: Iterable[str]) -> None:
+        """Want the workers no longer that the scheduler has chosen, as many as there are too many."""
+        with self._lock:
+            wanted, excess = {*self.workers(group)}, self.excess(group)
+            chosen = [name for name in names if name in wanted][:excess]
+            for name in chosen:
+                del self._cluster.worker_spec[name]
+            self._excess[group] = excess - len(chosen)
+
+    def replace(self, name: str) -> bool:
+        """Want another worker instead of a lost one. Return False if it was not wanted any more."""
+        with self._lock:
+            group = self.group_of(name)
+            if self._cluster.worker_spec.pop(name, None) is None:
+                return False
+            if self._excess.get(group, 0) > 0:  # one had to go anyway
+                self._excess[group] -= 1
+            else:
+                self.given(name)
+                self._cluster.worker_spec.update(self.new(group))
+            return True
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Want workers no longer that the platform has refused, or that a user has closed."""
+        with self._lock:
+            for name in names:
+                self._cluster.worker_spec.pop(name, None)
+
+    def renew(self) -> None:
+        """Want as many workers of each group under new names, because another scheduler begins."""
+        with self._lock:
+            targets = {group: self.target(group) for group in self._options}
+            for name in self.workers():
+                self.given(name)
+                del self._cluster.worker_spec[name]
+            self._excess.clear()
+            for group, n in targets.items():
+                self.resize(group, n, ())

@@ -1,0 +1,123 @@
+"""Writes into a cluster's record which sessions its keeper has launched, and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from dask_cml.cancellation import to_the_end
+from dask_cml.checks import is_session_id
+from dask_cml.errors import CMLError, NoSuchCluster
+from dask_cml.layout import SCHEDULER
+from dask_cml.output import Logger
+from dask_cml.records import store
+from dask_cml.records.record import Record
+from dask_cml.sessions.answers import moment
+from dask_cml.sessions.entry import Launch, fact
+from dask_cml.sessions.here import this_owner
+from dask_cml.sessions.plan import SessionPlan
+from dask_cml.sessions.process import CMLScheduler
+from dask_cml.sessions.session import CMLProcess
+from dask_cml.sessions.workers_api import WorkersAPI
+
+logger = Logger(__name__)
+
+
+class Journal:
+    """Enters the sessions of a keeper into the cluster's record as soon as their ids are known.
+
+    Parameters
+    ----------
+    api : WorkersAPI
+        Knows all sessions that this process has launched or adopted, and has stopped.
+    record : Record
+        The cluster's record.
+
+    Attributes
+    ----------
+    gone : bool
+        Whether the record did not exist any more at the last write, because another process deleted the
+        cluster.
+    """
+
+    def __init__(self, api: WorkersAPI, record: Record) -> None:
+        self.gone = False
+        self._api = api
+        self._record = record
+        self._written = {*record.launches}
+        self._waiting = {launch.id for launch in record.launches.values() if launch.waits}
+        #: Why and when sessions ended by themselves, by their ids.
+        self._ends: dict[str, tuple[int | None, str]] = {}
+        self._lock = asyncio.Lock()
+
+    async def write(self, processes: Iterable[CMLProcess]) -> None:
+        """Write what has changed. Log errors; the next call tries again.
+
+        Callers that wait for each other share one write.
+
+        Parameters
+        ----------
+        processes : iterable of CMLProcess
+            The scheduler and the workers.
+        """
+        try:
+            async with self._lock:
+                await self._write({str(process.session_id): process for process in processes})
+            self.gone = False
+        except NoSuchCluster:
+            self.gone = True
+            logger.info(
+                "Record of cluster %s removed: another process deletes the cluster", self._record.name
+            )
+        except (OSError, CMLError) as error:
+            logger.warning("Record of cluster %s not written: %s", self._record.name, error)
+
+    async def _write(self, processes: dict[str, CMLProcess]) -> None:
+        sessions, now = self._api.named_sessions(), int(time.time())
+        new = {session: name for session, name in sessions.items() if session not in self._written}
+        launched = [self._launch(session, name, processes.get(session)) for session, name in new.items()]
+        waiting = {session for session, process in processes.items() if process.waits_for is not None}
+        begun = {
+            session
+            for session in self._waiting & processes.keys()
+            if processes[session].is_listed and not processes[session].is_scheduling
+        }
+        for session, process in processes.items():
+            if process.loss is not None or moment(process.info, "finished_at") is not None:
+                self._ends[session] = _end_of(process)
+        stopped = {*self._api.stopped}
+        facts = [fact(session, "waits") for session in (waiting & sessions.keys()) - self._waiting]
+        facts += [fact(session, "began", now) for session in begun]
+        for session in stopped:
+            ended, cause = self._ends.get(session, (None, ""))
+            facts.append(fact(session, "ended", now if ended is None else min(now, ended), cause))
+        if launched or facts:
+            # A cancellation waits: later facts must not be written before these.
+            name, id = self._record.name, self._record.id
+            await to_the_end(store.write_sessions, launched, facts, name, id=id)
+        self._waiting = (self._waiting | (waiting & sessions.keys())) - begun - stopped
+        self._written = (self._written | new.keys()) - stopped
+        # A late answer of the platform may enter a stopped session once more; then it is stopped again.
+        self._api.stopped.difference_update(stopped)
+        for session in stopped:
+            self._ends.pop(session, None)
+
+    def _launch(self, session: str, name: str, process: CMLProcess | None) -> Launch:
+        """Return how a session was launched. Without a process, it is the engine of a refused launch."""
+        owner = this_owner() if process is None else process.owner
+        launched = time.time() if process is None else process.since.timestamp()
+        plan: SessionPlan | None = None if process is None else process.plan
+        return Launch(
+            id=session,
+            key=SCHEDULER if isinstance(process, CMLScheduler) else name,
+            owner=owner if is_session_id(owner) else None,
+            launched=int(launched),
+            size=None if plan is None else plan.size,
+        )
+
+
+def _end_of(process: CMLProcess) -> tuple[int | None, str]:
+    """Return when a session ended, by the platform, and the cause if nobody asked for it."""
+    finished = moment(process.info, "finished_at")
+    return None if finished is None else int(finished.timestamp()), (process.loss or "").replace(" ", "-")

@@ -1,0 +1,124 @@
+"""Finds the workers that were lost, and why."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import dask.config
+from dask.utils import parse_timedelta
+
+from dask_cml import board_protocol as protocol
+from dask_cml.errors import CMLError
+from dask_cml.output import Logger
+from dask_cml.remote import NO_ANSWER, Remote
+from dask_cml.sessions.answers import SessionInfo
+from dask_cml.sessions.causes import Cause, Loss, find_cause
+from dask_cml.sessions.process import CMLWorker
+
+logger = Logger(__name__)
+
+
+class SchedulerLost(Exception):
+    """The scheduler does not answer any more. The message says why, as a clause.
+
+    Parameters
+    ----------
+    why : str
+        The reason.
+    over : bool
+        Whether the cluster was ended on purpose, or cannot be kept from here. Otherwise, another scheduler
+        may replace the lost one.
+    ended : bool
+        Whether its session has ended. Otherwise, nothing says whether it still runs.
+    """
+
+    def __init__(self, why: str, *, over: bool = False, ended: bool = True) -> None:
+        super().__init__(why)
+        self.over = over
+        self.ended = ended
+
+
+def noticed(workers: Collection[CMLWorker], leaving: Collection[str]) -> dict[str, Loss]:
+    """Return the workers whose session the platform is about to stop, by its notice."""
+    return {
+        worker.name: Loss(Cause.EVICTED, "evicted, with notice")
+        for worker in workers
+        if any(name in leaving for name in worker.dask_names)
+    }
+
+
+def missing(workers: Collection[CMLWorker], connected: Collection[str]) -> list[CMLWorker]:
+    """Note which Dask workers are connected now, and return the workers that lack one."""
+    found, now = [], time.monotonic()
+    for worker in workers:
+        there = {name for name in worker.dask_names if name in connected}
+        worker.seen |= there
+        is_complete = len(there) == len(worker.dask_names)
+        is_gone = not is_complete and len(worker.seen) == len(worker.dask_names)
+        worker.gone_since = (worker.gone_since or now) if is_gone else None
+        if not is_complete:
+            found.append(worker)
+    return found
+
+
+async def find_losses(
+    workers: Collection[CMLWorker], listing: Mapping[str, SessionInfo], remote: Remote
+) -> dict[str, Loss]:
+    """Return why workers that lack a Dask worker are lost, by their names. Others may still connect.
+
+    Parameters
+    ----------
+    workers : collection of CMLWorker
+        The result of :func:`missing`.
+    listing : mapping
+        The platform's list of sessions.
+    remote : Remote
+        Asks the scheduler what it knew last of them.
+    """
+    lost = [worker for worker in workers if worker.update(listing) or worker.was_closed or _is_late(worker)]
+    last: dict[str, Any] = {}
+    if lost:
+        names = [name for worker in lost for name in worker.dask_names]
+        with contextlib.suppress(*NO_ANSWER, CMLError):
+            last = await remote.ask(protocol.LAST, names=names)
+    causes = await asyncio.gather(*(_cause(worker, listing, last) for worker in lost))
+    return {worker.name: cause for worker, cause in zip(lost, causes, strict=True)}
+
+
+def _is_late(worker: CMLWorker) -> bool:
+    """Return whether a session runs, and its Dask workers have been gone or have not connected for too long."""
+    if worker.gone_since is not None:
+        return time.monotonic() - worker.gone_since > _patience()
+    return worker.runs_for > worker.options.worker_timeout
+
+
+def _patience() -> float:
+    """Return for how long a Dask worker may be gone whose session runs, in seconds."""
+    return float(parse_timedelta(dask.config.get("distributed.deploy.lost-worker-timeout")))
+
+
+async def _cause(worker: CMLWorker, listing: Mapping[str, SessionInfo], last: Mapping[str, Any]) -> Loss:
+    gone = None
+    if not (worker.update(listing) or worker.was_closed):
+        if worker.gone_since is None:
+            limit = worker.options.worker_timeout
+            return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")
+        gone = f"a Dask worker has been gone for {_patience():g} s, but its session runs"
+    # Of several Dask workers of a session, the one that ran tasks counts.
+    known = [last[name] for name in worker.dask_names if name in last]
+    known.sort(key=lambda about: not about["tasks"])
+    # A session that succeeds after it was connected was closed on purpose, for example by a client.
+    closed = worker.was_closed or (bool(worker.seen) and worker.info.get("status") == "succeeded")
+    return find_cause(
+        known[0] if known else None,
+        await worker.last_lines() if gone is None else [],
+        connected=bool(worker.seen),
+        noticed=any(about["noticed"] for about in known),
+        closed=closed,
+        said=worker.reported if gone is None else "running",
+        gone=gone,
+    )

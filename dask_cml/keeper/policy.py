@@ -1,0 +1,288 @@
+"""The number of sessions that each worker group needs for the known work, as functions of a snapshot.
+
+Tasks with the same needs scale up one group, the one that offers the least beyond their needs. So tasks that
+need no GPU launch no sessions with GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dask_cml.scheduler.demand import Work, slots
+
+#: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
+#: The remaining workers must have a limit of this many times the managed bytes.
+_FULL, _MEMORY_RATIO = 0.6, 2
+#: The least work that makes a session worth its launch, in start times: of the first sessions, and in
+#: addition to ``target_duration`` of further ones, because the first ones work meanwhile.
+_FIRST, _MORE = 0.25, 0.5
+#: Tolerance for rounding errors.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Supply:
+    """The size and the state of a worker group.
+
+    Parameters
+    ----------
+    name : str
+        The group's name.
+    processes : int
+        Number of Dask workers in a session.
+    nthreads : int
+        Number of threads in a session, of all its Dask workers together.
+    resources : mapping of str to float
+        Resources of a session. Its Dask workers share them evenly.
+    adapts : bool
+        Whether the group scales with the work.
+    target : int
+        Number of requested sessions.
+    sessions : int
+        Number of sessions that the scheduler knows.
+    busy : int
+        Number of these sessions that process tasks.
+    lent : sequence of int
+        The numbers of busy sessions that only process tasks without needs, and would lose little.
+    full : int
+        Number of sessions that run nothing, because their memory and their disk are full.
+    managed : int
+        Number of bytes that these sessions hold.
+    limit : int
+        Number of bytes that these sessions may hold.
+    """
+
+    name: str
+    processes: int = 1
+    nthreads: int = 1
+    resources: Mapping[str, float] = field(default_factory=dict)
+    adapts: bool = False
+    target: int = 0
+    sessions: int = 0
+    busy: int = 0
+    lent: Sequence[int] = ()
+    full: int = 0
+    managed: int = 0
+    limit: int = 0
+
+    def slots(self, needs: Mapping[str, float]) -> int:
+        """Return how many tasks with these needs a session runs at once. Return 0 if it can run none."""
+        share = {name: offered / self.processes for name, offered in self.resources.items()}
+        return slots(self.nthreads // self.processes, share, needs.items()) * self.processes
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of the scheduler and the fleet at one moment.
+
+    Parameters
+    ----------
+    work : sequence of Work
+        The tasks, by their needs.
+    supplies : sequence of Supply
+        The worker groups, the default group first.
+    restricted : mapping
+        For the names of workers of which none is connected, the number of tasks that only they may run.
+    """
+
+    work: Sequence[Work] = ()
+    supplies: Sequence[Supply] = ()
+    restricted: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any], supplies: Iterable[Supply]) -> Snapshot:
+        """Return the snapshot of a scheduler's answer, see ``known_demand``, and of the groups without it."""
+        return cls(
+            work=[Work(**work) for work in answer["work"]],
+            supplies=[replace(supply, **answer["groups"].get(supply.name, {})) for supply in supplies],
+            restricted={tuple(task["names"]): task["tasks"] for task in answer["restricted"]},
+        )
+
+    def supply(self, group: str) -> Supply:
+        """Return the supply of a group. It is empty if the group does not exist."""
+        return next((each for each in self.supplies if each.name == group), Supply(group))
+
+    def work_of(self, group: str) -> list[Work]:
+        """Return the work that scales up a group."""
+        return [work for work in self.work if self._group_for(work.resources) == group]
+
+    def lent(self, group: str) -> Sequence[int]:
+        """Return the numbers of the sessions that only process tasks of another group."""
+        home = self._group_for({})
+        return self.supply(group).lent if home not in (group, None) and self.supply(home).sessions else ()
+
+    def engaged(self, group: str) -> int:
+        """Return how many sessions are needed because they are busy."""
+        return self.supply(group).busy - len(self.lent(group))
+
+    def has_work(self, group: str) -> bool:
+        """Return whether a group has work, or processes any."""
+        return bool(self.work_of(group) or self.engaged(group))
+
+    def able(self, needs: Mapping[str, float]) -> list[Supply]:
+        """Return the groups that can run tasks with these needs, the one that fits best first."""
+        able = [each for each in self.supplies if each.slots(needs)]
+        return sorted(able, key=lambda each: _excess(each, needs))
+
+    def _group_for(self, needs: Mapping[str, float]) -> str | None:
+        """Return the group that tasks with these needs scale up. Return None if no group can run them."""
+        return next((each.name for each in self.able(needs) if each.adapts or each.target), None)
+
+
+def _excess(supply: Supply, needs: Mapping[str, float]) -> tuple[int, bool, float]:
+    """Return how badly a group fits needs: it offers other resources, has a fixed size, or offers more."""
+    others = sum(name not in needs for name, offered in supply.resources.items() if offered)
+    more = sum(supply.resources.get(name, 0.0) - need for name, need in needs.items())
+    return others, not supply.adapts, more
+
+
+def sessions_to_finish(supply: Supply, work: Iterable[Work], duration: float) -> int:
+    """Return how many sessions finish the work within a duration. Each of them has something to do.
+
+    Parameters
+    ----------
+    supply : Supply
+        A group that can run the work.
+    work : iterable of Work
+        The work.
+    duration : float
+        The duration, in seconds.
+
+    Examples
+    --------
+    >>> supply = Supply("gpu", nthreads=4, resources={"GPU": 2})
+    >>> sessions_to_finish(supply, [Work({"GPU": 1}, tasks=12, seconds=600)], 10)
+    6
+    """
+    #: Tasks that run at the same time: by each need, and in total by threads and by resources.
+    at_once = [(each, min(each.tasks, each.seconds / duration)) for each in work]
+    # No other task can use the remainder of a Dask worker's share.
+    sessions = [n / supply.slots(each.resources) for each, n in at_once]
+    sessions.append(sum(n for _, n in at_once) / supply.slots({}))
+    for name, offered in supply.resources.items():
+        if offered > 0:
+            sessions.append(sum(n * each.resources.get(name, 0.0) for each, n in at_once) / offered)
+    # Any work needs a session, however short it is.
+    return max(math.ceil(max(sessions) - _ROUNDING), any(each.tasks for each, _ in at_once))
+
+
+def sessions_wanted(
+    snapshot: Snapshot,
+    group: str,
+    *,
+    arrived: int,
+    planned: int,
+    underway: Collection[float],
+    start_time: float,
+    target_duration: float,
+    minimum: int = 0,
+) -> int:
+    """Return how many sessions a group should have, given the start time of a session.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+        The tasks and the groups.
+    group : str
+        The name of a group that adapts.
+    arrived : int
+        Number of wanted sessions that are connected.
+    planned : int
+        Number of all wanted sessions.
+    underway : collection of float
+        For each launched session that is not connected, the time since its launch, in seconds.
+    start_time : float
+        Time from a launch until the session is connected, in seconds.
+    target_duration : float
+        Time within which the work should be finished, in seconds.
+    minimum : int
+        Minimum number of sessions. These need not be worth their start.
+    """
+    if planned <= minimum:
+        duration = max(target_duration, _FIRST * start_time)
+    else:
+        duration = target_duration + max(target_duration, _MORE * start_time)
+    useful = _useful_sessions(snapshot, group, duration, arrived)
+    if useful <= arrived:
+        return useful
+    # Present sessions, and those that start before a session launched now, do some of the work.
+    working = max(0, arrived - snapshot.supply(group).full)
+    done_meanwhile = working * start_time + sum(min(age, start_time) for age in underway)
+    needed = useful - math.ceil(done_meanwhile / duration)
+    # The number of sessions never exceeds that of tasks. This is for a few long tasks.
+    needed = max(needed, _useful_sessions(snapshot, group, start_time + duration, arrived))
+    return max(planned, min(useful, needed))
+
+
+def _useful_sessions(snapshot: Snapshot, group: str, duration: float, arrived: int) -> int:
+    """Return how many sessions finish the work of a group in time, and can hold the group's data."""
+    supply = snapshot.supply(group)
+    useful = sessions_to_finish(supply, snapshot.work_of(group), duration)
+    if useful:
+        useful += supply.full
+    if supply.managed > _FULL * supply.limit > 0:
+        useful = max(useful, 2 * supply.sessions)
+    # The scheduler also counts sessions that are no longer wanted, until they have ended.
+    return max(useful, min(arrived, _sessions_to_keep(snapshot, group)))
+
+
+def _sessions_to_keep(snapshot: Snapshot, group: str) -> int:
+    """Return how many sessions of a group must be kept, for their tasks or for their data."""
+    held: float = _MEMORY_RATIO * sum(each.managed for each in snapshot.supplies)
+    # All groups must find the same in this snapshot, so that no two of them count on the same memory.
+    for each in sorted(snapshot.supplies, key=lambda each: each.adapts):
+        stay = each.sessions
+        if each.adapts and held <= 0:
+            stay = 0
+        elif each.adapts and each.limit:
+            stay = min(stay, math.ceil(held * each.sessions / each.limit))
+        if each.name == group:
+            return max(stay, snapshot.engaged(group))
+        held -= each.limit * stay / (each.sessions or 1)
+    return 0
+
+
+def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
+    """Return descriptions of the tasks that no present or future worker can run, by their reasons.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+        The tasks and the groups.
+    expected : collection of str
+        The names and addresses of all wanted workers.
+
+    Examples
+    --------
+    >>> snapshot = Snapshot([Work({"FPGA": 1}, tasks=3, seconds=1.5, unrunnable=3)], [Supply("default")])
+    >>> [*unrunnable(snapshot, []).values()]
+    ['3 tasks need FPGA=1, which no worker group offers']
+    """
+    found: dict[str, str] = {}
+    for work in snapshot.work:
+        if work.unrunnable and work.resources and (why := _why_unrunnable(snapshot, work.resources)):
+            needs = ", ".join(f"{name}={need:g}" for name, need in work.resources.items())
+            n = work.unrunnable
+            found[f"{needs}{why}"] = f"{_tasks(n)} {'needs' if n == 1 else 'need'} {needs}{why}"
+    for names, n in snapshot.restricted.items():
+        if not any(name in expected for name in names):
+            to = f"restricted to {' or '.join(names)}, which the cluster does not have"
+            found[to] = f"{_tasks(n)} {'is' if n == 1 else 'are'} {to}"
+    return found
+
+
+def _why_unrunnable(snapshot: Snapshot, needs: Mapping[str, float]) -> str | None:
+    able = snapshot.able(needs)
+    if any(each.adapts or each.target for each in able):
+        return None
+    if not able:
+        return ", which no worker group offers"
+    command = f"cluster.scale(1, worker_group={able[0].name!r})"
+    return f"; worker group {able[0].name} offers it, but has no workers: call {command}"
+
+
+def _tasks(n: float) -> str:
+    return f"{n} task" if n == 1 else f"{n} tasks"

@@ -1,0 +1,84 @@
+"""What a keeper says of the sessions on the board, so that everybody who watches it sees them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from dask_cml.options import SessionSize
+from dask_cml.sessions.session import Session
+from dask_cml.validation import validate
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a keeper says of the sessions.
+
+    Parameters
+    ----------
+    wanted : sequence of str
+        The names of the wanted workers.
+    sessions : sequence of mapping
+        The sessions, the scheduler's first, see :meth:`of`.
+    problem : str or None
+        The keeper's problem, as a clause.
+    gave_up : mapping of str to str
+        Why the keeper launches no more workers of some groups.
+    staying : sequence of str
+        Workers that cannot be stopped now, because no other worker can take their data.
+    """
+
+    wanted: Sequence[str] = ()
+    sessions: Sequence[Mapping[str, Any]] = ()
+    problem: str | None = None
+    gave_up: Mapping[str, str] = field(default_factory=dict)
+    staying: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, sessions: Sequence[Session], **about: Any) -> Report:
+        """Return what to say of these sessions, and more."""
+        return cls(sessions=[_to_json(session) for session in sessions], **about)
+
+    @classmethod
+    def read(cls, content: Any) -> Report:
+        """Return the report on a board.
+
+        Raises
+        ------
+        ValueError
+            If it is invalid.
+        """
+        return validate(content, cls, "report")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for a message."""
+        return asdict(self)
+
+    def known_sessions(self) -> list[Session]:
+        """Return the sessions, the scheduler's first."""
+        return [_from_json(session) for session in self.sessions]
+
+
+def _to_json(session: Session) -> dict[str, Any]:
+    content = asdict(session)
+    # A session waits since its launch. The time of the wait would change with each look.
+    return {
+        **content,
+        "since": session.since.timestamp(),
+        "waits_for": None,
+        "waits": session.waits_for is not None,
+    }
+
+
+def _from_json(content: Mapping[str, Any]) -> Session:
+    values = dict(content)
+    waits, since = values.pop("waits"), values["since"]
+    values |= {
+        "since": datetime.fromtimestamp(since, timezone.utc),
+        "size": SessionSize(**values["size"]),
+        "waits_for": max(0.0, time.time() - since) if waits else None,
+    }
+    return Session(**values)

@@ -1,0 +1,225 @@
+"""Which workers to close, and their retirement: they move their data to others first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distributed.deploy.spec import SpecCluster
+from distributed.protocol import pickle
+
+from dask_cml import board_protocol as protocol
+from dask_cml.cancellation import cancel
+from dask_cml.errors import CMLError
+from dask_cml.options import setting
+from dask_cml.output import Logger
+from dask_cml.remote import NO_ANSWER, Remote
+from dask_cml.sessions.process import CMLWorker
+from dask_cml.sessions.workers_api import WorkersAPI
+from dask_cml.timing import timing
+
+if TYPE_CHECKING:
+    from distributed.scheduler import WorkerState
+
+logger = Logger(__name__)
+
+#: Maximum time for workers to move their data, in seconds. Their keeper watches them meanwhile.
+_NO_LIMIT = 7 * 24 * 3600.0
+
+
+def connected_names(cluster: SpecCluster) -> set[str]:
+    """Return the names of all Dask workers that are connected to a cluster's scheduler."""
+    return {str(info["name"]) for info in [*cluster.scheduler_info["workers"].values()]}
+
+
+class Retirements:
+    """Retires workers in tasks, so that a worker that does not answer blocks nothing else.
+
+    Parameters
+    ----------
+    cluster : SpecCluster
+        The cluster.
+    remote : Remote
+        Talks to its scheduler.
+    api : WorkersAPI
+        Lists the sessions.
+    log : callable
+        Gets each line for the user.
+    woken : asyncio.Event
+        Set when workers are retired.
+    """
+
+    def __init__(
+        self,
+        cluster: SpecCluster,
+        remote: Remote,
+        api: WorkersAPI,
+        log: Callable[[str], None],
+        woken: asyncio.Event,
+    ) -> None:
+        self._cluster, self._remote, self._api, self._log, self._woken = cluster, remote, api, log, woken
+        self._limit: float = setting("retire-timeout")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def words(self) -> str | None:
+        """The workers whose retirement takes long, or is not possible now. None if there are none."""
+        now, connected = time.monotonic(), connected_names(self._cluster)
+        late = sorted(
+            name
+            for name, worker in [*self._cluster.workers.items()]
+            if name not in self._cluster.worker_spec
+            and isinstance(worker, CMLWorker)
+            and connected.intersection(worker.dask_names)
+            and (worker.stays is not None or now - (worker.retiring_since or now) > timing.long_retirement)
+        )
+        return f"waiting for the data of {', '.join(late)}" if late else None
+
+    def may_retire(self, worker: CMLWorker) -> bool:
+        """Return whether to retire a worker now, or again because others have connected since."""
+        if worker.retired or worker.retiring_since is not None:
+            return False
+        others = connected_names(self._cluster).difference(worker.dask_names)
+        return worker.stays is None or not others <= worker.stays or not self._cluster.worker_spec
+
+    async def retire(self, workers: Sequence[CMLWorker]) -> None:
+        """Start to retire workers, and wait for some seconds: most move their data in less."""
+        if workers:
+            for worker in workers:
+                worker.retiring_since = time.monotonic()
+            task = asyncio.create_task(self._retire(workers))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            await asyncio.wait([task], timeout=timing.usual_retirement)
+
+    async def close(self) -> None:
+        """Stop waiting for workers."""
+        await cancel(*self._tasks)
+
+    async def _retire(self, workers: Sequence[CMLWorker]) -> None:
+        """Retire workers. Those stay that hold data that no other worker can take."""
+        try:
+            staying = await self._hand_over(workers)
+            if not self._cluster.worker_spec:  # with scale(0), the last worker stops even if its data is lost
+                staying = set()
+        except NO_ANSWER as error:
+            # The next look tries again, because the data may still be in these workers.
+            logger.info("Workers %s not retired yet: %r", [worker.name for worker in workers], error)
+        except Exception:
+            logger.exception("Workers %s not retired yet", [worker.name for worker in workers])
+        else:
+            connected = connected_names(self._cluster)
+            for worker in workers:
+                worker.retired = worker.name not in staying
+                if worker.retired:
+                    continue
+                if worker.stays is None:
+                    self._log(f"Worker {worker.name} stays until other workers can take its data")
+                worker.stays = connected.difference(worker.dask_names)
+            self._woken.set()
+        finally:
+            for worker in workers:
+                worker.retiring_since = None
+
+    async def _hand_over(self, workers: Sequence[CMLWorker]) -> set[str]:
+        """Move the data of workers to others. Return the names of those whose data no other can take."""
+        connected = connected_names(self._cluster)
+        sessions = {
+            name: worker.name for worker in workers for name in connected.intersection(worker.dask_names)
+        }
+        watching = asyncio.create_task(self._watch(workers, sessions))
+        try:
+            # SpecCluster passes names as addresses (spec.py:359), so its workers are closed with their data.
+            retired = await self._remote.ask("retire_workers", _NO_LIMIT, names=sorted(sessions))
+        finally:
+            await cancel(watching)
+        left = sessions.keys() - {str(info["name"]) for info in retired.values()}
+        held = await self._remote.ask(protocol.HELD, names=sorted(left)) if left else {}
+        holding = {sessions[name] for name in left & held.keys() if held[name]["nbytes"]}
+        if holding:
+            # The platform may list a session as ended before the scheduler notices it.
+            with contextlib.suppress(CMLError):
+                listing = await self._api.sessions()
+                holding -= {worker.name for worker in workers if worker.update(listing)}
+        return holding
+
+    async def _watch(self, workers: Sequence[CMLWorker], sessions: Mapping[str, str]) -> None:
+        """Tell of workers that move their data slowly, and abandon those that fall silent.
+
+        Wait for a slow worker as long as it answers. The data of a frozen worker is out of reach, and its
+        session uses quota: two minutes of silence are enough, also of the scheduler. Dask itself would wait
+        for five.
+        """
+        await asyncio.sleep(min(timing.long_retirement, self._limit))
+        connected = connected_names(self._cluster)
+        late = sorted(worker.name for worker in workers if connected.intersection(worker.dask_names))
+        self._log(
+            f"Cluster {self._cluster.name} waiting for other workers to copy the data of {', '.join(late)}"
+        )
+        heard: dict[str, float] = {}
+        while True:
+            with contextlib.suppress(*NO_ANSWER, CMLError):
+                held = await self._remote.ask(protocol.HELD, names=sorted(sessions))
+                before, heard = heard, {name: about["last_seen"] for name, about in held.items()}
+                silent = {name for name in heard if heard[name] == before.get(name)}
+                for session in sorted({sessions[name] for name in silent}):
+                    self._log(f"Worker {session} abandoned: no answer for {self._limit:g} s")
+                await drop(self._cluster, self._remote, silent)
+            await asyncio.sleep(self._limit)
+
+
+async def drop(cluster: SpecCluster, remote: Remote, names: Collection[str]) -> None:
+    """Make the scheduler count Dask workers as lost, so that their tasks run elsewhere.
+
+    Raises
+    ------
+    OSError, asyncio.TimeoutError, CMLError
+        If the scheduler does not answer.
+    """
+    for address, info in [*cluster.scheduler_info["workers"].items()]:
+        if str(info["name"]) in names:
+            await remote.ask("unregister", address=address, stimulus_id=f"cml-drop-{time.time()}")
+
+
+async def choose(
+    remote: Remote,
+    n: int,
+    workers: Mapping[str, Sequence[str]],
+    processes: int,
+    worker_key: Callable[[WorkerState], Hashable] | None = None,
+    **more: Any,
+) -> list[str]:
+    """Choose the `n` connected workers that cost least to close.
+
+    Parameters
+    ----------
+    remote : Remote
+        Talks to the scheduler.
+    n : int
+        Number of sessions.
+    workers : mapping of str to sequence of str
+        The names of connected sessions, the newest first, with the names of their Dask workers.
+    processes : int
+        Number of Dask workers in a session.
+    worker_key : callable, optional
+        Groups workers that are closed together or not at all. Then the result may be fewer than `n`.
+    **more
+        Arguments of ``Scheduler.workers_to_close``.
+    """
+    if n <= 0:
+        return []
+    # All, because the scheduler may name the workers of other groups and retiring ones first.
+    among = n * processes if worker_key else 10**6
+    key = pickle.dumps(worker_key) if worker_key else None
+    named: Iterable[str] = ()  # without an answer
+    with contextlib.suppress(*NO_ANSWER, CMLError):
+        named = await remote.ask("workers_to_close", n=among, key=key, attribute="name", **more)
+    costs = {str(worker): cost for cost, worker in enumerate(named)}
+    # The Dask worker of a session that costs most counts.
+    cost = {name: max(costs.get(worker, math.inf) for worker in dask) for name, dask in workers.items()}
+    order = sorted(workers, key=cost.__getitem__)
+    return [name for name in order if not (worker_key and math.isinf(cost[name]))][:n]

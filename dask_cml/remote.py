@@ -1,0 +1,302 @@
+"""The one client of a cluster's scheduler: it watches the board, writes on it, and asks questions.
+
+The keeper and everybody else use it. Each answer has a time limit, which covers Dask's handshake, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed.comm.core import Comm, connect
+from distributed.core import send_recv
+from distributed.security import Security
+
+from dask_cml import board_protocol as protocol
+from dask_cml.cancellation import within
+from dask_cml.errors import CMLError
+from dask_cml.scheduler.board import BoardGroup
+from dask_cml.sessions import tls
+from dask_cml.timing import timing
+from dask_cml.validation import validate
+
+#: Errors of a scheduler that does not answer.
+NO_ANSWER = (OSError, asyncio.TimeoutError)
+
+
+async def ask(
+    address: str, connection_args: Mapping[str, Any], op: str, timeout: float, **arguments: Any
+) -> Any:
+    """Call a handler of a scheduler over a connection of its own, and return its answer.
+
+    Parameters
+    ----------
+    address : str
+        The scheduler's address.
+    connection_args : mapping
+        The result of ``Security.get_connection_args("client")``.
+    op : str
+        The handler's name.
+    timeout : float
+        Time limit for the connection, Dask's handshake and the answer together, in seconds.
+    **arguments
+        The handler's arguments.
+
+    Raises
+    ------
+    OSError, asyncio.TimeoutError
+        If the scheduler does not answer.
+    CMLError
+        If the handler raises an exception.
+    """
+
+    async def answer() -> Any:
+        comm = await connect(address, timeout=timeout, **connection_args)
+        try:
+            return await call(comm, op, **arguments)
+        finally:
+            comm.abort()
+
+    return await within(timeout, answer())
+
+
+async def call(comm: Comm, op: str, **arguments: Any) -> Any:
+    """Call a handler of a scheduler, and return its answer.
+
+    Raises
+    ------
+    OSError
+        If the connection breaks.
+    CMLError
+        If the handler raises an exception.
+    """
+    try:
+        return await send_recv(comm, op=op, **arguments)
+    except (OSError, asyncio.TimeoutError):
+        raise
+    except Exception as error:  # of the handler
+        raise CMLError(f"the scheduler refused {op}: {error}") from error
+
+
+@dataclass(frozen=True)
+class BoardState:
+    """The board of a cluster, as a watcher knows it; see :class:`dask_cml.scheduler.board.Board`.
+
+    Parameters
+    ----------
+    revision : int
+        Counts the changes of the board.
+    keeper : str or None
+        The id of the process that keeps the cluster.
+    groups : mapping of str to BoardGroup
+        What is wanted of each worker group.
+    closing, leaving : sequence of str
+        Workers that the keeper is to close, and Dask workers whose session the platform is about to stop.
+    report : mapping
+        What the keeper says of the sessions, see :class:`dask_cml.keeper.report.Report`.
+    moves : int
+        Counts the Dask workers that have connected or left.
+    full : str or None
+        Which Dask workers start no tasks because their memory and their disk are full.
+    tasks_done : int
+        Number of tasks that this scheduler has completed.
+    app_url : str or None
+        The URL of the scheduler's session.
+    age, most_age : int
+        The cluster's age and its limit, in seconds. 0: no limit.
+    """
+
+    revision: int = 0
+    keeper: str | None = None
+    groups: Mapping[str, BoardGroup] = field(default_factory=dict)
+    closing: Sequence[str] = ()
+    leaving: Sequence[str] = ()
+    report: Mapping[str, Any] = field(default_factory=dict)
+    moves: int = 0
+    full: str | None = None
+    tasks_done: int = 0
+    app_url: str | None = None
+    age: int = 0
+    most_age: int = 0
+
+
+class Remote:
+    """Talks to the scheduler of one cluster.
+
+    Parameters
+    ----------
+    id : str
+        The id of this watcher.
+    cluster : str
+        The cluster's name.
+    counts : bool
+        Whether the cluster is no orphan while this watcher is connected.
+
+    Attributes
+    ----------
+    address : str or None
+        The scheduler's address. None: it is not known yet, and questions fail.
+    connection_args : dict
+        The result of ``Security.get_connection_args("client")``.
+    board : BoardState
+        The last known board.
+    connected : bool
+        Whether the scheduler answers.
+    heard : float
+        The monotonic time of the scheduler's last answer.
+    """
+
+    def __init__(self, id: str, cluster: str, counts: bool) -> None:
+        self.id = id
+        self.counts = counts
+        self.address: str | None = None
+        self.connection_args: dict[str, Any] = {}
+        self.board = BoardState()
+        self.connected = False
+        self.heard = time.monotonic()
+        self._cluster = cluster
+        self._watching: Comm | None = None
+
+    async def join(self, address: str, security: Security | None, record: str) -> None:
+        """Connect to the scheduler at an address, if it is this cluster's, and read the board.
+
+        Parameters
+        ----------
+        address : str
+            The scheduler's address.
+        security : Security or None
+            The cluster's keys, in files.
+        record : str
+            The id of the cluster's record.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError
+            If the scheduler does not answer.
+        CMLError
+            If the scheduler belongs to another cluster, or has another protocol.
+        """
+        self.close()
+        self.connection_args = await asyncio.to_thread(tls.connection_args, security)
+        self.address, self.board = address, BoardState()
+        self._check(await self.ask(protocol.HELLO), record)
+        await self.watch()
+
+    def _check(self, hello: Mapping[str, Any], record: str) -> None:
+        if hello.get("record") != record:
+            raise CMLError(
+                f"the scheduler at {self.address} belongs to another cluster, {hello.get('cluster')!r}"
+            )
+        if hello.get("protocol") != protocol.PROTOCOL:
+            raise CMLError(
+                f"cluster {self._cluster!r} speaks protocol {hello.get('protocol')} of dask-cml, this "
+                f"process {protocol.PROTOCOL}: install the dask-cml with which it was created, or delete it"
+            )
+
+    async def watch(self) -> BoardState:
+        """Wait until the board changes, for a heartbeat at most, and return it.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError, CMLError
+            If the scheduler does not answer.
+        """
+        wait = timing.heartbeat if self.counts else timing.observer_heartbeat
+        since = self.board.revision if self.connected else 0
+        try:
+            answer = await within(wait + timing.answer, self._watch(since, wait))
+        except BaseException:
+            self.close()
+            raise
+        self._take(answer)
+        return self.board
+
+    async def _watch(self, since: int, wait: float) -> Any:
+        if self._watching is None:
+            # Its end is the watcher's end.
+            self._watching = await connect(
+                self._known_address(), timeout=timing.answer, **self.connection_args
+            )
+        arguments = {"watcher": self.id, "counts": self.counts, "since": since, "wait": wait}
+        return await call(self._watching, protocol.WATCH, **arguments)
+
+    def _take(self, answer: Mapping[str, Any]) -> BoardState:
+        """Take the board of an answer, unless a newer one is known. Return that of the answer."""
+        board = validate(dict(answer), BoardState, "board of a cluster")
+        self.heard = time.monotonic()
+        if not self.connected or board.revision >= self.board.revision:
+            self.board = board
+        self.connected = True
+        return board
+
+    async def set(self, **changes: Any) -> BoardState:
+        """Write on the board, and return it; see :meth:`dask_cml.scheduler.plugin.CMLSchedulerPlugin.set`.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer, or refuses the change.
+        """
+        return await self._write(protocol.SET, **changes)
+
+    async def report(
+        self,
+        report: Mapping[str, Any],
+        closed: Sequence[str],
+        groups: Mapping[str, Any],
+        events: Sequence[Mapping[str, str]],
+    ) -> BoardState:
+        """Write what the keeper says of the sessions, and return the board.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer.
+        """
+        about = {"report": report, "closed": closed, "groups": groups, "events": events}
+        return await self._write(protocol.REPORT, keeper=self.id, **about)
+
+    async def lease(self, take: bool) -> BoardState:
+        """Take the keeper's lease, if nobody has it, or give it back. Return the board.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer.
+        """
+        return await self._write(protocol.LEASE, watcher=self.id, take=take)
+
+    async def _write(self, op: str, **arguments: Any) -> BoardState:
+        try:
+            return self._take(await self.ask(op, **arguments))
+        except NO_ANSWER as error:
+            raise CMLError(
+                f"the scheduler of cluster {self._cluster!r} at {self.address} does not answer: {error!r}"
+            ) from error
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this process keeps the cluster, by an answer that is recent enough."""
+        return self.board.keeper == self.id and time.monotonic() - self.heard < timing.lease
+
+    async def ask(self, op: str, timeout: float | None = None, **arguments: Any) -> Any:
+        """Call a handler of the scheduler, see :func:`ask`. Default time limit: ``timing.answer``."""
+        limit = timing.answer if timeout is None else timeout
+        return await ask(self._known_address(), self.connection_args, op, limit, **arguments)
+
+    def _known_address(self) -> str:
+        if self.address is None:
+            raise OSError("the scheduler has no address yet")
+        return self.address
+
+    def close(self) -> None:
+        """Close the connection, by which the scheduler notices that this watcher has left."""
+        self.connected = False
+        if self._watching is not None:
+            with contextlib.suppress(Exception):
+                self._watching.abort()
+        self._watching = None

@@ -1,0 +1,214 @@
+"""The board of a cluster: what is wanted of its workers, who keeps it, and what its keeper reports.
+
+The scheduler's plugin holds it. Whoever changes a cluster writes on the board, and whoever watches a cluster
+reads the whole board. There is no I/O and no clock in it: the order of the calls alone decides, and the last
+one wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.scheduler.messages import Count, Group, Number, Options, Seconds
+
+
+class Limits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The limits and options of a worker group's adaptive scaling."""
+
+    minimum: Count
+    maximum: Count
+    interval: Seconds
+    wait_count: Number
+    target_duration: Seconds
+
+
+class GroupChange(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What to change of a worker group. Fields that are not set stay as they are.
+
+    Attributes
+    ----------
+    target : int
+        Number of requested worker sessions.
+    adapt : Limits or None
+        The limits of adaptive scaling. None: the group does not adapt.
+    options : mapping
+        The options of a new group.
+    request : int
+        Change the group only if users have asked for as many changes so far.
+    """
+
+    target: Count | UnsetType = UNSET
+    adapt: Limits | UnsetType | None = UNSET
+    options: Options | UnsetType = UNSET
+    request: Number | UnsetType = UNSET
+
+
+#: Changes of groups by their names. None: delete the group.
+GroupChanges = Mapping[Group, GroupChange | None]
+
+
+@dataclass
+class BoardGroup:
+    """A worker group on the board.
+
+    Parameters
+    ----------
+    options : mapping
+        The group's own arguments, as in ``CMLCluster.add_worker_group``. Empty for the default group.
+    target : int
+        Number of requested worker sessions.
+    adapt : mapping or None
+        The :class:`Limits` of adaptive scaling. None: the group has a fixed size.
+    request : int
+        How many changes users have asked for.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    target: int = 0
+    adapt: Mapping[str, Any] | None = None
+    request: int = 0
+
+
+class Board:
+    """The board of one cluster.
+
+    Parameters
+    ----------
+    groups : mapping of str to mapping
+        The worker groups, see :class:`BoardGroup`.
+    keeper : str, optional
+        The id of the process that keeps the cluster at first.
+
+    Attributes
+    ----------
+    revision : int
+        Counts the changes.
+    closing : list of str
+        The names of workers that users have asked to close, until the keeper has done so.
+    leaving : list of str
+        The names of Dask workers whose session the platform is about to stop.
+    report : mapping
+        What the keeper says of the sessions.
+
+    Examples
+    --------
+    >>> board = Board({"default": {"target": 2}}, keeper="me")
+    >>> board.change({"default": GroupChange(target=3)})
+    >>> board.to_json()["groups"]["default"]["target"]
+    3
+    """
+
+    def __init__(self, groups: Mapping[str, Mapping[str, Any]], keeper: str | None = None) -> None:
+        self.revision = 1
+        self.groups = {name: BoardGroup(**group) for name, group in groups.items()}
+        self.groups.setdefault(DEFAULT_GROUP, BoardGroup())
+        self.keeper = keeper
+        self.closing: list[str] = []
+        self.leaving: list[str] = []
+        self.report: Mapping[str, Any] = {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole board, for JSON and for messages."""
+        return {
+            "revision": self.revision,
+            "keeper": self.keeper,
+            "groups": self.groups_to_json(),
+            "closing": [*self.closing],
+            "leaving": [*self.leaving],
+            "report": dict(self.report),
+        }
+
+    def groups_to_json(self) -> dict[str, dict[str, Any]]:
+        """Return the groups, with which another scheduler can begin."""
+        return {name: asdict(group) for name, group in self.groups.items()}
+
+    def touch(self) -> None:
+        """Record a change."""
+        self.revision += 1
+
+    def change(self, groups: GroupChanges) -> None:
+        """Change worker groups. If one change is invalid, change nothing.
+
+        Raises
+        ------
+        ValueError
+            If a group does not exist, or a new one exists already.
+        """
+        for name, change in groups.items():
+            self._check(name, change)
+        for name, change in groups.items():
+            if change is None:
+                del self.groups[name]
+            else:
+                self._change(name, change)
+        self.touch()
+
+    def _check(self, name: str, change: GroupChange | None) -> None:
+        is_new = change is not None and change.options is not UNSET
+        if is_new and name in self.groups:
+            raise ValueError(
+                f"invalid name={name!r}: expected a name that no worker group of the cluster has"
+            )
+        if not is_new and name not in self.groups:
+            known = ", ".join(map(repr, self.groups))
+            raise ValueError(f"invalid worker_group={name!r}: expected one of {known}")
+        if change is None and name == DEFAULT_GROUP:
+            raise ValueError(f"invalid name={name!r}: expected a worker group other than {DEFAULT_GROUP!r}")
+
+    def _change(self, name: str, change: GroupChange) -> None:
+        group = self.groups.setdefault(name, BoardGroup())
+        if change.request is UNSET:  # a user asks
+            group.request += 1
+        elif change.request != group.request:
+            return
+        if change.options is not UNSET:
+            group.options = dict(change.options)
+        if change.target is not UNSET:
+            group.target = change.target
+        if change.adapt is not UNSET:
+            group.adapt = None if change.adapt is None else msgspec.structs.asdict(change.adapt)
+        if group.adapt is not None:
+            # At once: the keeper looks at the work later.
+            group.target = min(max(group.target, group.adapt["minimum"]), group.adapt["maximum"])
+
+    def close_workers(self, names: Iterable[str]) -> None:
+        """Ask the keeper to close workers, and to launch no others instead."""
+        new = [name for name in names if name not in self.closing]
+        if new:
+            self.closing += new
+            self.touch()
+
+    def leave(self, workers: Iterable[str]) -> None:
+        """Record that the platform is about to stop the session of these Dask workers."""
+        new = [name for name in workers if name not in self.leaving]
+        if new:
+            self.leaving += new
+            self.touch()
+
+    def left(self, worker: str) -> bool:
+        """Forget a Dask worker that has left, and return whether the platform had given notice."""
+        if worker not in self.leaving:
+            return False
+        self.leaving.remove(worker)
+        self.touch()
+        return True
+
+    def keep(self, keeper: str | None) -> None:
+        """Give the lease to a keeper, or to nobody."""
+        if keeper != self.keeper:
+            self.keeper = keeper
+            self.touch()
+
+    def take_report(self, report: Mapping[str, Any], closed: Iterable[str]) -> None:
+        """Take what the keeper says of the sessions, and the workers whose closing it has taken over."""
+        closed = {*closed} & {*self.closing}
+        if report != self.report or closed:
+            self.report = report
+            self.closing = [name for name in self.closing if name not in closed]
+            self.touch()

@@ -1,0 +1,424 @@
+"""The scheduler plugin: holds the cluster's board, and ends a cluster that nobody uses.
+
+Each scheduler preloads it, see :func:`dask_setup`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distributed.comm.core import Comm
+from distributed.core import Status
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.scheduler import Scheduler, WorkerState
+from msgspec import UNSET, UnsetType
+from tornado.ioloop import PeriodicCallback
+
+from dask_cml import board_protocol as protocol
+from dask_cml.cancellation import cancel, wait_until_set
+from dask_cml.identity import full_workers, read_workers
+from dask_cml.layout import FOLDER, NUMBER
+from dask_cml.naming import read_name, session_name
+from dask_cml.scheduler.activity import Activity
+from dask_cml.scheduler.balance import relieve, spread
+from dask_cml.scheduler.board import Board, GroupChanges
+from dask_cml.scheduler.demand import is_full, known_demand
+from dask_cml.scheduler.last_state import last_state
+from dask_cml.scheduler.lifetime import Lifetime
+from dask_cml.scheduler.messages import URL, Events, Manager, Names, Number, Options, Seconds, checked
+from dask_cml.scheduler.state_file import StateFile, unless_stale
+from dask_cml.scheduler.watchers import Watchers
+from dask_cml.timing import timing
+from dask_cml.validation import validate
+
+# The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
+logger = logging.getLogger("distributed.scheduler.dask_cml")
+
+NAME = "dask-cml"
+#: Maximum number of Dask workers that have left, of which the last state is kept.
+_MOST_LAST = 1000
+
+
+class BoardPlugin(SchedulerPlugin):
+    """Holds the board of one cluster.
+
+    Parameters
+    ----------
+    folder : Path
+        The cluster's folder.
+    number : int
+        The number of this scheduler in its cluster.
+    """
+
+    name = NAME
+    idempotent = True
+
+    def __init__(self, folder: Path, number: int = 0) -> None:
+        self._file = StateFile(folder, number)
+        self._app_url: str | None = None
+        #: Set at the next change of the board.
+        self._changed = asyncio.Event()
+        self._retiring: set[asyncio.Future[Any]] = set()
+        self._states: dict[str, WorkerState] = {}
+        #: What was known last of Dask workers that have left, by their names.
+        self._last: dict[str, dict[str, Any]] = {}
+        #: Counts the Dask workers that have connected or left, and what watchers know of that.
+        self._moves = self._known_moves = 0
+        self._full: str | None = None
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Add the handlers to the scheduler, and start to look for watchers and clients."""
+        begin = await unless_stale(self._file.begin)
+        self._scheduler = scheduler
+        self._cluster, self._record = begin["cluster"], begin["record"]
+        self._board = Board(begin["groups"], begin.get("keeper"))
+        #: Until this time the keeper that launched this scheduler may not have connected yet.
+        self._keeper_until = time.monotonic() + timing.lease
+        self._watchers = Watchers(scheduler.clients, begin.get("patience"))
+        self._orphan_timeout = begin.get("orphan_timeout")
+        self._restarts = int(begin.get("restarts", 0))
+        self._activity = validate(begin.get("activity", {}), Activity, "activity")
+        self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
+        scheduler.handlers |= {
+            protocol.HELLO: self.hello,
+            protocol.WATCH: self.watch,
+            protocol.SET: self.set,
+            protocol.REPORT: self.report,
+            protocol.LEASE: self.lease,
+            protocol.DEMAND: self.demand,
+            protocol.HELD: self.held,
+            protocol.LAST: self.last,
+            protocol.NOTICE: self.notice,
+            protocol.FORWARD: self.forward,
+            "terminate": self.terminate,
+        }
+        await unless_stale(lambda: self._file.write(self._state()))
+        looks = (self._look, self._look_at_workers, lambda: spread(scheduler), lambda: relieve(scheduler))
+        self._periodic = [PeriodicCallback(look, timing.scheduler_look * 1000) for look in looks]
+        self._periodic.append(PeriodicCallback(self._note_activity, timing.activity * 1000))
+        self._note_activity()
+        for callback in self._periodic:
+            callback.start()
+        self._writing = asyncio.create_task(self._keep_file())
+
+    async def before_close(self) -> None:
+        """Note why the scheduler closes, if it closes by itself."""
+        self._lifetime.note_idle()
+
+    async def close(self) -> None:
+        """Stop all tasks when the scheduler closes, and write its last state."""
+        for callback in self._periodic:
+            callback.stop()
+        await cancel(self._writing, *self._retiring)
+        self._note_activity()
+        with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
+            await asyncio.to_thread(self._file.write, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        """Return the content of the scheduler's file. Dask's workers and clients read the address."""
+        return {
+            "address": self._scheduler.address,
+            "id": self._scheduler.id,
+            "session": os.environ.get("CDSW_ENGINE_ID"),
+            "app_url": self._app_url,
+            "protocol": protocol.PROTOCOL,
+            "revision": self._board.revision,
+            "orphan_timeout": self._orphan_timeout,
+            "hours": self._lifetime.hours,
+            "restarts": 0 if self._tasks_done() else self._restarts,
+            "closed": self._lifetime.closed,
+            "groups": self._board.groups_to_json(),
+            "activity": asdict(self._activity),
+        }
+
+    async def _keep_file(self) -> None:
+        self._shut_down(await self._file.run(self._state))
+
+    async def terminate(self, reason: str = "shut down by a client", **arguments: Any) -> None:
+        """Close the scheduler for good, as ``Client.shutdown`` and the keeper ask for. The latter gives a reason."""
+        self._lifetime.closed = self._lifetime.closed or str(reason)
+        await self._scheduler.close(reason=self._lifetime.closed, **arguments)
+
+    # -- the board
+
+    def hello(self) -> dict[str, Any]:
+        """Return which cluster this scheduler belongs to, and its protocol."""
+        return {
+            "protocol": protocol.PROTOCOL,
+            "cluster": self._cluster,
+            "record": self._record,
+            "number": self._file.number,
+        }
+
+    @checked
+    async def watch(
+        self, comm: Comm, watcher: Manager, counts: bool, since: Number, wait: Seconds
+    ) -> dict[str, Any]:
+        """Return the board as soon as it differs from a revision, or after some time.
+
+        Parameters
+        ----------
+        comm : Comm
+            The watcher's connection. When it closes, the watcher has left.
+        watcher : str
+            The watcher's id.
+        counts : bool
+            Whether the cluster is no orphan while this watcher is here.
+        since : int
+            The revision that the watcher knows.
+        wait : float
+            Time to wait for a change, in seconds.
+        """
+        self._watchers.hear(watcher, counts, comm)
+        # One that only looks does not count at first: the creator may have died, or come later.
+        if counts or self._file.number > 0:
+            self._watchers.timeout = self._orphan_timeout
+        if since == self._board.revision and await wait_until_set(self._changed, wait):
+            await asyncio.sleep(timing.collect)
+        if not comm.closed():
+            self._watchers.hear(watcher, counts, comm)
+        return self._answer(watcher)
+
+    @checked
+    def set(
+        self,
+        groups: GroupChanges | UnsetType = UNSET,
+        close: Names | UnsetType = UNSET,
+        orphan_timeout: Seconds | UnsetType | None = UNSET,
+        app_url: URL | UnsetType = UNSET,
+    ) -> dict[str, Any]:
+        """Write on the board, and return it.
+
+        Parameters
+        ----------
+        groups : mapping
+            The changes of worker groups, see :class:`~dask_cml.scheduler.board.GroupChange`.
+        close : collection of str
+            The names of workers that the keeper is to close, with none instead.
+        orphan_timeout : float or None
+            Time without a watcher and a client after which the scheduler closes, in seconds. None: never.
+        app_url : str
+            The URL of the scheduler's session.
+
+        Raises
+        ------
+        ValueError
+            If a value is invalid. Nothing changes then.
+        """
+        if groups is not UNSET:
+            self._board.change(groups)
+        if close is not UNSET:
+            self._board.close_workers(close)
+        if orphan_timeout is not UNSET:
+            self._watchers.timeout = self._orphan_timeout = orphan_timeout
+        if app_url is not UNSET:
+            self._app_url = app_url
+        self._publish()
+        return self._answer()
+
+    @checked
+    def report(
+        self, keeper: Manager, report: Options, closed: Names, groups: GroupChanges, events: Events
+    ) -> dict[str, Any]:
+        """Take what the keeper says of the sessions, and what it has changed by itself. Return the board.
+
+        What comes from another process, such as a keeper that was frozen, changes nothing.
+
+        Parameters
+        ----------
+        keeper : str
+            The id of the process that reports.
+        report : mapping
+            What it says of the sessions.
+        closed : collection of str
+            The names of workers that users wanted closed, and that it wants no more.
+        groups : mapping
+            The changes of worker groups.
+        events : sequence of mapping
+            What has become of sessions, for Dask's log of events.
+        """
+        if keeper == self._board.keeper:
+            known = {name: change for name, change in groups.items() if name in self._board.groups}
+            if known:
+                self._board.change(known)
+            self._board.take_report(report, closed)
+            for event in events:
+                self._scheduler.log_event(protocol.TOPIC, dict(event))
+            self._publish()
+        return self._answer(keeper)
+
+    @checked
+    def lease(self, watcher: Manager, take: bool) -> dict[str, Any]:
+        """Let a watcher that is here keep the cluster if nobody does, or give the lease back. Return the board."""
+        if take and self._board.keeper is None and self._watchers.has(watcher):
+            self._keep(watcher)
+        elif not take and self._board.keeper == watcher:
+            self._keep(None)
+        return self._answer()
+
+    def _keep(self, keeper: str | None) -> None:
+        logger.info("Cluster %s", f"kept by {keeper}" if keeper else "without a keeper")
+        self._board.keep(keeper)
+        self._publish()
+
+    def _answer(self, watcher: str | None = None) -> dict[str, Any]:
+        """Return the board. The keeper gets it without its own report."""
+        board = self._board.to_json()
+        if watcher is not None and watcher == self._board.keeper:
+            board["report"] = {}
+        return {
+            **board,
+            "moves": self._moves,
+            "full": self._full,
+            "tasks_done": self._tasks_done(),
+            "app_url": self._app_url,
+            **self._lifetime.age,
+        }
+
+    def _publish(self) -> None:
+        """Tell watchers, and write the scheduler's file."""
+        self._file.changed()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # -- other questions
+
+    def demand(self) -> dict[str, Any]:
+        """Return the work that the scheduler knows, and the cluster's sessions, from ``known_demand``."""
+        return known_demand(self._scheduler, self._cluster)
+
+    @checked
+    def held(self, names: Names) -> dict[str, dict[str, float]]:
+        """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
+        asked = {*names}
+        return {
+            str(worker.name): {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
+            for worker in self._scheduler.workers.values()
+            if worker.name in asked
+        }
+
+    @checked
+    def last(self, names: Names) -> dict[str, dict[str, Any]]:
+        """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
+        return {name: self._last[name] for name in names if name in self._last}
+
+    @checked
+    def notice(self, names: Names) -> None:
+        """Move the data of Dask workers whose session the platform is about to stop, and close them."""
+        # The keeper retires a worker before it stops the session, which then gives notice, too.
+        there = [str(worker.name) for worker in self._scheduler.workers.values() if worker.name in names]
+        self._board.leave(there)
+        for name in there:
+            self._scheduler.log_event(protocol.TOPIC, {"action": "evicted", "session": name})
+        self._publish()
+        retiring = asyncio.ensure_future(self._scheduler.retire_workers(names=there, close_workers=True))
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retired)
+
+    def _retired(self, retiring: asyncio.Future[Any]) -> None:
+        self._retiring.discard(retiring)
+        if not retiring.cancelled() and (error := retiring.exception()) is not None:
+            logger.warning("Workers not retired: %r", error)
+
+    async def forward(self, comm: Comm, **_: Any) -> Any:
+        """Serve the dashboard, which listens on the loopback only, on a comm until one side closes it.
+
+        When the scheduler closes, Dask cancels this.
+        """
+        # Dask's comms over asyncio lack it.
+        if (stream := getattr(comm, "stream", None)) is None:
+            return {"status": "error", "message": "the scheduler's comms cannot carry its dashboard"}
+        try:
+            await comm.write({"status": "OK"})
+            self._scheduler.http_server.handle_stream(stream, ("127.0.0.1", 0))
+            while not stream.closed():  # noqa: ASYNC110, Tornado's WebSockets tell nobody else of their end
+                await asyncio.sleep(timing.scheduler_look)
+        finally:
+            comm.abort()
+        return Status.dont_reply
+
+    def _tasks_done(self) -> int:
+        states = [prefix.state_counts for prefix in self._scheduler.task_prefixes.values()]
+        return sum(counts["memory"] + counts["erred"] for counts in states)
+
+    # -- looks
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self._watchers.look(now)
+        keeper = self._board.keeper
+        if keeper is not None and not self._watchers.has(keeper) and now > self._keeper_until:
+            self._keep(None)
+        if self._watchers.is_orphan(now):
+            self._shut_down(f"orphaned: no manager and no client for {self._watchers.timeout:g} s")
+        elif (reason := self._lifetime.look(now)) is not None:
+            self._shut_down(reason)
+
+    def _look_at_workers(self) -> None:
+        """Tell watchers, at times, of Dask workers that have connected or left, and of full ones."""
+        workers = {address: worker for address, worker in self._scheduler.workers.items() if is_full(worker)}
+        full = full_workers(read_workers({address: each.identity() for address, each in workers.items()}))
+        if full != self._full or self._moves != self._known_moves:
+            self._full, self._known_moves = full, self._moves
+            self._board.touch()
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def _note_activity(self) -> None:
+        busy: dict[str, bool] = {}
+        for worker in self._scheduler.workers.values():
+            if (found := read_name(self._cluster, str(worker.name))) is not None:
+                name = session_name(self._cluster, *found)
+                busy[name] = busy.get(name, False) or bool(worker.processing)
+        n_wanted = sum(group.target for group in self._board.groups.values())
+        self._activity.look(time.time(), n_wanted, len(busy), sum(busy.values()), self._tasks_done())
+
+    def _shut_down(self, reason: str) -> None:
+        for callback in self._periodic:
+            callback.stop()
+        self._closing = asyncio.create_task(self._lifetime.end(reason))
+
+    # -- Dask workers
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Note a Dask worker that has connected."""
+        state = self._states[worker] = scheduler.workers[worker]
+        self._moves += 1
+        self._last.pop(str(state.name), None)
+        self._scheduler.log_event(protocol.TOPIC, {"action": "connected", "session": str(state.name)})
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
+        """Note what was known last of a Dask worker that has left."""
+        self._moves += 1
+        if (state := self._states.pop(worker, None)) is None:
+            return
+        name = str(state.name)
+        self._last[name] = {**last_state(scheduler, state), "noticed": self._board.left(name)}
+        if len(self._last) > _MOST_LAST:
+            del self._last[next(iter(self._last))]
+
+
+async def dask_setup(scheduler: Scheduler) -> None:
+    """Install the plugin when the scheduler starts, for ``dask scheduler --preload``."""
+    plugin = BoardPlugin(Path(os.environ[FOLDER]), int(os.environ[NUMBER]))
+    try:
+        await scheduler.register_scheduler_plugin(plugin, name=NAME, idempotent=True)
+    except FileNotFoundError:
+        logger.warning("Scheduler not started: its cluster was deleted")
+        scheduler.loop.add_callback(_close, scheduler, "its cluster was deleted")
+    except Exception:
+        # Nothing else ends a scheduler that nobody watches.
+        scheduler.loop.add_callback(_close, scheduler, "its preload module failed")
+        raise
+
+
+async def _close(scheduler: Scheduler, reason: str) -> None:
+    await scheduler  # it is starting
+    await scheduler.close(reason=reason)

@@ -1,0 +1,112 @@
+"""Who is here: the processes that watch the board, and Dask's clients. Without any, the cluster is an orphan."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distributed.comm.core import Comm
+from distributed.scheduler import ClientState
+
+from dask_cml.timing import timing
+
+# The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
+logger = logging.getLogger("distributed.scheduler.dask_cml")
+
+_LATE = 2.0
+#: Seconds after which a client with a silent network counts as disconnected. Clients send a heartbeat every
+#: 5 s, or less often if there are very many.
+_CLIENT_SILENCE = 60.0
+#: Not users' programs: Dask's own client for tasks that nobody waits for, and clients of tasks in workers.
+_NO_USERS = ("fire-and-forget", "Client-worker-")
+
+
+@dataclass
+class _Watcher:
+    counts: bool
+    comm: Comm
+    heard: float
+
+    def is_here(self, now: float) -> bool:
+        return not self.comm.closed() and now - self.heard <= timing.lease
+
+
+class Watchers:
+    """Tracks who watches the board, which clients are connected, and since when there is nobody.
+
+    Parameters
+    ----------
+    clients : mapping of str to ClientState
+        The scheduler's clients, which may change.
+    timeout : float or None
+        Time without a watcher and a client after which a cluster is an orphan, in seconds. None: never.
+    """
+
+    def __init__(self, clients: Mapping[str, ClientState], timeout: float | None) -> None:
+        self.timeout = timeout
+        self._scheduler_clients = clients
+        self._watchers: dict[str, _Watcher] = {}
+        #: Since when each client has been seen last, by the client's name and its time of that.
+        self._clients: dict[tuple[str, float], float] = {}
+        self._alone_since: float | None = None
+        self._looked = time.monotonic()
+
+    def hear(self, watcher: str, counts: bool, comm: Comm) -> None:
+        """Record a watcher's message.
+
+        Parameters
+        ----------
+        watcher : str
+            The watcher's id.
+        counts : bool
+            Whether the cluster is no orphan while it is here.
+        comm : Comm
+            Its connection. When it closes, the watcher has left.
+        """
+        if watcher not in self._watchers:
+            logger.info("Process %s watches from %s", watcher, comm.peer_address)
+        self._watchers[watcher] = _Watcher(counts, comm, time.monotonic())
+        if counts:
+            self._alone_since = None
+
+    def has(self, watcher: str) -> bool:
+        """Return whether the watcher with this id is here."""
+        return watcher in self._watchers and self._watchers[watcher].is_here(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Forget the watchers that have left. Note since when the cluster is an orphan.
+
+        Parameters
+        ----------
+        now : float
+            The monotonic time.
+        """
+        late = now - self._looked > _LATE
+        self._looked = now
+        # Not the age of last_seen, which would be wrong after the clock is set.
+        seen = [(key, client.last_seen) for key, client in self._scheduler_clients.items()]
+        before = {} if late else self._clients
+        self._clients = {
+            client: before.get(client, now) for client in seen if not client[0].startswith(_NO_USERS)
+        }
+        if late:
+            # The process or its event loop was stopped: messages from that time arrive only now.
+            self._alone_since = None
+            for watcher in self._watchers.values():
+                watcher.heard = now
+        for name in [name for name, watcher in self._watchers.items() if not watcher.is_here(now)]:
+            logger.info("Process %s watches no more", name)
+            del self._watchers[name]
+        has_clients = any(now - heard <= _CLIENT_SILENCE for heard in self._clients.values())
+        if has_clients or any(watcher.counts for watcher in self._watchers.values()):
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+
+    def is_orphan(self, now: float) -> bool:
+        """Return whether the cluster has had neither a watcher nor a client for the whole time-out."""
+        if self.timeout is None or self._alone_since is None:
+            return False
+        return now - self._alone_since >= self.timeout

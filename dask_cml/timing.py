@@ -1,0 +1,64 @@
+"""How often dask-cml looks, and how long it waits, in seconds. Tests change the one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Timing:
+    """Intervals, pauses and patience that no user sets, in seconds.
+
+    Attributes
+    ----------
+    heartbeat, observer_heartbeat : float
+        The longest time between two messages of a watcher, and of one that only observes.
+    lease : float
+        Silence of a watcher after which it counts as gone, and keeps no cluster any more.
+    collect : float
+        Time for which the scheduler collects further changes before it answers watchers.
+    scheduler_look, activity : float
+        Time between two looks of the scheduler at its watchers and workers, and at what its workers do.
+    answer : float
+        The scheduler's time to answer a question.
+    retry : float
+        Pause before a scheduler that did not answer is asked again.
+    look, starting_look : float
+        Time between two looks of the keeper at its sessions, and while some of them start.
+    goodbye : float
+        The scheduler's time to inform workers and clients of its end.
+    usual_retirement, long_retirement : float
+        Time in which most workers move their data to others, and after which the user is told of the wait.
+    stop : float
+        Time in which the platform usually stops sessions. Until then nothing is launched, to free quota.
+    strays : float
+        Time between two looks for sessions of the cluster that its keeper does not know.
+    stray : float
+        Time for which a session must be a stray. Another process may be about to say that it has launched it.
+    succession : float
+        Time for which a process that does not keep the cluster leaves the next scheduler to the keeper.
+    silence : float
+        Silence of a scheduler after which it counts as dead, and that its keeper cannot reach it.
+    """
+
+    heartbeat: float = 2.0
+    observer_heartbeat: float = 10.0
+    lease: float = 15.0
+    collect: float = 0.1
+    scheduler_look: float = 0.5
+    activity: float = 5.0
+    answer: float = 10.0
+    retry: float = 1.0
+    look: float = 3.0
+    starting_look: float = 1.0
+    goodbye: float = 3.0
+    usual_retirement: float = 2.0
+    long_retirement: float = 10.0
+    stop: float = 5.0
+    strays: float = 15.0
+    stray: float = 20.0
+    succession: float = 30.0
+    silence: float = 120.0
+
+
+timing = Timing()
