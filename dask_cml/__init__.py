@@ -9,6 +9,7 @@ import dask.config
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster as CMLCluster
+    from dask_cml.cluster import WorkerGroup as WorkerGroup
     from dask_cml.cluster import close_all as close_all
     from dask_cml.errors import ClusterExists as ClusterExists
     from dask_cml.errors import CMLError as CMLError
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from dask_cml.errors import NotOnCML as NotOnCML
     from dask_cml.errors import SchedulerTimeout as SchedulerTimeout
     from dask_cml.errors import SessionFailed as SessionFailed
-    from dask_cml.manager.adaptive import CMLAdaptive as CMLAdaptive
-    from dask_cml.manager.state import WorkerGroup as WorkerGroup
+    from dask_cml.keeper.adaptive import CMLAdaptive as CMLAdaptive
     from dask_cml.records.usage import SessionHours as SessionHours
     from dask_cml.records.usage import Usage as Usage
     from dask_cml.sessions.process import CMLScheduler as CMLScheduler
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 #: What the package offers, by the modules.
 _OFFERED = {
-    "cluster": "CMLCluster close_all",
+    "cluster": "CMLCluster WorkerGroup close_all",
     "errors": "CMLError ClusterExists LaunchRefused NoSuchCluster NotOnCML SchedulerTimeout SessionFailed",
-    "manager.adaptive": "CMLAdaptive",
-    "manager.state": "WorkerGroup",
+    "keeper.adaptive": "CMLAdaptive",
     "records.usage": "SessionHours Usage",
     "sessions.process": "CMLScheduler CMLWorker",
     "sessions.session": "Session",

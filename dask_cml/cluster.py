@@ -3,62 +3,88 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import logging
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from dask.utils import parse_timedelta
+from distributed.comm.core import Comm
 from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
 from distributed.deploy.cluster import Cluster
 from distributed.deploy.spec import SpecCluster
+from distributed.exceptions import WorkerStartTimeoutError
 from distributed.objects import SchedulerInfo
 from distributed.scheduler import Scheduler
 from distributed.security import Security
-from distributed.utils import Log, Logs, NoOpAwaitable, silence_logging_cmgr
+from distributed.utils import Log, Logs, NoOpAwaitable
 
-from dask_cml.checks import check_loop, message
-from dask_cml.dashboard.proxy import DashboardForwarder
-from dask_cml.display import escaped, render, status_of
+from dask_cml import output
+from dask_cml.checks import check_loop, group_name, message
+from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
+from dask_cml.display import describe, escaped, render, status_of
 from dask_cml.errors import CMLError, without_frames
-from dask_cml.manager.adaptive import CMLAdaptive
-from dask_cml.manager.manager import Manager
-from dask_cml.manager.state import WorkerGroup
-from dask_cml.naming import DEFAULT_GROUP, dask_names, session_name
-from dask_cml.options import GROUP_OPTIONS, OPTION_NAMES, Options, arguments_of, refuse_unexpected
+from dask_cml.keeper.adaptive import CMLAdaptive
+from dask_cml.keeper.at_exit import no_longer_end_at_exit
+from dask_cml.keeper.kept_cluster import KeptCluster
+from dask_cml.naming import DEFAULT_GROUP, session_name
+from dask_cml.options import Amounts, Options, SessionSize, arguments_of, refuse_unexpected
+from dask_cml.options.limits import check_new, check_room, room
 from dask_cml.records import store
-from dask_cml.sessions.process import CMLWorker
-from dask_cml.sessions.session import Session
+from dask_cml.records.record import cluster_address
+from dask_cml.records.usage import Usage, usage_of
+from dask_cml.sessions import tls
+from dask_cml.sessions.plan import plan_worker
+from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session_logs import SessionLogs
-from dask_cml.words import first_line, printable, printable_lines
+from dask_cml.timing import timing
+from dask_cml.words import first_line, printable
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+logger = logging.getLogger(__name__)
 
-_WAIT_INTERVAL = 0.05
-#: The arguments that are those of Dask's clusters, and no options.
-_OF_DASK = ("asynchronous", "loop", "silence_logs", "quiet")
-
-
-class _OfManager:
-    """An attribute of Dask's classes that the manager owns. Their assignments change nothing."""
-
-    def __init__(self, read: Callable[[Manager], Any]) -> None:
-        self._read = read
-
-    def __get__(self, cluster: CMLCluster | None, owner: type) -> Any:
-        return self if cluster is None else self._read(cluster.manager)
-
-    def __set__(self, cluster: CMLCluster, value: Any) -> None:
-        pass
+#: Maximum number of sessions of adaptive scaling without a maximum and without a limit.
+_MAXIMUM = 100
+#: The clusters that :func:`close_all` closes in their own event loops.
+_closing: set[asyncio.Future[Any]] = set()
 
 
-class CMLCluster(SpecCluster):
+@dataclass(frozen=True)
+class WorkerGroup:
+    """A worker group of a cluster.
+
+    Parameters
+    ----------
+    name : str
+        The group's name.
+    n_workers : int
+        Number of requested worker sessions.
+    n_arrived : int
+        Number of worker sessions of which a Dask worker is connected.
+    size : SessionSize
+        Virtual CPUs, memory in GiB, and GPUs of each session.
+    nthreads : int
+        Number of threads in each session.
+    processes : int
+        Number of Dask workers in each session.
+    resources : dict of str to float
+        Resources of each session. Its Dask workers share them evenly.
+    """
+
+    name: str
+    n_workers: int
+    n_arrived: int
+    size: SessionSize
+    nthreads: int
+    processes: int
+    resources: dict[str, float]
+
+
+class CMLCluster(KeptCluster):
     """A Dask cluster on CML worker sessions.
 
     The scheduler runs in a session of its own. Each worker session runs one or more Dask workers. The cluster
@@ -225,39 +251,50 @@ class CMLCluster(SpecCluster):
     ) -> None:
         refuse_unexpected(CMLCluster, kwargs)
         check_loop(asynchronous, loop)
-        arguments = locals()
-        given = {name: arguments[name] for name in OPTION_NAMES}
+        given: dict[str, Any] = {
+            "n_workers": n_workers,
+            "cpu": cpu,
+            "memory": memory,
+            "nvidia_gpu": nvidia_gpu,
+            "nthreads": nthreads,
+            "processes": processes,
+            "memory_reserve": memory_reserve,
+            "scratch": scratch,
+            "resources": resources,
+            "scheduler_cpu": scheduler_cpu,
+            "scheduler_memory": scheduler_memory,
+            "scheduler_nvidia_gpu": scheduler_nvidia_gpu,
+            "env": env,
+            "worker_args": worker_args,
+            "scheduler_args": scheduler_args,
+            "worker_class": worker_class,
+            "worker_command": worker_command,
+            "launch_options": launch_options,
+            "scheduler_launch_options": scheduler_launch_options,
+            "worker_groups": worker_groups,
+            "name": name,
+            "create_mode": create_mode,
+            "security": security,
+            "pending_timeout": pending_timeout,
+            "scheduler_timeout": scheduler_timeout,
+            "worker_timeout": worker_timeout,
+            "idle_timeout": idle_timeout,
+            "orphan_timeout": orphan_timeout,
+            "log_directory": log_directory,
+            "shutdown_on_close": shutdown_on_close,
+            "forward_dashboard": forward_dashboard,
+            "platform": platform,
+        }
         options = Options.read(**given).inheriting()
-        self._begin(Manager(options, given, show=not quiet), **{name: arguments[name] for name in _OF_DASK})
-
-    def _begin(
-        self,
-        manager: Manager,
-        *,
-        silence_logs: int | str | bool | None = logging.WARNING,
-        quiet: bool = False,
-        **arguments: Any,
-    ) -> None:
-        """Begin with a manager. Without a running event loop, start."""
-        self._silence = contextlib.ExitStack()
-        if silence_logs:
-            self._silence.enter_context(silence_logging_cmgr(level=silence_logs))
+        if options.create_mode == "create":
+            check_new(options)
         self._forwarder: DashboardForwarder | None = None
         self._close_lock = threading.Lock()
-        self._quiet = quiet
-        self.manager = manager
-        manager.log = lambda text: self._log(printable_lines(text))
+        dask_arguments = {"asynchronous": asynchronous, "loop": loop, "silence_logs": silence_logs}
         try:
-            SpecCluster.__init__(
-                self,
-                worker={"cls": CMLWorker, "options": {}},
-                shutdown_on_close=self.manager.shutdown_on_close,
-                **arguments,
-            )
+            super().__init__(options, given, quiet=quiet, **dask_arguments)
         except BaseException as error:  # also Ctrl-C must leave no session behind
-            self._end(shutdown=not self.manager.adopts)
-            if isinstance(error, KeyboardInterrupt):
-                self.manager.show_interrupt()
+            self._end_failed_start(error)
             if isinstance(error, (CMLError, KeyboardInterrupt)):
                 raise without_frames(error) from None
             raise
@@ -310,25 +347,16 @@ class CMLCluster(SpecCluster):
         ...     print(cluster.name)
         mine
         """
-        arguments = locals()
-        check_loop(asynchronous, loop)
-        own = {"shutdown_on_close": shutdown_on_close, "forward_dashboard": forward_dashboard}
-        manager = Manager.adopt(store.read(name), **own)
-        return cls.of_manager(manager, **{each: arguments[each] for each in _OF_DASK})
-
-    @classmethod
-    def of_manager(cls, manager: Manager, **arguments: Any) -> Self:
-        """Return a cluster with a manager of its own.
-
-        Parameters
-        ----------
-        manager : Manager
-            The manager, which has not started.
-        **arguments
-            ``asynchronous``, ``loop``, ``silence_logs`` and ``quiet`` of the class.
-        """
-        cluster = cls.__new__(cls)
-        cluster._begin(manager, **arguments)
+        cluster: CMLCluster = cls(
+            name=name,
+            create_mode="connect",
+            shutdown_on_close=shutdown_on_close,
+            forward_dashboard=forward_dashboard,
+            asynchronous=asynchronous,
+            loop=loop,
+            silence_logs=silence_logs,
+            quiet=quiet,
+        )
         return cluster
 
     # -- scaling
@@ -367,24 +395,29 @@ class CMLCluster(SpecCluster):
         >>> cluster.scale(memory="3 GiB")
         """
         refuse_unexpected(self.scale, kwargs)
-        options = self.manager.fleet.group(worker_group).options
-        self.manager.wishes.scale(options.sessions_for(n, memory, cores), worker_group)
+        options = self.groups.options(worker_group)
+        n = options.sessions_for(n, memory, cores)
+        self._check_open(f"worker group {worker_group!r} not scaled")
+        if n > self.target(worker_group):
+            check_room("n", n, options.worker, self.groups.others(worker_group))
+        if self.is_remote:
+            return self._write(groups={worker_group: {"target": n, "adapt": None}})
+        self._release_adaptive(worker_group)
+        self._resize(worker_group, n, adapt=None)
         return NoOpAwaitable() if self.asynchronous else None
 
-    def scale_up(self, n: int) -> Awaitable[None] | None:  # type: ignore[override]
-        """Scale the default group to `n` sessions within the limits of the site; see :meth:`scale`."""
-        return self.scale(self.manager.state.backoffs.within_limits(n))
+    #: SpecCluster's (spec.py:589) is its own `scale`, which knows no groups.
+    scale_up = scale
 
-    async def scale_down(self, workers: Iterable[str]) -> None:
-        """Close worker sessions after moving their data to others.
-
-        Parameters
-        ----------
-        workers : iterable of str
-            Names of sessions or of Dask workers.
-        """
-        self.manager.wishes.remove([*workers])
-        await self.manager.wishes.settle()
+    def _resize(self, group: str, n: int, **change: Any) -> None:
+        """Want `n` workers of a group here, and tell the board, see :class:`GroupChange` for the change."""
+        absent = [*reversed(self.groups.workers(group))]
+        if self.keeper is not None:
+            absent = self.keeper.absent(group)
+            self.keeper.ask(group, target=n, **change)
+            self._soon(self.keeper.publish)
+        self.groups.resize(group, n, absent)
+        self._soon(self._correct_state)
 
     def adapt(  # type: ignore[override]  # two numbers come first, as in dask-kubernetes
         self,
@@ -434,18 +467,61 @@ class CMLCluster(SpecCluster):
         """
         choosing = inspect.signature(Scheduler.workers_to_close).parameters
         refuse_unexpected(self.adapt, kwargs, (arguments_of(Adaptive) | {*choosing}) - {"cluster"})
-        minimum, maximum = self.manager.wishes.bounds(
+        least, most = self._bounds(
             worker_group,
             (minimum, minimum_memory, minimum_cores),
             (None if maximum == math.inf else maximum, maximum_memory, maximum_cores),
         )
-        if issubclass(Adaptive, CMLAdaptive):
+        self._check_open(f"worker group {worker_group!r} not adapted")
+        ours = issubclass(Adaptive, CMLAdaptive)
+        if ours:
             kwargs["worker_group"] = worker_group
         elif worker_group != DEFAULT_GROUP:
             raise ValueError(message("Adaptive", Adaptive, f"a CMLAdaptive for the group {worker_group!r}"))
-        adaptive = Adaptive(self, minimum=minimum, maximum=maximum, **kwargs)
-        self.manager.wishes.adapt(adaptive, worker_group)
+        adaptive = Adaptive(self, minimum=least, maximum=most, **kwargs)
+        limits = adaptive.limits if isinstance(adaptive, CMLAdaptive) else None
+        if self.is_remote:
+            self._write(groups={worker_group: {"adapt": limits}})
+            return adaptive
+        self._release_adaptive(worker_group)
+        self.groups.adaptives[worker_group] = adaptive
+        target = self.target(worker_group)
+        self._resize(worker_group, min(max(target, least), most) if ours else target, adapt=limits)
+        if isinstance(adaptive, CMLAdaptive) and self.keeper is not None:
+            self._soon(adaptive.begin)
+        self._show_adaptive()
         return adaptive
+
+    def _bounds(self, group: str, minimum: Amounts, maximum: Amounts) -> tuple[int, int]:
+        """Return the bounds of adaptive scaling; see :meth:`Options.bounds` for the arguments.
+
+        Without a maximum, take the limit of the site, or else warn.
+        """
+        options = self.groups.options(group)
+        least, most = options.bounds(minimum, maximum)
+        check_room("minimum", least, options.worker, self.groups.others(group))
+        if math.isinf(most):
+            # At least one, so that adapting tells it if not even one fits.
+            most = max(1, room(options.worker, [(self.options.scheduler, 1)])[0])
+        if math.isinf(most):
+            most, name = max(least, _MAXIMUM), self.options.name
+            logger.warning("Cluster %s adapts to at most %s workers: adapt() got no maximum", name, most)
+        return least, int(most)
+
+    def _check_open(self, what: str) -> None:
+        """Refuse what a cluster cannot do that is over.
+
+        Raises
+        ------
+        CMLError
+            If it is closed, or belongs to another process.
+        """
+        if self.is_forks_copy or self.status not in (Status.created, Status.running):
+            self._check_running(what)
+
+    def _new_worker_name(self, worker_number: int) -> str:
+        # SpecCluster._new_worker_name (spec.py:541) is the number alone, which all clusters would share.
+        return session_name(self.options.name, DEFAULT_GROUP, worker_number)
 
     # -- worker groups
 
@@ -521,10 +597,27 @@ class CMLCluster(SpecCluster):
         >>> cluster.delete_worker_group("big")
         """
         refuse_unexpected(self.add_worker_group, kwargs)
-        arguments = locals()
-        given = {each: arguments[each] for each in GROUP_OPTIONS}
+        given = {
+            "n_workers": n_workers,
+            "cpu": cpu,
+            "memory": memory,
+            "nvidia_gpu": nvidia_gpu,
+            "nthreads": nthreads,
+            "processes": processes,
+            "memory_reserve": memory_reserve,
+            "scratch": scratch,
+            "resources": resources,
+            "worker_class": worker_class,
+            "worker_command": worker_command,
+            "worker_args": worker_args,
+            "env": env,
+            "launch_options": launch_options,
+        }
         options = self.options.of_group(given)
-        return self.sync(self.manager.wishes.add_group, name, options)
+        group_name("name", name)
+        self._api.check_options(options.launch_options)
+        check_room("n_workers", options.n_workers, options.worker, self.groups.others())
+        return self.sync(self._add_group, name, options)
 
     def delete_worker_group(self, name: str) -> Any:
         """Delete a worker group, and stop all its sessions after moving their data to other workers.
@@ -539,47 +632,17 @@ class CMLCluster(SpecCluster):
         ValueError
             If no such group exists, or it is the default group.
         CMLError
-            If no other worker can take the data, or the group is scaled meanwhile. The group remains then.
+            If the cluster is not running. Also if no other worker can take the data: then the workers stay
+            until others can.
         """
-        return self.sync(self.manager.wishes.delete_group, name)
+        return self.sync(self._delete_group, name)
 
     # -- what the cluster is
 
-    name = _OfManager(lambda manager: manager.options.name)
-    status = _OfManager(lambda manager: manager.status)
-    options = _OfManager(lambda manager: manager.options)
-    security = _OfManager(lambda manager: manager.state.launcher.place.security or Security())
-    scheduler = _OfManager(lambda manager: manager.state.launcher.scheduler)
-    workers = _OfManager(lambda manager: manager.fleet.workers)
-    scheduler_info = _OfManager(lambda manager: manager.state.scheduler_info)
-    scheduler_comm = _OfManager(lambda manager: manager.state.client.rpc)
-    _adaptive = _OfManager(lambda manager: manager.wishes.adaptive())
-
     @property
-    def worker_spec(self) -> dict[str, Any]:
-        """The wanted worker sessions by name, as in Dask's SpecCluster. A copy: use :meth:`scale`."""
-        states = self.manager.fleet.states
-        return {name: self._spec(group.options) for group in states for name in group.names}
-
-    @worker_spec.setter
-    def worker_spec(self, value: Any) -> None:
-        if value:
-            raise AttributeError("worker_spec is a copy: use scale() and add_worker_group()")
-
-    def new_worker_spec(self) -> dict[str, Any]:
-        """Return the name and the form of the next worker of the default group. Nothing is launched."""
-        group = self.manager.fleet.group()
-        return {session_name(self.name, group.name, group.wanted.number): self._spec(group.options)}
-
-    def _spec(self, options: Options) -> dict[str, Any]:
-        """Return SpecCluster's form of a worker session, by which it counts the Dask workers."""
-        names = dask_names("", options.processes)
-        return {"cls": CMLWorker, "options": {"nthreads": options.nthreads}, "group": names}
-
-    @property
-    def sessions(self) -> list[Session]:
-        """The cluster's sessions by their last known state, the scheduler's first."""
-        return self.manager.state.sessions
+    def is_remote(self) -> bool:
+        """Whether another process keeps the cluster, so that this one writes on its board."""
+        return self.keeper is None and self.status == Status.running
 
     @property
     def worker_groups(self) -> dict[str, WorkerGroup]:
@@ -590,22 +653,54 @@ class CMLCluster(SpecCluster):
         >>> cluster.worker_groups["default"].n_workers
         2
         """
-        return self.manager.state.groups
+        groups = {}
+        for name in self.groups.names:
+            options = self.groups.options(name)
+            groups[name] = WorkerGroup(
+                name=name,
+                n_workers=self.target(name),
+                n_arrived=len(self.arrived(name)),
+                size=options.worker,
+                nthreads=options.nthreads,
+                processes=options.processes,
+                resources=dict(options.resources),
+            )
+        return groups
 
     @property
     def scheduler_address(self) -> str:
         """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by it."""
-        return self.manager.state.address or "<Not Connected>"
+        if self._remote.address is None or self.status == Status.closed:
+            return "<Not Connected>"
+        has_keys = self._place.security is not None
+        return cluster_address(self.options.name) if has_keys else self._remote.address
+
+    @property
+    def has_dashboard(self) -> bool:
+        """Whether the scheduler has a dashboard. Without it, Dask serves other pages at its port."""
+        listens = "dashboard" in self.scheduler_info.get("services", {})
+        return listens and "--no-dashboard" not in self.options.scheduler_args
 
     @property
     def dashboard_link(self) -> str:
         """The URL of the scheduler's dashboard. Empty without a dashboard."""
-        if self.scheduler is None or not self.manager.state.has_dashboard:
+        if self.scheduler is None or not self.has_dashboard:
             return ""
         if self._forwarder is not None:
             return self._forwarder.link
         session = self.scheduler.session
-        return f"{session.app_url.rstrip('/')}/status" if session and session.app_url else ""
+        url = (session and session.app_url) or self._remote.board.app_url
+        return f"{url.rstrip('/')}/status" if url else ""
+
+    async def open_dashboard(self) -> Comm:
+        """Open a comm on which the scheduler serves its dashboard.
+
+        Raises
+        ------
+        OSError
+            If the scheduler does not accept the connection, or has no dashboard.
+        """
+        return await open_comm(str(self._remote.address), self._remote.connection_args)
 
     def get_logs(
         self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
@@ -649,8 +744,9 @@ class CMLCluster(SpecCluster):
         if not isinstance(workers, bool):
             workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
-        logs = SessionLogs(self.name, self.manager.state.launcher.place.folder, self.options.log_directory)
-        found = await asyncio.to_thread(logs.read, scheduler, workers, [*self.workers])
+        logs = SessionLogs(self.options.name, self._place.folder, self.options.log_directory)
+        launched = [session.name for session in self.sessions if session.role == "worker"]
+        found = await asyncio.to_thread(logs.read, scheduler, workers, launched)
         return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
 
     def usage(self) -> Any:
@@ -680,29 +776,32 @@ class CMLCluster(SpecCluster):
         default           ...
         total             ...
         """
-        usage = self.manager.state.record_keeper.usage
-        return asyncio.to_thread(usage) if self.asynchronous else usage()
+        return asyncio.to_thread(self._read_usage) if self.asynchronous else self._read_usage()
+
+    def _read_usage(self) -> Usage:
+        record_id = "" if self._record is None else self._record.id
+        return self._usage or usage_of(store.read(self.options.name, id=record_id), time.time())
 
     @property
     def n_pending(self) -> int:
         """Number of wanted worker sessions that are not connected yet."""
-        return self.manager.state.n_pending
+        return max(0, sum(self.target(group) for group in self.groups.names) - len(self.arrived()))
 
     def __repr__(self) -> str:
-        text, state = super().__repr__(), self.manager.state
-        n = len(self.scheduler_info["workers"])
-        status = state.status_words
-        words = [state.age, state.scheduler_words, "" if status == "running" else status]
-        if state.n_pending:
-            text = text.replace(f"workers={n}", f"workers={n} ({state.pending})", 1)
-        if state.problem:
-            words.append(f"problem: {printable(first_line(state.problem))}")
-        return ", ".join([text[:-1], *filter(None, words)]) + ")"
+        about = describe(self)
+        text = super().__repr__()
+        head, workers, rest = text.partition(", workers=")
+        n, threads, rest = rest.partition(", threads=")
+        if about.pending:
+            n += f" ({about.pending})"
+        words = [about.age, about.scheduler, "" if about.status == "running" else about.status]
+        if about.problem:
+            words.append(f"problem: {printable(first_line(about.problem))}")
+        return ", ".join([f"{head}{workers}{n}{threads}{rest[:-1]}", *filter(None, words)]) + ")"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        state, address = self.manager.state, self.scheduler_address
-        values = {"state": state, "address": address, "status_of": status_of}
-        rows = render("cml_sessions.html.j2", **values, connected=state.fleet.arrived())
+        about = describe(self)
+        rows = render("cml_sessions.html.j2", cluster=self, about=about, status_of=status_of)
         # Dask's template escapes neither the cluster's name nor those of workers.
         shown = {
             "name": escaped(self.name),
@@ -721,9 +820,11 @@ class CMLCluster(SpecCluster):
         >>> [each.name for each in CMLCluster.open()]
         ['mine']
         """
-        known = [each for each in [*SpecCluster._instances] if isinstance(each, cls)]
-        own = [each for each in known if not each.manager.state.observes]  # a page shows the others
-        return [each for each in own if each.status not in (Status.created, Status.closed)]
+        known = [cluster for cluster in [*SpecCluster._instances] if isinstance(cluster, cls)]
+        own = [cluster for cluster in known if cluster.takes_lease]  # a page shows the others
+        return [
+            cluster for cluster in own if cluster._starting is not None and cluster.status != Status.closed
+        ]
 
     def job_script(self) -> str:
         """Return the code, size and environment of the scheduler's session and of a worker session.
@@ -737,7 +838,16 @@ class CMLCluster(SpecCluster):
         # mine-scheduler: cpu=1 memory=2 nvidia_gpu=0
         ...
         """
-        return self.manager.state.launcher.plans()
+        place = self._place
+        if self._record is None:  # plans need only the paths of the keys, so no file is written
+            security, _ = tls.as_files(self.options.security, place.folder)
+            place = replace(place, security=security)
+        plans = [CMLScheduler(self._api, self.options, place).plan]
+        address = None if self.scheduler is None else self.scheduler.address
+        for group in self.groups.names:
+            [name] = self.groups.new(group)
+            plans.append(plan_worker(self.groups.options(group), place, name, address))
+        return "\n".join(map(str, plans))
 
     def get_snippet(self) -> str:
         """Return code by which another process of the project connects to this cluster. dask-ctl shows it.
@@ -759,48 +869,39 @@ class CMLCluster(SpecCluster):
             "client = Client(cluster)"
         )
 
-    # -- start and end, for Dask's SpecCluster
+    # -- start and end
 
-    async def _start(self) -> None:
-        self.quiet = self._quiet
+    async def _start_once(self) -> None:
         if self.options.forward_dashboard and self._forwarder is None:
-            self._forwarder = DashboardForwarder(lambda: self.manager.state.open_dashboard())
-        try:
-            await self.manager.start()
-        except BaseException:
-            await self._release()
-            raise
+            self._forwarder = DashboardForwarder(lambda: self.open_dashboard())
+        await super()._start_once()
 
-    async def _correct_state(self) -> None:
-        await self.manager.wishes.settle()
+    def _end_failed_start(self, error: BaseException) -> None:
+        """Stop what a constructor has launched that fails."""
+        if not hasattr(self, "_loop_runner"):  # Dask's classes have refused an argument
+            no_longer_end_at_exit(self)
+            return
+        self._end(shutdown=not self._connects)
+        if isinstance(error, KeyboardInterrupt):
+            n = len(self._api.names.keys() - self._api.live)
+            output.say(f"Interrupted: {n} session{'s' * (n != 1)} stopped", to_stderr=True)
+            output.flush()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
-        began, longest = time.monotonic(), math.inf if timeout is None else parse_timedelta(timeout, "s")
-        while (n := len(self.scheduler_info["workers"])) < n_workers:
-            connected = f"{n} of {n_workers} workers connected"
-            if self.status in (Status.closing, Status.closed, Status.failed):
-                raise CMLError(f"{connected}: cluster {self.name} is {self.status.name}")
-            if time.monotonic() - began > longest:
-                raise TimeoutError(f"{connected} within {longest:g} s")
-            await asyncio.sleep(_WAIT_INTERVAL)
-
-    def __await__(self) -> Generator[Any, Any, Self]:
-        async def ready() -> Self:
+        # Cluster._wait_for_workers (cluster.py:289) fails if the scheduler is lost. Another one replaces it.
+        deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
+        while True:
             try:
-                await self._start()
-                await self._correct_state()
-            except CMLError as error:
-                raise without_frames(error) from None
-            return self
-
-        return ready().__await__()
-
-    async def __aenter__(self) -> Self:
-        try:
-            return await self
-        except BaseException:  # also if it is cancelled, when Dask's class would leave it open
-            await self._close()
-            raise
+                left = None if timeout is None else max(0.01, deadline - time.monotonic())
+                await super()._wait_for_workers(n_workers, left)
+                return
+            except WorkerStartTimeoutError as error:
+                raise WorkerStartTimeoutError(error.available_workers, n_workers, timeout or 0) from None
+            except OSError:
+                self._check_running(f"{n_workers} workers not connected")
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(timing.collect)
 
     def __exit__(self, *_: object) -> None:
         self._end(shutdown=self.shutdown_on_close)
@@ -811,15 +912,6 @@ class CMLCluster(SpecCluster):
             return super().sync(func, *args, **kwargs)
         except CMLError as error:
             raise without_frames(error) from None
-
-    @property
-    def shutdown_on_close(self) -> bool:
-        """Whether to stop all sessions at the end of the ``with`` block or the process."""
-        return self.manager.shutdown_on_close
-
-    @shutdown_on_close.setter
-    def shutdown_on_close(self, value: bool) -> None:
-        self.manager.shutdown_on_close = value
 
     # -- end
 
@@ -838,7 +930,8 @@ class CMLCluster(SpecCluster):
         CMLError
             If CML did not stop some sessions. The message names them.
         """
-        return self._end(timeout, shutdown=self.shutdown_on_close or self.manager.adopts)
+        # Cluster.close (cluster.py:213) returns without words after a RuntimeError, as those of this package.
+        return self._end(timeout, shutdown=self.shutdown_on_close or self._connects)
 
     def leave(self) -> Any:
         """Close this object only. The scheduler and the workers keep running.
@@ -852,25 +945,19 @@ class CMLCluster(SpecCluster):
     def _end(self, timeout: float | None = None, *, shutdown: bool) -> Any:
         if self.asynchronous:
             return self.sync(self._close, shutdown, callback_timeout=timeout)
-        if not self.manager.is_forks_copy:
+        if not self.is_forks_copy:
             with self._close_lock:  # a second thread would wait for a loop that the first one has stopped
-                if self._loop_runner.is_started():
+                if self._loop_runs:
                     self.sync(self._close, shutdown, callback_timeout=timeout)
                 self._loop_runner.stop()
         return None
 
-    async def _close(self, shutdown: bool | None = None) -> None:
-        """Close this object. By default, as at the end of an ``async with`` block."""
-        try:
-            await self.manager.close(self.shutdown_on_close if shutdown is None else shutdown)
-        finally:
-            await self._release()
+    @property
+    def _loop_runs(self) -> bool:
+        return self.loop is not None and self.loop.asyncio_loop.is_running()  # type: ignore[attr-defined]
 
-    async def _release(self) -> None:
-        self._silence.close()
-        for callback in self.periodic_callbacks.values():  # of the widget, which shows the end
-            callback.stop()
-            callback.callback()
+    async def _close_dask(self) -> None:
+        await super()._close_dask()
         if self._forwarder is not None:
             await self._forwarder.close()
 
@@ -893,7 +980,11 @@ def close_all() -> None:
     errors = []
     for cluster in CMLCluster.open():
         try:
-            cluster.close()
+            closing = cluster.close()
+            if closing is not None:  # in the cluster's own event loop, which goes on when this returns
+                task = asyncio.ensure_future(closing)
+                _closing.add(task)
+                task.add_done_callback(_closing.discard)
         except CMLError as error:
             errors.append(error)
     if errors:

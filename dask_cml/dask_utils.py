@@ -14,7 +14,6 @@ their output to a new folder in ``cml.state-directory``. The folder remains, unl
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import secrets
@@ -27,9 +26,9 @@ from distributed.utils import LoopRunner
 from dask_cml.cancellation import gather_or_cancel
 from dask_cml.checks import gibibytes, integer, message, positive
 from dask_cml.errors import CMLError, SessionFailed
-from dask_cml.identity import Identity
 from dask_cml.options import Options, state_directory
 from dask_cml.private_files import make_folder
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess
@@ -298,8 +297,8 @@ async def _start_workers(
         for worker in missing.values():
             if what := worker.late("connect", options.worker_timeout):
                 raise CMLError(await worker.failure(what))
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            identity = Identity.read(await ask(url, None, "identity", _ANSWER_TIMEOUT))
-            for each in identity.workers:
-                missing.pop(each.name, None)
+        with contextlib.suppress(*NO_ANSWER, CMLError):
+            identity = await ask(url, None, "identity", _ANSWER_TIMEOUT)
+            for worker in identity["workers"].values():
+                missing.pop(str(worker["name"]), None)
     return [dict(worker.info) for worker in workers]

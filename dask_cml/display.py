@@ -87,7 +87,7 @@ class Description:
 
 def describe(cluster: Any) -> Description:
     """Describe a cluster for users."""
-    board = cluster._remote.board
+    board = cluster.board
     age, most = board.age / 3600, board.most_age / 3600
     waits = cluster.waits()
     n = cluster.n_pending - len(waits)
@@ -101,7 +101,7 @@ def describe(cluster: Any) -> Description:
 
 
 def _status_words(cluster: Any) -> str:
-    if cluster.status == Status.running and not cluster._remote.connected:
+    if cluster.status == Status.running and not cluster.is_connected:
         return "not connected to the scheduler"
     if cluster.status == Status.created:
         return "created" if cluster._starting is None else "starting"
@@ -119,7 +119,7 @@ def _scheduler_words(cluster: Any) -> str:
     [session] = sessions
     if session.waits_for is not None:
         return f"scheduler {waiting(session.waits_for)}"
-    if not cluster._place.number or not cluster._remote.connected:
+    if not cluster._place.number or not cluster.is_connected:
         return ""
     return f"scheduler restarted {span(session.age)} ago"
 

@@ -1,11 +1,12 @@
 """A Jupyter server extension that lists all clusters of the project in dask-labextension's sidebar.
 
 By itself, the sidebar lists the clusters that it created. This adds those in the project's records: from
-notebooks, ``dask cml`` and other Jupyter servers. Each has a manager of its own in the Jupyter server.
+notebooks, ``dask cml`` and other Jupyter servers. The Jupyter server is connected to each of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import uuid
@@ -19,7 +20,8 @@ from traitlets import Float
 
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import CMLError
-from dask_cml.observers import Observed, Observers
+from dask_cml.keeper.adaptive import CMLAdaptive
+from dask_cml.observers import Observed, ObservedCluster, Observers
 from dask_cml.records.record import Record
 from dask_cml.sessions.here import this_user
 
@@ -78,7 +80,7 @@ def find_manager(settings: Mapping[str, Any]) -> Any:
     return manager if all(isinstance(part, dict) for part in parts) else None
 
 
-class ListedCluster(CMLCluster):
+class ListedCluster(ObservedCluster):
     """A cluster of another process. SHUTDOWN calls :meth:`close` without asking the user."""
 
     def close(self, timeout: float | None = None) -> Any:
@@ -89,7 +91,7 @@ class ListedCluster(CMLCluster):
         CMLError
             If another user created the cluster.
         """
-        record, user = self.manager.state.record_keeper.record, this_user()
+        record, user = self._record, this_user()
         if record is not None and record.maker.user not in (None, user):
             command = f"dask cml delete {shlex.quote(record.name)}"
             raise CMLError(
@@ -115,8 +117,6 @@ class Sidebar(Observers):
     >>> await sidebar.close()  # doctest: +SKIP
     """
 
-    cluster_class = ListedCluster
-
     def __init__(self, manager: Any, interval: float = 2.0) -> None:
         super().__init__(interval)
         self._manager = manager
@@ -124,9 +124,11 @@ class Sidebar(Observers):
         #: sidebar removes them itself after SHUTDOWN.
         self._closed: set[str] = set()
 
-    def manage(self, record: Record, **arguments: Any) -> CMLCluster:
-        """Return a cluster that forwards the dashboard to a port of this machine, for the sidebar."""
-        return super().manage(record, forward_dashboard=True, **arguments)
+    def connect(self, record: Record) -> CMLCluster:
+        """Return an object that forwards the dashboard to a port of this machine, for the sidebar."""
+        return ListedCluster(
+            name=record.name, create_mode="connect", forward_dashboard=True, asynchronous=True, quiet=True
+        )
 
     def joined(self, observed: Observed) -> None:
         """Add a cluster to the list."""
@@ -141,7 +143,7 @@ class Sidebar(Observers):
         await super().close()
 
     async def looked(self) -> None:
-        """Remove closed clusters, and adaptive scaling that stopped because another manager scales."""
+        """Remove closed clusters, and adaptive scaling that has stopped because another process scales."""
         listed, adaptives = self._manager._clusters, self._manager._adaptives
         clusters = {key: each for key, each in listed.items() if isinstance(each, CMLCluster)}
         closed = {key for key, each in clusters.items() if each.status == Status.closed}
@@ -149,8 +151,11 @@ class Sidebar(Observers):
             self._drop(key)
         self._closed = closed
         for key, adaptive in [*adaptives.items()]:
-            if key in clusters and getattr(adaptive, "state", None) == "stopped":
-                del adaptives[key]
+            if key in clusters and isinstance(adaptive, CMLAdaptive):
+                with contextlib.suppress(CMLError):
+                    await clusters[key].written()
+                if clusters[key].limits() is None:
+                    adaptives.pop(key, None)
 
     def _drop(self, cluster_id: str) -> None:
         manager = self._manager

@@ -1,4 +1,4 @@
-"""Managers for all clusters in the project's records, for a process that shows them."""
+"""Follows all clusters in the project's records, for a process that shows them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from distributed.core import Status
 
 from dask_cml.cancellation import cancel
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import CMLError
-from dask_cml.manager.at_exit import unclosed
-from dask_cml.manager.manager import Manager
+from dask_cml.keeper.at_exit import unclosed
 from dask_cml.records import liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record
@@ -29,18 +27,24 @@ _GRACE = 25.0
 EXPECTED = (CMLError, OSError, asyncio.TimeoutError, ValueError, TypeError)
 
 
+class ObservedCluster(CMLCluster):
+    """A cluster of another process, which this process shows. It is an orphan all the same."""
+
+    takes_lease = False
+
+
 @dataclass
 class Observed:
-    """A cluster in the records that no other part of this process manages, or that a subclass creates.
+    """A cluster in the records that no other part of this process uses, or that a subclass creates.
 
     Parameters
     ----------
     record : Record
         The cluster's last known record.
     cluster : CMLCluster or None
-        Its manager. None while its scheduler does not answer.
+        The cluster itself. None while its scheduler does not answer, and if it has no keys.
     finding : Finding or None
-        The result of the last look at a cluster without a manager.
+        The result of the last look at a cluster that is not connected.
     failure : Exception or None
         Why a cluster that a subclass creates did not start.
     task : asyncio.Task or None
@@ -76,8 +80,6 @@ class Observers:
         The clusters, by the ids of their records.
     """
 
-    cluster_class = CMLCluster
-
     def __init__(self, interval: float = 2.0) -> None:
         self.observed: dict[str, Observed] = {}
         self._interval = interval
@@ -85,21 +87,12 @@ class Observers:
 
     # -- for subclasses
 
-    def manage(self, record: Record, **arguments: Any) -> CMLCluster:
-        """Return a running cluster with a manager that observes it. It is not started yet.
-
-        Parameters
-        ----------
-        record : Record
-            The cluster's record.
-        **arguments
-            Arguments of :meth:`Manager.adopt`.
-        """
-        manager = Manager.adopt(record, **{"observes": True, **arguments})
-        return self.cluster_class.of_manager(manager, asynchronous=True, quiet=True)
+    def connect(self, record: Record) -> CMLCluster:
+        """Return an object for a running cluster, which is not connected yet."""
+        return ObservedCluster(name=record.name, create_mode="connect", asynchronous=True, quiet=True)
 
     def joined(self, observed: Observed) -> None:
-        """Show a cluster, which now has a manager."""
+        """Show a cluster, which is connected now."""
 
     async def looked(self) -> None:
         """React to a look at the records."""
@@ -144,10 +137,10 @@ class Observers:
 
     async def _look(self) -> None:
         records = {record.id: record for record in await asyncio.to_thread(store.records)}
-        managed = {manager.options.name for manager in unclosed()}
+        used = {cluster.options.name for cluster in unclosed()}
         for key, record in records.items():
             known = self.observed.get(key)
-            if known is None and record.name not in managed:
+            if known is None and record.name not in used:
                 self.observed[key] = Observed(record)
             elif known is not None and known.failure is None and known.record != record:
                 known.record, known.not_before = record, 0.0
@@ -157,10 +150,10 @@ class Observers:
         await self.looked()
 
     async def _tend(self, observed: Observed, there: bool) -> None:
-        """Create a manager for a cluster that runs. Close the manager of a cluster that has ended."""
+        """Connect to a cluster that runs. Leave a cluster that has ended."""
         cluster = observed.cluster
         try:
-            # The manager of an owned cluster closes by itself, as its record may be unreadable for a moment.
+            # An owned cluster closes by itself, as its record may be unreadable for a moment.
             if cluster is not None and (cluster.status == Status.closed or not (there or observed.owned)):
                 await self._leave(observed, cluster)
             if observed.cluster is None and not there:
@@ -176,11 +169,12 @@ class Observers:
         observed.not_before = time.monotonic() + _RETRY
         findings = await liveness.judge([observed.record])
         observed.finding = findings[observed.record.name]
-        if observed.finding.state is State.ALIVE:
-            cluster = observed.cluster = self.manage(observed.record)
+        # Without keys, another program may answer at the cluster's address.
+        if observed.finding.state is State.ALIVE and observed.record.security is not None:
+            cluster = observed.cluster = self.connect(observed.record)
             try:
                 await cluster
-            except BaseException:  # its manager may run, without the cluster's dashboard
+            except BaseException:
                 await self._leave(observed, cluster)
                 raise
             self.joined(observed)

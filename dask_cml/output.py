@@ -24,9 +24,9 @@ _idle = threading.Event()
 _idle.set()
 
 
-def say(text: str) -> None:
+def say(text: str, *, to_stderr: bool = False) -> None:
     """Print a text, soon."""
-    out = sys.stdout
+    out = sys.stderr if to_stderr else sys.stdout
     _enqueue(lambda: print(text, file=out, flush=True))
 
 

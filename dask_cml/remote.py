@@ -13,73 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distributed.comm.core import Comm, connect
-from distributed.core import send_recv
 from distributed.security import Security
 
-from dask_cml import board_protocol as protocol
+from dask_cml import protocol
 from dask_cml.cancellation import within
 from dask_cml.errors import CMLError
+from dask_cml.rpc import NO_ANSWER, ask, call
 from dask_cml.scheduler.board import BoardGroup
 from dask_cml.sessions import tls
 from dask_cml.timing import timing
 from dask_cml.validation import validate
-
-#: Errors of a scheduler that does not answer.
-NO_ANSWER = (OSError, asyncio.TimeoutError)
-
-
-async def ask(
-    address: str, connection_args: Mapping[str, Any], op: str, timeout: float, **arguments: Any
-) -> Any:
-    """Call a handler of a scheduler over a connection of its own, and return its answer.
-
-    Parameters
-    ----------
-    address : str
-        The scheduler's address.
-    connection_args : mapping
-        The result of ``Security.get_connection_args("client")``.
-    op : str
-        The handler's name.
-    timeout : float
-        Time limit for the connection, Dask's handshake and the answer together, in seconds.
-    **arguments
-        The handler's arguments.
-
-    Raises
-    ------
-    OSError, asyncio.TimeoutError
-        If the scheduler does not answer.
-    CMLError
-        If the handler raises an exception.
-    """
-
-    async def answer() -> Any:
-        comm = await connect(address, timeout=timeout, **connection_args)
-        try:
-            return await call(comm, op, **arguments)
-        finally:
-            comm.abort()
-
-    return await within(timeout, answer())
-
-
-async def call(comm: Comm, op: str, **arguments: Any) -> Any:
-    """Call a handler of a scheduler, and return its answer.
-
-    Raises
-    ------
-    OSError
-        If the connection breaks.
-    CMLError
-        If the handler raises an exception.
-    """
-    try:
-        return await send_recv(comm, op=op, **arguments)
-    except (OSError, asyncio.TimeoutError):
-        raise
-    except Exception as error:  # of the handler
-        raise CMLError(f"the scheduler refused {op}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -283,7 +226,7 @@ class Remote:
         """Whether this process keeps the cluster, by an answer that is recent enough."""
         return self.board.keeper == self.id and time.monotonic() - self.heard < timing.lease
 
-    async def ask(self, op: str, timeout: float | None = None, **arguments: Any) -> Any:
+    async def ask(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
         """Call a handler of the scheduler, see :func:`ask`. Default time limit: ``timing.answer``."""
         limit = timing.answer if timeout is None else timeout
         return await ask(self._known_address(), self.connection_args, op, limit, **arguments)

@@ -15,6 +15,8 @@ class Timing:
         The longest time between two messages of a watcher, and of one that only observes.
     lease : float
         Silence of a watcher after which it counts as gone, and keeps no cluster any more.
+    first_lease : float
+        Time for which a scheduler waits for the keeper that has launched it. Calls of the platform may hang.
     collect : float
         Time for which the scheduler collects further changes before it answers watchers.
     scheduler_look, activity : float
@@ -37,13 +39,15 @@ class Timing:
         Time for which a session must be a stray. Another process may be about to say that it has launched it.
     succession : float
         Time for which a process that does not keep the cluster leaves the next scheduler to the keeper.
-    silence : float
-        Silence of a scheduler after which it counts as dead, and that its keeper cannot reach it.
+    sign_of_life, silence : float
+        Time between two signs of life of a scheduler, the times of its file. Its silence after which a
+        scheduler that cannot be reached counts as dead.
     """
 
     heartbeat: float = 2.0
     observer_heartbeat: float = 10.0
     lease: float = 15.0
+    first_lease: float = 60.0
     collect: float = 0.1
     scheduler_look: float = 0.5
     activity: float = 5.0
@@ -58,6 +62,7 @@ class Timing:
     strays: float = 15.0
     stray: float = 20.0
     succession: float = 30.0
+    sign_of_life: float = 15.0
     silence: float = 120.0
 
 

@@ -85,7 +85,7 @@ def target(cluster: CMLCluster) -> int:
 
 def limits(cluster: CMLCluster, group: str = "default") -> tuple[int, int | None] | None:
     """Return the limits of a worker group's adaptive scaling. None: it has a fixed size."""
-    adapting = cluster.manager.fleet.adapting[group]
+    adapting = cluster.limits(group)
     return None if adapting is None else (adapting["minimum"], adapting["maximum"])
 
 

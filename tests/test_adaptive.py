@@ -12,8 +12,8 @@ from fleets import Cluster
 from tornado.ioloop import IOLoop
 
 from dask_cml import CMLAdaptive
-from dask_cml.manager.adaptive import stop_adapting
-from dask_cml.manager.backoff import Backoffs
+from dask_cml.keeper.adaptive import stop_adapting
+from dask_cml.keeper.backoff import Backoffs
 from dask_cml.manager.retirement import choose
 from dask_cml.manager.scheduler_client import SchedulerClient
 from dask_cml.naming import dask_names
@@ -299,7 +299,7 @@ async def test_start_times_are_those_of_the_groups_own_sessions(monkeypatch):
         state.cluster.launch(name)
         state.fleet.workers[name].launched_at = launched_at
         state.arrive(name)
-    monkeypatch.setattr("dask_cml.manager.adaptive.monotonic", lambda: 10.0)
+    monkeypatch.setattr("dask_cml.keeper.adaptive.monotonic", lambda: 10.0)
     await plain.target()
     await gpu.target()
     assert (plain.start_time, gpu.start_time) == (10.0, 110.0)

@@ -8,7 +8,7 @@ import pytest
 from fleets import Cluster
 
 from dask_cml.manager import backoff as module
-from dask_cml.manager.backoff import Backoff, Backoffs
+from dask_cml.keeper.backoff import Backoff, Backoffs
 from dask_cml.options import setting
 from dask_cml.sessions.causes import Cause, Loss
 

@@ -14,7 +14,7 @@ from extensions import faults
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster
-from dask_cml.manager import at_exit
+from dask_cml.keeper import at_exit
 from dask_cml.records import store
 
 pytestmark = pytest.mark.usefixtures("light")
@@ -272,7 +272,7 @@ def test_neither_a_signal_nor_an_error_keeps_clusters_from_their_end():
             time.sleep(0.1)
             print("ended")
             raise OSError("no answer")
-    from dask_cml.manager import at_exit
+    from dask_cml.keeper import at_exit
     clusters = [Cluster(), Cluster()]
     for each in clusters:
         at_exit.end_at_exit(each)
@@ -351,7 +351,7 @@ def test_no_cluster_is_created_while_the_program_exits(platform, all_stopped):
         except CMLError as error:
             print(error)
     from dask_cml import CMLError
-    from dask_cml.manager import at_exit
+    from dask_cml.keeper import at_exit
     cluster = CMLCluster(n_workers=0, quiet=True)
     threading.Thread(target=work).start()
     """

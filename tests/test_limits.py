@@ -19,7 +19,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, LaunchRefused
 from dask_cml.layout import scheduler_file
-from dask_cml.manager.backoff import Backoffs
+from dask_cml.keeper.backoff import Backoffs
 from dask_cml.options import SessionSize
 from dask_cml.options.limits import check_room, limits, room
 from dask_cml.records import store

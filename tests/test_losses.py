@@ -9,7 +9,7 @@ import pytest
 from fleets import Cluster
 
 from dask_cml.manager import losses
-from dask_cml.manager.backoff import Backoffs
+from dask_cml.keeper.backoff import Backoffs
 from dask_cml.manager.losses import LossFinder
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dask_cml.manager.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unrunnable
+from dask_cml.keeper.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unrunnable
 from dask_cml.scheduler.wanted_group import WantedGroup
 
 GPU = {"GPU": 1}

@@ -14,7 +14,7 @@ from distributed import Client, wait
 from dask_cml import cli
 from dask_cml.doctor import environment
 from dask_cml.identity import WorkerIdentity, full_workers, read_workers
-from dask_cml.manager.policy import Snapshot, Supply, Work, sessions_wanted
+from dask_cml.keeper.policy import Snapshot, Supply, Work, sessions_wanted
 
 GB = 10**9
 FULL = {

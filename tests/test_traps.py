@@ -87,8 +87,7 @@ async def a_refused_launch_is_tried_again_by_the_same_scale(make, it, holds):
     it.platform.refuse()
     cluster.scale(1)
     await holds(lambda: it.platform.count("launch_workers") == 2)
-    lock = getattr(cluster, "_lock", None)  # CMLCluster has none
-    await holds(lambda: lock is None or not lock.locked())
+    await holds(lambda: not cluster._lock.locked())
     cluster.scale(1)
     await holds(lambda: len(names(cluster)) == 1)
 

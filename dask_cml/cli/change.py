@@ -28,7 +28,6 @@ from dask_cml.words import waiting_workers
 
 if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
-    from dask_cml.manager.manager import Manager
 
 _DELETED = "another process has deleted it"
 #: Seconds between two looks at what a command waits for.
@@ -50,9 +49,9 @@ _time_limit = click.option(
 @_time_limit
 async def scale(name: str, n: int, group: str, timeout: float) -> None:
     """Scale a cluster to N worker sessions, and wait until they are connected."""
-    async with running(name) as cluster:
-        cluster.scale(n, worker_group=group)
-        await wait_for_scale(cluster.manager, n, group, timeout)
+    async with connected(name) as cluster:
+        await cluster.scale(n, worker_group=group)
+        await wait_for_scale(cluster, n, group, timeout)
     click.echo(f"Cluster {name} scaled to {_n_workers(n, group)}")
 
 
@@ -62,42 +61,36 @@ async def scale(name: str, n: int, group: str, timeout: float) -> None:
 @click.argument("maximum", type=click.IntRange(min=0), required=False)
 @_in_group
 async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> None:
-    """Scale a cluster with its workload, between MINIMUM and MAXIMUM worker sessions, until Ctrl-C.
+    """Scale a cluster with its workload, between MINIMUM and MAXIMUM worker sessions.
 
     Without MAXIMUM, the cluster takes the limit of the site, or 100.
-    After Ctrl-C, the cluster keeps its workers. If `dask cml serve` runs in the project, it continues to
-    adapt the cluster.
+    The process that keeps the cluster adapts it, such as the notebook that created it. If there is none, this
+    command does until Ctrl-C; the cluster then keeps its workers.
     """
     from distributed.core import Status
 
-    async with running(name) as cluster:
-        manager, state = cluster.manager, cluster.manager.state
+    async with connected(name) as cluster:
         adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
+        await cluster.written()
         adapts = f"Cluster {name} adapts between {adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
+        click.echo(f"{adapts} until Ctrl-C" if cluster.keeps else adapts)
         try:
-            await manager.wishes.settle()
-            click.echo(f"{adapts} until Ctrl-C" if state.leads else adapts)
-            if not state.leads:
-                return
-            while state.status == Status.running and not adaptive.released:
-                show(_here(manager, len(adaptive.plan), group))
+            while cluster.keeps and cluster.limits(group) == adaptive.limits:
+                show(_present(cluster, cluster.target(group), group))
                 await asyncio.sleep(_INTERVAL)
         except asyncio.CancelledError:
             show()
-            if manager.fleet.managers <= 1:  # no other one is connected
-                state.stop_adapting(group, adaptive.key)
-                kept = _n_workers(manager.fleet.group(group).wanted.target, group)
-                click.echo(f"Cluster {name} keeps {kept} and no longer adapts")
-            else:
-                click.echo(f"Another manager continues to adapt cluster {name}")
+            cluster.stop_adapting(group)
+            await cluster.written()
+            kept = _n_workers(cluster.target(group), group)
+            click.echo(f"Cluster {name} keeps {kept} and no longer adapts")
             raise
-        if state.status == Status.running:
-            raise CMLError(f"the cluster {name} no longer adapts: another manager scales it")
-        raise CMLError(f"the cluster {name} has shut down: {state.problem or _DELETED}")
+        if cluster.status != Status.running:
+            raise CMLError(f"the cluster {name} has shut down: {cluster.problem or _DELETED}")
 
 
-def running(name: str) -> CMLCluster:
-    """Return a cluster, which runs on after an ``async with`` block."""
+def connected(name: str) -> CMLCluster:
+    """Return a cluster that runs on after an ``async with`` block. If nobody keeps it, this process does."""
     from dask_cml.cluster import CMLCluster
 
     return CMLCluster.from_name(name, asynchronous=True, quiet=True)
@@ -105,23 +98,24 @@ def running(name: str) -> CMLCluster:
 
 def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
     """Return a number of workers with its noun; of another group than the default one, with its name."""
-    return f"{n} worker{'s' * (n != 1)}" + f" in worker group {group}" * (group != DEFAULT_GROUP)
+    noun = "worker" if n == 1 else "workers"
+    return f"{n} {noun}" if group == DEFAULT_GROUP else f"{n} {noun} in worker group {group}"
 
 
-def _here(manager: Manager, n: int, group: str) -> str:
+def _present(cluster: CMLCluster, n: int, group: str) -> str:
     """Return in words how many of n worker sessions are connected, and how many wait for room."""
-    fleet = manager.fleet
-    words = waiting_workers(fleet.waits(group).values())
-    return f"{len(fleet.arrived(group))} of {_n_workers(n, group)} connected" + f", {words}" * bool(words)
+    words = f"{len(cluster.arrived(group))} of {_n_workers(n, group)} connected"
+    queued = waiting_workers(cluster.waits(group))
+    return f"{words}, {queued}" if queued else words
 
 
-async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -> None:
+async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float) -> None:
     """Wait until exactly n sessions of a worker group are connected, and show the progress.
 
     Parameters
     ----------
-    manager : Manager
-        The cluster's manager, which has scaled it.
+    cluster : CMLCluster
+        The cluster, which was scaled.
     n : int
         Number of worker sessions.
     group : str
@@ -132,30 +126,27 @@ async def wait_for_scale(manager: Manager, n: int, group: str, timeout: float) -
     Raises
     ------
     CMLError
-        If the cluster shuts down, gives up, is scaled by another manager, or takes longer.
+        If the cluster shuts down, gives up, is scaled by another process, or takes longer.
     """
     from distributed.core import Status
 
-    name, state, fleet = manager.options.name, manager.state, manager.fleet
-    deadline = time.monotonic() + timeout
-    await manager.wishes.settle()
+    name, deadline = cluster.options.name, time.monotonic() + timeout
     while True:
-        words = _here(manager, n, group)
+        words = _present(cluster, n, group)
         show(words)
-        there = [each for each in fleet.members if each.group == group]
-        if len(fleet.arrived(group)) == len(there) == n:
+        if len(cluster.arrived(group)) == len(cluster.workers_of(group)) == n == cluster.target(group):
             show()
             return
-        problem = state.problem
-        if state.status != Status.running:
+        problem = cluster.problem
+        if cluster.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
-        if (target := fleet.group(group).wanted.target) != n:  # raises the error of a deleted group
-            other = f"another manager scales the cluster {name}: {_n_workers(target, group)} wanted"
+        if (target := cluster.target(group)) != n:
+            other = f"another process scales the cluster {name}: {_n_workers(target, group)} wanted"
             raise CMLError(f"the cluster {name} has {problem}" if problem else other)
-        if state.backoffs.of(group).gave_up:
-            raise CMLError(f"the cluster {name} launches {problem}")
+        if group in cluster.gave_up:
+            raise CMLError(f"the cluster {name} launches {cluster.gave_up[group]}")
         if time.monotonic() > deadline:
-            words += f": {problem}" * bool(problem)
+            words += f": {problem}" if problem else ""
             raise CMLError(f"the cluster {name} did not scale within {timeout:g} s: {words}")
         await asyncio.sleep(_INTERVAL)
 
@@ -174,10 +165,10 @@ async def add_group(name: str, group: str, timeout: float, **options: Any) -> No
 
     Without an option, the group takes the cluster's value.
     """
-    async with running(name) as cluster:
+    async with connected(name) as cluster:
         await cluster.add_worker_group(group, **given(options))
-        n = cluster.worker_groups[group].n_workers
-        await wait_for_scale(cluster.manager, n, group, timeout)
+        n = cluster.target(group)
+        await wait_for_scale(cluster, n, group, timeout)
     click.echo(f"Worker group {group} added to cluster {name}: {_n_workers(n)}")
 
 
@@ -187,7 +178,7 @@ async def add_group(name: str, group: str, timeout: float, **options: Any) -> No
 async def delete_group(name: str, group: str) -> None:
     """Delete a worker group: stop all its sessions. Its workers move their results to others first."""
     show(f"Deleting worker group {group}")
-    async with running(name) as cluster:
+    async with connected(name) as cluster:
         await cluster.delete_worker_group(group)
     show()
     click.echo(f"Worker group {group} deleted from cluster {name}")
@@ -198,7 +189,9 @@ async def delete_group(name: str, group: str) -> None:
 @as_json
 async def list_groups(name: str, as_json: bool) -> None:
     """List the worker groups of a cluster."""
-    async with running(name) as cluster:
+    from dask_cml.observers import ObservedCluster
+
+    async with ObservedCluster.from_name(name, asynchronous=True, quiet=True) as cluster:
         groups = [*cluster.worker_groups.values()]
     if as_json:
         print_json([asdict(each) for each in groups])

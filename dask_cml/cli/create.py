@@ -107,7 +107,7 @@ def create(**options: Any) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         cluster = CMLCluster(**unattended(given(options)), quiet=False, silence_logs="WARNING")
     cluster.quiet = True
-    cluster.sync(cluster.manager.outlive_this_process)
+    cluster.sync(cluster.outlive_this_process)
     click.echo(cluster.name)
     click.echo(f"Address: {cluster.scheduler_address}", err=True)
     if cluster.dashboard_link:

@@ -17,20 +17,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from distributed.comm.core import Comm, connect
 from tornado.http1connection import HTTP1Connection, HTTP1ConnectionParameters
 from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, RequestStartLine, ResponseStartLine
 from tornado.iostream import IOStream, StreamClosedError
 from tornado.web import Application, RequestHandler
 
-from dask_cml.cancellation import first_of
+from dask_cml.cancellation import first_of, within
 from dask_cml.dashboard.http_server import HostGuard, LocalServer, local_socket
-from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.protocol import FORWARD
+from dask_cml.rpc import call
 
 logger = logging.getLogger(__name__)
 
 #: Opens a comm on which a scheduler serves its dashboard. Raises OSError.
-OpenComm = Callable[[], Awaitable[MsgpackComm]]
+OpenComm = Callable[[], Awaitable[Comm]]
 #: Characters of a scheduler's error.
 _MOST_CHARACTERS = 1000
 
@@ -71,8 +72,8 @@ _CHUNK = 2**16
 
 async def open_comm(
     address: str, connection_args: Mapping[str, Any] | None = None, timeout: float = 30.0
-) -> MsgpackComm:
-    """Open a comm on which a scheduler serves its dashboard.
+) -> Comm:
+    """Open a comm on which a scheduler serves its dashboard. Its ``stream`` carries HTTP.
 
     Parameters
     ----------
@@ -88,19 +89,23 @@ async def open_comm(
     OSError
         If the scheduler does not accept the connection, or has no dashboard.
     """
-    with contextlib.ExitStack() as stack:
+
+    async def opened() -> Comm:
+        comm = await connect(address, timeout=timeout, **(connection_args or {}))
         try:
-            comm = stack.enter_context(await MsgpackComm.connect(address, connection_args, timeout))
-            answer = await comm.ask(FORWARD, timeout)
-            if not isinstance(answer, dict):
-                raise OSError("the scheduler has no plugin that forwards its dashboard")
+            answer = await call(comm, FORWARD)
             if answer.get("status") != "OK":
                 raise OSError(f"{answer.get('message')}"[:_MOST_CHARACTERS])
-        except (OSError, ValueError, RuntimeError, asyncio.TimeoutError) as error:
-            why = str(error) or f"no answer within {timeout:g} s"
-            raise OSError(f"cannot reach the dashboard of the scheduler at {address}: {why}") from error
-        stack.pop_all()
-    return comm
+        except BaseException:
+            comm.abort()
+            raise
+        return comm
+
+    try:
+        return await within(timeout, opened())
+    except (OSError, ValueError, RuntimeError, asyncio.TimeoutError) as error:
+        why = str(error) or f"no answer within {timeout:g} s"
+        raise OSError(f"cannot reach the dashboard of the scheduler at {address}: {why}") from error
 
 
 def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) -> Application:
@@ -168,8 +173,11 @@ class DashboardProxy(RequestHandler):
             return
         self._forwarding = asyncio.current_task()
         try:
-            with await open_comm() as comm:
-                await self._exchange(comm.stream, path)
+            comm = await open_comm()
+            try:
+                await self._exchange(comm.stream, path)  # type: ignore[attr-defined]  # of TCP
+            finally:
+                comm.abort()
         except OSError as error:
             self.refuse(502, str(error))
         except asyncio.CancelledError:  # the browser is gone, or the server closes

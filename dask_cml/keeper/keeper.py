@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
-from dask_cml import board_protocol as protocol
+from dask_cml import protocol
 from dask_cml.cancellation import cancel, gather_or_cancel, wait_until_set
 from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError, LaunchRefused
@@ -29,7 +29,8 @@ from dask_cml.output import Logger
 from dask_cml.records import store
 from dask_cml.records.operations import left_for_user
 from dask_cml.records.record import Record
-from dask_cml.remote import NO_ANSWER, BoardState, Remote
+from dask_cml.remote import BoardState, Remote
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import Cause, Loss
@@ -145,7 +146,7 @@ class Keeper:
         return {worker.name for worker in self.wanted(group) if not connected.isdisjoint(worker.dask_names)}
 
     def absent(self, group: str) -> list[str]:
-        """Return the wanted workers that are not connected, the first to go first: queued ones, then the newest."""
+        """Return the wanted workers that are not connected: queued ones first, then the newest."""
         arrived = self.arrived(group)
         workers = self._cluster.workers
         absent = [name for name in reversed(self._groups.workers(group)) if name not in arrived]
@@ -229,7 +230,7 @@ class Keeper:
         LaunchRefused, SessionFailed, SchedulerTimeout
             As in :class:`dask_cml.CMLCluster`.
         """
-        scheduler = self._cluster.scheduler = CMLScheduler(self._api, self._cluster.options, self.place)
+        scheduler = self._cluster.scheduler = CMLScheduler(self._api, self._groups.options(), self.place)
         names = self._groups.workers()
         left, why = await asyncio.to_thread(left_for_user, self._record.id, 1)
         if strict and left < len(names):
@@ -284,11 +285,11 @@ class Keeper:
         self._groups.given(worker.name)
         self._cluster.workers[worker.name] = worker
         self._cluster._created.add(worker)
-        worker._cluster = ref(self._cluster)
+        worker._cluster = ref(self._cluster)  # type: ignore[attr-defined]  # as SpecCluster does
         await self._journal.write(self.sessions)
 
     async def succeed(self, record: Record) -> None:
-        """Take over the sessions in the record from a keeper that has vanished, and want what the board says."""
+        """Take over the recorded sessions from a keeper that has vanished, and want what the board says."""
         self._cluster.workers.clear()
         self._groups.drop(self._groups.workers())
         recorded = [
@@ -366,7 +367,7 @@ class Keeper:
         await self.publish()
 
     async def choose(self, group: str, n: int, **more: Any) -> list[str]:
-        """Choose the `n` workers of a group that cost least to close. Those that are not connected come first."""
+        """Choose the `n` workers of a group that cost least to close, first those that are not connected."""
         absent = self.absent(group)[:n]
         workers = {worker.name: worker.dask_names for worker in self.wanted(group)}
         arrived = [name for name in reversed(self._groups.workers(group)) if name in self.arrived(group)]
@@ -375,7 +376,7 @@ class Keeper:
         return absent + await choose(self._remote, n - len(absent), among, processes, **more)
 
     async def _close_unwanted(self) -> None:
-        """Retire the workers that are not in the spec, and stop the sessions of those that hold no data any more."""
+        """Retire the workers that are not in the spec, and stop the sessions that hold no data any more."""
         cluster, connected = self._cluster, connected_names(self._cluster)
         for name in [name for name in [*cluster.workers] if name not in cluster.worker_spec]:
             if not isinstance(cluster.workers[name], CMLWorker):  # of a subclass, which closes as it likes
@@ -385,7 +386,7 @@ class Keeper:
         await self._retirements.retire([worker for worker in there if self._retirements.may_retire(worker)])
         over = [worker for worker in unwanted if worker.retired or worker not in there]
         ids = {str(worker.session_id) for worker in over}
-        # Also sessions without a worker, such as the engine of a refused launch that could not be stopped before.
+        # Also sessions without a worker, such as the engine of a refused launch that was not stopped before.
         used = {str(process.session_id) for process in self.sessions}
         await self._stop({session for session in {*self._api.live} if session in ids or session not in used})
         await self._journal.write(self.sessions)
@@ -398,7 +399,7 @@ class Keeper:
             self._log_event("stopped", worker.name)
 
     async def _stop(self, ids: Collection[str]) -> None:
-        """Stop sessions in a task, so that a call that hangs blocks no other. Wait for it for some seconds."""
+        """Stop sessions in a task, so that a call that hangs blocks no other. Wait some seconds for it."""
         left = {*ids}.difference(*self._stops.values())
         if not left:
             return

@@ -20,18 +20,17 @@ from distributed.deploy.spec import SpecCluster
 from distributed.objects import SchedulerInfo
 from distributed.security import Security
 
-from dask_cml import board_protocol as protocol
-from dask_cml import output
+from dask_cml import output, protocol
 from dask_cml.cancellation import cancel, within
 from dask_cml.checks import message
-from dask_cml.errors import ClusterExists, CMLError, LaunchRefused
+from dask_cml.errors import ClusterExists, CMLError, LaunchRefused, without_frames
 from dask_cml.keeper.adaptive import CMLAdaptive
+from dask_cml.keeper.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
 from dask_cml.keeper.groups import Groups
 from dask_cml.keeper.keeper import Keeper
 from dask_cml.keeper.losses import SchedulerLost
 from dask_cml.keeper.report import Report
 from dask_cml.keeper.retirement import connected_names
-from dask_cml.manager.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
 from dask_cml.naming import DEFAULT_GROUP, dask_names
 from dask_cml.options import Options, setting, state_directory
 from dask_cml.options.limits import check_new, limits
@@ -40,7 +39,8 @@ from dask_cml.records import liveness, store
 from dask_cml.records.operations import stop_and_remove, take_name, wait_until_running
 from dask_cml.records.record import VERSION, Maker, Record
 from dask_cml.records.usage import Usage, usage_of
-from dask_cml.remote import NO_ANSWER, BoardState, Remote
+from dask_cml.remote import BoardState, Remote
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.plan import Place
@@ -106,7 +106,7 @@ class KeptCluster(SpecCluster):
         self._pid = os.getpid()
         self._api = WorkersAPI(load_platform(options.platform))
         self._check_launch_options(options)
-        self._place = Place(state_directory() / options.name, preload="dask_cml.scheduler.board_plugin")
+        self._place = Place(state_directory() / options.name, preload="dask_cml.scheduler.plugin")
         self._record: Record | None = None
         self._remote = Remote(secrets.token_hex(8), options.name, counts=self.takes_lease)
         spec = {"cls": CMLWorker, "options": {"api": self._api, "place": self._place}}
@@ -204,6 +204,8 @@ class KeptCluster(SpecCluster):
             if isinstance(error, LaunchRefused):
                 # Sessions that are stopping must not keep the user from creating a smaller cluster at once.
                 await self._api.wait_until_ended(self._api.names)
+            if isinstance(error, CMLError):
+                raise without_frames(error) from None
             raise
 
     async def _start_once(self) -> None:
@@ -220,7 +222,9 @@ class KeptCluster(SpecCluster):
                     if mode == "create":
                         raise
                     await self._connect()
-        self._following = asyncio.create_task(self._follow())
+        if self._connects:
+            await self._take_board(self._remote.board)
+            self._following = asyncio.create_task(self._follow())
         await asyncio.to_thread(output.flush)
 
     def _new_record(self) -> Record:
@@ -234,7 +238,8 @@ class KeptCluster(SpecCluster):
         record = replace(record, options=options.arguments(), security=tls.paths(security))
         self._record = record  # to remove it if this is cancelled
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
-        board = self._first_board(record, {}, hours=limits().get("hours"), orphan_timeout=orphan_timeout)
+        groups = self._groups_on_board({})
+        board = self._first_board(record, groups, hours=limits().get("hours"), orphan_timeout=orphan_timeout)
         await take_name(record, board, self._api)
         check_new(options)  # only now it is known that no running cluster is to be connected to
         if not record.maker.serves:  # the page creates clusters for several users
@@ -262,19 +267,20 @@ class KeptCluster(SpecCluster):
                 close = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).close()"
                 self._log(f"This process has another cluster, open for {age}. To close it, run: {close}")
 
-    def _first_board(self, record: Record, requests: Mapping[str, int], **more: Any) -> dict[str, Any]:
+    def _first_board(
+        self, record: Record, groups: Mapping[str, Mapping[str, Any]], **more: Any
+    ) -> dict[str, Any]:
         """Return what the next scheduler begins with.
 
         Parameters
         ----------
         record : Record
             The cluster's record.
-        requests : mapping of str to int
-            How many changes of each worker group users have asked for.
+        groups : mapping of str to mapping
+            The worker groups, see :class:`dask_cml.scheduler.board.BoardGroup`.
         **more
             What else it is to know.
         """
-        groups = {name: self._group_on_board(name, requests.get(name, 0)) for name in self.groups.names}
         return {
             "cluster": record.name,
             "record": record.id,
@@ -286,15 +292,18 @@ class KeptCluster(SpecCluster):
             **more,
         }
 
-    def _group_on_board(self, name: str, request: int) -> dict[str, Any]:
-        adaptive = self.groups.adaptives.get(name)
-        options = self.groups.options(name)
-        return {
-            "options": {} if name == DEFAULT_GROUP else options.group_arguments(),
-            "target": self.groups.target(name),
-            "adapt": adaptive.limits if isinstance(adaptive, CMLAdaptive) else None,
-            "request": request,
-        }
+    def _groups_on_board(self, requests: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        """Return the worker groups for a board, after so many changes that users have asked for."""
+        groups = {}
+        for name in self.groups.names:
+            adaptive = self.groups.adaptives.get(name)
+            groups[name] = {
+                "options": {} if name == DEFAULT_GROUP else self.groups.options(name).group_arguments(),
+                "target": self.groups.target(name),
+                "adapt": adaptive.limits if isinstance(adaptive, CMLAdaptive) else None,
+                "request": requests.get(name, 0),
+            }
+        return groups
 
     def _set_place(self, place: Place) -> None:
         self._place = place
@@ -326,8 +335,8 @@ class KeptCluster(SpecCluster):
         name, given = self.options.name, self._given
         record = await asyncio.to_thread(store.read, name)
         if record.scheduler.address is None:  # another process creates it
-            timeout = self.options.pending_timeout + self.options.scheduler_timeout
-            record = await wait_until_running(name, timeout)
+            self._log(f"Cluster {name} is starting: waiting for its scheduler")
+            record = await wait_until_running(record)
         if record.version != VERSION:
             raise CMLError(
                 f"cluster {name!r} was created by another dask-cml: manage it with that one, or run "
@@ -344,7 +353,7 @@ class KeptCluster(SpecCluster):
         self._stop_adapting_here()
         self.groups = Groups(self, self.options, {"cls": CMLWorker, "options": {"api": self._api}})
         self.worker_spec.clear()
-        # As long as Dask's clients wait: a busy scheduler may need it. Without a scheduler this fails at once.
+        # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
         if why := await asyncio.to_thread(liveness.why_not_contacted, record):
             raise CMLError(f"not connected to cluster {name!r}: {why}")
@@ -357,7 +366,6 @@ class KeptCluster(SpecCluster):
                 f"the scheduler of cluster {name!r} does not answer at {address}: to stop its "
                 f"sessions, run `dask cml delete {shlex.quote(name)}`"
             ) from error
-        await self._take_board(self._remote.board)
 
     def _enter(self, record: Record) -> None:
         """Take the place of the scheduler in a record, which another process has launched."""
@@ -371,9 +379,12 @@ class KeptCluster(SpecCluster):
         self._api.forget(session)
 
     async def _join(self, address: str) -> None:
-        """Connect to the scheduler that this process has launched."""
+        """Connect to the scheduler that this process has launched, and keep the lease from now on."""
         await self._join_within(self.options.scheduler_timeout, address)
-        await self._subscribe()
+        if self._remote.board.keeper == self._remote.id:
+            await self._subscribe()
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
 
     async def _join_within(self, timeout: float, address: str) -> None:
         """Connect to a scheduler, which may be busy.
@@ -421,6 +432,10 @@ class KeptCluster(SpecCluster):
         self._watch_worker_status_comm = self._watch_worker_status_task = None
         self._sync_cluster_info_task = None
 
+    def _forget_workers(self) -> None:
+        """Know of no Dask worker, because their scheduler is gone."""
+        self.scheduler_info = SchedulerInfo({**self.scheduler_info, "workers": {}, "n_workers": 0})
+
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # SpecCluster._update_worker_status (spec.py:398) closes a worker that has gone for some seconds, and
         # keeps its spec. The keeper finds out why it has gone, and replaces it.
@@ -465,6 +480,8 @@ class KeptCluster(SpecCluster):
         if board.keeper is None and (self.keeper is not None or self.takes_lease):
             await self._remote.lease(take=True)
             board = self._remote.board
+            if board.keeper == self._remote.id and self.keeper is not None:
+                await self._subscribe()  # somebody else may have been told of the workers meanwhile
         if board.keeper == self._remote.id and self.keeper is None:
             await self._succeed(board)
         elif board.keeper != self._remote.id and self.keeper is not None:
@@ -565,6 +582,18 @@ class KeptCluster(SpecCluster):
         task.add_done_callback(self._written)
         return task
 
+    async def written(self) -> None:
+        """Wait until the board has what was asked for in this event loop.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer.
+        """
+        if self.keeper is not None:
+            await self.keeper.publish()
+        await asyncio.gather(*self._writing)
+
     def _written(self, task: asyncio.Task[Any]) -> None:
         self._writing.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:  # perhaps nobody awaits it
@@ -648,7 +677,7 @@ class KeptCluster(SpecCluster):
         await self._remote.set(groups={name: None})
         await self._take_changes()
         what = f"worker group {name!r} of cluster {self.options.name} deleted, but"
-        while left := self._workers_of(name):
+        while left := self.workers_of(name):
             self._check_running(f"{what} {', '.join(left)} not stopped")
             if staying := [worker for worker in left if worker in self._staying]:
                 words = "until other workers can take their data: cluster.scale(n) launches some"
@@ -658,10 +687,15 @@ class KeptCluster(SpecCluster):
             await self._correct_state()
             await asyncio.sleep(timing.collect)
 
-    def _workers_of(self, group: str) -> list[str]:
+    def workers_of(self, group: str) -> list[str]:
         """Return the names of a group's sessions, wanted or not."""
         names = [session.name for session in self.sessions if session.role == "worker"]
         return [name for name in names if self.groups.group_of(name) == group]
+
+    @property
+    def gave_up(self) -> Mapping[str, str]:
+        """Why no more workers of some groups are launched, until a user scales them."""
+        return self.report.gave_up if self.keeper is None else self.keeper.gave_up
 
     @property
     def _staying(self) -> list[str]:
@@ -671,6 +705,16 @@ class KeptCluster(SpecCluster):
         return self.keeper.staying
 
     # -- what the cluster is
+
+    @property
+    def board(self) -> BoardState:
+        """The board, as this process knows it."""
+        return self._remote.board
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the scheduler answers."""
+        return self._remote.connected
 
     @property
     def sessions(self) -> list[Session]:
@@ -819,7 +863,9 @@ class KeptCluster(SpecCluster):
             if last.number != number:
                 number, since = last.number, time.monotonic()
             if last.protocol not in (None, protocol.PROTOCOL) and number > self._place.number:
-                words = f"its next scheduler speaks protocol {last.protocol} of dask-cml, this process {protocol.PROTOCOL}"
+                words = (
+                    f"its next scheduler speaks protocol {last.protocol} of dask-cml, not {protocol.PROTOCOL}"
+                )
                 raise SchedulerLost(words, over=True, ended=False)
             try:
                 if number > self._place.number and await self._may_answer(record, since):
@@ -875,14 +921,14 @@ class KeptCluster(SpecCluster):
     async def _launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
         """Launch the next scheduler and all workers. Return False if another process does."""
         begun, last = time.monotonic(), record.scheduler
-        if self.keeper is not None:
-            requests = self.keeper.requests
-        else:  # the keeper has vanished, and what the lost scheduler wrote last is wanted
-            self._want(last.groups)
-            requests = {name: int(group.get("request", 0)) for name, group in last.groups.items()}
+        keeper = self.keeper
+        # If the keeper has vanished, what the lost scheduler wrote last is wanted.
+        groups: Mapping[str, Mapping[str, Any]] = last.groups
+        if keeper is not None:
+            groups = self._groups_on_board(keeper.requests)
         board = self._first_board(
             record,
-            requests,
+            groups,
             hours=last.hours,
             orphan_timeout=last.orphan_timeout,
             restarts=restarts,
@@ -903,10 +949,11 @@ class KeptCluster(SpecCluster):
         await cancel(self._keeping)
         await self._unsubscribe()
         self._remote.close()
-        self.scheduler_info = SchedulerInfo({"workers": {}})
+        self._forget_workers()
         async with self._lock:
-            keeper = self.keeper or self._make_keeper(record)
-            keeper.requests = dict(requests)
+            if keeper is None:
+                keeper = self._make_keeper(record)
+                self._want(keeper, groups)
             await keeper.stop_all(record)
             self._set_place(replace(self._place, number=number))
             keeper.renew(self._place)
@@ -918,15 +965,15 @@ class KeptCluster(SpecCluster):
         )
         return True
 
-    def _want(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
+    def _want(self, keeper: Keeper, groups: Mapping[str, Mapping[str, Any]]) -> None:
         """Want what the last scheduler has written of the groups."""
+        self.worker_spec.clear()
         for name, group in groups.items():
             if name not in self.groups:
                 self.groups.add(name, self.options.of_group(group["options"]))
             if group.get("adapt"):
                 self.groups.adaptives[name] = CMLAdaptive.of(self, name, group["adapt"])
-            for worker in self.groups.workers(name):
-                self.worker_spec.pop(worker, None)
+            keeper.requests[name] = int(group.get("request", 0))
             self.groups.resize(name, int(group.get("target", 0)), ())
 
     # -- end
@@ -950,8 +997,8 @@ class KeptCluster(SpecCluster):
     async def _close(self, shutdown: bool | None = None) -> None:
         """Close this object. By default, as at the end of an ``async with`` block.
 
-        SpecCluster._close (spec.py:438) retires all workers, which never ends without a scheduler, and asserts
-        that all have ended.
+        SpecCluster._close (spec.py:438) retires all workers, and asserts that all have ended. Without a
+        scheduler, that waits for ever.
         """
         if shutdown is None:
             shutdown = self.shutdown_on_close
@@ -1037,7 +1084,7 @@ class KeptCluster(SpecCluster):
         self.keeper = None
         self.workers.clear()
         self.worker_spec.clear()
-        self.scheduler_info = SchedulerInfo({"workers": {}})
+        self._forget_workers()
         # With this status, SpecCluster._close (spec.py:438) does only its last steps.
         self.status = Status.closing_gracefully
         with contextlib.suppress(asyncio.TimeoutError):

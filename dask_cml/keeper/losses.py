@@ -11,10 +11,11 @@ from typing import Any
 import dask.config
 from dask.utils import parse_timedelta
 
-from dask_cml import board_protocol as protocol
+from dask_cml import protocol
 from dask_cml.errors import CMLError
 from dask_cml.output import Logger
-from dask_cml.remote import NO_ANSWER, Remote
+from dask_cml.remote import Remote
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.answers import SessionInfo
 from dask_cml.sessions.causes import Cause, Loss, find_cause
 from dask_cml.sessions.process import CMLWorker
@@ -90,7 +91,7 @@ async def find_losses(
 
 
 def _is_late(worker: CMLWorker) -> bool:
-    """Return whether a session runs, and its Dask workers have been gone or have not connected for too long."""
+    """Return whether the Dask workers of a session have been gone, or have not connected, for too long."""
     if worker.gone_since is not None:
         return time.monotonic() - worker.gone_since > _patience()
     return worker.runs_for > worker.options.worker_timeout

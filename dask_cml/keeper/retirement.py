@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from distributed.deploy.spec import SpecCluster
 from distributed.protocol import pickle
 
-from dask_cml import board_protocol as protocol
+from dask_cml import protocol
 from dask_cml.cancellation import cancel
 from dask_cml.errors import CMLError
 from dask_cml.options import setting
 from dask_cml.output import Logger
-from dask_cml.remote import NO_ANSWER, Remote
+from dask_cml.remote import Remote
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.process import CMLWorker
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing

@@ -24,10 +24,10 @@ from dask_cml.checks import is_session_id
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
 from dask_cml.private_files import make_folder, open_folder, read_file, report_ignored, write_file
-from dask_cml.protocol import LONGEST_SILENCE
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 from dask_cml.records.usage import Amount, SessionHours, Usage, read_usage, usage_of
+from dask_cml.timing import timing
 from dask_cml.validation import validate
 from dask_cml.words import first_line, printable
 
@@ -172,7 +172,7 @@ def _end_of(record: Record) -> float:
     """Return now. If the cluster is dead, return the time of its last sign of life."""
     now, silence = time.time(), liveness.silence(record)
     if silence is not None:
-        return now - silence if record.scheduler.closed or silence > LONGEST_SILENCE else now
+        return now - silence if record.scheduler.closed or silence > timing.silence else now
     if record.maker.lives():
         return now
     launches = {**record.launches, **record.ended}.values()

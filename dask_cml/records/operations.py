@@ -7,14 +7,12 @@ import logging
 import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dask_cml.cancellation import to_the_end
+from dask_cml.checks import seconds
 from dask_cml.errors import ClusterExists, CMLError
-from dask_cml.identity import WorkerIdentity, full_workers
-from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.options import limits, state_directory
 from dask_cml.records import history, liveness, store
 from dask_cml.records.liveness import Finding, State
@@ -69,32 +67,38 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
     await to_the_end(store.claim, record, wanted)
 
 
-async def wait_until_running(name: str, timeout: float) -> Record:
-    """Wait until the scheduler of a cluster answers. Another process may be creating the cluster.
+async def wait_until_running(record: Record) -> Record:
+    """Wait until the scheduler of a cluster answers, which another process creates, and return its record.
 
     Parameters
     ----------
-    name : str
-        The name of the cluster.
-    timeout : float
-        Time limit, in seconds.
+    record : Record
+        The cluster's record. Its time-outs count.
 
     Raises
     ------
     NoSuchCluster
-        If the cluster does not exist, or is deleted meanwhile.
+        If the cluster is deleted meanwhile.
     CMLError
-        If its scheduler does not answer in time.
+        If its scheduler does not answer in time, or its creator has ended before.
     """
+    name, command = record.name, f"`dask cml delete {shlex.quote(record.name)}`"
+    timeout = sum(
+        seconds(key, record.options.get(key, 0)) for key in ("pending_timeout", "scheduler_timeout")
+    )
     deadline = time.monotonic() + timeout
     while True:
-        record = await asyncio.to_thread(store.read, name)
-        if record.scheduler.address is not None and await liveness.is_alive(record):
-            return record
+        now = await asyncio.to_thread(store.read, name, id=record.id)
+        if now.scheduler.address is not None and await liveness.is_alive(now):
+            return now
+        if await asyncio.to_thread(liveness.is_abandoned, now):
+            raise CMLError(
+                f"the creator of cluster {name!r} ended before the scheduler answered: run {command}"
+            )
         if time.monotonic() > deadline:
             raise CMLError(
-                f"the scheduler of cluster {name!r} did not answer within {timeout:g} s: run "
-                f"`dask cml info {shlex.quote(name)}`"
+                f"the scheduler of cluster {name!r} did not answer within {timeout:g} s: to see why, run "
+                f"`dask cml logs {shlex.quote(name)}`; to stop its sessions, run {command}"
             )
         await asyncio.sleep(_LOOK_INTERVAL)
 
@@ -127,25 +131,25 @@ async def describe(
 
 
 def _describe(record: Record, finding: Finding) -> dict[str, Any]:
-    workers = finding.identity.workers if finding.identity else ()
-    groups = Counter((read_name(record.name, each.name) or (DEFAULT_GROUP, 0))[0] for each in workers)
-    present = {
-        "workers": len(workers),
-        "groups": {group: groups[group] for group in record.groups},
-        "threads": sum(each.nthreads for each in workers),
-        "memory": sum(each.memory_limit for each in workers),
+    present = record.scheduler.workers
+    alive = finding.state is State.ALIVE
+    numbers = {
+        "workers": present.workers,
+        "groups": {group: present.groups.get(group, 0) for group in record.groups},
+        "threads": present.threads,
+        "memory": present.memory,
     }
     url, arguments = record.scheduler.app_url, str(record.options.get("scheduler_args"))
     return {
         "name": record.name,
         "address": cluster_address(record.name),
         "status": status_of(record, finding),
-        "problem": full_workers(workers) if finding.state is State.ALIVE else finding.why,
-        **(present if finding.identity else dict.fromkeys(present)),
+        "problem": present.full if alive else finding.why,
+        **(numbers if alive else dict.fromkeys(numbers)),
         "age": record.age,
         "dashboard": f"{url.rstrip('/')}/status" if url and "--no-dashboard" not in arguments else None,
         "scheduler": record.scheduler.address,
-        **_waiting(record, workers),
+        **_waiting(record),
     }
 
 
@@ -156,11 +160,9 @@ def status_of(record: Record, finding: Finding) -> str:
     return "running" if finding.state is State.ALIVE else "stale"
 
 
-def _waiting(record: Record, workers: Collection[WorkerIdentity]) -> dict[str, float | None]:
-    """Describe the sessions that wait for room, as far as their managers have recorded it."""
-    present = {read_name(record.name, each.name) for each in workers} - {None}
-    waiting = [each for each in record.launches.values() if each.waits]
-    since = [each.launched for each in waiting if read_name(record.name, each.key) not in present]
+def _waiting(record: Record) -> dict[str, float | None]:
+    """Describe the sessions that wait for room, as far as their keeper has recorded it."""
+    since = [launch.launched for launch in record.launches.values() if launch.waits]
     return {"waiting": len(since), "waiting_for": max(0.0, time.time() - min(since)) if since else None}
 
 

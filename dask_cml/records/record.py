@@ -110,6 +110,31 @@ class Maker:
 
 
 @dataclass(frozen=True)
+class Present:
+    """The Dask workers that are connected to a scheduler.
+
+    Parameters
+    ----------
+    workers : int
+        Number of Dask workers.
+    groups : mapping of str to int
+        Number of Dask workers by worker group.
+    threads : int
+        Number of their threads.
+    memory : int
+        Sum of their memory limits, in bytes.
+    full : str or None
+        Which of them start no tasks because their memory and their disk are full.
+    """
+
+    workers: int = 0
+    groups: Mapping[str, int] = field(default_factory=dict)
+    threads: int = 0
+    memory: int = 0
+    full: str | None = None
+
+
+@dataclass(frozen=True)
 class SchedulerState:
     """What the last scheduler of a cluster has written, or what was written for it before it began.
 
@@ -118,7 +143,7 @@ class SchedulerState:
     number : int
         Its number in the cluster.
     groups : mapping of str to mapping
-        The worker groups, see :meth:`dask_cml.scheduler.wanted.Wanted.to_json`.
+        The worker groups, see :class:`dask_cml.scheduler.board.BoardGroup`.
     address : str or None
         Its address. None before it listens.
     id : str or None
@@ -143,6 +168,8 @@ class SchedulerState:
         The process that launches it. None after it has written its file.
     activity : mapping
         What the cluster has done, see :class:`dask_cml.scheduler.activity.Activity`.
+    workers : Present
+        How many Dask workers are connected.
     """
 
     number: int = 0
@@ -159,6 +186,7 @@ class SchedulerState:
     hours: _Duration | None = None
     maker: Maker | None = None
     activity: Mapping[str, Any] = field(default_factory=dict)
+    workers: Present = field(default_factory=lambda: Present())
 
     @classmethod
     def from_json(cls, number: int, text: str | bytes) -> SchedulerState:

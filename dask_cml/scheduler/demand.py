@@ -12,11 +12,10 @@ from itertools import count, islice
 from math import floor, isqrt
 from typing import Any
 
-from distributed.core import Status
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
-from dask_cml.identity import read_workers
 from dask_cml.naming import read_name
+from dask_cml.scheduler.full import is_full
 
 #: Maximum numbers of tasks to look at. Of more, an even sample is enough. Queued tasks need fewer, because
 #: they differ in their durations only: the scheduler queues no tasks that need resources.
@@ -152,14 +151,6 @@ def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dic
         "managed": sum(worker.nbytes for worker in everyone),
         "limit": sum(worker.memory_limit for worker in everyone),
     }
-
-
-def is_full(worker: WorkerState) -> bool:
-    """Return whether a Dask worker starts no tasks because its memory and its disk are full."""
-    if worker.status != Status.paused:
-        return False
-    [identity] = read_workers({worker.address: worker.identity()})
-    return identity.is_full
 
 
 def _is_lent(worker: WorkerState, closable: set[str]) -> bool:

@@ -1,7 +1,6 @@
-"""The scheduler plugin: owns what is wanted, and tells managers what changes.
+"""The scheduler plugin: holds the cluster's board, and ends a cluster that nobody uses.
 
-Each scheduler preloads it, see :func:`dask_setup`. It shuts down a cluster that has neither a manager nor a
-client, or whose folder was removed.
+Each scheduler preloads it, see :func:`dask_setup`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,30 +25,30 @@ from tornado.ioloop import PeriodicCallback
 from dask_cml import protocol
 from dask_cml.cancellation import cancel, wait_until_set
 from dask_cml.layout import FOLDER, NUMBER
-from dask_cml.naming import read_name, session_name
+from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.scheduler.activity import Activity
 from dask_cml.scheduler.balance import relieve, spread
-from dask_cml.scheduler.demand import is_full, known_demand
+from dask_cml.scheduler.board import Board, GroupChanges
+from dask_cml.scheduler.demand import known_demand
+from dask_cml.scheduler.full import full_words
 from dask_cml.scheduler.last_state import last_state
 from dask_cml.scheduler.lifetime import Lifetime
-from dask_cml.scheduler.messages import URL, Manager, Names, Number, Operations, Seconds, checked
-from dask_cml.scheduler.presence import Presence
+from dask_cml.scheduler.messages import URL, Events, Names, Number, Options, Seconds, Watcher, checked
 from dask_cml.scheduler.state_file import StateFile, unless_stale
-from dask_cml.scheduler.wanted import Wanted
+from dask_cml.scheduler.watchers import Watchers
+from dask_cml.timing import timing
 from dask_cml.validation import validate
 
 # The scheduler's own logs, which cluster.get_logs() returns, are the loggers below this name.
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
 NAME = "dask-cml"
-
-_LOOK_INTERVAL, _ACTIVITY_INTERVAL = 0.5, 5.0
-#: Seconds for which further changes are collected before managers are told.
-_COLLECT = 0.1
+#: Maximum number of Dask workers that have left, of which the last state is kept.
+_MOST_LAST = 1000
 
 
 class CMLSchedulerPlugin(SchedulerPlugin):
-    """Owns what is wanted of one cluster.
+    """Holds the board of one cluster.
 
     Parameters
     ----------
@@ -64,42 +64,49 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def __init__(self, folder: Path, number: int = 0) -> None:
         self._file = StateFile(folder, number)
         self._app_url: str | None = None
-        #: Set at the next change.
-        self._change = asyncio.Event()
+        #: Set at the next change of the board.
+        self._changed = asyncio.Event()
         self._retiring: set[asyncio.Future[Any]] = set()
         self._states: dict[str, WorkerState] = {}
-        #: The addresses of paused Dask workers, and whether they are full.
-        self._paused: set[tuple[str, bool]] = set()
+        #: What was known last of Dask workers that have left, by their names.
+        self._last: dict[str, dict[str, Any]] = {}
+        #: Counts the Dask workers that have connected or left, and what watchers know of that.
+        self._moves = self._known_moves = 0
+        self._full: str | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Add the handlers to the scheduler, and start to look for managers and clients."""
+        """Add the handlers to the scheduler, and start to look for watchers and clients."""
         begin = await unless_stale(self._file.begin)
         self._scheduler = scheduler
-        self._record = begin["record"]
-        self._presence = Presence(scheduler.clients, begin.get("patience"), begin["leader"])
+        self._cluster, self._record = begin["cluster"], begin["record"]
+        self._board = Board(begin["groups"], begin.get("keeper"))
+        #: Until this time the keeper that launched this scheduler may not have connected yet.
+        self._keeper_until = time.monotonic() + timing.first_lease
+        self._watchers = Watchers(scheduler.clients, begin.get("patience"))
         self._orphan_timeout = begin.get("orphan_timeout")
-        self._wanted = Wanted(begin["cluster"], begin["leader"], begin["groups"])
         self._restarts = int(begin.get("restarts", 0))
         self._activity = validate(begin.get("activity", {}), Activity, "activity")
         self._lifetime = Lifetime(scheduler, begin.get("created", ""), begin.get("hours"))
         scheduler.handlers |= {
             protocol.HELLO: self.hello,
             protocol.WATCH: self.watch,
-            protocol.APPLY: self.apply,
             protocol.SET: self.set,
+            protocol.REPORT: self.report,
+            protocol.LEASE: self.lease,
             protocol.DEMAND: self.demand,
             protocol.HELD: self.held,
+            protocol.LAST: self.last,
             protocol.NOTICE: self.notice,
             protocol.FORWARD: self.forward,
             "terminate": self.terminate,
         }
         await unless_stale(lambda: self._file.write(self._state()))
-        looks = (self._look, self._find_paused, lambda: spread(scheduler), lambda: relieve(scheduler))
-        self._periodic = [PeriodicCallback(each, _LOOK_INTERVAL * 1000) for each in looks]
-        self._periodic.append(PeriodicCallback(self._note_activity, _ACTIVITY_INTERVAL * 1000))
+        looks = (self._look, self._look_at_workers, lambda: spread(scheduler), lambda: relieve(scheduler))
+        self._periodic = [PeriodicCallback(look, timing.scheduler_look * 1000) for look in looks]
+        self._periodic.append(PeriodicCallback(self._note_activity, timing.activity * 1000))
         self._note_activity()
-        for each in self._periodic:
-            each.start()
+        for callback in self._periodic:
+            callback.start()
         self._writing = asyncio.create_task(self._keep_file())
 
     async def before_close(self) -> None:
@@ -108,8 +115,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
     async def close(self) -> None:
         """Stop all tasks when the scheduler closes, and write its last state."""
-        for each in self._periodic:
-            each.stop()
+        for callback in self._periodic:
+            callback.stop()
         await cancel(self._writing, *self._retiring)
         self._note_activity()
         with contextlib.suppress(OSError, RuntimeError):  # the folder may be gone, or open to others
@@ -123,104 +130,96 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "session": os.environ.get("CDSW_ENGINE_ID"),
             "app_url": self._app_url,
             "protocol": protocol.PROTOCOL,
-            "revision": self._wanted.changes.revision,
+            "revision": self._board.revision,
             "orphan_timeout": self._orphan_timeout,
             "hours": self._lifetime.hours,
             "restarts": 0 if self._tasks_done() else self._restarts,
             "closed": self._lifetime.closed,
-            "groups": self._wanted.to_json(),
+            "groups": self._board.groups_to_json(),
             "activity": asdict(self._activity),
+            "workers": self._present(),
+        }
+
+    def _present(self) -> dict[str, Any]:
+        """Return how many Dask workers are connected, for processes that only read the file."""
+        workers = [*self._scheduler.workers.values()]
+        names = [read_name(self._cluster, str(worker.name)) for worker in workers]
+        groups = Counter(DEFAULT_GROUP if found is None else found[0] for found in names)
+        return {
+            "workers": len(workers),
+            "groups": dict(groups),
+            "threads": sum(worker.nthreads for worker in workers),
+            "memory": sum(worker.memory_limit for worker in workers),
+            "full": self._full,
         }
 
     async def _keep_file(self) -> None:
         self._shut_down(await self._file.run(self._state))
 
     async def terminate(self, reason: str = "shut down by a client", **arguments: Any) -> None:
-        """Close the scheduler for good, as ``Client.shutdown`` and managers ask for. These give a reason."""
+        """Close the scheduler for good, as ``Client.shutdown`` asks for, and the keeper with a reason."""
         self._lifetime.closed = self._lifetime.closed or str(reason)
         await self._scheduler.close(reason=self._lifetime.closed, **arguments)
 
-    # -- managers
+    # -- the board
 
     def hello(self) -> dict[str, Any]:
         """Return which cluster this scheduler belongs to, and its protocol."""
         return {
             "protocol": protocol.PROTOCOL,
-            "cluster": self._wanted.cluster,
+            "cluster": self._cluster,
             "record": self._record,
             "number": self._file.number,
         }
 
     @checked
     async def watch(
-        self, comm: Comm, manager: Manager, observes: bool, lease: Seconds, since: Number, wait: Seconds
+        self, comm: Comm, watcher: Watcher, counts: bool, since: Number, wait: Seconds
     ) -> dict[str, Any]:
-        """Record a manager's message, and return what has changed since a revision.
+        """Return the board as soon as it differs from a revision, or after some time.
 
         Parameters
         ----------
         comm : Comm
-            The manager's connection. When it closes, the manager is disconnected.
-        manager : str
-            The manager's id.
-        observes : bool
-            Whether it only observes.
-        lease : float
-            Time without a message after which the manager counts as disconnected, in seconds.
+            The watcher's connection. When it closes, the watcher has left.
+        watcher : str
+            The watcher's id.
+        counts : bool
+            Whether the cluster is no orphan while this watcher is here.
         since : int
-            The revision that the manager knows.
+            The revision that the watcher knows.
         wait : float
             Time to wait for a change, in seconds.
-
-        Raises
-        ------
-        ValueError
-            If the message is invalid. Nothing changes then.
         """
-        self._presence.hear(manager, observes, lease, comm)
-        # An observer does not count at first: the creator may have died, or come later.
-        if not observes or self._file.number > 0:
-            self._presence.timeout = self._orphan_timeout
-        self._choose_leader()
-        if since == self._wanted.changes.revision:
-            if await wait_until_set(self._change, min(wait, lease / 2)):
-                await asyncio.sleep(_COLLECT)
-            if not comm.closed():
-                self._presence.hear(manager, observes, lease, comm)
-        return self._since(since)
-
-    @checked
-    def apply(self, manager: Manager, operations: Operations, since: Number) -> dict[str, Any]:
-        """Carry out a manager's operations, in their order, except invalid ones.
-
-        Returns
-        -------
-        dict
-            ``results``: for each operation its result, or ``{"error": message}``; and what has changed since
-            a revision.
-
-        Raises
-        ------
-        ValueError
-            If the operations are no list, or the manager is not connected. Nothing changes then.
-        """
-        if not self._presence.has(manager):
-            raise ValueError(f"invalid manager={manager!r}: expected a manager that is connected")
-        results = [self._wanted.apply(manager, each, time.monotonic()) for each in operations]
-        self._changed()
-        return {"results": results, **self._since(since)}
+        self._watchers.hear(watcher, counts, comm)
+        # One that only looks does not count at first: the creator may have died, or come later.
+        if counts or self._file.number > 0:
+            self._watchers.timeout = self._orphan_timeout
+        if since == self._board.revision and await wait_until_set(self._changed, wait):
+            await asyncio.sleep(timing.collect)
+        if not comm.closed():
+            self._watchers.hear(watcher, counts, comm)
+        return self._answer(watcher)
 
     @checked
     def set(
-        self, orphan_timeout: Seconds | UnsetType | None = UNSET, app_url: URL | UnsetType = UNSET
-    ) -> None:
-        """Change what the scheduler keeps of its cluster.
+        self,
+        groups: GroupChanges | UnsetType = UNSET,
+        close: Names | UnsetType = UNSET,
+        orphan_timeout: Seconds | UnsetType | None = UNSET,
+        app_url: URL | UnsetType = UNSET,
+    ) -> dict[str, Any]:
+        """Write on the board, and return it.
 
         Parameters
         ----------
-        orphan_timeout : float, optional
-            Time without a manager and a client after which the scheduler closes, in seconds. None: never.
-        app_url : str, optional
+        groups : mapping
+            The changes of worker groups, see :class:`~dask_cml.scheduler.board.GroupChange`.
+        close : collection of str
+            The names of workers that the keeper is to close, with none instead.
+        orphan_timeout : float or None
+            Time without a watcher and a client after which the scheduler closes, in seconds. None: never.
+        app_url : str
             The URL of the scheduler's session.
 
         Raises
@@ -228,15 +227,87 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         ValueError
             If a value is invalid. Nothing changes then.
         """
+        if groups is not UNSET:
+            self._board.change(groups)
+        if close is not UNSET:
+            self._board.close_workers(close)
         if orphan_timeout is not UNSET:
-            self._presence.timeout = self._orphan_timeout = orphan_timeout
+            self._watchers.timeout = self._orphan_timeout = orphan_timeout
         if app_url is not UNSET:
             self._app_url = app_url
+        self._publish()
+        return self._answer()
+
+    @checked
+    def report(
+        self, keeper: Watcher, report: Options, closed: Names, groups: GroupChanges, events: Events
+    ) -> dict[str, Any]:
+        """Take what the keeper says of the sessions, and what it has changed by itself. Return the board.
+
+        What comes from another process, such as a keeper that was frozen, changes nothing.
+
+        Parameters
+        ----------
+        keeper : str
+            The id of the process that reports.
+        report : mapping
+            What it says of the sessions.
+        closed : collection of str
+            The names of workers that users wanted closed, and that it wants no more.
+        groups : mapping
+            The changes of worker groups.
+        events : sequence of mapping
+            What has become of sessions, for Dask's log of events.
+        """
+        if keeper == self._board.keeper:
+            known = {name: change for name, change in groups.items() if name in self._board.groups}
+            if known:
+                self._board.change(known)
+            self._board.take_report(report, closed)
+            for event in events:
+                self._scheduler.log_event(protocol.TOPIC, dict(event))
+            self._publish()
+        return self._answer(keeper)
+
+    @checked
+    def lease(self, watcher: Watcher, take: bool) -> dict[str, Any]:
+        """Give the lease to a watcher if nobody has it, or take it back from the keeper. Return the board."""
+        if take and self._board.keeper is None and self._watchers.has(watcher):
+            self._keep(watcher)
+        elif not take and self._board.keeper == watcher:
+            self._keep(None)
+        return self._answer()
+
+    def _keep(self, keeper: str | None) -> None:
+        logger.info("Cluster %s", f"kept by {keeper}" if keeper else "without a keeper")
+        self._board.keep(keeper)
+        self._publish()
+
+    def _answer(self, watcher: str | None = None) -> dict[str, Any]:
+        """Return the board. The keeper gets it without its own report."""
+        board = self._board.to_json()
+        if watcher is not None and watcher == self._board.keeper:
+            board["report"] = {}
+        return {
+            **board,
+            "moves": self._moves,
+            "full": self._full,
+            "tasks_done": self._tasks_done(),
+            "app_url": self._app_url,
+            **self._lifetime.age,
+        }
+
+    def _publish(self) -> None:
+        """Tell watchers, and write the scheduler's file."""
         self._file.changed()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # -- other questions
 
     def demand(self) -> dict[str, Any]:
         """Return the work that the scheduler knows, and the cluster's sessions, from ``known_demand``."""
-        return known_demand(self._scheduler, self._wanted.cluster)
+        return known_demand(self._scheduler, self._cluster)
 
     @checked
     def held(self, names: Names) -> dict[str, dict[str, float]]:
@@ -249,11 +320,19 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         }
 
     @checked
+    def last(self, names: Names) -> dict[str, dict[str, Any]]:
+        """Return what was known last of Dask workers that have left, by their names; see ``last_state``."""
+        return {name: self._last[name] for name in names if name in self._last}
+
+    @checked
     def notice(self, names: Names) -> None:
         """Move the data of Dask workers whose session the platform is about to stop, and close them."""
-        self._wanted.leave(names)
-        self._changed()
-        there = [worker.name for worker in self._scheduler.workers.values() if worker.name in names]
+        # The keeper retires a worker before it stops the session, which then gives notice, too.
+        there = [str(worker.name) for worker in self._scheduler.workers.values() if worker.name in names]
+        self._board.leave(there)
+        for name in there:
+            self._scheduler.log_event(protocol.TOPIC, {"action": "evicted", "session": name})
+        self._publish()
         retiring = asyncio.ensure_future(self._scheduler.retire_workers(names=there, close_workers=True))
         self._retiring.add(retiring)
         retiring.add_done_callback(self._retired)
@@ -275,88 +354,68 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             await comm.write({"status": "OK"})
             self._scheduler.http_server.handle_stream(stream, ("127.0.0.1", 0))
             while not stream.closed():  # noqa: ASYNC110, Tornado's WebSockets tell nobody else of their end
-                await asyncio.sleep(_LOOK_INTERVAL)
+                await asyncio.sleep(timing.scheduler_look)
         finally:
             comm.abort()
         return Status.dont_reply
-
-    def _since(self, revision: int) -> dict[str, Any]:
-        """Return the state, as far as it has changed since a revision."""
-        changes, workers = self._wanted.since(revision), self._scheduler.workers
-        addresses = [*workers] if changes["whole"] else changes["workers"]
-        changes["workers"] = {
-            each: workers[each].identity() if each in workers else None for each in addresses
-        }
-        changes["tasks_done"] = self._tasks_done()
-        changes["managers"] = self._presence.managers
-        return changes | self._lifetime.age
 
     def _tasks_done(self) -> int:
         states = [prefix.state_counts for prefix in self._scheduler.task_prefixes.values()]
         return sum(counts["memory"] + counts["erred"] for counts in states)
 
-    def _note_activity(self) -> None:
-        busy: dict[str, bool] = {}
-        for worker in self._scheduler.workers.values():
-            if (found := read_name(self._wanted.cluster, str(worker.name))) is not None:
-                name = session_name(self._wanted.cluster, *found)
-                busy[name] = busy.get(name, False) or bool(worker.processing)
-        n_wanted = sum(each.wanted for each in self._wanted.sessions.values())
-        self._activity.look(time.time(), n_wanted, len(busy), sum(busy.values()), self._tasks_done())
-
-    def _changed(self) -> None:
-        """Tell managers, and write the scheduler's file."""
-        while self._wanted.events:
-            self._scheduler.log_event(protocol.TOPIC, self._wanted.events.popleft())
-        self._file.changed()
-        self._change.set()
-        self._change = asyncio.Event()
-
-    def _choose_leader(self) -> None:
-        leader = self._presence.next_leader(self._wanted.leader)
-        if leader != self._wanted.leader:
-            self._wanted.lead(leader)
-            self._changed()
+    # -- looks
 
     def _look(self) -> None:
         now = time.monotonic()
-        self._presence.look(now)
-        self._choose_leader()
-        if self._presence.is_orphan(now):
-            self._shut_down(f"orphaned: no manager and no client for {self._presence.timeout:g} s")
+        self._watchers.look(now)
+        keeper = self._board.keeper
+        if keeper is not None and not self._watchers.has(keeper) and now > self._keeper_until:
+            self._keep(None)
+        if self._watchers.is_orphan(now):
+            self._shut_down(f"orphaned: no manager and no client for {self._watchers.timeout:g} s")
         elif (reason := self._lifetime.look(now)) is not None:
             self._shut_down(reason)
 
+    def _look_at_workers(self) -> None:
+        """Tell watchers, at times, of Dask workers that have connected or left, and of full ones."""
+        full = full_words(self._scheduler.workers.values())
+        if full != self._full or self._moves != self._known_moves:
+            self._full, self._known_moves = full, self._moves
+            self._board.touch()
+            self._publish()
+
+    def _note_activity(self) -> None:
+        busy: dict[str, bool] = {}
+        for worker in self._scheduler.workers.values():
+            if (found := read_name(self._cluster, str(worker.name))) is not None:
+                name = session_name(self._cluster, *found)
+                busy[name] = busy.get(name, False) or bool(worker.processing)
+        n_wanted = sum(group.target for group in self._board.groups.values())
+        self._activity.look(time.time(), n_wanted, len(busy), sum(busy.values()), self._tasks_done())
+
     def _shut_down(self, reason: str) -> None:
-        for each in self._periodic:
-            each.stop()
+        for callback in self._periodic:
+            callback.stop()
         self._closing = asyncio.create_task(self._lifetime.end(reason))
 
     # -- Dask workers
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Tell managers of a Dask worker that has connected."""
+        """Note a Dask worker that has connected."""
         state = self._states[worker] = scheduler.workers[worker]
-        self._wanted.connected(str(state.name))
-        self._wanted.changes.touch(("worker", worker))
-        self._changed()
+        self._moves += 1
+        self._last.pop(str(state.name), None)
+        self._scheduler.log_event(protocol.TOPIC, {"action": "connected", "session": str(state.name)})
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """Tell managers of a Dask worker that has left."""
-        if (state := self._states.pop(worker, None)) is not None:
-            self._wanted.left(str(state.name), last_state(scheduler, state))
-        self._wanted.changes.touch(("worker", worker))
-        self._changed()
-
-    def _find_paused(self) -> None:
-        """Tell managers of Dask workers that have paused, are full then, or go on."""
-        workers = self._scheduler.workers.values()
-        paused = {(each.address, is_full(each)) for each in workers if each.status == Status.paused}
-        if changed := paused ^ self._paused:
-            self._paused = paused
-            for worker, _ in changed:
-                self._wanted.changes.touch(("worker", worker))
-            self._changed()
+        """Note what was known last of a Dask worker that has left."""
+        self._moves += 1
+        if (state := self._states.pop(worker, None)) is None:
+            return
+        name = str(state.name)
+        self._last[name] = {**last_state(scheduler, state), "noticed": self._board.left(name)}
+        if len(self._last) > _MOST_LAST:
+            del self._last[next(iter(self._last))]
 
 
 async def dask_setup(scheduler: Scheduler) -> None:
@@ -368,7 +427,7 @@ async def dask_setup(scheduler: Scheduler) -> None:
         logger.warning("Scheduler not started: its cluster was deleted")
         scheduler.loop.add_callback(_close, scheduler, "its cluster was deleted")
     except Exception:
-        # Nothing else ends a scheduler without managers.
+        # Nothing else ends a scheduler that nobody watches.
         scheduler.loop.add_callback(_close, scheduler, "its preload module failed")
         raise
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from dask_cml.cancellation import to_the_end, wait_until_set
 from dask_cml.layout import scheduler_file, wanted_file
 from dask_cml.private_files import open_folder, read_file, write_file
-from dask_cml.protocol import SIGN_OF_LIFE
+from dask_cml.timing import timing
 
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
@@ -96,7 +96,7 @@ class StateFile:
             except (OSError, RuntimeError) as error:  # RuntimeError: not private
                 logger.warning("State of the cluster not written: %s", error)
             await asyncio.sleep(_REST)
-            await wait_until_set(self._changed, SIGN_OF_LIFE)
+            await wait_until_set(self._changed, timing.sign_of_life)
         return "its folder was removed"
 
     def write(self, content: Mapping[str, Any]) -> str | None:

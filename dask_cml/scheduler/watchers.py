@@ -1,4 +1,4 @@
-"""Who is here: the processes that watch the board, and Dask's clients. Without any, the cluster is an orphan."""
+"""Who is here: processes that watch the board, and Dask's clients. Without any, a cluster is an orphan."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Scale(ApiHandler):
         body = self.body("n", "worker_group")
         if "n" not in body:
             raise ValueError("invalid body: expected n, a whole number")
-        self.clusters.manager_of(name).scale(**body)
+        await self.clusters.running(name).scale(**body)
         self.answer(await self.details(name))
 
 
@@ -119,15 +119,13 @@ class Adapt(ApiHandler):
 
     async def post(self, name: str) -> None:
         """Adapt a worker group."""
-        self.clusters.manager_of(name).adapt(**self.body("minimum", "maximum", "worker_group"))
+        await self.clusters.adapt(name, **self.body("minimum", "maximum", "worker_group"))
         self.answer(await self.details(name))
 
     async def delete(self, name: str) -> None:
         """Stop adapting a worker group."""
         group = self.get_query_argument("worker_group", DEFAULT_GROUP)
-        state = self.clusters.manager_of(name).manager.state
-        state.fleet.group(group)  # which must exist
-        state.stop_adapting(group)
+        await self.clusters.stop_adapting(name, group)
         self.answer(await self.details(name))
 
 

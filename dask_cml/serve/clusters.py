@@ -1,4 +1,4 @@
-"""Manage the clusters created on the page, and observe all other clusters of the project."""
+"""The clusters of the project: those that users create on the page, and all others, which it observes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from distributed.core import Status
 
 from dask_cml.cluster import CMLCluster
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster, NotOnCML
-from dask_cml.manager.manager import Manager
 from dask_cml.observers import Observed, Observers
-from dask_cml.options import OPTION_NAMES, Options, setting
+from dask_cml.options import OPTION_NAMES, setting
 from dask_cml.options.unattended import SETTLED, unattended
 from dask_cml.records import operations, store
 from dask_cml.records.history import EndedCluster, ended_clusters
@@ -35,12 +34,30 @@ _PATIENCE = 3.0
 _ALLOWED = tuple(name for name in OPTION_NAMES if name not in SETTLED)
 
 
-class ProjectClusters(Observers):
-    """Manages the clusters that users create on the page, and observes the other clusters of the project.
+class ServedCluster(CMLCluster):
+    """A cluster that a user creates on the page.
 
-    While an observed cluster has other managers, the page only watches it. Otherwise, the page replaces lost
-    workers and continues adaptive scaling. It does not keep an orphan running. If an earlier page was killed,
-    this page takes over the clusters created there.
+    Parameters
+    ----------
+    user : str or None
+        The user who creates it.
+    **options
+        Arguments of :class:`dask_cml.CMLCluster`.
+    """
+
+    def __init__(self, user: str | None, **options: Any) -> None:
+        self._user = user
+        super().__init__(**options, asynchronous=True, quiet=True)
+
+    def _new_record(self) -> Record:
+        return replace(super()._new_record(), maker=Maker.this_process(self._user, serves=True))
+
+
+class ProjectClusters(Observers):
+    """The clusters that users create on the page, and the other clusters of the project.
+
+    The page keeps the clusters that were created there, also by an earlier page that was killed, and those
+    that are meant to live without their creator. The others it only shows.
 
     Parameters
     ----------
@@ -73,16 +90,20 @@ class ProjectClusters(Observers):
 
     # -- observers
 
-    def manage(self, record: Record, **arguments: Any) -> CMLCluster:
-        """Return a cluster with a manager. The page owns the clusters of an earlier, killed page."""
+    def connect(self, record: Record) -> CMLCluster:
+        """Return an object for a running cluster, which keeps it if nobody else is to."""
         owns = bool(record.maker.serves) and record.maker.lives() is False
-        return super().manage(record, shutdown_on_close=owns, observes=not owns, **arguments)
+        if owns or record.options.get("shutdown_on_close") is False:
+            return CMLCluster(
+                name=record.name, create_mode="connect", shutdown_on_close=owns, asynchronous=True, quiet=True
+            )
+        return super().connect(record)
 
     async def looked(self) -> None:
         """Sum up what the clusters have used."""
-        managers = self._managers()
-        self.starts.look(managers.values())
-        records = [self.find(name).record for name in managers]
+        connected = self._connected()
+        self.starts.look(connected.values())
+        records = [self.find(name).record for name in connected]
         self.usages = await asyncio.to_thread(
             lambda: {record.name: usage_of(record, time.time()) for record in records}
         )
@@ -105,25 +126,29 @@ class ProjectClusters(Observers):
             raise NoSuchCluster(name, (*found,))
         return found[name]
 
-    def _managers(self) -> dict[str, CMLCluster]:
-        managers = {name: each.cluster for name, each in self._all().items() if each.cluster is not None}
-        return {name: each for name, each in managers.items() if each.status != Status.closed}
+    def _connected(self) -> dict[str, CMLCluster]:
+        found = {name: each.cluster for name, each in self._all().items() if each.cluster is not None}
+        return {name: cluster for name, cluster in found.items() if cluster.status != Status.closed}
 
-    def manager_of(self, name: str) -> CMLCluster:
-        """Return the manager of a running cluster.
+    def running(self, name: str) -> CMLCluster:
+        """Return a running cluster.
 
         Raises
         ------
         NoSuchCluster
             If no cluster has this name.
         CMLError
-            If it does not run.
+            If it does not run, or has no keys.
         """
-        each = self.find(name)
-        if each.cluster is None or each.cluster.status != Status.running:
-            status = self._describe(each)["status"]
-            raise CMLError(f"cluster {name!r} is not running: its status is {status}")
-        return each.cluster
+        observed = self.find(name)
+        if observed.cluster is None and observed.record.security is None:
+            raise CMLError(
+                f"cluster {name!r} has no keys, so this page cannot tell it from another program at its "
+                "address: change it in the notebook that created it"
+            )
+        if observed.cluster is None or observed.cluster.status != Status.running:
+            raise CMLError(f"cluster {name!r} is {self._describe(observed)['status']}: try again later")
+        return observed.cluster
 
     # -- descriptions
 
@@ -136,19 +161,19 @@ class ProjectClusters(Observers):
             except Exception as error:
                 logger.debug("Cluster %s not described", name, exc_info=True)
                 problem = f"it cannot be described: {type(error).__name__}: {error}"
-                described.append(views.unmanaged(each.record, "unknown", problem))
+                described.append(views.unconnected(each.record, "unknown", problem))
         return described
 
     def _describe(self, each: Observed) -> dict[str, Any]:
         usage = self.usages.get(each.record.name)
         if each.failure is not None:
-            return views.unmanaged(each.record, "failed", str(each.failure))
+            return views.unconnected(each.record, "failed", str(each.failure))
         if each.cluster is not None and (each.owned or each.cluster.status == Status.running):
-            return views.managed(each.record, each.cluster, usage)
+            return views.connected(each.record, each.cluster, usage)
         finding = each.finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")
         status = operations.status_of(each.record, finding)
         problem = None if status in ("running", "starting") else finding.why
-        return views.unmanaged(each.record, status, problem, usage)
+        return views.unconnected(each.record, status, problem, usage)
 
     async def details(self, name: str) -> dict[str, Any]:
         """Describe one cluster with its sessions.
@@ -158,10 +183,10 @@ class ProjectClusters(Observers):
         NoSuchCluster
             If no cluster has this name.
         """
-        each, cluster = self.find(name), self._managers().get(name)
+        each, cluster = self.find(name), self._connected().get(name)
         record = await asyncio.to_thread(store.find, name, id=each.record.id) or each.record
         logs = await asyncio.to_thread(operations.session_logs(record).paths)
-        has_dashboard = cluster is not None and cluster.manager.state.has_dashboard
+        has_dashboard = cluster is not None and cluster.has_dashboard
         description = self._describe(each)
         return {
             **description,
@@ -196,6 +221,19 @@ class ProjectClusters(Observers):
 
     # -- changes
 
+    async def adapt(self, name: str, **limits: Any) -> None:
+        """Adapt a worker group of a running cluster, see :meth:`CMLCluster.adapt`."""
+        cluster = self.running(name)
+        cluster.adapt(**limits)
+        await cluster.written()
+
+    async def stop_adapting(self, name: str, group: str) -> None:
+        """Keep the number of sessions of a running cluster's worker group."""
+        cluster = self.running(name)
+        cluster.groups.options(group)  # which must exist
+        cluster.stop_adapting(group)
+        await cluster.written()
+
     async def create(self, options: Mapping[str, Any], user: str | None = None) -> dict[str, Any]:
         """Create a cluster that shuts down with this process, and describe it.
 
@@ -216,11 +254,10 @@ class ProjectClusters(Observers):
         """
         if unknown := [name for name in options if name not in _ALLOWED]:
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
-        given = Options.read(**unattended(options)).inheriting()
-        new = Record(given.name, maker=Maker.this_process(user, serves=True), options=given.arguments())
-        if new.name in self._managers():
+        cluster = ServedCluster(user, **unattended(options))
+        new = cluster._new_record()
+        if new.name in self._connected():
             raise ClusterExists(new.name)
-        cluster = CMLCluster.of_manager(Manager(given, new=new), asynchronous=True, quiet=True)
         if (before := self._all().get(new.name)) is not None and before.failure is not None:
             del self.observed[before.record.id]
         own = self.observed[new.id] = Observed(new, cluster)
@@ -263,7 +300,7 @@ class ProjectClusters(Observers):
         """
         each = self.find(name)
         if each.cluster is not None and (each.owned or each.cluster.status == Status.running):
-            each.cluster.manager.end_reason = operations.deleted_by(user)
+            each.cluster.end_reason = operations.deleted_by(user)
             await each.cluster.close()
         elif (error := (await operations.end_all([each.record], user))[name]) is not None:
             raise error

@@ -31,7 +31,7 @@ class StartTimes:
         """Count the sessions that have connected since the last look."""
         before, self._starting = self._starting, set()
         for cluster in clusters:
-            connected = cluster.manager.fleet.arrived()
+            connected = cluster.arrived()
             for each in cluster.sessions:
                 if each.role == "worker" and each.name not in connected:
                     self._starting.add(each.id)

@@ -162,8 +162,8 @@ class _Dashboard(DashboardProxy):
             if not hmac.compare_digest(secret.encode(), expected.encode()):
                 raise NoSuchCluster(name)
             if path:
-                state = clusters.manager_of(name).manager.state
-                await self.forward(state.open_dashboard, self.request.path.split("/", 3)[3])
+                cluster = clusters.running(name)
+                await self.forward(cluster.open_dashboard, self.request.path.split("/", 3)[3])
             else:
                 self.redirect("status")
         except NoSuchCluster:

@@ -9,11 +9,9 @@ from typing import Any
 
 from distributed.core import Status
 
-from dask_cml.cluster import CMLCluster
-from dask_cml.display import status_of
-from dask_cml.identity import read_workers
+from dask_cml.cluster import CMLCluster, WorkerGroup
+from dask_cml.display import describe, status_of
 from dask_cml.layout import SCHEDULER
-from dask_cml.manager.state import WorkerGroup
 from dask_cml.options import SessionSize
 from dask_cml.records.record import Record, cluster_address
 from dask_cml.records.usage import Usage
@@ -21,45 +19,47 @@ from dask_cml.records.usage import Usage
 _NO_SIZE = {"cpu": None, "memory": None, "nvidia_gpu": None}
 
 
-def managed(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[str, Any]:
-    """Describe a cluster from its manager's state.
+def connected(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[str, Any]:
+    """Describe a cluster that is connected.
 
     Parameters
     ----------
     record : Record
         Its record.
     cluster : CMLCluster
-        The manager.
+        The cluster.
     usage : Usage or None
         Its usage, if known.
     """
-    status, state = cluster.status.name, cluster.manager.state
-    problem = state.problem
-    workers = read_workers(cluster.scheduler_info["workers"])
-    if cluster.status == Status.running and not state.client.connected:
+    about, board = describe(cluster), cluster.board
+    status, problem = cluster.status.name, about.problem
+    workers = [*cluster.scheduler_info["workers"].values()]
+    if cluster.status == Status.running and not cluster.is_connected:
         status = "not answering"
     elif cluster.status == Status.failed:
         status, problem = "closing", problem or "CML did not stop some sessions; delete the cluster again"
     elif cluster.status not in (Status.running, Status.closing, Status.closed):
         status = "starting"
     groups = [*cluster.worker_groups.values()]
-    fleet = cluster.manager.fleet
-    adapting = fleet.adapting
     return {
-        **unmanaged(record, status, problem, usage),
-        "words": ", ".join(filter(None, [status, state.scheduler_words, state.pending])),
-        "groups": [_group(each, adapting.get(each.name), len(fleet.waits(each.name))) for each in groups],
-        "n_workers": sum(each.n_workers for each in groups),
-        "n_arrived": sum(each.n_arrived for each in groups),
-        "threads": sum(each.nthreads for each in workers),
-        "memory": sum(each.memory_limit for each in workers),
+        **unconnected(record, status, problem, usage),
+        "words": ", ".join(filter(None, [status, about.scheduler, about.pending])),
+        "groups": [
+            _group(group, cluster.limits(group.name), len(cluster.waits(group.name))) for group in groups
+        ],
+        "n_workers": sum(group.n_workers for group in groups),
+        "n_arrived": sum(group.n_arrived for group in groups),
+        "threads": sum(worker["nthreads"] for worker in workers),
+        "memory": sum(worker["memory_limit"] or 0 for worker in workers),
         "kept": cluster.shutdown_on_close,
-        "tasks_done": fleet.tasks_done,
-        "most_age": fleet.most_age or None,
+        "tasks_done": board.tasks_done,
+        "most_age": board.most_age or None,
     }
 
 
-def unmanaged(record: Record, status: str, problem: str | None, usage: Usage | None = None) -> dict[str, Any]:
+def unconnected(
+    record: Record, status: str, problem: str | None, usage: Usage | None = None
+) -> dict[str, Any]:
     """Describe a cluster from its record, because it failed or its scheduler does not respond."""
     return {
         "name": record.name,
@@ -90,10 +90,10 @@ def _group(group: WorkerGroup, adapting: Mapping[str, Any] | None, waiting: int)
 
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
-    """Describe a cluster's sessions from its manager's state."""
-    connected = cluster.manager.fleet.arrived()
+    """Describe the sessions of a cluster that is connected."""
+    arrived = cluster.arrived()
     return [
-        _session(each.role, each.name, each.id, status_of(each, connected), each.age, each.size, each.app_url)
+        _session(each.role, each.name, each.id, status_of(each, arrived), each.age, each.size, each.app_url)
         for each in cluster.sessions
     ]
 

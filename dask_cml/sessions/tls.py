@@ -15,7 +15,7 @@ from typing import Any
 
 from distributed.security import Security
 
-from dask_cml.msgpack_comm import MsgpackComm
+from dask_cml import rpc
 from dask_cml.private_files import make_folder, owner_only
 
 _FOLDER = "keys"
@@ -97,34 +97,18 @@ def connection_args(security: Security | None) -> dict[str, Any]:
     return security.get_connection_args("client")
 
 
-async def ask(address: str, security: Security | None, op: str, timeout: float, **arguments: Any) -> Any:
-    """Call a handler of a scheduler with a cluster's keys, over a connection of its own.
-
-    Parameters
-    ----------
-    address : str
-        The scheduler's address.
-    security : Security or None
-        The cluster's keys, in files.
-    op : str
-        The handler's name.
-    timeout : float
-        Time limit for the connection, and for the answer, in seconds.
-    **arguments
-        The handler's arguments, plain data.
+async def ask(address: str, security: Security | None, op: str, timeout: float, /, **arguments: Any) -> Any:
+    """Call a handler of a scheduler with a cluster's keys, see :func:`dask_cml.rpc.ask`.
 
     Raises
     ------
     OSError, asyncio.TimeoutError
-        If the scheduler does not accept the connection or does not answer, or a key file is missing.
-    HandlerFailed
+        If the scheduler does not answer, or a key file is missing.
+    CMLError
         If the handler raises an exception.
-    ValueError
-        If the address is invalid.
     """
     keys = await asyncio.to_thread(connection_args, security)
-    with await MsgpackComm.connect(address, keys, timeout) as comm:
-        return await comm.ask(op, timeout, **arguments)
+    return await rpc.ask(address, keys, op, timeout, **arguments)
 
 
 def arguments(security: Security | None, role: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""Explores what happens when managers, sessions, nodes and calls of the platform fail at any moment."""
+"""Explores what happens when processes, sessions, nodes and calls of the platform fail at any moment."""

@@ -18,15 +18,15 @@ from simulated.world import World
 
 from dask_cml import CMLCluster, CMLError
 from dask_cml.cli import change
-from dask_cml.observers import EXPECTED, Observers
+from dask_cml.observers import EXPECTED
 from dask_cml.records import operations, store
+from dask_cml.serve.clusters import ProjectClusters
 
 from .schedule import NAME, Crash
 
-#: Options of all clusters. The simulated schedulers have no keys.
+#: Options of all clusters.
 OPTIONS = {
     "name": NAME,
-    "security": False,
     "orphan_timeout": "30s",
     "scheduler_timeout": "30s",
     "pending_timeout": "60s",
@@ -93,7 +93,7 @@ class Actor:
         self.process.kill()
 
 
-class Keeper(Actor):
+class User(Actor):
     """A process with a cluster: what notebook and page have in common."""
 
     @property
@@ -108,11 +108,12 @@ class Keeper(Actor):
         return self.cluster
 
     def scale(self, cluster: CMLCluster, n: int, group: str) -> None:
-        self.ask(cluster.scale, n, worker_group=group)
+        self.start(self._later(cluster.scale, n, worker_group=group))
 
     def adapt(self, cluster: CMLCluster, minimum: int, maximum: int, group: str) -> None:
         limits = {"minimum": minimum, "maximum": maximum, "worker_group": group}
         self.ask(cluster.adapt, **limits, **_ADAPT)
+        self.start(self._later(cluster.written))
 
     def add_group(self, cluster: CMLCluster, name: str, n: int) -> None:
         self.start(self._later(cluster.add_worker_group, name, n_workers=n))
@@ -129,7 +130,7 @@ class Keeper(Actor):
         await function(*args, **options)
 
 
-class Notebook(Keeper):
+class Notebook(User):
     """A kernel with a cluster, and a client."""
 
     def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
@@ -199,12 +200,12 @@ def _work(seconds: float) -> int:
     return 1
 
 
-class Page(Keeper):
-    """The page of all clusters, which observes them."""
+class Page(User):
+    """The page of all clusters, which shows them, and keeps those that are to live without their creator."""
 
     def __init__(self, world: World, name: str, crash: Crash | None = None) -> None:
         super().__init__(world, name, crash)
-        self.observers = self.process.call(Observers)
+        self.observers = self.process.call(ProjectClusters)
         self.process.call(self.observers.start)
 
     @property

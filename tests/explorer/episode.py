@@ -21,12 +21,12 @@ from dask_cml.errors import NoSuchCluster
 from dask_cml.records import store
 from dask_cml.records.record import Record
 
-from .actors import Actor, Command, Keeper, Notebook, Page
+from .actors import Actor, Command, Notebook, Page, User
 from .log import CapturedLog
 from .schedule import NAME, WEATHERS, Schedule
 
 #: Seconds for what must come true, by the clock of the episode. The longest patience is that of orphans, and
-#: of a scheduler that waits for its first manager.
+#: of a scheduler that waits for its first watcher.
 PATIENCE = 250.0
 
 
@@ -142,7 +142,7 @@ class Episode:
                 page.process.on_end.append(lambda: None)
         else:
             keeper = self.actors.get(who)
-            if isinstance(keeper, Keeper) and keeper.open is not None:
+            if isinstance(keeper, User) and keeper.open is not None:
                 if what == "close":
                     self.ends.append("closed")
                 getattr(keeper, name)(keeper.open, *arguments)
@@ -262,11 +262,10 @@ class Episode:
             if self._keeper() is not None:  # another manager has kept the cluster
                 await self._run("delete", again=True)
 
-    def _keeper(self) -> Keeper | None:
-        keepers = [
-            each for each in self.actors.values() if isinstance(each, Keeper) and each.open is not None
-        ]
-        return keepers[0] if keepers else None
+    def _keeper(self) -> User | None:
+        """Return a process that keeps the cluster, or would if nobody did."""
+        users = [each for each in self.actors.values() if isinstance(each, User)]
+        return next((each for each in users if each.open is not None and each.open.takes_lease), None)
 
     async def _run(self, what: str, *arguments: Any, again: bool = False) -> Command:
         """Run a command, perhaps again until it gives no error or the cluster does not exist."""
@@ -303,7 +302,7 @@ class Episode:
             await asyncio.sleep(0.25)
         return True
 
-    # -- the last wish comes true
+    # -- the last request comes true
 
     async def _settle(self) -> None:
         for actor in [*self.actors.values()]:
@@ -314,17 +313,7 @@ class Episode:
         record = self.record()
         if record is None:
             return
-        keeper = self._keeper()
-        # A scheduler that is lost may not have written a group that was added, but its manager knows it.
-        known = [] if keeper is None or keeper.open is None else [*keeper.open.worker_groups]
-        groups = dict.fromkeys(["default", *record.groups, *known])
-        wanted = {group: self.schedule.last.get(group, 1) for group in groups}
-        self.note(f"last wish, by {keeper.name if keeper else 'a command'}: {wanted}")
-        for group, n in wanted.items():
-            if keeper is not None and keeper.open is not None:
-                keeper.scale(keeper.open, n, group)
-            else:
-                await self._run("scale", n, group, again=True)
+        wanted = await self._ask_for_the_last()
         wrong: list[str] = []
 
         def is_true() -> bool:
@@ -334,28 +323,43 @@ class Episode:
         await self._until(lambda: is_true() or self._keeper() is None)
         if self._keeper() is None and not await self._until(is_true, 10.0):
             await self._let_one_stay()
-            if keeper is not None and keeper.cluster is not None and keeper.cluster.manager.fleet.wishes:
-                self._wish_again(wanted)  # the wish has died with its process, before a scheduler knew it
             await self._until(is_true)
         if not await self._until(is_true, 0.0):
-            self.violate(f"the last wish {wanted} is not what runs: {'; '.join(wrong)}")
+            self.violate(f"the last request {wanted} is not what runs: {'; '.join(wrong)}")
         elif self.record() is None or self._is_dead():
             self._check_ended()
         else:
             self.outcome.converged = time.monotonic() - began
-            self.note(f"the last wish is true after {self.outcome.converged:.1f} s")
+            self.note(f"the last request is true after {self.outcome.converged:.1f} s")
 
-    def _wish_again(self, wanted: dict[str, int]) -> None:
-        if (other := self._keeper()) is not None and other.open is not None:
-            self.note(f"last wish once more, by {other.name}")
+    async def _ask_for_the_last(self) -> dict[str, int]:
+        """Ask for the last numbers of workers, again while somebody gets an error."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            record, user = self.record(), self._keeper()
+            recorded = [] if record is None else [*record.groups]
+            known = [] if user is None or user.open is None else [*user.open.worker_groups]
+            wanted = {group: self.schedule.last.get(group, 1) for group in dict.fromkeys([*recorded, *known])}
+            self.note(f"last request, by {user.name if user else 'a command'}: {wanted}")
+            if user is None or user.open is None:
+                for group, n in wanted.items():
+                    await self._run("scale", n, group, again=True)
+                return wanted
+            n_errors = len(user.errors)
             for group, n in wanted.items():
-                other.scale(other.open, n, group)
+                user.scale(user.open, n, group)
+            for task in [*user.under_way]:
+                await self._until_done(task, f"what {user.name} does")
+            if len(user.errors) == n_errors or self.record() is None or time.monotonic() > deadline:
+                return wanted
+            self.note(f"    {user.errors[-1]}")
+            await asyncio.sleep(5.0)
 
     async def _let_one_stay(self) -> None:
-        """Let a manager connect and stay if another one has died.
+        """Let a notebook connect and keep the cluster if another one has died.
 
-        What the dead one launched and did not report, or stopped and did not record, is found only by a
-        manager that looks for a while. Commands end earlier.
+        What the dead one launched and did not record, or stopped and did not record, is found only by a
+        process that keeps the cluster for a while. Commands end earlier.
         """
         if any(not each.runs for each in self.actors.values()):
             self.note("C: connect")
@@ -371,9 +375,6 @@ class Episode:
         record = self.record()
         if record is None:
             return ["no record"]
-        if self._kept_workers():
-            targets = {group: each["target"] for group, each in record.scheduler.groups.items()}
-            wanted = {group: max(n, targets.get(group, n)) for group, n in wanted.items()}
         found: list[str] = []
         live = {each.id: each.key for each in self.sessions("worker") if not each.stop_requested}
         # A half-made session whose refusal was lost is listed like one that waits for room, for ever.
@@ -395,17 +396,12 @@ class Episode:
         if connected != expected:
             found.append(f"Dask workers {sorted(connected)}")
         for actor in [*self.actors.values()]:
-            if isinstance(actor, Keeper) and (cluster := actor.open) is not None:
+            if isinstance(actor, User) and (cluster := actor.open) is not None:
                 known = {name: group.n_arrived for name, group in cluster.worker_groups.items()}
                 # A group may be deleted instead of empty.
                 if +Counter(known) != Counter(map(_group_of, runs)):
                     found.append(f"{actor.name} knows of {known}")
         return found
-
-    def _kept_workers(self) -> bool:
-        """Whether workers were kept because no other one could take their data."""
-        lines = self._told(each for each in self.actors.values() if isinstance(each, Keeper))
-        return any("kept: no other worker can take its data" in each for each in (*lines, *self.log.lines))
 
     def _dask_names(self, record: Record, key: str) -> list[str]:
         group = _group_of(key)
@@ -415,14 +411,14 @@ class Episode:
 
     def _check_ended(self) -> None:
         """A running cluster ends by a word of its user, or if its schedulers are lost again and again."""
-        keepers = [each for each in self.actors.values() if isinstance(each, Keeper)]
+        keepers = [each for each in self.actors.values() if isinstance(each, User)]
         started = [each for each in keepers if isinstance(each, Notebook) and each.started]
         if self.ends or not started or not all(each.runs for each in keepers):
             return
         if not any("schedulers in a row" in line for line in self._told(started)):
             self.violate("the cluster has ended, and nobody wanted it")
 
-    def _told(self, keepers: Iterable[Keeper]) -> list[str]:
+    def _told(self, keepers: Iterable[User]) -> list[str]:
         """Return what clusters have told their users."""
         clusters = [each.cluster for each in keepers if each.cluster is not None]
         return [line for each in clusters for _, line in each._cluster_manager_logs]
@@ -430,7 +426,7 @@ class Episode:
     # -- nobody comes back
 
     async def _abandon(self) -> None:
-        self.note("all managers die")
+        self.note("all processes die")
         for actor in [*self.actors.values()]:
             actor.kill()
         if not self.schedule.options.get("shutdown_on_close", True):

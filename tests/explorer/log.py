@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 from simulated.faults import UnexpectedError
 from simulated.process import Killed, current
 
-_EXPECTED = (Killed, UnexpectedError)
+#: Dask logs it when a client closes that is not connected.
+_EXPECTED = (Killed, UnexpectedError, asyncio.CancelledError)
 
 
 def isolated_loggers() -> list[logging.Logger]:

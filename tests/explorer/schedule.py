@@ -10,7 +10,7 @@ from typing import Any
 from simulated.faults import CALM, FATES, OUTAGE, ROUGH, STORM, Weather
 
 NAME = "mine"
-#: How an episode ends: the last wish comes true; all managers die; somebody closes or deletes the cluster.
+#: How an episode ends: the last request comes true; all processes die; somebody closes or deletes the cluster.
 ENDINGS = {"settle": 6, "abandon": 3, "close": 2, "delete": 2}
 WEATHERS = {"calm": CALM, "rough": ROUGH, "storm": STORM, "outage": OUTAGE, "fates": Weather(fates=FATES)}
 
@@ -57,7 +57,7 @@ class Schedule:
     ending : str
         How it ends.
     last : mapping of str to int
-        The last wish, by worker group.
+        The last request, by worker group.
     """
 
     seed: object
@@ -74,7 +74,7 @@ class Schedule:
         lines = [f"seed {self.seed}, {self.weather}, {'named' if self.named else 'no names'}", options]
         lines += map(str, self.steps)
         lines += [f"{who} dies after {crash.what} {crash.after}" for who, crash in self.crashes.items()]
-        return "\n".join([*lines, f"ends with {self.ending}, last wish {dict(self.last)}"])
+        return "\n".join([*lines, f"ends with {self.ending}, last request {dict(self.last)}"])
 
 
 def schedule_of(seed: int) -> Schedule:
@@ -141,7 +141,7 @@ class _Writer:
             [0.0, 0.0, chance.uniform(0.0, 0.5), chance.uniform(0.0, 4.0), chance.uniform(0, 20)]
         )
         who, name, arguments = _ACTORS.get(what, "world"), what, ()
-        if who == "manager":
+        if who == "user":
             who = chance.choice(["A", "A", "B", "page"])
         elif who == "command":
             self.commands += 1
@@ -221,7 +221,7 @@ _STEPS = {
     "end session": 0.5,
 }
 _ACTORS = {
-    **dict.fromkeys(("scale", "adapt", "add_group", "delete_group", "remove"), "manager"),
+    **dict.fromkeys(("scale", "adapt", "add_group", "delete_group", "remove"), "user"),
     **dict.fromkeys(("submit", "forget", "retire", "close"), "A or B"),
     **dict.fromkeys(("connect", "leave"), "B"),
     **dict.fromkeys(("open page", "close page"), "page"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import Scheduler, Worker
+from distributed.security import Security
 
 from dask_cml import wrapper
 
@@ -200,6 +201,7 @@ class RunningSessions:
             scheduler_file=options.get("scheduler-file"),
             preload=preload,
             preload_argv=[[] for _ in preload],
+            **_keys_of(options, "scheduler"),
         )
         self._servers[session.id] = [scheduler]
         await scheduler
@@ -229,6 +231,7 @@ class RunningSessions:
                 dashboard=False,
                 dashboard_address="127.0.0.1:0",
                 death_timeout=float(options["death-timeout"]),
+                **_keys_of(options, "worker"),
             )
             for each in ([name] if n == 1 else [f"{name}-{i}" for i in range(n)])
         ]
@@ -254,6 +257,15 @@ class RunningSessions:
                 return address
             await asyncio.sleep(0.2)
         return None
+
+
+def _keys_of(options: Mapping[str, str], role: str) -> dict[str, Any]:
+    """Return the arguments of a scheduler or worker by which it has the keys in its options."""
+    if "tls-key" not in options:
+        return {}
+    keys = {f"tls_{role}_cert": options["tls-cert"], f"tls_{role}_key": options["tls-key"]}
+    security = Security(require_encryption=True, tls_ca_file=options["tls-ca-file"], **keys)
+    return {"protocol": options["protocol"], "security": security}
 
 
 def _is_of(server: Any, name: str) -> bool:

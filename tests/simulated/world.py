@@ -17,11 +17,12 @@ import dask
 from distributed import SpecCluster
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
-from dask_cml import observers, private_files, wrapper
+from dask_cml import cluster, observers, private_files, wrapper
+from dask_cml.keeper import kept_cluster
 from dask_cml.layout import HISTORY_FOLDER
-from dask_cml.manager import manager, startup, state
 from dask_cml.records import liveness, operations, record, store
 from dask_cml.scheduler import lifetime, plugin, state_file
+from dask_cml.serve import clusters
 from dask_cml.sessions import calls, entry, here, workers_api
 from dask_cml.sessions import session as sessions
 
@@ -145,20 +146,20 @@ def _patched(it: World) -> contextlib.ExitStack:
     """Let the package see this world where it would see the machine."""
     files, table = it.files, ProcessTable(it.processes)
     patches: list[tuple[Any, str, Any]] = [
-        *((module, "os", files) for module in (lifetime, here, plugin, private_files, entry)),
+        *((module, "os", files) for module in (lifetime, here, plugin, private_files, entry, kept_cluster)),
         *((module, "os", files) for module in (state_file, store, wrapper)),
         (store, "shutil", files.shutil),
         (liveness, "tempfile", files.tempfile),
         (record, "psutil", table),
-        *((module, "load_platform", lambda _: it.platform) for module in (state, operations, liveness)),
+        *((module, "load_platform", lambda _: it.platform) for module in (operations, liveness, kept_cluster, clusters)),
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
         (lifetime, "threading", _with(threading, Timer=_Timer)),
         *((module, "wait", it.loop.wait) for module in (calls, workers_api)),
         *((module, "datetime", _Datetime) for module in (record, sessions)),
-        (manager, "end_at_exit", lambda each: _clusters().append(each)),
-        (manager, "no_longer_end_at_exit", lambda each: each in _clusters() and _clusters().remove(each)),
-        *((module, "unclosed", _clusters) for module in (startup, observers)),
+        (kept_cluster, "end_at_exit", lambda each: _clusters().append(each)),
+        *((module, "no_longer_end_at_exit", _forget) for module in (kept_cluster, cluster)),
+        *((module, "unclosed", _clusters) for module in (observers, kept_cluster)),
     ]
     stack = contextlib.ExitStack()
     for module, name, value in patches:
@@ -174,6 +175,11 @@ def _shutdown(executor: ThreadPoolExecutor, wait: bool = True, timeout: float | 
 def _clusters() -> list[Any]:
     process = current()
     return [] if process is None else process.clusters
+
+
+def _forget(cluster: Any) -> None:
+    if any(each is cluster for each in _clusters()):
+        _clusters().remove(cluster)
 
 
 def _with(module: Any, **changed: Any) -> SimpleNamespace:
