@@ -18,14 +18,23 @@ async def cancel(*tasks: asyncio.Future | None) -> None:
     One ``task.cancel()`` is not enough: ``asyncio.wait_for`` before Python 3.12 may lose it, and so may some
     code of Dask's comms.
     """
-    pending = {task for task in tasks if task is not None and not task.done()}
+    given = [task for task in tasks if task is not None]
+    for task in given:
+        if task.done():
+            _drop_error(task)
+        else:  # even if this function is cancelled
+            task.add_done_callback(_drop_error)
+    pending = {task for task in given if not task.done()}
     while pending:
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_PATIENCE)
-    for over in filter(None, tasks):
-        if not over.cancelled():
-            over.exception()  # otherwise, asyncio logs that nobody retrieved it
+
+
+def _drop_error(task: asyncio.Future) -> None:
+    """Retrieve the error of a task. Otherwise, asyncio logs that nobody did."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def gather_or_cancel(*awaitables: Awaitable[Any]) -> list[Any]:
@@ -65,6 +74,7 @@ async def to_the_end(function: Callable[..., T], *arguments: Any, **more: Any) -
         while not running.done():
             with contextlib.suppress(asyncio.CancelledError):  # cancel() repeats it
                 await asyncio.wait([running])
+        _drop_error(running)
         raise
 
 

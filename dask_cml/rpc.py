@@ -63,11 +63,14 @@ async def call(comm: Comm, op: str, **arguments: Any) -> Any:
     OSError
         If the connection breaks.
     CMLError
-        If the handler raises an exception.
+        If the handler refuses the arguments, or raises an exception.
     """
     try:
-        return await send_recv(comm, op=op, **arguments)
+        answer = await send_recv(comm, op=op, **arguments)
     except (OSError, asyncio.TimeoutError):
         raise
     except Exception as error:  # of the handler
-        raise CMLError(f"the scheduler refused {op}: {error}") from error
+        raise CMLError(f"the scheduler failed at {op}: {error!r}") from error
+    if isinstance(answer, dict) and "refused" in answer:  # see dask_cml.scheduler.messages.checked
+        raise CMLError(str(answer["refused"]))
+    return answer

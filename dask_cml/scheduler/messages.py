@@ -48,16 +48,17 @@ def _message(method: Callable[..., Any], besides: set[str]) -> type[msgspec.Stru
 def checked(handler: Handler) -> Handler:
     """Check the values of a message by the types of its handler, before the handler gets them.
 
-    Raises
-    ------
-    ValueError
-        If a value is invalid.
+    The answer to a message with an invalid value is ``{"refused": why}``: Dask would log an exception with its
+    traceback, and send it as a pickle.
     """
     form = _message(handler, {"self", "comm"})
 
     @functools.wraps(handler)
     def call(*own: Any, **values: Any) -> Any:
-        message = validate(values, form, "message to the scheduler")
-        return handler(*own, **msgspec.structs.asdict(message))
+        try:
+            message = validate(values, form, "message to the scheduler")
+            return handler(*own, **msgspec.structs.asdict(message))
+        except ValueError as error:
+            return {"refused": str(error)}
 
     return call  # type: ignore[return-value]
