@@ -883,7 +883,7 @@ class CMLCluster(KeptCluster):
             return
         self._end(shutdown=not self._connects)
         if isinstance(error, KeyboardInterrupt):
-            n = len(self._api.names.keys() - self._api.live)
+            n = self._api.n_launched - len(self._api.live)
             output.say(f"Interrupted: {n} session{'s' * (n != 1)} stopped", to_stderr=True)
             output.flush()
 

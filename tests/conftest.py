@@ -133,7 +133,7 @@ def local_platform() -> Iterator[None]:
         patch.setenv("DASK_CML_LOCAL_DIRECTORY", str(directory / "local"))
         patch.setenv("DASK_CML__STATE_DIRECTORY", state_directory)
         # A refused launch is tried again if this process has stopped sessions, here those of other tests.
-        patch.setattr("dask_cml.sessions.live._stopped", WeakKeyDictionary())
+        patch.setattr("dask_cml.sessions.workers_api._stopping", WeakKeyDictionary())
         local.configure(
             stop_grace=0.3,
             variables={"DASK_CML__STATE_DIRECTORY": state_directory},

@@ -74,7 +74,7 @@ class Journal:
             logger.warning("Record of cluster %s not written: %s", self._record.name, error)
 
     async def _write(self, processes: dict[str, CMLProcess]) -> None:
-        sessions, now = self._api.named_sessions(), int(time.time())
+        sessions, now = self._api.live.copy(), int(time.time())
         new = {session: name for session, name in sessions.items() if session not in self._written}
         launched = [self._launch(session, name, processes.get(session)) for session, name in new.items()]
         waiting = {session for session, process in processes.items() if process.waits_for is not None}

@@ -609,9 +609,6 @@ class Keeper:
             else:
                 logger.warning("Session %s of %s stopped: no process has launched it", session, key)
                 self._api.adopt(session, key)  # the step stops what it knows and does not use
-        await self._api.adopt_unanswered(
-            {name for name in self._groups.workers() if name not in self._cluster.workers}
-        )
 
     def _log_event(self, action: str, session: str, **more: str) -> None:
         """Note what has become of a session, for the scheduler's log of events."""
@@ -780,7 +777,6 @@ class Keeper:
         for session, key in now.sessions.items():
             self._api.adopt(session, key)
         try:
-            await self._api.adopt_unanswered()  # their names are not used again
             await self._stop({*self._api.live})
         except CMLError as error:  # the step tries again
             logger.warning("Old sessions of cluster %s not stopped yet: %s", self._name, error)

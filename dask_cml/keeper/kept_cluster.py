@@ -126,6 +126,8 @@ class KeptCluster(SpecCluster):
         self._moves = 0
         self._looked_at_workers = 0.0
         self._why_not_connected: str | None = None
+        #: Why the cluster has ended, if this process did not ask for it.
+        self._end_words: str | None = None
         self._usage: Usage | None = None
         self._lasted: float | None = None
         self._lock = asyncio.Lock()
@@ -174,9 +176,20 @@ class KeptCluster(SpecCluster):
         """
         if self.status != Status.running or self.is_forks_copy:
             status = "of another process" if self.is_forks_copy else self.status.name
-            raise CMLError(f"{what}: cluster {self.options.name} is {status}")
+            why = f": {self._end_words}" if self._end_words else ""
+            raise CMLError(f"{what}: cluster {self.options.name} is {status}{why}")
 
     # -- start
+
+    async def __aenter__(self) -> Any:
+        # SpecCluster.__aenter__ (spec.py:478) asserts that it runs. Another process may have shut it down.
+        try:
+            await self
+            self._check_running("not connected")
+        except (Exception, asyncio.CancelledError):
+            await self._close()
+            raise
+        return self
 
     async def _start(self) -> None:
         """Create the cluster or connect to it. Return when its scheduler answers.
@@ -203,7 +216,7 @@ class KeptCluster(SpecCluster):
             await self._close(shutdown=not self._connects)
             if isinstance(error, LaunchRefused):
                 # Sessions that are stopping must not keep the user from creating a smaller cluster at once.
-                await self._api.wait_until_ended(self._api.names)
+                await self._api.wait_for_stopped()
             if isinstance(error, CMLError):
                 raise without_frames(error) from None
             raise
@@ -413,6 +426,7 @@ class KeptCluster(SpecCluster):
                 await within(timing.retry, self.scheduler_comm.close_rpc())
         self.scheduler_comm = rpc(address, connection_args=self._remote.connection_args)
         self._why_not_connected = None
+        self._moves = -1  # another scheduler counts anew
         for callback in self.periodic_callbacks.values():
             callback.start()
         self.status = Status.running
@@ -770,8 +784,6 @@ class KeptCluster(SpecCluster):
             return self._why_not_connected
         own = self.report.problem if self.keeper is None else self.keeper.problem
         return self._end_words or own or self._remote.board.full
-
-    _end_words: str | None = None
 
     # -- the scheduler is lost
 

@@ -48,8 +48,8 @@ def _message(method: Callable[..., Any], besides: set[str]) -> type[msgspec.Stru
 def checked(handler: Handler) -> Handler:
     """Check the values of a message by the types of its handler, before the handler gets them.
 
-    The answer to a message with an invalid value is ``{"refused": why}``: Dask would log an exception with its
-    traceback, and send it as a pickle.
+    The answer to a message with an invalid value is ``{"refused": why}``: Dask would log an exception with
+    its traceback, and send it as a pickle.
     """
     form = _message(handler, {"self", "comm"})
 

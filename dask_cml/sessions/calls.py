@@ -53,18 +53,18 @@ class Calls:
         self.retries = retries
         #: The current failure of each operation, by its verb, until the operation succeeds.
         self.troubles: dict[str, str] = {}
-        #: The calls of :meth:`do` that have not returned, also abandoned ones, each with its operation.
-        self.under_way: dict[Future[Any], str] = {}
+        #: The calls of :meth:`do` that have not returned, also abandoned ones, each with its verb.
+        self._under_way: dict[Future[Any], str] = {}
         self._slots = asyncio.Semaphore(at_once)
         self._modules = frozenset(modules)
 
-    async def do(self, what: str, function: Callable[[], Any], limit: float | None = None) -> Any:
+    async def do(self, verb: str, what: str, function: Callable[[], Any], limit: float | None = None) -> Any:
         """Call a function without blocking the event loop. Retry while the error is temporary.
 
         Parameters
         ----------
-        what : str
-            The operation for messages, beginning with a verb, such as ``list sessions``.
+        verb, what : str
+            The operation for messages, such as ``"list"`` and ``"sessions"``.
         function : callable
             The function, which may block.
         limit : float, optional
@@ -77,10 +77,9 @@ class Calls:
         """
         # By hand: tenacity would be no shorter, and only one of CML's images has it.
         begin = time.monotonic()
-        verb = what.partition(" ")[0]
         for pause in [*self.pauses(), None]:
             try:
-                result = await self._run(what, function, limit or self.limit)
+                result = await self._run(verb, function, limit or self.limit)
             except Exception as error:
                 if not answers.is_of_the_platform(error):
                     self.troubles.pop(verb, None)
@@ -89,9 +88,10 @@ class Calls:
                 if pause is None or not answers.may_pass(error):
                     n = self.retries + 1
                     tries = f" in {n} {'try' if n == 1 else 'tries'}, {time.monotonic() - begin:.0f} s"
-                    self.troubles[verb] = f"CML did not {what}{tries if pause is None else ''}: {words}"
+                    failed = f"{verb} {what}{tries if pause is None else ''}"
+                    self.troubles[verb] = f"CML did not {failed}: {words}"
                     raise CallFailed(self.troubles[verb]) from error
-                logger.info("CML did not %s, next try in %.1f s: %s", what, pause, words)
+                logger.info("CML did not %s %s, next try in %.1f s: %s", verb, what, pause, words)
                 await asyncio.sleep(pause)
             else:
                 self.troubles.pop(verb, None)
@@ -103,19 +103,25 @@ class Calls:
         steps = [min(_FIRST_PAUSE * 2**i, _LONGEST_PAUSE) for i in range(self.retries)]
         return [step * random.uniform(0.8, 1.2) for step in steps]
 
-    async def _run(self, what: str, function: Callable[[], Any], limit: float) -> Any:
+    async def _run(self, verb: str, function: Callable[[], Any], limit: float) -> Any:
         async with self._slots:
-            if len(self.under_way) >= self.at_once - 1 + _MOST_HANGING:
-                raise NoAnswer(f"{len(self.under_way)} earlier calls have not returned")
+            if len(self._under_way) >= self.at_once - 1 + _MOST_HANGING:
+                raise NoAnswer(f"{len(self._under_way)} earlier calls have not returned")
             future = start(function)
-            self.under_way[future] = what
-            future.add_done_callback(self.under_way.pop)
+            self._under_way[future] = verb
+            future.add_done_callback(self._under_way.pop)
             # Not wait_for: if the waiting task is cancelled, the thread goes on, and nobody may see its
             # error.
             wrapped = asyncio.wrap_future(future)
             wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.wait([wrapped], timeout=limit)
         return self._result(future, limit)
+
+    def wait_for(self, verb: str, limit: float) -> None:
+        """Block until no call of :meth:`do` with this verb is under way, for some seconds at most."""
+        futures = [future for future, under_way in self._under_way.copy().items() if under_way == verb]
+        wait(futures, timeout=max(0.0, limit))
+        self.leave_behind()
 
     def run_all(self, functions: Collection[Callable[[], Any]], limit: float) -> list[Exception]:
         """Call functions concurrently, block until they return, and return the errors."""

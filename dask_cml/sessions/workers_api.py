@@ -1,6 +1,6 @@
-"""The Workers API of the platform, asynchronous, with an account of every session that it launches.
+"""The Workers API of the platform, asynchronous, with an account of every session that must be stopped.
 
-Only this module and :mod:`~dask_cml.sessions.live` call ``cml.workers_v1``, ``cdsw`` or the local platform.
+Only this module calls ``cml.workers_v1``, ``cdsw`` or the local platform.
 """
 
 from __future__ import annotations
@@ -8,28 +8,32 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import wait
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from dask_cml.checks import is_session_id
+from dask_cml.checks import is_session_id, message
 from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.options import setting
 from dask_cml.sessions import answers
 from dask_cml.sessions.answers import CallFailed, NoAnswer, SessionInfo, has_ended, may_pass
-from dask_cml.sessions.calls import start
+from dask_cml.sessions.calls import Calls, start
 from dask_cml.sessions.here import load_platform
-from dask_cml.sessions.live import LiveSessions, check_id
 from dask_cml.sessions.plan import SessionPlan
 
 __all__ = ["SessionInfo", "WorkersAPI", "has_ended", "load_platform"]
 
 logger = logging.getLogger(__name__)
 
-#: Number of calls that stop the remaining sessions after one call for all of them hung.
-_GROUPS = 64
+#: Seconds within which stopped sessions usually end.
+_STOPPED_WITHIN = 30.0
+#: Number of sessions that one call stops within its time limit. The platform stops ten at once.
+_IN_TIME = 1000
+#: The sessions that this process has stopped on each platform, of all clusters, and that may not have ended.
+_stopping: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -37,19 +41,18 @@ class _Launch:
     """One launch, which may take several calls. The first session that a call returns is its session."""
 
     plan: SessionPlan
-    #: The name on the platform, if it has names, which identifies a session of a lost answer.
-    title: str | None
     session: SessionInfo | None = None
     #: Whether nobody waits for the launch any more.
     over: bool = False
 
 
-class WorkersAPI(LiveSessions):
-    """Launch, watch and stop sessions without blocking the event loop.
+class WorkersAPI:
+    """Launch, list and stop sessions without blocking the event loop.
 
     Calls run in threads, at most :attr:`threads` at once, each with a time limit of ``cml.api.timeout``
     seconds. A call that takes longer is abandoned in its thread and repeated in another. If an abandoned
-    call still launches a session, the launch uses that session or stops it.
+    call still launches a session, the launch uses that session or stops it. A session whose id no answer has
+    told enters itself into the cluster's record when it runs, see :mod:`dask_cml.wrapper`.
 
     Parameters
     ----------
@@ -58,16 +61,14 @@ class WorkersAPI(LiveSessions):
 
     Attributes
     ----------
-    live : set of str
-        The ids of all sessions that were launched or adopted here and not stopped. A session is in it from
-        the moment of the platform's answer, in any thread. :meth:`end` stops these sessions, without an
-        event loop.
-    names : dict of str to str
-        The name of each session, by its id.
+    live : dict of str to str
+        The names of all sessions that were launched or adopted here and not stopped, by their ids. A session
+        is in it from the moment of the platform's answer, in any thread. :meth:`end` stops these sessions,
+        without an event loop.
     stopped : set of str
         The ids of the sessions that were stopped here, and whose end is not in the record yet.
-    on_change : callable
-        Called in the event loop after a session was launched or stopped.
+    n_launched : int
+        Number of sessions that were launched or adopted here.
     threads : int
         Maximum number of concurrent calls.
 
@@ -91,12 +92,21 @@ class WorkersAPI(LiveSessions):
     """
 
     def __init__(self, module: Any) -> None:
-        super().__init__(module)
-        self.on_change: Callable[[], None] = lambda: None
+        functions = ("launch_workers", "list_workers", "stop_workers")
+        modules = {getattr(getattr(module, name, None), "__module__", "") for name in functions}
+        self.module = module
+        self.threads: int = setting("api.threads")
+        self.live: dict[str, str] = {}
+        self.stopped: set[str] = set()
+        self.n_launched = 0
+        self._calls = Calls(self.threads, setting("api.timeout"), setting("api.retries"), modules)
+        self._interval = setting("api.poll-interval")
+        self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
+        self._next_listing = 0.0
+        self._stopping = _stopping.setdefault(module, set())
         self._ended = False
-        #: Number of launch calls per name and title whose session may exist, and is not known: calls without
-        #: an answer, or with an error that does not exclude it.
-        self._unanswered: Counter[tuple[str, str | None]] = Counter()
+        #: Guards what threads share.
+        self._lock = threading.Lock()
 
     @property
     def problem(self) -> str | None:
@@ -116,21 +126,19 @@ class WorkersAPI(LiveSessions):
         ValueError
             If a parameter is unknown. The message lists the supported ones.
         """
-        if unknown := sorted(name for name in names if not self._takes(name)):
+        parameters = inspect.signature(self.module.launch_workers).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
+        if unknown := sorted(name for name in names if name not in parameters):
             raise ValueError(
                 f"invalid {argument} {', '.join(map(repr, unknown))}: expected parameters of the installed "
-                f"launch_workers: {', '.join(inspect.signature(self.module.launch_workers).parameters)}"
+                f"launch_workers: {', '.join(parameters)}"
             )
 
-    def _takes(self, parameter: str) -> bool:
-        parameters = inspect.signature(self.module.launch_workers).parameters
-        return parameter in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    # -- launch
 
     async def launch(self, plan: SessionPlan) -> SessionInfo:
         """Launch one session.
-
-        If an answer is lost, the plan's title identifies the session that the lost call launched, if the
-        platform has names.
 
         Raises
         ------
@@ -142,23 +150,19 @@ class WorkersAPI(LiveSessions):
             If ``launch_workers`` does not support one of the options.
         """
         self.check_options(plan.launch_options)
-        title = plan.title if self._takes("name") else None
-        stopped = {*self._stopping}
+        stopping = {*self._stopping}
         try:
-            session = await self._launch(_Launch(plan, title))
+            return await self._launch(_Launch(plan))
         except LaunchRefused:
             # Stopped sessions count against the quota until they have ended.
-            stopped |= self._stopping
-            if not stopped or not await self.wait_until_ended(stopped):
+            stopping |= self._stopping
+            if not stopping or not await self.wait_until_ended(stopping):
                 raise
-            self._stopping.difference_update(stopped)
-            session = await self._launch(_Launch(plan, title))
-        self.on_change()
-        return session
+            return await self._launch(_Launch(plan))
 
     async def _launch(self, launch: _Launch) -> SessionInfo:
         try:
-            return await self._calls.do(f"launch {launch.plan.name}", lambda: self._launch_now(launch))
+            return await self._calls.do("launch", launch.plan.name, lambda: self._launch_now(launch))
         finally:
             with self._lock:
                 launch.over = True
@@ -171,67 +175,129 @@ class WorkersAPI(LiveSessions):
             if launch.session is not None:
                 return launch.session
         try:
-            if launch.title and self._unanswered[launch.plan.name, launch.title]:
-                for found in self._find([launch.title], self.list_now()):
-                    return self._take(launch, found)
-            return self._take(launch, self._ask_for(launch))
+            return self._take(launch, self._ask_for(launch.plan))
         finally:
-            if self._ended:  # perhaps it did not wait for this call
+            if self._ended:  # perhaps end() did not wait for this call
                 start(self.end)
 
-    def _ask_for(self, launch: _Launch) -> SessionInfo:
+    def _ask_for(self, plan: SessionPlan) -> SessionInfo:
         """Return the session that the platform launched, or raise the reason why it launched none."""
-        plan, named = launch.plan, {"name": launch.title} if launch.title else {}
-        options = {**asdict(plan.size), **plan.launch_options, **named}
-        with self._lock:
-            self._unanswered[plan.name, launch.title] += 1
-        may_exist = False
-        try:
-            answer = self.module.launch_workers(n=1, code=plan.code, env=dict(plan.env), **options)
-            session = answers.launched(answer)
-            may_exist = bool(session.get("id"))  # _take() makes it known
-        except Exception as error:
-            # The platform's own functions may fail when the session is there, with any error.
-            may_exist = may_pass(error) or not answers.is_of_the_platform(error)
-            raise
-        finally:
-            with self._lock:
-                self._unanswered[plan.name, launch.title] -= not may_exist
-        if may_exist:
+        options = {**asdict(plan.size), **plan.launch_options}
+        # Not every release documents it, or has it.
+        if "name" in inspect.signature(self.module.launch_workers).parameters:
+            options["name"] = plan.title
+        session = answers.launched(
+            self.module.launch_workers(n=1, code=plan.code, env=dict(plan.env), **options)
+        )
+        if session.get("id"):
             return session
         # A refused launch may leave an engine behind, which counts against the quota like a session.
         if is_session_id(half_made := session.get("engineId")):
-            self.adopt(half_made, launch.plan.name)
+            self.adopt(half_made, plan.name)
             self._try_to_stop(half_made)
-            self._stopping.discard(half_made)  # its end makes no room for another try
-        raise answers.refusal(launch.plan.name, session)
+            with self._lock:
+                self._stopping.discard(half_made)  # its end makes no room for another try
+        raise answers.refusal(plan.name, session)
 
     def _take(self, launch: _Launch, session: SessionInfo) -> SessionInfo:
         """Assign a session to its launch. Stop a session that comes too late, or second."""
-        session_id = session["id"]
+        self.adopt(session["id"], launch.plan.name)
         with self._lock:
-            is_new = session_id not in self.names
-            if is_new:
-                self.live.add(session_id)
-                self.names[session_id] = launch.plan.name
-                self._unanswered[launch.plan.name, launch.title] -= 1
-            if is_new and launch.session is None and not launch.over and not self._ended:
+            if launch.session is None and not launch.over and not self._ended:
                 launch.session = session
             taken = launch.session
-        if is_new and taken is not session:
-            logger.info("Session %s not used: launched too late for %s", session_id, launch.plan.name)
-            self._try_to_stop(session_id)
+        if taken is not session:
+            logger.info("Session %s not used: launched too late for %s", session["id"], launch.plan.name)
+            self._try_to_stop(session["id"])
         if taken is None:
-            raise CMLError(f"session {session_id} was launched too late for {launch.plan.name}")
+            raise CMLError(f"session {session['id']} was launched too late for {launch.plan.name}")
         return taken
 
-    def _find(self, titles: Collection[str], listed: Iterable[SessionInfo]) -> list[SessionInfo]:
-        """Return sessions with these names on the platform that no call has taken."""
-        return [
-            session
-            for session in listed
-            if session.get("name") in titles and session["id"] not in self.names and not has_ended(session)
-        ]
+    def adopt(self, session_id: str, name: str) -> None:
+        """Take over a session, also one that another process launched.
+
+        Raises
+        ------
+        ValueError
+            If the id is invalid.
+        """
+        _check_id(session_id)
+        with self._lock:
+            self.live[session_id] = name
+            self.n_launched += 1
+
+    def forget(self, *ids: str) -> None:
+        """Leave sessions to others."""
+        with self._lock:
+            for session_id in ids:
+                self.live.pop(session_id, None)
+
+    # -- list
+
+    async def sessions(self) -> dict[str, SessionInfo]:
+        """Return the sessions by id, from the next call of ``list_workers``.
+
+        All coroutines that wait share one call. Without any, the platform is not called.
+
+        Raises
+        ------
+        CMLError
+            If all calls fail, or :meth:`close` is called meanwhile.
+        """
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(self._list())
+            # If all waiting tasks are cancelled, nobody retrieves its error.
+            self._listing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        task = self._listing
+        await asyncio.wait([task])
+        if task.cancelled():  # by close(); the waiting task is not cancelled
+            raise CMLError("sessions not listed: the cluster has shut down")
+        return task.result()
+
+    async def _list(self) -> dict[str, SessionInfo]:
+        await asyncio.sleep(self._next_listing - time.monotonic())
+        self._next_listing = time.monotonic() + self._interval
+        return await self._calls.do("list", "sessions", self._list_now)
+
+    def _list_now(self) -> dict[str, SessionInfo]:
+        sessions = {session["id"]: session for session in answers.listed(self.module.list_workers())}
+        with self._lock:
+            ended = {session for session in self._stopping if has_ended(sessions.get(session, {}))}
+            self._stopping.difference_update(ended)
+        return sessions
+
+    async def wait_until_ended(self, ids: Collection[str]) -> bool:
+        """Wait until the platform lists stopped sessions as ended. Until then they count against the quota.
+
+        Parameters
+        ----------
+        ids : collection of str
+            The ids of the sessions.
+
+        Returns
+        -------
+        bool
+            Whether all have ended. False if the platform fails, or after 30 s.
+        """
+        deadline = time.monotonic() + _STOPPED_WITHIN
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                # Not sessions(), which fails after close(), and whose call would go on after the time-out.
+                listed = await asyncio.wait_for(asyncio.wrap_future(start(self._list_now)), left)
+                if all(has_ended(listed[session]) for session in ids if session in listed):
+                    with self._lock:
+                        self._stopping.difference_update(ids)
+                    return True
+                await asyncio.sleep(self._interval)
+        except Exception as error:  # the platform may raise anything
+            logger.info("Sessions not confirmed as ended: %s", answers.in_words(error))
+        return False
+
+    async def wait_for_stopped(self) -> bool:
+        """Wait until the sessions have ended that this process has stopped, see :meth:`wait_until_ended`."""
+        return await self.wait_until_ended({*self._stopping})
+
+    # -- stop
 
     async def stop(self, *ids: str) -> None:
         """Stop sessions, in one call.
@@ -245,17 +311,39 @@ class WorkersAPI(LiveSessions):
         """
         if not ids:
             raise ValueError("invalid ids=(): expected the ids of sessions")
-        for each in ids:
-            check_id(each)
-        await self._calls.do(f"stop {_some(ids)}", lambda: self.stop_now(ids), self.time_to_stop(ids))
-        self.on_change()
+        for session_id in ids:
+            _check_id(session_id)
+        what = f"{ids[0]} and {len(ids) - 1} more" if len(ids) > 1 else ids[0]
+        await self._calls.do("stop", what, lambda: self._stop_now(ids), self._time_to_stop(ids))
+
+    def _stop_now(self, ids: Collection[str]) -> None:
+        """Stop sessions by one blocking call. Without ids, call nothing.
+
+        Raises
+        ------
+        Exception
+            An error from the platform, or WrongAnswer if it does not stop the sessions.
+        """
+        if not ids:  # the platform would stop all sessions of the user, including other work
+            return
+        answers.check_stopped(ids, self.module.stop_workers(*ids))
+        self.forget(*ids)
+        with self._lock:
+            self._stopping.update(ids)
+            self.stopped.update(ids)
+
+    def _time_to_stop(self, ids: Collection[str]) -> float:
+        """Return the time limit of one call that stops these sessions, in seconds."""
+        return self._calls.limit * (1 + len(ids) // _IN_TIME)
 
     def _try_to_stop(self, session_id: str) -> None:
         """Stop a session that nobody needs. If this fails, :meth:`end` tries again."""
         try:
-            self.stop_now([session_id])
+            self._stop_now([session_id])
         except Exception as error:
             logger.warning("Session %s not stopped yet: %s", session_id, answers.in_words(error))
+
+    # -- the end
 
     async def close(self, end: Callable[[], None] | None = None) -> None:
         """Call :meth:`end`, or `end`, without blocking the event loop."""
@@ -277,73 +365,39 @@ class WorkersAPI(LiveSessions):
         with self._lock:
             self._ended = True
         deadline = time.monotonic() + self._calls.limit
-        errors = self._stop_live(False, deadline)
-        under_way = self._calls.under_way.copy()
-        launching = [future for future, what in under_way.items() if what.startswith("launch ")]
-        wait(launching, timeout=max(0.0, deadline - self._calls.limit / 2 - time.monotonic()))
-        self._calls.leave_behind()
-        hangs = NoAnswer in map(type, errors)
+        errors = self._stop_live(self._time_to_stop(self.live) / 2)
+        # A launch that is answered from now on stops its session.
+        self._calls.wait_for("launch", deadline - self._calls.limit / 2 - time.monotonic())
+        hangs = False
         for pause in [*self._calls.pauses(), None]:
-            unlisted, unstopped = self._adopt_lost(), self._stop_live(hangs, deadline)
-            errors = [*unlisted, *unstopped]
+            hangs = hangs or any(isinstance(error, NoAnswer) for error in errors)
+            limit = max(deadline - time.monotonic(), self._calls.limit / 4)
+            errors = self._stop_live(limit if hangs else self._time_to_stop(self.live) / 2, one_by_one=hangs)
             late = hangs and time.monotonic() > deadline
-            if pause is None or late or not any(map(may_pass, errors)):
+            if pause is None or late or not any(may_pass(error) for error in errors):
                 break
-            hangs = hangs or NoAnswer in map(type, errors)
             time.sleep(pause)
-        for error in unlisted:
-            titles, why = sorted(self._names_unanswered()), answers.in_words(error)
-            logger.warning("Sessions named %s may still run: CML did not list them: %s", titles, why)
-        for error in unstopped[-1:]:
-            named, why = ", ".join(sorted(self.named_sessions())), answers.in_words(error)
-            raise CallFailed(f"CML did not stop {named}, which may still run: {why}") from error
+        if errors:
+            left, why = ", ".join(sorted(self.live)), answers.in_words(errors[-1])
+            raise CallFailed(f"CML did not stop {left}, which may still run: {why}") from errors[-1]
 
-    def _stop_live(self, hangs: bool, deadline: float) -> list[Exception]:
-        """Stop all live sessions: by one call or, if that hangs, by many, so that one delays no other."""
-        ids = sorted(self.named_sessions())
-        groups = [ids[i::_GROUPS] for i in range(min(_GROUPS, len(ids)))] if hangs else [ids]
-        stops = [lambda group=group: self.stop_now(group) for group in groups]
-        left = max(deadline - time.monotonic(), self._calls.limit / 4)
-        errors = self._calls.run_all(stops, left if hangs else self.time_to_stop(ids) / 2)
-        return errors if self.named_sessions() else []  # a call that hung may have succeeded meanwhile
-
-    def _adopt_lost(self) -> list[Exception]:
-        """Adopt the sessions of launches without an answer, as :meth:`adopt_unanswered` does."""
-        names = self._names_unanswered()
-        searches = [lambda: self._adopt(names, self.list_now())] if names else []
-        return self._calls.run_all(searches, self._calls.limit / 4)
-
-    async def adopt_unanswered(self, awaited: Collection[str] = ()) -> list[str]:
-        """Adopt the sessions of launches without an answer, to stop them. Return their ids.
-
-        Parameters
-        ----------
-        awaited : collection of str
-            The names of sessions that are still to be launched: these use what is there.
-
-        Raises
-        ------
-        CMLError
-            If the platform does not list its sessions.
-        """
-        names = self._names_unanswered(awaited)
-        return self._adopt(names, (await self.sessions()).values()) if names else []
-
-    def _names_unanswered(self, awaited: Collection[str] = ()) -> dict[str, str]:
-        """Return the names of sessions whose launch was not answered, by their titles."""
+    def _stop_live(self, limit: float, *, one_by_one: bool = False) -> list[Exception]:
+        """Stop all live sessions by one call or, so that one that hangs delays no other, by one for each."""
         with self._lock:
-            return {title: name for name, title in +self._unanswered if title and name not in awaited}
-
-    def _adopt(self, names: Mapping[str, str], listed: Iterable[SessionInfo]) -> list[str]:
-        found = self._find(names, listed)
-        for session in found:
-            title = session["name"]
-            self.adopt(session["id"], names[title])
-            with self._lock:
-                self._unanswered[names[title], title] -= 1
-        return [session["id"] for session in found]
+            ids = sorted(self.live)
+        groups = [[session] for session in ids] if one_by_one else [ids]
+        stops = [lambda group=group: self._stop_now(group) for group in groups]
+        errors = self._calls.run_all(stops, limit)
+        return errors if self.live else []  # a call that hung may have succeeded meanwhile
 
 
-def _some(names: Iterable[str]) -> str:
-    first, *others = names
-    return f"{first} and {len(others)} more" if others else first
+def _check_id(session_id: object) -> None:
+    """Check a session id.
+
+    Raises
+    ------
+    ValueError
+        If the id is invalid.
+    """
+    if not is_session_id(session_id):
+        raise ValueError(message("session id", session_id, "letters and digits"))

@@ -148,8 +148,12 @@ class Notebook(User):
     @property
     def is_busy(self) -> bool:
         """Whether the cluster starts, runs, or closes."""
+        if not self.runs:
+            return False
+        if any(not task.done() for task in self.under_way):
+            return True
         over = (Status.closed, Status.failed)
-        return self.runs and self._cluster is not None and self._cluster.status not in over
+        return self._cluster is not None and self._cluster.status not in over
 
     def create(self, **options: Any) -> None:
         """Make a cluster, or connect to it."""

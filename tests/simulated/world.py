@@ -155,7 +155,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
         (lifetime, "threading", _with(threading, Timer=_Timer)),
-        *((module, "wait", it.loop.wait) for module in (calls, workers_api)),
+        (calls, "wait", it.loop.wait),
         *((module, "datetime", _Datetime) for module in (record, sessions)),
         (kept_cluster, "end_at_exit", lambda each: _clusters().append(each)),
         *((module, "no_longer_end_at_exit", _forget) for module in (kept_cluster, cluster)),
