@@ -402,7 +402,7 @@ class CMLCluster(KeptCluster):
             check_room("n", n, options.worker, self.groups.others(worker_group))
         if self.is_remote:
             return self._write(groups={worker_group: {"target": n, "adapt": None}})
-        self._release_adaptive(worker_group)
+        self.groups.adapt(worker_group, None)
         self._resize(worker_group, n, adapt=None)
         return NoOpAwaitable() if self.asynchronous else None
 
@@ -483,13 +483,11 @@ class CMLCluster(KeptCluster):
         if self.is_remote:
             self._write(groups={worker_group: {"adapt": limits}})
             return adaptive
-        self._release_adaptive(worker_group)
-        self.groups.adaptives[worker_group] = adaptive
+        self.groups.adapt(worker_group, adaptive)
         target = self.target(worker_group)
         self._resize(worker_group, min(max(target, least), most) if ours else target, adapt=limits)
         if isinstance(adaptive, CMLAdaptive) and self.keeper is not None:
             self._soon(adaptive.begin)
-        self._show_adaptive()
         return adaptive
 
     def _bounds(self, group: str, minimum: Amounts, maximum: Amounts) -> tuple[int, int]:
@@ -672,7 +670,7 @@ class CMLCluster(KeptCluster):
         """The address for clients: ``cml://<name>`` if the cluster has keys, which clients find by it."""
         if self._remote.address is None or self.status == Status.closed:
             return "<Not Connected>"
-        has_keys = self._place.security is not None
+        has_keys = self.place.security is not None
         return cluster_address(self.options.name) if has_keys else self._remote.address
 
     @property
@@ -744,7 +742,7 @@ class CMLCluster(KeptCluster):
         if not isinstance(workers, bool):
             workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
-        logs = SessionLogs(self.options.name, self._place.folder, self.options.log_directory)
+        logs = SessionLogs(self.options.name, self.place.folder, self.options.log_directory)
         launched = [session.name for session in self.sessions if session.role == "worker"]
         found = await asyncio.to_thread(logs.read, scheduler, workers, launched)
         return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
@@ -779,7 +777,7 @@ class CMLCluster(KeptCluster):
         return asyncio.to_thread(self._read_usage) if self.asynchronous else self._read_usage()
 
     def _read_usage(self) -> Usage:
-        record_id = "" if self._record is None else self._record.id
+        record_id = "" if self.record is None else self.record.id
         return self._usage or usage_of(store.read(self.options.name, id=record_id), time.time())
 
     @property
@@ -838,8 +836,8 @@ class CMLCluster(KeptCluster):
         # mine-scheduler: cpu=1 memory=2 nvidia_gpu=0
         ...
         """
-        place = self._place
-        if self._record is None:  # plans need only the paths of the keys, so no file is written
+        place = self.place
+        if self.record is None:  # plans need only the paths of the keys, so no file is written
             security, _ = tls.as_files(self.options.security, place.folder)
             place = replace(place, security=security)
         plans = [CMLScheduler(self._api, self.options, place).plan]

@@ -119,7 +119,7 @@ def _scheduler_words(cluster: Any) -> str:
     [session] = sessions
     if session.waits_for is not None:
         return f"scheduler {waiting(session.waits_for)}"
-    if not cluster._place.number or not cluster.is_connected:
+    if not cluster.place.number or not cluster.is_connected:
         return ""
     return f"scheduler restarted {span(session.age)} ago"
 

@@ -91,7 +91,7 @@ class ListedCluster(ObservedCluster):
         CMLError
             If another user created the cluster.
         """
-        record, user = self._record, this_user()
+        record, user = self.record, this_user()
         if record is not None and record.maker.user not in (None, user):
             command = f"dask cml delete {shlex.quote(record.name)}"
             raise CMLError(

@@ -144,7 +144,7 @@ async def test_bad_arguments_of_scale_change_nothing(unstarted, arguments, error
 async def test_bad_arguments_of_adapt_change_nothing(unstarted, arguments, error, words):
     with pytest.raises(error, match=words):
         unstarted.adapt(**arguments)
-    assert not unstarted.groups.adaptives
+    assert not unstarted.groups.adapts("default")
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distributed.deploy.spec import SpecCluster
 
 from dask_cml.checks import message
+from dask_cml.keeper.adaptive import CMLAdaptive
 from dask_cml.naming import DEFAULT_GROUP, dask_names, read_name, session_name
 from dask_cml.options import Options
 from dask_cml.options.limits import Sessions
+from dask_cml.scheduler.board import BoardGroup
+from dask_cml.sessions.plan import Place
+from dask_cml.sessions.process import CMLWorker
+from dask_cml.sessions.workers_api import WorkersAPI
 
 if TYPE_CHECKING:
     from distributed.deploy.adaptive import Adaptive
@@ -29,22 +35,22 @@ class Groups:
         The cluster. Its ``new_spec`` is the spec of the default group.
     options : Options
         The options of the cluster, and of its default group.
-    spec : dict
-        The parts of a spec that all groups share, ``cls`` and ``options``.
+    api : WorkersAPI
+        Launches and stops sessions.
+    place : Place
+        The cluster's folder and keys, and the number of its scheduler.
     """
 
-    def __init__(self, cluster: SpecCluster, options: Options, spec: dict[str, Any]) -> None:
-        self._cluster, self._prefix = cluster, options.name
+    def __init__(self, cluster: SpecCluster, options: Options, api: WorkersAPI, place: Place) -> None:
+        self._cluster, self._prefix, self._api, self._place = cluster, options.name, api, place
         self._lock = threading.RLock()
-        self._shared = spec
         self._options = {DEFAULT_GROUP: options}
         #: Number of workers that a group has above its target, because the scheduler has not chosen yet
         #: which ones cost least to close.
         self._excess: dict[str, int] = {}
         #: The number of the next session of each group but the default one, whose number is SpecCluster's.
         self._numbers: dict[str, int] = {}
-        #: The adaptive scaling of groups that adapt.
-        self.adaptives: dict[str, Adaptive] = {}
+        self._adaptives: dict[str, Adaptive] = {}
 
     # -- groups
 
@@ -81,29 +87,86 @@ class Groups:
                 self._cluster.worker_spec.pop(name, None)
             self._options.pop(group, None)
             self._excess.pop(group, None)
+        self.adapt(group, None)
+
+    def take(self, groups: Mapping[str, BoardGroup]) -> None:
+        """Have the groups of the board, without changing how many workers each has."""
+        for group, about in groups.items():
+            if group not in self:
+                self.add(group, self.options().of_group(about.options))
+        for group in [group for group in self.names if group not in groups]:
+            self.remove(group)
+
+    def to_json(self, requests: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        """Return the groups for a board, see :class:`~dask_cml.scheduler.board.BoardGroup`.
+
+        Parameters
+        ----------
+        requests : mapping of str to int
+            How many changes users have asked for, by group.
+        """
+        groups = {}
+        for group in self.names:
+            options = {} if group == DEFAULT_GROUP else self.options(group).group_arguments()
+            about = BoardGroup(options, self.target(group), self.limits(group), requests.get(group, 0))
+            groups[group] = asdict(about)
+        return groups
+
+    # -- adaptive scaling
+
+    def adapt(self, group: str, adaptive: Adaptive | None) -> None:
+        """Let something scale a group, instead of what did before. None: nothing does."""
+        before = self._adaptives.pop(group, None)
+        if isinstance(before, CMLAdaptive):
+            before.release()
+        if adaptive is not None:
+            self._adaptives[group] = adaptive
+        if group == DEFAULT_GROUP:
+            self._cluster._adaptive = adaptive  # Dask's widget shows it
+
+    def begin_adapting(self) -> None:
+        """Look at the work regularly from now on, in the event loop."""
+        for adaptive in [*self._adaptives.values()]:
+            if isinstance(adaptive, CMLAdaptive):
+                adaptive.begin()
+
+    def stop_adapting(self) -> None:
+        """Let nothing scale the groups any more."""
+        for group in [*self._adaptives]:
+            self.adapt(group, None)
+
+    def adapts(self, group: str) -> bool:
+        """Return whether something scales a group."""
+        return group in self._adaptives
+
+    def limits(self, group: str) -> Mapping[str, Any] | None:
+        """Return the limits of a group's adaptive scaling for the board. None: it has a fixed size."""
+        adaptive = self._adaptives.get(group)
+        return adaptive.limits if isinstance(adaptive, CMLAdaptive) else None
 
     # -- specs
 
     def spec(self, group: str) -> dict[str, Any]:
         """Return the spec of a group's workers, in SpecCluster's form."""
         options = self.options(group)
-        own = {"nthreads": options.nthreads, "memory": f"{options.memory!r} GiB"}
-        spec = {**self._shared, "options": {**self._shared["options"], "options": options, **own}}
+        arguments = {"api": self._api, "options": options, "place": self._place}
+        # SpecCluster reads these two (spec.py:486).
+        arguments |= {"nthreads": options.nthreads, "memory": f"{options.memory!r} GiB"}
+        spec: dict[str, Any] = {"cls": CMLWorker, "options": arguments}
         if group != DEFAULT_GROUP:
             spec["worker_group"] = group
         if options.processes > 1:  # SpecCluster's suffixes of the Dask workers' names
             spec["group"] = dask_names("", options.processes)
         return spec
 
-    def place(self, **arguments: Any) -> None:
-        """Give workers that are not launched yet other arguments, such as another place."""
+    def move(self, place: Place) -> None:
+        """Let workers that are not launched yet find another scheduler, or other keys."""
         with self._lock:
-            self._shared = {**self._shared, "options": {**self._shared["options"], **arguments}}
+            self._place = place
             self._cluster.new_spec = self.spec(DEFAULT_GROUP)
-            for name, spec in [*self._cluster.worker_spec.items()]:
-                own = {key: value for key, value in arguments.items() if key in spec.get("options", {})}
-                if own:
-                    self._cluster.worker_spec[name] = {**spec, "options": {**spec["options"], **own}}
+            for spec in self._cluster.worker_spec.values():
+                if "place" in spec.get("options", {}):  # not that of a subclass
+                    spec["options"]["place"] = place
 
     def new(self, group: str) -> dict[str, Any]:
         """Return the name and the spec of the next worker of a group."""

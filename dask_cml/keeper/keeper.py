@@ -15,6 +15,7 @@ from dask_cml import protocol
 from dask_cml.cancellation import cancel, gather_or_cancel, wait_until_set
 from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError, LaunchRefused
+from dask_cml.keeper.adaptive import CMLAdaptive
 from dask_cml.keeper.backoff import Backoff
 from dask_cml.keeper.groups import Groups
 from dask_cml.keeper.journal import Journal
@@ -31,12 +32,13 @@ from dask_cml.records.operations import left_for_user
 from dask_cml.records.record import Record
 from dask_cml.remote import BoardState, Remote
 from dask_cml.rpc import NO_ANSWER
+from dask_cml.scheduler.board import BoardGroup
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import Cause, Loss
 from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
-from dask_cml.sessions.session import CMLProcess
+from dask_cml.sessions.session import CMLProcess, Session
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
 
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = Logger(__name__)
 
+#: Seconds for which a scheduler waits for its first watcher, if it is never an orphan later.
+_FIRST_PATIENCE = 300.0
 #: Characters of a cause that the scheduler logs.
 _LONGEST_CAUSE = 300
 #: Maximum number of events that the scheduler does not know yet.
@@ -95,7 +99,7 @@ class Keeper:
         log: Callable[[str], None],
     ) -> None:
         self.place = place
-        self.requests: dict[str, int] = {}
+        self.requests: dict[str, int] = dict.fromkeys(groups.names, 0)
         self.woken = asyncio.Event()
         self._cluster, self._groups, self._remote, self._api = cluster, groups, remote, api
         self._record, self._log = record, log
@@ -125,7 +129,12 @@ class Keeper:
     # -- what is
 
     @property
-    def sessions(self) -> list[CMLProcess]:
+    def sessions(self) -> list[Session]:
+        """The cluster's sessions by their last known state, the scheduler's first."""
+        return [session for process in self.processes if (session := process.session) is not None]
+
+    @property
+    def processes(self) -> list[CMLProcess]:
         """The scheduler and the workers that were launched."""
         scheduler = self._cluster.scheduler
         processes = ([scheduler] if isinstance(scheduler, CMLProcess) else []) + self.workers()
@@ -144,6 +153,14 @@ class Keeper:
         """Return the names of the wanted workers of which a Dask worker is connected."""
         connected = connected_names(self._cluster)
         return {worker.name for worker in self.wanted(group) if not connected.isdisjoint(worker.dask_names)}
+
+    def target(self, group: str) -> int:
+        """Return how many worker sessions of a group are requested."""
+        return self._groups.target(group)
+
+    def limits(self, group: str) -> Mapping[str, Any] | None:
+        """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
+        return self._groups.limits(group)
 
     def absent(self, group: str) -> list[str]:
         """Return the wanted workers that are not connected: queued ones first, then the newest."""
@@ -243,7 +260,7 @@ class Keeper:
         try:
             # The scheduler's session first: where sessions wait for room, workers could take its room.
             await scheduler.launch()
-            await self._journal.write(self.sessions)
+            await self._journal.write(self.processes)
             following = asyncio.create_task(self._follow(workers))
             launching = self._launch_strictly(workers) if strict else self._launch_missing(lambda: True)
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
@@ -286,7 +303,7 @@ class Keeper:
         self._cluster.workers[worker.name] = worker
         self._cluster._created.add(worker)
         worker._cluster = ref(self._cluster)  # type: ignore[attr-defined]  # as SpecCluster does
-        await self._journal.write(self.sessions)
+        await self._journal.write(self.processes)
 
     async def succeed(self, record: Record) -> None:
         """Take over the recorded sessions from a keeper that has vanished, and want what the board says."""
@@ -311,22 +328,23 @@ class Keeper:
         for group, about in self._remote.board.groups.items():
             self.requests[group] = about.request
             self._groups.resize(group, about.target, ())
+            self._adapt(group, about.adapt)
         self._journal = Journal(self._api, record)
 
     # -- requests of users
 
-    def apply(self, board: BoardState) -> list[str]:
-        """Want what others have written on the board. Return the groups whose adaptive scaling may differ.
+    async def take(self, board: BoardState) -> None:
+        """Want what others have written on the board.
 
         A group is left alone that users of this process have changed meanwhile: the last one to reach the
         board wins.
         """
-        changed = []
+        changed = False
         for group in [group for group in self._groups.names if group not in board.groups]:
             self._groups.remove(group)
             self._backoffs.pop(group, None)
             self.requests.pop(group, None)
-            changed.append(group)
+            changed = True
         for group, about in board.groups.items():
             if group in self._asked or self.requests.get(group) == about.request:
                 continue
@@ -335,12 +353,18 @@ class Keeper:
             self.requests[group] = about.request
             self._backoffs.pop(group, None)  # it begins anew
             self._groups.resize(group, about.target, self.absent(group))
-            changed.append(group)
+            self._adapt(group, about.adapt)
+            self._groups.begin_adapting()
+            changed = True
         if names := [name for name in board.closing if name not in self._closed]:
             self.close_workers(names)
         if changed or names or board.leaving:
             self.woken.set()
-        return changed
+
+    def _adapt(self, group: str, limits: Mapping[str, Any] | None) -> None:
+        """Let a group adapt between the limits on the board. None: nothing scales it."""
+        adaptive = None if limits is None else CMLAdaptive.of(self._cluster, group, limits)
+        self._groups.adapt(group, adaptive)
 
     def close_workers(self, names: Iterable[str]) -> None:
         """Want workers no longer that a user has closed, by the names of sessions or Dask workers."""
@@ -387,9 +411,9 @@ class Keeper:
         over = [worker for worker in unwanted if worker.retired or worker not in there]
         ids = {str(worker.session_id) for worker in over}
         # Also sessions without a worker, such as the engine of a refused launch that was not stopped before.
-        used = {str(process.session_id) for process in self.sessions}
+        used = {str(process.session_id) for process in self.processes}
         await self._stop({session for session in {*self._api.live} if session in ids or session not in used})
-        await self._journal.write(self.sessions)
+        await self._journal.write(self.processes)
         for worker in [worker for worker in over if worker.session_id not in self._api.live]:
             # With scale(0), the last worker is connected until its session has ended.
             with contextlib.suppress(*NO_ANSWER, CMLError):
@@ -424,7 +448,7 @@ class Keeper:
             return
         requests = dict(self.requests)
         groups = {name: self._groups.group_of(name) for name in ready}
-        left, why = await asyncio.to_thread(left_for_user, self._record.id, len(self.sessions))
+        left, why = await asyncio.to_thread(left_for_user, self._record.id, len(self.processes))
         errors: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in ready[left:]}
         errors |= await self._launch_some(ready[:left], groups, may_launch)
         for group in {*groups.values()}:
@@ -551,7 +575,7 @@ class Keeper:
             return {}
         listing = await self._api.sessions()
         self._listed = time.monotonic()
-        ended = [process for process in self.sessions if process.update(listing)]
+        ended = [process for process in self.processes if process.update(listing)]
         dead = {name for worker in ended if isinstance(worker, CMLWorker) for name in worker.dask_names}
         if dead := dead & connected_names(self._cluster):
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
@@ -583,7 +607,7 @@ class Keeper:
         record = await asyncio.to_thread(store.find, self._name, id=self._record.id)
         if record is None:
             return
-        used = {str(process.session_id) for process in self.sessions}.union(*self._stops.values())
+        used = {str(process.session_id) for process in self.processes}.union(*self._stops.values())
         strays = {session: key for session, key in record.sessions.items() if session not in used}
         for info in [*self._cluster.scheduler_info["workers"].values()]:
             session = (info.get("cml") or {}).get("session")
@@ -680,7 +704,7 @@ class Keeper:
             processes=options.processes,
             nthreads=options.nthreads,
             resources=options.resources,
-            adapts=group in self._groups.adaptives,
+            adapts=self._groups.adapts(group),
             target=self._groups.target(group),
         )
 
@@ -724,7 +748,7 @@ class Keeper:
                         changes[group] = {"target": target, "request": self.requests[group]}
             closed = [name for name in board.closing if name in self._closed]
             report = Report.of(
-                [session for process in self.sessions if (session := process.session) is not None],
+                self.sessions,
                 wanted=self._groups.workers(),
                 problem=self.problem,
                 gave_up=self.gave_up,
@@ -760,7 +784,7 @@ class Keeper:
         await self._retirements.close()
         await cancel(*self._stops, self._demand)
         if writes:
-            await self._journal.write(self.sessions)
+            await self._journal.write(self.processes)
 
     @property
     def gone(self) -> bool:
@@ -769,10 +793,44 @@ class Keeper:
 
     # -- another scheduler
 
+    def first_board(
+        self, groups: Mapping[str, Mapping[str, Any]] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """Return what the next scheduler begins with, see :mod:`dask_cml.scheduler.plugin`.
+
+        Parameters
+        ----------
+        groups : mapping of str to mapping, optional
+            The worker groups, see :class:`dask_cml.scheduler.board.BoardGroup`. Default: those here.
+        **more
+            What else it is to know.
+        """
+        options = self._groups.options()
+        return {
+            "cluster": self._record.name,
+            "record": self._record.id,
+            "keeper": self._remote.id,
+            "created": self._record.created.isoformat(),
+            # The keeper connects after it has launched all workers.
+            "patience": max(options.orphan_timeout or _FIRST_PATIENCE, options.scheduler_timeout),
+            "groups": self._groups.to_json(self.requests) if groups is None else groups,
+            **more,
+        }
+
+    def want(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        """Want what the last scheduler has written of the groups, because its keeper has vanished."""
+        self._cluster.worker_spec.clear()
+        known = {name: BoardGroup(**group) for name, group in groups.items()}
+        self._groups.take(known)
+        for name, group in known.items():
+            self.requests[name] = group.request
+            self._groups.resize(name, group.target, ())
+            self._adapt(name, group.adapt)
+
     async def stop_all(self, record: Record) -> None:
         """Stop the sessions of a lost scheduler, and of earlier attempts to replace it."""
         await self._retirements.close()
-        await self._journal.write(self.sessions)
+        await self._journal.write(self.processes)
         now = await asyncio.to_thread(store.find, self._name, id=self._record.id) or record
         for session, key in now.sessions.items():
             self._api.adopt(session, key)
@@ -780,7 +838,7 @@ class Keeper:
             await self._stop({*self._api.live})
         except CMLError as error:  # the step tries again
             logger.warning("Old sessions of cluster %s not stopped yet: %s", self._name, error)
-        await self._journal.write(self.sessions)
+        await self._journal.write(self.processes)
 
     def renew(self, place: Place) -> None:
         """Begin anew for another scheduler at this place: no session is left, and all names are new."""

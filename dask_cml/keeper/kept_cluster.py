@@ -20,19 +20,17 @@ from distributed.deploy.spec import SpecCluster
 from distributed.objects import SchedulerInfo
 from distributed.security import Security
 
-from dask_cml import output, protocol
+from dask_cml import output
 from dask_cml.cancellation import cancel, within
 from dask_cml.checks import message
 from dask_cml.errors import ClusterExists, CMLError, LaunchRefused, without_frames
-from dask_cml.keeper.adaptive import CMLAdaptive
 from dask_cml.keeper.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
+from dask_cml.keeper.failover import Failover, SchedulerLost
+from dask_cml.keeper.follower import Follower
 from dask_cml.keeper.groups import Groups
 from dask_cml.keeper.keeper import Keeper
-from dask_cml.keeper.losses import SchedulerLost
-from dask_cml.keeper.report import Report
-from dask_cml.keeper.retirement import connected_names
-from dask_cml.naming import DEFAULT_GROUP, dask_names
-from dask_cml.options import Options, setting, state_directory
+from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.options import Options, state_directory
 from dask_cml.options.limits import check_new, limits
 from dask_cml.output import Logger
 from dask_cml.records import liveness, store
@@ -44,7 +42,7 @@ from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.plan import Place
-from dask_cml.sessions.process import CMLScheduler, CMLWorker
+from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import log_path
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
@@ -53,12 +51,6 @@ from dask_cml.words import printable_lines, span
 
 logger = Logger(__name__)
 
-#: Seconds before the first, the second and each later scheduler in a row.
-_PAUSES = (0.0, 10.0, 30.0)
-#: Seconds for which a scheduler waits for its first watcher, if it is never an orphan later.
-_FIRST_PATIENCE = 300.0
-#: Seconds for which a record may be unreadable while the cluster's folder exists.
-_UNREADABLE_FOR = 30.0
 #: Seconds between two tries to stop the sessions of a cluster that has ended.
 _STOP_AGAIN = 60.0
 
@@ -98,19 +90,18 @@ class KeptCluster(SpecCluster):
 
     def __init__(self, options: Options, given: Mapping[str, Any], *, quiet: bool, **arguments: Any) -> None:
         self.options = options
-        self.keeper: Keeper | None = None
         self.end_reason = "closed"
-        self.report = Report()
         self._given = given
         self._quiet = quiet
         self._pid = os.getpid()
         self._api = WorkersAPI(load_platform(options.platform))
         self._check_launch_options(options)
-        self._place = Place(state_directory() / options.name, preload="dask_cml.scheduler.plugin")
-        self._record: Record | None = None
+        self.place = Place(state_directory() / options.name)
+        self.record: Record | None = None
+        self.groups = Groups(self, options, self._api, self.place)
         self._remote = Remote(secrets.token_hex(8), options.name, counts=self.takes_lease)
-        spec = {"cls": CMLWorker, "options": {"api": self._api, "place": self._place}}
-        self.groups = Groups(self, options, spec)
+        self._role: Keeper | Follower = Follower(self, self.groups, self._remote)
+        self._failover = Failover(self, self._remote, self._api)
         #: Whether another process created the cluster.
         self._connects = False
         self._begun = False
@@ -121,10 +112,6 @@ class KeptCluster(SpecCluster):
         self._ending: asyncio.Task[None] | None = None
         self._shuts_down = False
         self._writing: set[asyncio.Task[Any]] = set()
-        #: The names in `worker_spec` as the board has them, and how many moves of workers are known.
-        self._mirrored: set[str] = set()
-        self._moves = 0
-        self._looked_at_workers = 0.0
         self._why_not_connected: str | None = None
         #: Why the cluster has ended, if this process did not ask for it.
         self._end_words: str | None = None
@@ -155,6 +142,11 @@ class KeptCluster(SpecCluster):
             for name, options in self.options.groups().items():
                 self.groups.add(name, options)
                 self.groups.resize(name, options.n_workers, ())
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """Keeps the cluster. None in a remote."""
+        return self._role if isinstance(self._role, Keeper) else None
 
     @property
     def keeps(self) -> bool:
@@ -246,30 +238,30 @@ class KeptCluster(SpecCluster):
 
     async def _create(self) -> None:
         """Create the cluster: claim its name, and launch the scheduler and all workers at the same moment."""
-        options, record = self.options, self._new_record()
-        security, files = await asyncio.to_thread(tls.as_files, options.security, self._place.folder)
-        record = replace(record, options=options.arguments(), security=tls.paths(security))
-        self._record = record  # to remove it if this is cancelled
+        options = self.options
+        security, files = await asyncio.to_thread(tls.as_files, options.security, self.place.folder)
+        record = replace(self._new_record(), options=options.arguments(), security=tls.paths(security))
+        self.record = record  # to remove it if this is cancelled
+        keeper = self._make_keeper(record)
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
-        groups = self._groups_on_board({})
-        board = self._first_board(record, groups, hours=limits().get("hours"), orphan_timeout=orphan_timeout)
+        board = keeper.first_board(hours=limits().get("hours"), orphan_timeout=orphan_timeout)
         await take_name(record, board, self._api)
         check_new(options)  # only now it is known that no running cluster is to be connected to
         if not record.maker.serves:  # the page creates clusters for several users
             self._name_others()
         await asyncio.to_thread(self._write_files, files)
-        self._set_place(replace(self._place, record=record.id, security=security))
-        keeper = self.keeper = self._make_keeper(record)
-        keeper.requests = dict.fromkeys(self.groups.names, 0)
+        self._set_place(replace(self.place, record=record.id, security=security))
+        keeper.place = self.place
+        self._role = keeper
         await keeper.launch(self._join, strict=True, display=not self._quiet)
-        self._begin_keeping()
+        self._begin_keeping(keeper)
         if not options.shutdown_on_close:
             self._log(here.lifetime(options.name))
 
     def _write_files(self, files: Mapping[Any, str]) -> None:
         tls.write(files)
         if self.options.log_directory is not None:
-            log = log_path(self.options.name, self._place.folder, self.options.log_directory)
+            log = log_path(self.options.name, self.place.folder, self.options.log_directory)
             log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _name_others(self) -> None:
@@ -280,59 +272,18 @@ class KeptCluster(SpecCluster):
                 close = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).close()"
                 self._log(f"This process has another cluster, open for {age}. To close it, run: {close}")
 
-    def _first_board(
-        self, record: Record, groups: Mapping[str, Mapping[str, Any]], **more: Any
-    ) -> dict[str, Any]:
-        """Return what the next scheduler begins with.
-
-        Parameters
-        ----------
-        record : Record
-            The cluster's record.
-        groups : mapping of str to mapping
-            The worker groups, see :class:`dask_cml.scheduler.board.BoardGroup`.
-        **more
-            What else it is to know.
-        """
-        return {
-            "cluster": record.name,
-            "record": record.id,
-            "keeper": self._remote.id,
-            "created": record.created.isoformat(),
-            # The keeper connects after it has launched all workers.
-            "patience": max(self.options.orphan_timeout or _FIRST_PATIENCE, self.options.scheduler_timeout),
-            "groups": groups,
-            **more,
-        }
-
-    def _groups_on_board(self, requests: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """Return the worker groups for a board, after so many changes that users have asked for."""
-        groups = {}
-        for name in self.groups.names:
-            adaptive = self.groups.adaptives.get(name)
-            groups[name] = {
-                "options": {} if name == DEFAULT_GROUP else self.groups.options(name).group_arguments(),
-                "target": self.groups.target(name),
-                "adapt": adaptive.limits if isinstance(adaptive, CMLAdaptive) else None,
-                "request": requests.get(name, 0),
-            }
-        return groups
-
     def _set_place(self, place: Place) -> None:
-        self._place = place
+        self.place = place
         self.security = place.security or Security()
-        self.groups.place(place=place)
+        self.groups.move(place)
 
     def _make_keeper(self, record: Record) -> Keeper:
-        return Keeper(self, self.groups, self._remote, self._api, record, self._place, self._log)
+        return Keeper(self, self.groups, self._remote, self._api, record, self.place, self._log)
 
-    def _begin_keeping(self) -> None:
+    def _begin_keeping(self, keeper: Keeper) -> None:
         """Look at the sessions and adapt from now on."""
-        assert self.keeper is not None
-        for adaptive in self.groups.adaptives.values():
-            if isinstance(adaptive, CMLAdaptive):
-                adaptive.begin()
-        self._keeping = asyncio.create_task(self.keeper.run())
+        self.groups.begin_adapting()
+        self._keeping = asyncio.create_task(keeper.run())
 
     # -- connections
 
@@ -363,9 +314,10 @@ class KeptCluster(SpecCluster):
         own = {"shutdown_on_close": shutdown, "forward_dashboard": self.options.forward_dashboard}
         self.options = Options.of_running(name, record.options, **own)
         # What was asked of a cluster that was not created does not apply to the running one.
-        self._stop_adapting_here()
-        self.groups = Groups(self, self.options, {"cls": CMLWorker, "options": {"api": self._api}})
+        self.groups.stop_adapting()
         self.worker_spec.clear()
+        self.groups = Groups(self, self.options, self._api, self.place)
+        self._role = Follower(self, self.groups, self._remote)
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
         if why := await asyncio.to_thread(liveness.why_not_contacted, record):
@@ -382,10 +334,10 @@ class KeptCluster(SpecCluster):
 
     def _enter(self, record: Record) -> None:
         """Take the place of the scheduler in a record, which another process has launched."""
-        self._record = record
+        self.record = record
         number, security = record.scheduler.number, record.get_security()
-        self._set_place(replace(self._place, number=number, record=record.id, security=security))
-        scheduler = self.scheduler = CMLScheduler(self._api, self.options, self._place)
+        self._set_place(replace(self.place, number=number, record=record.id, security=security))
+        scheduler = self.scheduler = CMLScheduler(self._api, self.options, self.place)
         scheduler.address = record.scheduler.address
         session = record.scheduler.session or ""
         scheduler.adopt(session, record.launches.get(session), record.scheduler.app_url)
@@ -407,8 +359,8 @@ class KeptCluster(SpecCluster):
         CMLError
             If it does not answer within so many seconds.
         """
-        assert self._record is not None
-        record, security = self._record, self._place.security
+        assert self.record is not None
+        record, security = self.record, self.place.security
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -426,10 +378,15 @@ class KeptCluster(SpecCluster):
                 await within(timing.retry, self.scheduler_comm.close_rpc())
         self.scheduler_comm = rpc(address, connection_args=self._remote.connection_args)
         self._why_not_connected = None
-        self._moves = -1  # another scheduler counts anew
+        if isinstance(self._role, Follower):
+            self._role.forget_workers()
         for callback in self.periodic_callbacks.values():
             callback.start()
         self.status = Status.running
+
+    @property
+    def _is_subscribed(self) -> bool:
+        return self._watch_worker_status_task is not None and not self._watch_worker_status_task.done()
 
     async def _subscribe(self) -> None:
         """Follow the scheduler's workers as Dask's clusters do (cluster.py:123), within a time limit.
@@ -478,8 +435,8 @@ class KeptCluster(SpecCluster):
             except Exception:
                 logger.exception("Board of cluster %s not read", self.options.name)
             try:
-                if not self._remote.connected:
-                    await self._check_scheduler()
+                if not self._remote.connected and self.record is not None:
+                    await self._failover.check(self.record)
             except SchedulerLost as lost:
                 self._end_by_itself(lost)
                 return
@@ -499,86 +456,35 @@ class KeptCluster(SpecCluster):
         if board.keeper == self._remote.id and self.keeper is None:
             await self._succeed(board)
         elif board.keeper != self._remote.id and self.keeper is not None:
-            await self._yield()
-        if self.keeper is None:
-            await self._mirror(board)
-            return
-        if self._watch_worker_status_task is None or self._watch_worker_status_task.done():
+            await self._yield(self.keeper)
+        if self.keeper is not None and not self._is_subscribed:
             await self._subscribe()
-        self._apply(board)
+        await self._role.take(board)
 
     async def _succeed(self, board: BoardState) -> None:
         """Keep the cluster from now on."""
-        assert self._record is not None
-        record = await asyncio.to_thread(store.read, self._record.name, id=self._record.id)
-        self._mirror_groups(board)
+        assert self.record is not None
+        record = await asyncio.to_thread(store.read, self.record.name, id=self.record.id)
+        self.groups.take(board.groups)
         await self._subscribe()
         keeper = self._make_keeper(record)
         async with self._lock:
             await keeper.succeed(record)
-            self.keeper = keeper
-        for group, about in board.groups.items():
-            if about.adapt is not None and group in self.groups:
-                self.groups.adaptives[group] = CMLAdaptive.of(self, group, about.adapt)
-        self._show_adaptive()
-        self._begin_keeping()
+            self._role = keeper
+        self._begin_keeping(keeper)
         logger.info("Cluster %s kept by this process", record.name)
 
-    async def _yield(self) -> None:
+    async def _yield(self, keeper: Keeper) -> None:
         """Leave the cluster to another process that keeps it now, and stop nothing."""
-        assert self.keeper is not None
         logger.info("Cluster %s kept by another process", self.options.name)
-        keeper, self.keeper = self.keeper, None
+        self._role = Follower(self, self.groups, self._remote, self.worker_spec)
         await cancel(self._keeping)
         async with self._lock:
             await keeper.close(writes=False)
             self._api.forget(*self._api.live)
             self.workers.clear()
-        self._stop_adapting_here()
+        self.groups.stop_adapting()
         await self._unsubscribe()
-        self._moves = -1
-        self._mirrored = {*self.worker_spec}
-
-    def _apply(self, board: BoardState) -> None:
-        """Want what others have written on the board."""
-        assert self.keeper is not None
-        for group in self.keeper.apply(board):
-            before = self.groups.adaptives.pop(group, None)
-            if isinstance(before, CMLAdaptive):
-                before.release()
-            about = board.groups.get(group)
-            if about is not None and about.adapt is not None:
-                adaptive = self.groups.adaptives[group] = CMLAdaptive.of(self, group, about.adapt)
-                adaptive.begin()
-        self._show_adaptive()
-
-    def _show_adaptive(self) -> None:
-        """Let Dask's widget show the adaptive scaling of the default group."""
-        self._adaptive = self.groups.adaptives.get(DEFAULT_GROUP)
-
-    def _mirror_groups(self, board: BoardState) -> None:
-        for name, group in board.groups.items():
-            if name not in self.groups:
-                self.groups.add(name, self.options.of_group(group.options))
-        for name in [name for name in self.groups.names if name not in board.groups]:
-            self.groups.remove(name)
-
-    async def _mirror(self, board: BoardState) -> None:
-        """Show what the board says, in a remote."""
-        self._mirror_groups(board)
-        self.report = Report.read(board.report) if board.report else Report()
-        if {*self.worker_spec} == self._mirrored:  # a user has changed nothing that is not written yet
-            self.worker_spec.clear()
-            for name in self.report.wanted:
-                group = self.groups.group_of(name)
-                self.worker_spec[name] = self.groups.spec(group if group in self.groups else DEFAULT_GROUP)
-            self._mirrored = {*self.worker_spec}
-        n = len(self.scheduler_info["workers"])
-        # Their description takes time with their number.
-        if board.moves != self._moves and time.monotonic() - self._looked_at_workers > n / 500:
-            self._looked_at_workers = time.monotonic()
-            self.scheduler_info = SchedulerInfo(await self._remote.ask("identity"))
-            self._moves = board.moves
 
     def _write(self, **changes: Any) -> Any:
         """Write on the board, from any thread; see :meth:`Remote.set`. In the event loop, return a task.
@@ -622,30 +528,14 @@ class KeptCluster(SpecCluster):
         if self._starting is None or not self._starting.done():  # the start launches all
             return
         async with self._lock:
-            if self.keeper is not None:
-                await self.keeper.step()
-            elif self.status == Status.running:
-                await self._write_differences()
-
-    async def _write_differences(self) -> None:
-        """Write on the board how the spec of a remote was changed, as the keeper would take it."""
-        closed = self._mirrored - self.worker_spec.keys()
-        new = self.worker_spec.keys() - self._mirrored
-        groups = {self.groups.group_of(name) for name in new}
-        changes: dict[str, Any] = {}
-        if closed:
-            changes["close"] = sorted(closed)
-        if groups:
-            changes["groups"] = {group: {"target": len(self.groups.workers(group))} for group in groups}
-        if changes:
-            await self._remote.set(**changes)
-            self._mirrored = {*self.worker_spec}
+            if self.status == Status.running:
+                await self._role.step()
 
     # -- adaptive scaling and worker groups
 
     def stop_adapting(self, group: str) -> Any:
         """Keep a group's number of sessions. In a remote's event loop, return an awaitable."""
-        self._release_adaptive(group)
+        self.groups.adapt(group, None)
         if self.keeper is not None:
             self.keeper.ask(group, adapt=None)
             self._soon(self.keeper.publish)
@@ -658,16 +548,6 @@ class KeptCluster(SpecCluster):
         assert self.loop is not None
         self.loop.add_callback(function)
 
-    def _release_adaptive(self, group: str) -> None:
-        adaptive = self.groups.adaptives.pop(group, None)
-        if isinstance(adaptive, CMLAdaptive):
-            adaptive.release()
-
-    def _stop_adapting_here(self) -> None:
-        for group in [*self.groups.adaptives]:
-            self._release_adaptive(group)
-        self._adaptive = None
-
     async def _add_group(self, name: str, options: Options) -> None:
         self._check_running(f"worker group {name!r} not added")
         if name in self.groups:
@@ -678,11 +558,8 @@ class KeptCluster(SpecCluster):
 
     async def _take_changes(self) -> None:
         """Do what the board says after this process has written on it."""
-        if self.keeper is not None:
-            self._apply(self._remote.board)
-            await self._correct_state()
-        else:
-            await self._mirror(self._remote.board)
+        await self._role.take(self._remote.board)
+        await self._correct_state()
 
     async def _delete_group(self, name: str) -> None:
         self._check_running(f"worker group {name!r} not deleted")
@@ -693,10 +570,10 @@ class KeptCluster(SpecCluster):
         what = f"worker group {name!r} of cluster {self.options.name} deleted, but"
         while left := self.workers_of(name):
             self._check_running(f"{what} {', '.join(left)} not stopped")
-            if staying := [worker for worker in left if worker in self._staying]:
+            if staying := [worker for worker in left if worker in self._role.staying]:
                 words = "until other workers can take their data: cluster.scale(n) launches some"
                 raise CMLError(f"{what} {', '.join(staying)} stay {words}")
-            if self._api.problem and self.keeper is not None:
+            if self._api.problem:
                 raise CMLError(f"{what} {', '.join(left)} not stopped yet: {self._api.problem}")
             await self._correct_state()
             await asyncio.sleep(timing.collect)
@@ -705,18 +582,6 @@ class KeptCluster(SpecCluster):
         """Return the names of a group's sessions, wanted or not."""
         names = [session.name for session in self.sessions if session.role == "worker"]
         return [name for name in names if self.groups.group_of(name) == group]
-
-    @property
-    def gave_up(self) -> Mapping[str, str]:
-        """Why no more workers of some groups are launched, until a user scales them."""
-        return self.report.gave_up if self.keeper is None else self.keeper.gave_up
-
-    @property
-    def _staying(self) -> list[str]:
-        """The workers that cannot be stopped now, because no other worker can take their data."""
-        if self.keeper is None:
-            return [*self.report.staying]
-        return self.keeper.staying
 
     # -- what the cluster is
 
@@ -733,214 +598,53 @@ class KeptCluster(SpecCluster):
     @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        if self.keeper is None and self.status == Status.running:
-            return self.report.known_sessions()
-        processes = [] if self.keeper is None else self.keeper.sessions
-        if not processes and isinstance(self.scheduler, CMLScheduler):
-            processes = [self.scheduler]
-        return [session for process in processes if (session := process.session) is not None]
+        return self._role.sessions
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""
-        if self.keeper is not None:
-            return self.keeper.arrived(group)
-        connected, found = connected_names(self), set()
-        for name in self.groups.workers(group):
-            processes = self.groups.options(self.groups.group_of(name)).processes
-            if not connected.isdisjoint(dask_names(name, processes)):
-                found.add(name)
-        return found
+        return self._role.arrived(group)
 
     def waits(self, group: str | None = None) -> list[float]:
         """Return how long the queued worker sessions have waited for room, in seconds."""
-        if self.keeper is not None:
-            return self.keeper.waits(group)
-        arrived = self.arrived(group)
-        names = {*self.groups.workers(group)} - arrived
-        return [
-            session.waits_for
-            for session in self.sessions
-            if session.name in names and session.waits_for is not None
-        ]
+        return self._role.waits(group)
 
     def target(self, group: str = DEFAULT_GROUP) -> int:
         """Return how many worker sessions of a group are requested."""
-        if self.keeper is None and group in self._remote.board.groups and self.status == Status.running:
-            return self._remote.board.groups[group].target
-        return self.groups.target(group)
+        return self._role.target(group)
 
     def limits(self, group: str = DEFAULT_GROUP) -> Mapping[str, Any] | None:
         """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
-        if self.keeper is None:
-            about = self._remote.board.groups.get(group)
-            return None if about is None else about.adapt
-        adaptive = self.groups.adaptives.get(group)
-        return adaptive.limits if isinstance(adaptive, CMLAdaptive) else None
+        return self._role.limits(group)
+
+    @property
+    def gave_up(self) -> Mapping[str, str]:
+        """Why no more workers of some groups are launched, until a user scales them."""
+        return self._role.gave_up
 
     @property
     def problem(self) -> str | None:
         """The present problem, as a clause. None if there is none."""
         if self.status == Status.running and not self._remote.connected and self._why_not_connected:
             return self._why_not_connected
-        own = self.report.problem if self.keeper is None else self.keeper.problem
-        return self._end_words or own or self._remote.board.full
+        return self._end_words or self._role.problem or self._remote.board.full
 
-    # -- the scheduler is lost
+    # -- another scheduler
 
-    async def _check_scheduler(self) -> None:
-        """Find out whether a scheduler that does not answer has ended. Connect to another one then.
-
-        Raises
-        ------
-        SchedulerLost
-            If the cluster has no other scheduler, or this process leaves it alone.
-        """
-        why = await self._why_lost()
-        if why is not None and not self._remote.connected:
-            await self._connect_to_next(why)
-
-    async def _why_lost(self) -> str | None:
-        """Return why the scheduler has ended. Return None if it may answer again."""
-        record = await self._read_record()
-        if record is None:
-            raise SchedulerLost("another process shut it down", over=True)
-        last, scheduler = record.scheduler, self.scheduler
-        if last.closed is not None:
-            raise SchedulerLost(last.closed, over=True)
-        if last.number > self._place.number:
-            return "another process replaces it"
-        listing: Mapping[str, Any] = {}
-        with contextlib.suppress(CMLError):
-            listing = await self._api.sessions()
-        if isinstance(scheduler, CMLScheduler) and scheduler.update(listing):
-            return await self._why_it_ended(scheduler)
-        silent = time.monotonic() - self._remote.heard
-        if silent > timing.silence + timing.answer:
-            if not await asyncio.to_thread(liveness.spoke_lately, record):
-                return f"its scheduler has been silent for {timing.silence:g} s"
-            raise SchedulerLost(
-                f"the scheduler at {self._remote.address} has not answered for {silent:.0f} s, although it "
-                "runs; to check it, run `dask cml list`",
-                over=True,
-                ended=False,
-            )
-        return None
-
-    async def _why_it_ended(self, scheduler: CMLScheduler) -> str:
-        if scheduler.info.get("status") in ("succeeded", "stopped"):
-            for _ in range(10):  # another process that deletes the cluster removes its record next
-                record = await self._read_record()
-                if record is None:
-                    raise SchedulerLost("another process shut it down", over=True)
-                if record.scheduler.closed is not None:
-                    raise SchedulerLost(record.scheduler.closed, over=True)
-                await asyncio.sleep(timing.goodbye / 10)
-        return await scheduler.failure("ended")
-
-    async def _read_record(self) -> Record | None:
-        """Return the cluster's record. The file system may fail for a while."""
-        assert self._record is not None
-        deadline = time.monotonic() + _UNREADABLE_FOR
-        while True:
-            record = await asyncio.to_thread(store.find, self._record.name, id=self._record.id)
-            if record is not None:
-                return record
-            with contextlib.suppress(OSError):
-                exists = await asyncio.to_thread(self._place.folder.is_dir)
-                if not exists or time.monotonic() > deadline:
-                    return None
-            await asyncio.sleep(timing.retry)
-
-    async def _connect_to_next(self, why: str) -> None:
-        """Connect to the scheduler that replaces the lost one. The keeper launches it, with all workers.
-
-        Each scheduler of a cluster has a number, and the process that creates the file for a number launches
-        it. If the keeper has vanished, too, another process does so after some time.
-
-        Raises
-        ------
-        SchedulerLost
-            If there is none.
-        """
-        limit, number, refused = setting("scheduler-restarts"), -1, False
-        begun = since = time.monotonic()
-        patience = 0.0 if self.keeper is not None else timing.succession
-        while True:
-            record = await self._read_record()
-            if record is None:
-                raise SchedulerLost(why, over=True)
-            last = record.scheduler
-            if last.closed is not None:
-                raise SchedulerLost(last.closed, over=True)
-            if last.number != number:
-                number, since = last.number, time.monotonic()
-            if last.protocol not in (None, protocol.PROTOCOL) and number > self._place.number:
-                words = (
-                    f"its next scheduler speaks protocol {last.protocol} of dask-cml, not {protocol.PROTOCOL}"
-                )
-                raise SchedulerLost(words, over=True, ended=False)
-            try:
-                if number > self._place.number and await self._may_answer(record, since):
-                    if last.address is not None:
-                        await self._join_other(record)
-                        return
-                elif not self.takes_lease and self.keeper is None:
-                    if time.monotonic() - since > 2 * timing.succession:
-                        raise SchedulerLost(why, over=True, ended=False)
-                elif time.monotonic() - since < patience:
-                    pass  # the keeper does it
-                elif last.restarts >= limit and not refused:
-                    why += f"; it was the last of {limit} schedulers in a row" if limit else ""
-                    raise SchedulerLost(why, over=True)
-                else:
-                    pause = (
-                        setting("quota-retry") if refused else _PAUSES[min(last.restarts, len(_PAUSES) - 1)]
-                    )
-                    await asyncio.sleep(pause)
-                    # A refused scheduler was not lost.
-                    restarts = last.restarts if refused else last.restarts + 1
-                    if await self._launch_next(record, why, restarts, limit):
-                        return
-                    refused = False
-            except LaunchRefused as error:
-                why, refused = str(error), time.monotonic() - begun < self.options.pending_timeout
-            except CMLError as error:
-                why, refused = str(error), False
-                logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
-            except SchedulerLost:
-                raise
-            except Exception as error:  # the platform's library may raise anything
-                why, refused = repr(error), False
-                logger.info("Scheduler %d of cluster %s not launched: %s", number + 1, record.name, why)
-            await asyncio.sleep(timing.retry)
-
-    async def _may_answer(self, record: Record, since: float) -> bool:
-        """Return whether the scheduler that another process launches answers, or has time left to begin."""
-        last = record.scheduler
-        if last.address is not None:
-            return await liveness.is_alive(record)
-        patience = self.options.pending_timeout + self.options.scheduler_timeout
-        return time.monotonic() - since < patience and (last.maker is None or last.maker.lives() is not False)
-
-    async def _join_other(self, record: Record) -> None:
+    async def join_other(self, record: Record) -> None:
         """Follow the scheduler that another process has launched."""
         if self.keeper is not None:
-            await self._yield()
+            await self._yield(self.keeper)
         self._enter(record)
         self._log(f"Cluster {record.name} follows another scheduler, which another process has launched")
         await self._join_within(self.options.scheduler_timeout, str(record.scheduler.address))
 
-    async def _launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
+    async def launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
         """Launch the next scheduler and all workers. Return False if another process does."""
         begun, last = time.monotonic(), record.scheduler
-        keeper = self.keeper
-        # If the keeper has vanished, what the lost scheduler wrote last is wanted.
-        groups: Mapping[str, Mapping[str, Any]] = last.groups
-        if keeper is not None:
-            groups = self._groups_on_board(keeper.requests)
-        board = self._first_board(
-            record,
-            groups,
+        keeper = self.keeper or self._make_keeper(record)
+        board = keeper.first_board(
+            # If the keeper has vanished, what the lost scheduler wrote last is wanted.
+            last.groups if self.keeper is None else None,
             hours=last.hours,
             orphan_timeout=last.orphan_timeout,
             restarts=restarts,
@@ -950,7 +654,7 @@ class KeptCluster(SpecCluster):
         number = last.number + 1
         if not await asyncio.to_thread(store.claim_scheduler, record, number, board):
             return False
-        if isinstance(lost := self.scheduler, CMLScheduler) and last.number == self._place.number:
+        if isinstance(lost := self.scheduler, CMLScheduler) and last.number == self.place.number:
             log = await lost.last_lines()
             loss = find_cause(None, log, connected=True, noticed=False, closed=False, said=lost.reported)
             await lost.note_loss(loss)
@@ -963,30 +667,18 @@ class KeptCluster(SpecCluster):
         self._remote.close()
         self._forget_workers()
         async with self._lock:
-            if keeper is None:
-                keeper = self._make_keeper(record)
-                self._want(keeper, groups)
+            if self.keeper is None:
+                keeper.want(last.groups)
             await keeper.stop_all(record)
-            self._set_place(replace(self._place, number=number))
-            keeper.renew(self._place)
-            self.keeper = keeper
+            self._set_place(replace(self.place, number=number))
+            keeper.renew(self.place)
+            self._role = keeper
             await keeper.launch(self._join, strict=False)
-        self._begin_keeping()
+        self._begin_keeping(keeper)
         self._log(
             f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begun:.0f} s"
         )
         return True
-
-    def _want(self, keeper: Keeper, groups: Mapping[str, Mapping[str, Any]]) -> None:
-        """Want what the last scheduler has written of the groups."""
-        self.worker_spec.clear()
-        for name, group in groups.items():
-            if name not in self.groups:
-                self.groups.add(name, self.options.of_group(group["options"]))
-            if group.get("adapt"):
-                self.groups.adaptives[name] = CMLAdaptive.of(self, name, group["adapt"])
-            keeper.requests[name] = int(group.get("request", 0))
-            self.groups.resize(name, int(group.get("target", 0)), ())
 
     # -- end
 
@@ -1027,7 +719,7 @@ class KeptCluster(SpecCluster):
         if before is not None and not before.done():  # this object leaves the cluster, which is to end
             await asyncio.wait([before])
         self.status = Status.closing
-        self._stop_adapting_here()
+        self.groups.stop_adapting()
         try:
             await cancel(self._starting, self._following, self._keeping, self._correct_state_waiting)
             await (self._say_goodbye() if shutdown else self._hand_over())
@@ -1064,7 +756,7 @@ class KeptCluster(SpecCluster):
             return
         await keeper.publish()
         await keeper.close()
-        left = [str(process.session_id) for process in keeper.sessions]
+        left = [str(process.session_id) for process in keeper.processes]
         if not keeper.gone:
             self._api.forget(*left)
         with contextlib.suppress(CMLError):
@@ -1072,7 +764,7 @@ class KeptCluster(SpecCluster):
 
     async def _stop_sessions(self) -> None:
         """Stop all sessions of the cluster, from all processes, and then remove the record."""
-        record = self._record
+        record = self.record
         if record is not None:
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
                 last = await asyncio.to_thread(store.read, record.name, id=record.id)
@@ -1081,10 +773,10 @@ class KeptCluster(SpecCluster):
 
     def _stop_sessions_now(self) -> None:
         """Do the same as :meth:`_stop_sessions` by blocking calls."""
-        if self._record is None:
+        if self.record is None:
             self._api.end()
         else:
-            stop_and_remove(replace(self._record, launches={}), self._api, self.end_reason)
+            stop_and_remove(replace(self.record, launches={}), self._api, self.end_reason)
 
     async def _close_dask(self) -> None:
         """Close what Dask's classes have opened, by their own code."""
@@ -1093,10 +785,11 @@ class KeptCluster(SpecCluster):
             self.scheduler.status = Status.closed
         for worker in [*self.workers.values()]:
             worker.status = Status.closed
-        self.keeper = None
         self.workers.clear()
         self.worker_spec.clear()
         self._forget_workers()
+        self._remote.board = BoardState()
+        self._role = Follower(self, self.groups, self._remote)
         # With this status, SpecCluster._close (spec.py:438) does only its last steps.
         self.status = Status.closing_gracefully
         with contextlib.suppress(asyncio.TimeoutError):

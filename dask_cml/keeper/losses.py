@@ -23,26 +23,6 @@ from dask_cml.sessions.process import CMLWorker
 logger = Logger(__name__)
 
 
-class SchedulerLost(Exception):
-    """The scheduler does not answer any more. The message says why, as a clause.
-
-    Parameters
-    ----------
-    why : str
-        The reason.
-    over : bool
-        Whether the cluster was ended on purpose, or cannot be kept from here. Otherwise, another scheduler
-        may replace the lost one.
-    ended : bool
-        Whether its session has ended. Otherwise, nothing says whether it still runs.
-    """
-
-    def __init__(self, why: str, *, over: bool = False, ended: bool = True) -> None:
-        super().__init__(why)
-        self.over = over
-        self.ended = ended
-
-
 def noticed(workers: Collection[CMLWorker], leaving: Collection[str]) -> dict[str, Loss]:
     """Return the workers whose session the platform is about to stop, by its notice."""
     return {

@@ -91,7 +91,6 @@ class Place:
     number: int = 0
     record: str | None = None
     security: Security | None = None
-    preload: str = PRELOAD
 
 
 def plan_scheduler(
@@ -125,7 +124,7 @@ def plan_scheduler(
     if place.record is None:
         arguments += ["--scheduler-file", str(place.folder / scheduler_file(place.number))]
     else:
-        arguments += _preloads("scheduler", "--preload", place.preload)
+        arguments += _preloads("scheduler", "--preload", PRELOAD)
         env |= {FOLDER: str(place.folder), NUMBER: str(place.number)}
     arguments += options.scheduler_args
     return _plan(options, place, SCHEDULER, ("dask", "scheduler"), arguments, env, session)

@@ -10,7 +10,7 @@ from typing import Any
 from simulated.faults import CALM, FATES, OUTAGE, ROUGH, STORM, Weather
 
 NAME = "mine"
-#: How an episode ends: the last request comes true; all processes die; somebody closes or deletes the cluster.
+#: How an episode ends: the last request is carried out; all processes die; somebody closes or deletes it.
 ENDINGS = {"settle": 6, "abandon": 3, "close": 2, "delete": 2}
 WEATHERS = {"calm": CALM, "rough": ROUGH, "storm": STORM, "outage": OUTAGE, "fates": Weather(fates=FATES)}
 

@@ -1,0 +1,148 @@
+"""Shows a cluster that another process keeps, as its board describes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distributed.objects import SchedulerInfo
+
+from dask_cml.keeper.groups import Groups
+from dask_cml.keeper.report import Report
+from dask_cml.keeper.retirement import connected_names
+from dask_cml.naming import DEFAULT_GROUP, dask_names
+from dask_cml.remote import BoardState, Remote
+from dask_cml.sessions.session import Session
+
+if TYPE_CHECKING:
+    from distributed.deploy.spec import SpecCluster
+
+#: Dask workers whose description a process reads in a second, at most.
+_DESCRIPTIONS = 500
+
+
+class Follower:
+    """Follows the board of a cluster that another process keeps, and writes on it what is changed here.
+
+    It has what :class:`~dask_cml.keeper.keeper.Keeper` has for users to look at.
+
+    Parameters
+    ----------
+    cluster : SpecCluster
+        The cluster, whose ``worker_spec`` shows what the keeper wants.
+    groups : Groups
+        The worker groups in that spec.
+    remote : Remote
+        Talks to the scheduler.
+    known : iterable of str
+        The names in the spec, as the board has them.
+    """
+
+    def __init__(
+        self, cluster: SpecCluster, groups: Groups, remote: Remote, known: Iterable[str] = ()
+    ) -> None:
+        self._cluster, self._groups, self._remote = cluster, groups, remote
+        self._report = Report()
+        self._known = {*known}
+        #: How many moves of Dask workers are known, and when they were read.
+        self._moves = -1
+        self._looked_at_workers = 0.0
+
+    # -- what is
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The cluster's sessions by their last known state, the scheduler's first."""
+        return self._report.known_sessions()
+
+    def arrived(self, group: str | None = None) -> set[str]:
+        """Return the names of the wanted workers of which a Dask worker is connected."""
+        connected, found = connected_names(self._cluster), set()
+        for name in self._groups.workers(group):
+            processes = self._groups.options(self._groups.group_of(name)).processes
+            if not connected.isdisjoint(dask_names(name, processes)):
+                found.add(name)
+        return found
+
+    def waits(self, group: str | None = None) -> list[float]:
+        """Return how long the queued worker sessions have waited for room, in seconds."""
+        names = {*self._groups.workers(group)} - self.arrived(group)
+        waits = [session.waits_for for session in self.sessions if session.name in names]
+        return [seconds for seconds in waits if seconds is not None]
+
+    def target(self, group: str) -> int:
+        """Return how many worker sessions of a group are requested."""
+        about = self._remote.board.groups.get(group)
+        return self._groups.target(group) if about is None else about.target
+
+    def limits(self, group: str) -> Mapping[str, Any] | None:
+        """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
+        about = self._remote.board.groups.get(group)
+        return self._groups.limits(group) if about is None else about.adapt
+
+    @property
+    def staying(self) -> Sequence[str]:
+        """The workers that cannot be stopped now, because no other worker can take their data."""
+        return self._report.staying
+
+    @property
+    def gave_up(self) -> Mapping[str, str]:
+        """Why no more workers of some groups are launched, until a user scales them."""
+        return self._report.gave_up
+
+    @property
+    def problem(self) -> str | None:
+        """The present problem, as a clause. None if there is none."""
+        return self._report.problem
+
+    # -- the board
+
+    async def take(self, board: BoardState) -> None:
+        """Show what the board says.
+
+        Raises
+        ------
+        OSError, asyncio.TimeoutError, CMLError
+            If the scheduler does not answer.
+        ValueError
+            If the keeper's report is invalid.
+        """
+        self._groups.take(board.groups)
+        self._report = Report.read(board.report) if board.report else Report()
+        if {*self._cluster.worker_spec} == self._known:  # a user has changed nothing that is not written yet
+            self._cluster.worker_spec.clear()
+            for name in self._report.wanted:
+                group = self._groups.group_of(name)
+                spec = self._groups.spec(group if group in self._groups else DEFAULT_GROUP)
+                self._cluster.worker_spec[name] = spec
+            self._known = {*self._cluster.worker_spec}
+        n = len(self._cluster.scheduler_info["workers"])
+        if board.moves != self._moves and time.monotonic() - self._looked_at_workers > n / _DESCRIPTIONS:
+            self._looked_at_workers = time.monotonic()
+            self._cluster.scheduler_info = SchedulerInfo(await self._remote.ask("identity"))
+            self._moves = board.moves
+
+    def forget_workers(self) -> None:
+        """Know of no Dask worker, because another scheduler begins, which counts anew."""
+        self._moves = -1
+
+    async def step(self) -> None:
+        """Write on the board how the spec was changed here.
+
+        Raises
+        ------
+        CMLError
+            If the scheduler does not answer.
+        """
+        closed = self._known - self._cluster.worker_spec.keys()
+        new = self._cluster.worker_spec.keys() - self._known
+        changed = {self._groups.group_of(name) for name in new}
+        changes: dict[str, Any] = {}
+        if closed:
+            changes["close"] = sorted(closed)
+        if changed:
+            changes["groups"] = {group: {"target": len(self._groups.workers(group))} for group in changed}
+        if changes:
+            await self._remote.set(**changes)
+            self._known = {*self._cluster.worker_spec}
