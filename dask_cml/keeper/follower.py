@@ -133,10 +133,10 @@ class Follower:
         Raises
         ------
         CMLError
-            If the scheduler does not answer.
+            If the scheduler does not answer. Then the change is lost.
         """
-        closed = self._known - self._cluster.worker_spec.keys()
-        new = self._cluster.worker_spec.keys() - self._known
+        before, self._known = self._known, {*self._cluster.worker_spec}
+        closed, new = before - self._known, self._known - before
         changed = {self._groups.group_of(name) for name in new}
         changes: dict[str, Any] = {}
         if closed:
@@ -145,4 +145,3 @@ class Follower:
             changes["groups"] = {group: {"target": len(self._groups.workers(group))} for group in changed}
         if changes:
             await self._remote.set(**changes)
-            self._known = {*self._cluster.worker_spec}

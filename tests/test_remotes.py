@@ -1,0 +1,62 @@
+"""Clusters that another process keeps: what a remote shows, and what it does if nobody answers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+from clusters import arrived, rebuild, simulate, target
+from simulated.testing import eventually, simulated
+
+from dask_cml import CMLError
+
+
+@simulated
+async def test_a_remote_sees_the_workers_of_another_scheduler(it):
+    """It counts moves of workers anew: as many as it knows from the lost one say nothing."""
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(simulate(name="mine", n_workers=1))
+        remote = await stack.enter_async_context(rebuild(cluster.options.name))
+        await eventually(lambda: arrived(remote) == 1)
+        [scheduler] = [session for session in it.platform.live_sessions if session.key == "scheduler"]
+        it.platform.evict(scheduler.id)
+        await eventually(lambda: cluster.place.number == remote.place.number == 1)
+        await eventually(lambda: arrived(cluster) == 1)
+        await eventually(lambda: arrived(remote) == 1, seconds=30)
+        assert {*remote.worker_spec} == {*cluster.worker_spec}
+
+
+@simulated
+async def test_a_change_that_a_remote_cannot_write_is_not_remembered(it):
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(simulate(name="mine", n_workers=2))
+        remote = await stack.enter_async_context(rebuild(cluster.options.name))
+        await eventually(lambda: arrived(remote) == 2)
+        [scheduler] = [session for session in it.platform.live_sessions if session.key == "scheduler"]
+        it.sessions.freeze(scheduler.id)
+        with pytest.raises(CMLError, match="does not answer"):
+            await remote.scale_down(["mine-0"])
+        await eventually(lambda: cluster.place.number == remote.place.number == 1)
+        await eventually(lambda: arrived(remote) == 2)
+        assert target(remote) == 2
+        assert {*remote.worker_spec} == {*cluster.worker_spec}
+
+
+@simulated
+async def test_a_cluster_that_is_shut_down_while_it_is_entered_says_so(it):
+    async with simulate(name="mine", n_workers=1) as cluster:
+        remote = rebuild(cluster.options.name)
+        correct = remote._correct_state
+
+        def close_meanwhile():
+            return asyncio.ensure_future(close_and_correct())
+
+        async def close_and_correct():
+            await remote.close()
+            await correct()
+
+        remote._correct_state = close_meanwhile
+        with pytest.raises(CMLError, match="not connected: cluster mine is closed"):
+            async with remote:
+                pytest.fail("it was entered")
