@@ -19,11 +19,18 @@ async def test_a_remote_sees_the_workers_of_another_scheduler(it):
         cluster = await stack.enter_async_context(simulate(name="mine", n_workers=1))
         remote = await stack.enter_async_context(rebuild(cluster.options.name))
         await eventually(lambda: arrived(remote) == 1)
+        may_follow, check = asyncio.Event(), remote._failover.check
+
+        async def check_later(record):
+            await may_follow.wait()
+            await check(record)
+
+        remote._failover.check = check_later
         [scheduler] = [session for session in it.platform.live_sessions if session.key == "scheduler"]
         it.platform.evict(scheduler.id)
-        await eventually(lambda: cluster.place.number == remote.place.number == 1)
-        await eventually(lambda: arrived(cluster) == 1)
-        await eventually(lambda: arrived(remote) == 1, seconds=30)
+        await eventually(lambda: cluster.place.number == 1 and arrived(cluster) == 1)
+        may_follow.set()
+        await eventually(lambda: arrived(remote) == 1)
         assert {*remote.worker_spec} == {*cluster.worker_spec}
 
 
