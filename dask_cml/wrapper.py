@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -23,8 +24,8 @@ _LOOK_INTERVAL = 0.2
 #: The shares of the session's memory and scratch space above which the log says so, and seconds between two
 #: looks at the memory. Another share by which the memory grows until the log says so again.
 _FULL, _SCRATCH_FULL, _MEMORY_INTERVAL, _STEP = 0.85, 0.9, 0.02, 0.05
-#: Seconds from the notice for the program to move its data. The platform waits for 30.
-_GRACE = 20.0
+#: Seconds from the notice for the program to move its data, and then to end. The platform waits for 30.
+_GRACE, _END = 20.0, 5.0
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -103,8 +104,8 @@ def run(
     memory : int
         The session's memory in bytes. If it is nearly full, the log says so. 0: do not look.
     scratch : int
-        The session's scratch space in bytes. If the session must stop because it is full, the log says so,
-        and no data is moved. 0: do not look.
+        The session's scratch space in bytes. If the session must stop because the program's temporary files
+        fill it, the log says so, and no data is moved. 0: do not look.
 
     Raises
     ------
@@ -121,15 +122,19 @@ def run(
         port = os.environ.get("CDSW_APP_PORT") or os.environ.get("CDSW_READONLY_PORT") or "8787"
         command += ["--dashboard-address", f"127.0.0.1:{port}"]
     output = Log(log)
+    temporary = tempfile.mkdtemp(
+        prefix="dask-cml-"
+    )  # where Dask workers spill, unless they are told otherwise
+    env = {**os.environ, "TMPDIR": temporary}
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
     except OSError as error:
         output.write(f"{error!r}\n".encode())
         raise
     if scheduler_file is not None:
         meeting = (process, folder, scheduler_file, time.monotonic() + timeout)
         threading.Thread(target=_meet, args=meeting, daemon=True).start()
-    _handle_sigterm(process, output, passes_notice, scratch)
+    _handle_sigterm(process, output, passes_notice, temporary, scratch)
     if memory and (files := _memory_files(memory)):
         threading.Thread(target=_watch_memory, args=(output, memory, *files), daemon=True).start()
     # CML shows a session's output in the console of the session that launched it, so it goes to a log.
@@ -137,6 +142,7 @@ def run(
         assert process.stdout is not None
         while part := process.stdout.read1(65536):  # type: ignore[attr-defined]
             output.write(part)
+    shutil.rmtree(temporary, ignore_errors=True)
     output.write(f"[{program} exited with status {process.returncode}]\n".encode())
     if process.returncode:
         print(*output.end.decode(errors="replace").splitlines()[-_LINES:], sep="\n", flush=True)
@@ -171,25 +177,35 @@ def _create(path: str, content: str = "") -> None:
         file.write(content)
 
 
-def _handle_sigterm(process: subprocess.Popen[bytes], log: Log, passes_notice: bool, scratch: int) -> None:
+def _handle_sigterm(
+    process: subprocess.Popen[bytes], log: Log, passes_notice: bool, temporary: str, scratch: int
+) -> None:
     """Pass on the notice of the session's end, which the platform sends to the main process."""
 
-    def terminate(*_: object) -> None:
-        if scratch and (used := _size(tempfile.gettempdir())) > _SCRATCH_FULL * scratch:
+    def end() -> None:
+        if scratch and (used := _size(temporary)) > _SCRATCH_FULL * scratch:
             # To the scheduler, a task that fills the disk must look like one that fills the memory.
             log.write(b"[scratch: %d of %d bytes]\n" % (used, scratch))
             process.kill()
             return
-        if not passes_notice or process.poll() is not None:
-            process.terminate()
-            return
-        process.send_signal(signal.SIGUSR1)
-        timer = threading.Timer(_GRACE, process.terminate)
-        timer.daemon = True
-        timer.start()
+        if passes_notice:
+            process.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+        _end(process)
 
     with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, terminate)
+        # In a thread, because the sum of many files takes seconds.
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=end, daemon=True).start())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the program, if it runs. Dask workers ignore SIGTERM, see :mod:`dask_cml.worker.process`."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _size(folder: str) -> int:
@@ -273,7 +289,7 @@ def _meet(process: subprocess.Popen[bytes], folder: str, file: str, deadline: fl
         except OSError:
             pass
         time.sleep(_LOOK_INTERVAL)
-    process.terminate()
+    _end(process)
 
 
 def code(title: str, arguments: Mapping[str, Any]) -> str:

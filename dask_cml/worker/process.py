@@ -4,8 +4,8 @@
 parent process of workers.
 
 A session's size is a hard limit on all of its processes. Over it, the kernel kills one or all of them. Before
-the platform stops a session, it sends SIGTERM to the session's main process. That passes it on as SIGUSR1 to
-the process of ``dask worker``.
+the platform stops a session, it sends SIGTERM to the session's main process, or to all of its processes. The
+main process passes it on as SIGUSR1 to the process of ``dask worker``, and the others ignore it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import logging
 import os
 import resource
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import dask.config
 import psutil
 from dask.utils import parse_bytes
+from distributed.process import AsyncProcess
 from distributed.worker import Worker
 
 from dask_cml.layout import ALLOCATION_LIMIT
@@ -32,12 +34,14 @@ logger = logging.getLogger("distributed.worker.dask_cml")
 #: The highest value: the kernel kills this process first. Any process may raise its own.
 _FIRST_CHOICE = "1000"
 _NOTICE_TIMEOUT = 20.0
+_fork = threading.local()
 #: The nannies, or the worker without one, of this process, with a connection to the scheduler.
 _servers: list[Any] = []
 
 
 async def dask_setup(server: Any) -> None:
     """Prepare the process of a worker, or of nannies."""
+    _ignore_sigterm()
     if isinstance(server, Worker):
         _come_first(has_nanny=server.nanny is not None)
         _limit_allocations(int(os.environ.get(ALLOCATION_LIMIT) or 0))
@@ -45,6 +49,34 @@ async def dask_setup(server: Any) -> None:
     if not isinstance(server, Worker) or server.nanny is None:
         _servers.append(server)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, server.loop.add_callback, _tell)
+
+
+def _ignore_sigterm() -> None:
+    """Let nothing end this process but SIGINT and SIGKILL.
+
+    What tasks start does not ignore the signal: a new program gets the default, and a fork gets it back.
+    """
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        os.register_at_fork(
+            before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_heed_sigterm
+        )
+    # By terminate(), a nanny ends a worker that uses too much memory (worker_memory.py:423).
+    AsyncProcess.terminate = AsyncProcess.kill  # type: ignore[method-assign]
+
+
+def _hold_sigterm() -> None:
+    # A child that ignores the signal until it heeds it would lose one that comes at once.
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _release_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+
+
+def _heed_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _release_sigterm()
 
 
 async def _tell() -> None:
