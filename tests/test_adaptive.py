@@ -246,6 +246,28 @@ async def test_adapting_again_replaces_what_another_process_has_asked_for(it):
         assert limits(cluster) == limits(remote) == (0, 4)
 
 
+@simulated
+async def test_whoever_keeps_the_cluster_next_goes_on_adapting(it):
+    async def create():
+        async with simulate(name="mine") as cluster:
+            cluster.adapt(1, 5, **FAST)
+            created.set()
+            await asyncio.Event().wait()
+
+    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
+    creator.start(create())
+    await created.wait()
+    async with rebuild("mine", shutdown_on_close=True) as cluster:
+        await eventually(lambda: limits(cluster) == (1, 5) and arrived(cluster) == 1)
+        assert cluster.keeper is None
+        creator.kill()
+        await eventually(lambda: cluster.keeps)
+        Work(it, cluster, tasks=3)
+        await eventually(lambda: arrived(cluster) == 3)
+        assert limits(cluster) == (1, 5)
+        assert len(it.platform.all) == 4
+
+
 @pytest.mark.xfail(
     reason="Keeper.apply takes a group's change for that of another process while it is being published",
     strict=True,

@@ -9,11 +9,11 @@ import clusters
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import log_of, name_of, rebuild
+from clusters import log_of, name_of, rebuild, scheduler_of
 from distributed import Client, get_worker
 from simulated.testing import eventually, simulated
 
-from dask_cml import CMLCluster, CMLError, cli
+from dask_cml import CMLAdaptive, CMLCluster, CMLError, cli
 from dask_cml.options import Options
 from dask_cml.records import store
 
@@ -230,6 +230,59 @@ async def test_of_two_who_add_one_name_at_once_one_is_refused(it):
         for user in cluster, remote:
             await eventually(lambda user=user: "big" in user.worker_groups)
             assert user.worker_groups["big"].size.memory == memory
+
+
+@simulated
+async def test_a_worker_that_is_lost_while_the_scheduler_chooses_is_one_of_those_that_go(it):
+    async with mine(n_workers=3) as cluster:
+        await eventually(lambda: cluster.worker_groups["default"].n_arrived == 3)
+        handlers = scheduler_of(it, cluster).handlers
+        choose = handlers["workers_to_close"]
+
+        async def choose_late(**arguments):
+            await asyncio.sleep(5)
+            return choose(**arguments)
+
+        handlers["workers_to_close"] = choose_late
+        cluster.scale(2)
+        assert cluster.worker_groups["default"].n_workers == 2
+        it.platform.evict(cluster.workers["mine-0"].session_id)
+        await eventually(lambda: {*cluster.workers} == {"mine-1", "mine-2"})
+        await asyncio.sleep(10)
+        assert names(cluster) == {"mine-1", "mine-2"}
+        assert it.platform.count("launch_workers") == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cluster: cluster.scale(1, worker_group="big"),
+        lambda cluster: cluster.adapt(1, 1, worker_group="big"),
+        lambda cluster: cluster.add_worker_group("new", n_workers=1),
+        lambda cluster: cluster.delete_worker_group("big"),
+    ],
+    ids=["scale", "adapt", "add", "delete"],
+)
+@simulated
+async def test_a_remote_that_gets_no_answer_says_so_and_nothing_is_remembered(it, change):
+    async with mine(worker_groups={"big": {}}) as cluster, rebuild("mine") as remote:
+        handlers = scheduler_of(it, cluster).handlers
+
+        async def hang(**arguments):
+            await asyncio.sleep(3600)
+
+        answer, handlers["cml_set"] = handlers["cml_set"], hang
+        asked = change(remote)
+        if isinstance(asked, CMLAdaptive):
+            asked = remote.written()
+        with pytest.raises(CMLError, match=r"the scheduler of cluster 'mine' at tcp://.* does not answer"):
+            await asked
+        handlers["cml_set"] = answer
+        await asyncio.sleep(10)
+        for user in cluster, remote:
+            assert user.worker_groups.keys() == {"default", "big"}
+            assert user.worker_groups["big"].n_workers == 0
+            assert user.limits("big") is None
 
 
 @pytest.mark.parametrize("who", ["keeper", "remote"])
