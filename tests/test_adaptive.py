@@ -10,7 +10,7 @@ from clusters import arrived, limits, log_of, rebuild, scheduler_of, simulate, t
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
-from dask_cml import CMLAdaptive, CMLError
+from dask_cml import CMLAdaptive
 from dask_cml.timing import timing
 
 FAST = {"interval": "1 s", "wait_count": 2}
@@ -295,27 +295,20 @@ async def test_the_keepers_own_change_is_not_taken_for_that_of_another_if_the_an
 
 
 @pytest.mark.xfail(
-    reason="limits that the board refuses are kept, and no report reaches the board any more", strict=True
+    reason="the keeper keeps limits that the board refuses, and no report reaches the board any more",
+    strict=True,
 )
 @pytest.mark.parametrize(
     "options", [{"interval": 0}, {"target_duration": 0}, {"wait_count": -1}, {"wait_count": 1.5}]
 )
 @simulated
 async def test_invalid_arguments_of_adapting_are_refused_and_change_nothing(it, options):
-    async with simulate() as cluster:
-        with pytest.raises(ValueError, match=next(iter(options))):
-            cluster.adapt(1, 3, **options)
-        assert limits(cluster) is None
-        await cluster.written()
-
-
-@simulated
-async def test_a_remote_says_that_the_scheduler_refuses_invalid_arguments(it):
-    async with simulate(name="mine"), rebuild("mine") as remote:
-        remote.adapt(1, 3, wait_count=-1)
-        with pytest.raises(CMLError, match="wait_count"):
-            await remote.written()
-        assert limits(remote) is None
+    async with simulate(name="mine") as cluster, rebuild("mine") as remote:
+        for user in remote, cluster:
+            with pytest.raises(ValueError, match=next(iter(options))):
+                user.adapt(1, 3, **options)
+            await user.written()
+            assert limits(cluster) is limits(remote) is None
 
 
 @pytest.mark.xfail(reason="only CMLAdaptive is stopped by adapt() and close()", strict=True)
