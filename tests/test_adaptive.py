@@ -10,7 +10,6 @@ from clusters import arrived, limits, log_of, rebuild, scheduler_of, simulate, t
 from distributed.deploy.adaptive import Adaptive
 from simulated.testing import eventually, simulated
 
-from dask_cml import CMLAdaptive
 from dask_cml.timing import timing
 
 FAST = {"interval": "1 s", "wait_count": 2}
@@ -345,15 +344,3 @@ async def test_only_the_default_group_can_have_another_class(it):
         with pytest.raises(ValueError, match=r"invalid Adaptive=.*: expected a CMLAdaptive for the group"):
             cluster.adapt(Adaptive=Adaptive, worker_group="gpu")
         assert not cluster.groups.adaptives
-
-
-@simulated
-async def test_one_that_is_dropped_logs_nothing(it, caplog):
-    async with simulate() as cluster:
-        adaptive = CMLAdaptive(cluster, interval="1 s")
-        gc.collect()  # those of other tests
-        caplog.clear()
-        with caplog.at_level("INFO", logger="distributed.deploy.adaptive"):
-            del adaptive
-            gc.collect()
-        assert not [each for each in caplog.records if "adaptive" in each.name]

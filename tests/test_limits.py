@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import getpass
-import json
 import time
-from datetime import datetime, timedelta, timezone
 
 import dask
 import pytest
-from clusters import arrived, log_of, make, simulate, target, write_record
+from clusters import arrived, create_and_kill, log_of, make, simulate, target, write_record
 from clusters import sessions as recorded
 from distributed import Client
-from distributed.core import Status, rpc
-from schedulers import prepare, scheduler_in
+from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import LaunchRefused
-from dask_cml.layout import scheduler_file
 from dask_cml.options import SessionSize
 from dask_cml.options.limits import check_room, limits, room
 from dask_cml.records import store
@@ -131,7 +127,7 @@ async def test_a_cluster_that_runs_is_connected_to_whatever_the_limits_are(it):
 
 
 @simulated
-async def test_from_name_refuses_a_cluster_that_does_not_run(it):
+async def test_the_limits_count_if_there_is_no_cluster_to_connect_to(it):
     with limited(sessions=2), pytest.raises(ValueError, match="invalid n_workers=3: expected at most 1"):
         await simulate(name="lab", n_workers=3, create_mode="create-or-connect")
     assert it.platform.live == []
@@ -270,29 +266,10 @@ async def test_a_cluster_announces_its_limit_of_hours_and_shuts_down(it):
     assert it.platform.live == []
 
 
-def aged(folder, hours, age, number=0):
-    """Prepare a cluster that was created so many hours ago."""
-    prepare(folder, number=number)
-    file = folder / f"wanted-{number}.json"
-    created = datetime.now(timezone.utc) - timedelta(hours=age)
-    content = json.loads(file.read_text()) | {
-        "created": created.isoformat(timespec="seconds"),
-        "hours": hours,
-    }
-    file.write_text(json.dumps(content))
-
-
-async def test_a_scheduler_says_its_age_and_the_limit(tmp_path):
-    aged(tmp_path / "mine", hours=48, age=12.3)
-    async with scheduler_in(tmp_path / "mine") as scheduler, rpc(scheduler.address) as comm:
-        answer = await comm.cml_watch(watcher="w1", counts=True, since=0, wait=0.1)
-    assert answer["most_age"] == 48 * 3600
-    assert round(answer["age"] / 3600, 1) == 12.3
-
-
-async def test_without_a_keeper_too_a_scheduler_closes_at_its_limit(tmp_path):
-    aged(tmp_path / "mine", hours=48, age=48)
-    async with scheduler_in(tmp_path / "mine") as scheduler:
-        await asyncio.wait_for(scheduler.finished(), 120)
-    content = json.loads((tmp_path / "mine" / scheduler_file(0)).read_text())
-    assert (content["closed"], content["hours"]) == ("reached its limit of 48 h", 48)
+@simulated
+async def test_without_a_keeper_too_a_cluster_ends_at_its_limit(it):
+    with limited(hours=0.2):
+        await create_and_kill(it, name="lab", orphan_timeout="1 hour")
+    await eventually(lambda: store.read("lab").scheduler.closed == "reached its limit of 0.2 h", 1800)
+    assert store.read("lab").scheduler.hours == 0.2
+    await eventually(lambda: not it.platform.running)
