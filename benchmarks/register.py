@@ -1,7 +1,7 @@
-"""What a manager costs while its workers register, and how that grows with the cluster.
+"""What a keeper costs while its workers register, and how that grows with the cluster.
 
 Sessions are names. The Dask workers are connections of another process, which register and do nothing more.
-So the CPU time of this process is that of the manager.
+So the CPU time of this process is that of the keeper.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def register(address: str, keys: list[str], n: int) -> None:
 
 
 def one_run(n: int) -> dict[str, Any]:
-    """Create a cluster, register its workers, and measure the manager meanwhile."""
+    """Create a cluster, register its workers, and measure the keeper meanwhile."""
     from dask_cml import CMLCluster
 
     logging.disable(logging.ERROR)
@@ -57,8 +57,7 @@ def one_run(n: int) -> dict[str, Any]:
         platform.installed(),
         CMLCluster(n, name="bench", quiet=True, scheduler_args=["--no-dashboard"]) as cluster,
     ):
-        manager = cluster.manager
-        while len(manager.fleet.workers) < n:
+        while len(cluster.workers) < n:
             time.sleep(0.1)
         keys = [str(getattr(cluster.security, key)) for key in _KEYS]
         address = cluster.scheduler.address
@@ -69,7 +68,7 @@ def one_run(n: int) -> dict[str, Any]:
             [sys.executable, "-m", __spec__.name, "workers", address, *keys, str(n)], stdout=subprocess.PIPE
         ) as workers:
             workers.stdout.readline()
-            while len(manager.fleet.arrived()) < n:
+            while len(cluster.arrived()) < n:
                 time.sleep(0.1)
             figures = {
                 "n": n,
@@ -85,10 +84,10 @@ def run(repeats: int = 1) -> Report:
     """Measure and report."""
     report = Report(
         "register",
-        "The manager while its workers register",
+        "The keeper while its workers register",
         ["workers", "CPU a worker", "times that of the smallest", "longest hold of the event loop"],
     )
-    runs = [measure("benchmarks.register", "manager", n) for n in COUNTS for _ in range(repeats)]
+    runs = [measure("benchmarks.register", "keeper", n) for n in COUNTS for _ in range(repeats)]
     least = min(each["ms of CPU a worker"] for each in runs if each["n"] == COUNTS[0])
     for n in COUNTS:
         best = min((each for each in runs if each["n"] == n), key=lambda each: each["ms of CPU a worker"])

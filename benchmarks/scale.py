@@ -102,7 +102,6 @@ def clustered(n: int, platform: Platform) -> dict[str, Any]:
         stalls = Stalls(loop)
 
         def wait_for(there: int) -> None:
-            cluster.sync(cluster.manager.wishes.settle)
             while len(cluster.workers) != there:
                 time.sleep(0.01)
 

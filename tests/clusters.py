@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from distributed import Scheduler
 from simulated.world import World
 
 from dask_cml import CMLCluster
@@ -49,6 +50,12 @@ async def create_and_kill(it: World, **options: Any) -> None:
     creator.start(create())
     await created.wait()
     creator.kill()
+
+
+def scheduler_of(it: World, cluster: CMLCluster) -> Scheduler:
+    """Return the scheduler that runs in the simulated world."""
+    [scheduler] = it.sessions.program(cluster.sessions[0].id)
+    return scheduler
 
 
 def rebuild(name: str, **options: Any) -> CMLCluster:

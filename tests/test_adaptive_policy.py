@@ -5,23 +5,44 @@ The clock, the sessions and the scheduler are simulated: nothing here waits, and
 
 from __future__ import annotations
 
+import asyncio
 import heapq
-import math
 from types import SimpleNamespace
 
 import pytest
-from distributed.deploy.adaptive import Adaptive
 
 from dask_cml import CMLAdaptive
-from dask_cml.manager import adaptive
-from dask_cml.scheduler.wanted_group import WantedGroup
+from dask_cml.keeper import adaptive
+from dask_cml.keeper.policy import Snapshot, Supply, Work
 
 TICK = 0.05
 MAXIMUM = 20
 
 
+class Groups:
+    """The default group of a simulation."""
+
+    def __init__(self, run):
+        self._run = run
+
+    def __contains__(self, group):
+        return group == "default"
+
+    def workers(self, group):
+        return [*self._run.workers]
+
+    def target(self, group):
+        return len(self._run.workers)
+
+    def resize(self, group, n, absent):
+        self._run.launch(n)
+
+    def drop(self, names):
+        self._run.close(names)
+
+
 class Simulation:
-    """A cluster with adaptive scaling, a scheduler with a queue of equal tasks, and a clock.
+    """As much of a cluster, its keeper and its scheduler as adaptive scaling uses, with equal tasks.
 
     Parameters
     ----------
@@ -29,136 +50,83 @@ class Simulation:
         Seconds that a session takes to start.
     task : float
         Seconds that a task takes.
-    known : bool
-        Whether the scheduler knows that; otherwise it takes tasks to last 0.5 s until one is over.
+    is_known : bool
+        Whether the scheduler knows that. Otherwise, it takes tasks to last 0.5 s until one is over.
+    n_workers : int
+        Number of sessions that run at first.
+    **options
+        Arguments of the adaptive scaling.
     """
 
-    def __init__(
-        self,
-        start,
-        task=1.0,
-        *,
-        known=False,
-        there=0,
-        kind=CMLAdaptive,
-        maximum=MAXIMUM,
-        processes=1,
-        nthreads=None,
-        **options,
-    ):
-        self.now, self.start, self.task, self.known = 0.0, start, task, known
-        self.options = SimpleNamespace(processes=processes, nthreads=nthreads or processes, resources={})
-        self.waiting, self.ends, self.comes = 0, {}, {}
-        self.worker_spec, self.workers, self.here = {}, {}, []
-        self.launched = self.closed = self.killed = 0
+    name = "mine"
+    keeps = True
+
+    def __init__(self, start, task=1.0, *, is_known=False, n_workers=0, **options):
+        self.now, self.start, self.task, self.is_known = 0.0, start, task, is_known
+        self.n_waiting = 0
+        self.task_ends, self.arrivals, self.workers, self.connected = {}, {}, {}, []
+        self.launched = self.closed = self.closed_while_starting = 0
         self.session_seconds = 0.0
-        self.quota = math.inf
-        self.state = SimpleNamespace(leads=True, start_time=start, fleet=self, client=self, backoffs=self)
-        self.manager = SimpleNamespace(state=self.state)
-        self.loop = SimpleNamespace(add_callback=lambda *_: None)
-        self.scheduler_comm = self
-        self.want(there)
-        self.here, self.launched = [*self.worker_spec], 0
-        options = {"minimum": 0, "interval": "1s", "wait_count": 3, "target_duration": "5s", **options}
-        self.adaptive = kind(self, maximum=maximum, **options)
+        self.options = self.keeper = self
+        self.groups = Groups(self)
+        self.scheduler = SimpleNamespace(start_time=start)
+        self.woken = asyncio.Event()
+        self.launch(n_workers)
+        self.connected, self.launched = [*self.workers], 0
+        defaults = {"minimum": 0, "maximum": MAXIMUM}
+        defaults |= {"interval": "1s", "wait_count": 3, "target_duration": "5s"}
+        self.adaptive = CMLAdaptive(self, **{**defaults, **options})
 
-    # -- the cluster
-
-    plan = requested = property(lambda self: set(self.worker_spec))
-    observed = property(
-        lambda self: (
-            {f"{key}-{i}" for key in self.here for i in range(self.options.processes)}
-            if self.options.processes > 1
-            else set(self.here)
-        )
-    )
-
-    name, groups = "mine", ("default",)
-    states = property(lambda self: [self.group("default")])
-
-    def group(self, name):
-        assert name == "default"
-        return SimpleNamespace(
-            name=name,
-            options=self.options,
-            wanted=WantedGroup(target=len(self.worker_spec), adapting={"minimum": 0}),
-            names=[*self.worker_spec],
-        )
+    # -- the cluster and its keeper
 
     def arrived(self, group):
-        return {*self.here}
+        return {*self.connected}
 
     def affordable(self, n, group):
-        return min(n, self.quota)
+        return n
 
-    def want(self, n):
-        while len(self.worker_spec) < n:
-            key = f"session{self.launched:03d}-{self.now}"
+    def launch(self, n):
+        while len(self.workers) < n:
+            name = f"mine-{len(self.arrivals)}"
             self.launched += 1
-            self.worker_spec[key] = None
-            self.workers[key] = SimpleNamespace(launched_at=self.now)
-            self.comes[key] = self.now + self.start
+            self.workers[name] = SimpleNamespace(launched_at=self.now, adopted=False)
+            self.arrivals[name] = self.now + self.start
 
-    async def scale(self, n):
-        self.want(n)
+    async def choose(self, group, n, **more):
+        starting = [name for name in self.workers if name not in self.connected]
+        idle = [name for name in self.connected if name not in self.task_ends]
+        return [*dict.fromkeys([*starting, *reversed(idle), *reversed(self.connected)])][:n]
 
-    async def decide(self, op, group, key, n=0, names=()):
-        assert key == self.adaptive.key
-        if op == "resize":
-            self.want(n)
-        else:
-            assert op == "shrink"
-            await self.scale_down(names)
-
-    async def choose(self, n):
-        order = [key for key in self.worker_spec if key not in self.here]
-        order += [key for key in self.here[::-1] if key not in self.ends]
-        return (order + self.here[::-1])[:n]
-
-    async def scale_down(self, keys):
-        for key in keys:
+    def close(self, names):
+        for name in names:
             self.closed += 1
-            self.killed += key not in self.here
-            self.waiting += self.ends.pop(key, None) is not None
-            del self.worker_spec[key], self.workers[key], self.comes[key]
-            self.here = [other for other in self.here if other != key]
+            self.closed_while_starting += name not in self.connected
+            self.n_waiting += self.task_ends.pop(name, None) is not None
+            del self.workers[name]
+            self.connected = [other for other in self.connected if other != name]
 
     # -- the scheduler
 
-    async def demand(self, max_age):
-        tasks = self.waiting + len(self.ends)
-        seconds = tasks * (self.task if self.known else 0.5)
-        work = {"resources": {}, "tasks": tasks, "unrunnable": 0, "seconds": seconds}
-        sessions = {"sessions": len(self.here), "busy": len(self.ends), "managed": 0, "limit": 0}
-        return {"work": [work] if tasks else [], "restricted": [], "groups": {"default": sessions}}
+    @property
+    def n_tasks(self):
+        return self.n_waiting + len(self.task_ends)
 
-    async def adaptive_target(self, target_duration):
-        tasks = self.waiting + len(self.ends)
-        workers = len(self.here) * self.options.processes
-        threads = len(self.here) * self.options.nthreads
-        n = min(tasks, math.ceil(tasks * (self.task if self.known else 0.5) / target_duration))
-        if workers:
-            n = math.ceil(n / threads * workers)
-        elif self.waiting:
-            n = max(1, n)
-        idle = [key for key in self.here if key not in self.ends]
-        return n if n >= workers else workers - len(idle) * self.options.processes
-
-    async def workers_to_close(self, target, **_):
-        return [key for key in self.here if key not in self.ends][: max(0, len(self.here) - target)]
-
-    async def retire_workers(self, **_):
-        pass
+    async def snapshot(self, max_age):
+        seconds = self.n_tasks * (self.task if self.is_known else 0.5)
+        work = [Work({}, tasks=self.n_tasks, seconds=seconds)] if self.n_tasks else []
+        n, busy = len(self.connected), len(self.task_ends)
+        supply = Supply("default", adapts=True, target=len(self.workers), sessions=n, busy=busy)
+        return Snapshot(work, [supply])
 
     # -- the time
 
     async def work(self, times):
-        """Have tasks submitted at these times from now on; return the seconds until all are done."""
+        """Have tasks submitted at these times from now on. Return the seconds until all are done."""
         begin, times = self.now, sorted(times, reverse=True)
-        while times or self.waiting or self.ends:
+        while times or self.n_tasks:
             while times and begin + times[-1] <= self.now:
                 times.pop()
-                self.waiting += 1
+                self.n_waiting += 1
             await self.tick()
         return self.now - begin
 
@@ -168,29 +136,28 @@ class Simulation:
             await self.tick()
 
     async def tick(self):
-        for key in [key for key, end in self.ends.items() if end <= self.now]:
-            del self.ends[key]
-            self.known = True
-        self.here += [key for key, at in self.comes.items() if at <= self.now and key not in self.here]
-        free = [key for key in self.here if key not in self.ends][: self.waiting]
-        self.waiting -= len(free)
-        self.ends.update((key, self.now + self.task) for key in free)
+        for name in [name for name, end in self.task_ends.items() if end <= self.now]:
+            del self.task_ends[name]
+            self.is_known = True
+        starting = [name for name in self.workers if name not in self.connected]
+        self.connected += [name for name in starting if self.arrivals[name] <= self.now]
+        free = [name for name in self.connected if name not in self.task_ends][: self.n_waiting]
+        self.n_waiting -= len(free)
+        self.task_ends.update((name, self.now + self.task) for name in free)
         if round(self.now / TICK) % round(1 / TICK) == 7:
             await self.adaptive.adapt()
-        self.session_seconds += TICK * len(self.worker_spec)
+        self.session_seconds += TICK * len(self.workers)
         self.now = round(self.now + TICK, 6)
 
 
 @pytest.fixture
 def simulate(monkeypatch):
-    """Make a simulation, and have its clock be the one that adaptive scaling looks at."""
+    """Make a simulation, and let adaptive scaling look at its clock."""
 
     def simulate(*arguments, **options):
-        made = []
-        monkeypatch.setattr(adaptive, "monotonic", lambda: made[0].now if made else 0.0)
-        monkeypatch.setattr(adaptive, "choose", lambda state, n, *_: state.fleet.choose(n))
-        made.append(Simulation(*arguments, **options))
-        return made[0]
+        made = Simulation(*arguments, **options)
+        monkeypatch.setattr(adaptive, "monotonic", lambda: made.now)
+        return made
 
     return simulate
 
@@ -212,46 +179,39 @@ WORKLOADS = {"one burst": [BURST], "two bursts": [BURST, BURST], "trickle": [TRI
 @pytest.mark.parametrize("workload", WORKLOADS)
 async def test_time_sessions_and_cost_are_close_to_the_best(simulate, workload, start):
     run = simulate(start)
-    seconds = best = needed = 0.0
+    seconds = best = needed = cost = 0.0
     for times in WORKLOADS[workload]:
         seconds += await run.work(times)
         await run.idle(60)
         shortest = ideal(times, MAXIMUM, start, run.task)
+        n = next(n for n in range(1, 21) if ideal(times, n, start, run.task) <= 1.1 * shortest)
         best += shortest
-        needed += next(n for n in range(1, 21) if ideal(times, n, start, run.task) <= 1.1 * shortest)
+        needed += n
+        cost += n * shortest
     assert seconds <= 1.1 * best
     assert run.launched <= 1.2 * needed
-    assert run.session_seconds <= 1.15 * min(MAXIMUM * best, await seconds_of_dask(simulate, workload, start))
-    assert not run.worker_spec
-    assert run.killed == 0
-
-
-async def seconds_of_dask(simulate, workload, start):
-    """Return the session seconds of Dask's Adaptive."""
-    run = simulate(start, kind=Adaptive)
-    for times in WORKLOADS[workload]:
-        await run.work(times)
-        await run.idle(60)
-    return run.session_seconds
-
-
-async def test_the_simulation_shows_the_flaws_of_dasks_defaults(simulate):
-    run = simulate(20, kind=Adaptive)
-    await run.work(TRICKLE)
-    assert run.launched >= 2 * 8
+    assert run.session_seconds <= 1.2 * cost
+    assert not run.workers
+    assert run.closed_while_starting == 0
 
 
 @pytest.mark.parametrize("start", [0.5, 5, 20, 60])
 async def test_work_that_ends_before_a_session_would_come_launches_none(simulate, start):
-    run = simulate(start, known=True, there=4, minimum=4)
+    run = simulate(start, is_known=True, n_workers=4, minimum=4)
     await run.work([0.0] * int(4 * start))
     assert run.launched == 0
 
 
 async def test_work_that_outlasts_a_start_launches_more_sessions(simulate):
-    run = simulate(20, known=True, there=4, minimum=4)
+    run = simulate(20, is_known=True, n_workers=4, minimum=4)
     assert await run.work([0.0] * 400) < 20 + 400 / 20
     assert run.launched > 10
+
+
+async def test_tasks_that_turn_out_to_be_long_get_more_sessions(simulate):
+    run = simulate(5, 20.0)
+    await run.work([0.0] * 40)
+    assert run.launched >= 15
 
 
 async def test_no_starting_session_is_closed_while_work_waits(simulate):
@@ -259,7 +219,7 @@ async def test_no_starting_session_is_closed_while_work_waits(simulate):
     await run.work([0.0] * 10)
     launched = run.launched
     await run.work([i / 2 for i in range(60)])
-    assert (run.launched, run.killed) == (launched, 0)
+    assert (run.launched, run.closed_while_starting) == (launched, 0)
 
 
 @pytest.mark.parametrize("start", [0, 5, 20])
@@ -267,11 +227,11 @@ async def test_unneeded_sessions_are_kept_for_the_time_of_a_start(simulate, star
     run = simulate(start)
     await run.work(BURST)
     run.task = 1000
-    run.waiting = 1
+    run.n_waiting = 1
     await run.idle(start)
     assert run.closed == 0
     await run.idle(6)
-    assert len(run.worker_spec) == 1
+    assert len(run.workers) == 1
 
 
 @pytest.mark.parametrize("start", [0, 5, 20])
@@ -281,7 +241,7 @@ async def test_when_all_work_is_done_idle_sessions_are_closed_at_once(simulate, 
     await run.idle(1.5)
     assert run.closed == 0
     await run.idle(2)
-    assert not run.worker_spec
+    assert not run.workers
 
 
 async def test_sessions_are_kept_for_work_that_comes_back_sooner_than_they_start(simulate):
@@ -295,7 +255,7 @@ async def test_sessions_are_kept_for_work_that_comes_back_sooner_than_they_start
         await run.idle(8)
     assert run.closed == 20
     await run.idle(20)
-    assert not run.worker_spec
+    assert not run.workers
 
 
 async def test_sessions_are_not_kept_for_work_that_came_back_later(simulate):
@@ -305,53 +265,22 @@ async def test_sessions_are_not_kept_for_work_that_came_back_later(simulate):
         await run.idle(pause)
     await run.work(BURST)
     await run.idle(4)
-    assert not run.worker_spec
+    assert not run.workers
 
 
-async def test_few_long_tasks_get_a_session_each(simulate):
-    run = simulate(20, 100.0, known=True, there=1, minimum=1)
-    assert await run.work([0.0] * 10) < 125
-    assert run.launched == 9
-
-
-async def test_tasks_that_turn_out_to_be_long_get_more_sessions(simulate):
-    run = simulate(5, 20.0)
-    await run.work([0.0] * 40)
-    assert run.launched >= 15
-
-
-async def test_start_times_are_learned_from_new_sessions(simulate):
-    run = simulate(30)
-    run.state.start_time = 2.0
+async def test_start_times_are_learned_from_sessions_that_this_process_has_launched(simulate):
+    run = simulate(30, n_workers=1, minimum=2)
+    run.scheduler.start_time = None
+    assert run.adaptive.start_time == 0
+    run.scheduler.start_time = 2.0
+    run.now += 500
+    run.launch(2)
+    run.workers["mine-1"].adopted = True
+    await run.idle(40)
+    assert len(run.connected) == 2
     assert run.adaptive.start_time == 2.0
     await run.work(BURST)
     assert run.adaptive.start_time == pytest.approx(30, abs=1.1)
-
-
-async def test_start_times_are_not_learned_from_sessions_that_ran_before(simulate):
-    run = simulate(30, there=3)
-    run.now += 500
-    await run.idle(3)
-    assert run.adaptive.start_time == 30
-
-
-async def test_without_any_start_the_start_time_is_zero(simulate):
-    run = simulate(0)
-    run.state.start_time = None
-    assert run.adaptive.start_time == 0
-
-
-async def test_sessions_that_threads_launch_at_once_are_all_counted(simulate):
-    run = simulate(20, known=True, processes=4, nthreads=16)
-    run.waiting = 3200
-    assert await run.adaptive.target() == 3200 // 16 // 5
-
-
-async def test_no_more_sessions_are_requested_than_the_quota_allowed(simulate):
-    run = simulate(5)
-    run.quota = 3
-    await run.work([0.0] * 60)
-    assert run.launched == 3
 
 
 async def test_minimum_and_maximum_hold(simulate):
@@ -359,11 +288,11 @@ async def test_minimum_and_maximum_hold(simulate):
     await run.work(BURST)
     assert run.launched == 3
     await run.idle(100)
-    assert len(run.worker_spec) == 2
+    assert len(run.workers) == 2
 
 
 async def test_target_duration_and_wait_count_are_respected(simulate):
-    run = simulate(0, known=True, target_duration="60s", wait_count=30)
+    run = simulate(0, is_known=True, target_duration="60s", wait_count=30)
     await run.work([0.0] * 120)
     assert run.launched == 2
     await run.idle(28)

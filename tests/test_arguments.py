@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import re
-from pathlib import Path
 
 import pytest
+from clusters import make
 
 from dask_cml import CMLAdaptive, CMLCluster
 from dask_cml.options import OPTION_NAMES, unexpected_argument
-
-PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("coming-from.md", "from-the-prototype.md")]
 
 
 @pytest.mark.parametrize(
@@ -49,33 +46,18 @@ def test_an_argument_of_other_cluster_managers_leads_to_the_one_of_a_method(func
     assert unexpected_argument(function, name, arguments).endswith(f" {name!r}: expected {expected}")
 
 
-def equivalents():
-    """Yield the arguments in the tables for users of other cluster managers, with those of a cluster."""
-    for page in PAGES:
-        for theirs, ours in re.findall(
-            r"^\| `(\w+=.+?)`.* \| (.*`\w+=.*) \|$", page.read_text(), re.MULTILINE
-        ):
-            there = re.findall(r"[` ](\w+)[=`]", ours)
-            for name in re.findall(r"\b(\w+)=", re.sub(r"[({\[].*", "", theirs)):
-                if name not in OPTION_NAMES:
-                    yield name, there
-
-
-def test_the_tables_for_users_of_other_cluster_managers_are_read():
-    assert len([*equivalents()]) > 10
-
-
-@pytest.mark.parametrize(("name", "there"), [*equivalents()])
-def test_an_argument_leads_where_the_documentation_leads(name, there):
-    expected = unexpected_argument("CMLCluster", name, OPTION_NAMES).partition(": expected ")[2]
-    assert {*expected.split(" or ")} & {*there}
-
-
 @pytest.mark.parametrize("name", ["memory_limit", "walltime"])
 def test_an_unknown_argument_is_refused_before_a_launch(platform, name):
     with pytest.raises(TypeError, match=rf"CMLCluster\(\) got an unexpected keyword argument '{name}'"):
         CMLCluster(platform="local", **{name: 1})
     assert platform.list_workers() == []
+
+
+@pytest.fixture
+async def unstarted(platform):
+    cluster = make()
+    yield cluster
+    await cluster.close()
 
 
 class Patient(CMLAdaptive):
@@ -84,23 +66,22 @@ class Patient(CMLAdaptive):
         self.patience = patience
 
 
-def test_unknown_arguments_of_methods_change_nothing(platform):
-    with CMLCluster(platform="local") as cluster:
-        for call, expected in {
-            lambda: cluster.scale(n_workers=2): r"scale\(\) .*'n_workers': expected n$",
-            lambda: cluster.scale(jobs=2): r"scale\(\) .*'jobs': expected n$",
-            lambda: cluster.adapt(maximun=2): r"adapt\(\) .*'maximun': expected maximum$",
-            lambda: cluster.adapt(maximum_jobs=2): r"adapt\(\) .*'maximum_jobs': expected maximum$",
-            lambda: cluster.add_worker_group("big", memory_limit=2): r"_group\(\) .*: expected memory$",
-        }.items():
-            with pytest.raises(TypeError, match=expected):
-                call()
-        group = cluster.manager.fleet.group()
-        assert ([*cluster.manager.fleet.groups], group.wanted.target, group.wanted.adapting) == (
-            ["default"],
-            0,
-            None,
-        )
-        # The arguments of a class, of its base classes, and those for the choice of workers are known.
-        adaptive = cluster.adapt(Adaptive=Patient, patience=3, interval="1 s", memory_ratio=4)
-        assert (adaptive.patience, adaptive.interval) == (3, 1)
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda cluster: cluster.scale(n_workers=2), r"scale\(\) .*'n_workers': expected n$"),
+        (lambda cluster: cluster.adapt(maximun=2), r"adapt\(\) .*'maximun': expected maximum$"),
+        (lambda cluster: cluster.add_worker_group("big", memory_limit=2), r"_group\(\) .*: expected memory$"),
+    ],
+)
+async def test_an_unknown_argument_of_a_method_changes_nothing(unstarted, call, expected):
+    with pytest.raises(TypeError, match=expected):
+        call(unstarted)
+    assert [*unstarted.worker_groups] == ["default"]
+    assert unstarted.worker_spec == {}
+    assert not unstarted.groups.adaptives
+
+
+async def test_adapting_knows_the_arguments_of_a_class_and_of_the_choice_of_workers(unstarted):
+    adaptive = unstarted.adapt(Adaptive=Patient, patience=3, interval="1 s", memory_ratio=4)
+    assert (adaptive.patience, adaptive.interval) == (3, 1)

@@ -27,7 +27,7 @@ class Scheduling:
     """A scheduler with workers that offer resources; it moves tasks at once."""
 
     def __init__(self, *workers, cost=0.0):
-        self.running = [Offering(**each) for each in workers]
+        self.running = [Offering(**worker) for worker in workers]
         self.extensions = {"stealing": self}
         self.in_flight = {}
         self.moved = []

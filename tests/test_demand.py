@@ -115,7 +115,7 @@ async def test_processing_and_queued_tasks_and_sessions_by_group(scheduler, clie
         assert tasks(answer)[PLAIN] == (40 - foreign, 0)
         assert tasks(answer)[GPU] == (5, 0)
         assert seconds(answer)[GPU] == pytest.approx(2.5)
-        assert {group: (each["sessions"], each["busy"]) for group, each in answer["groups"].items()} == {
+        assert {name: (group["sessions"], group["busy"]) for name, group in answer["groups"].items()} == {
             "default": (2, 2),
             "gpu": (1, 1),
         }
@@ -200,7 +200,7 @@ async def test_tasks_for_certain_workers_are_counted_apart_unless_others_may_run
     assert tasks(answer) == {PLAIN: (1, 1)}
     async with workers(scheduler, mine_7={}, mine_8={}):
         await holds(lambda: all(future.done() for future in futures[:3]))
-        assert [each["tasks"] for each in known_demand(scheduler, "mine")["restricted"]] == [1]
+        assert [tasks["tasks"] for tasks in known_demand(scheduler, "mine")["restricted"]] == [1]
 
 
 class Task:
@@ -224,7 +224,7 @@ def known(unrunnable=(), queued=(), processing=()):
         resources={},
         actors=(),
         executing={},
-        occupancy=sum(each.prefix.duration_average for each in processing),
+        occupancy=sum(task.prefix.duration_average for task in processing),
         nbytes=0,
         memory_limit=2**30,
     )
@@ -257,4 +257,4 @@ def test_an_answer_has_a_limit_however_different_the_tasks_are():
     assert len(answer["work"]) == demand._MOST_NEEDS
     assert sum(work["seconds"] for work in answer["work"]) == pytest.approx(1000)
     assert len(answer["restricted"]) == demand._MOST_RESTRICTIONS
-    assert max(len(each["names"]) for each in answer["restricted"]) == demand._MOST_NAMES
+    assert max(len(tasks["names"]) for tasks in answer["restricted"]) == demand._MOST_NAMES

@@ -9,11 +9,11 @@ import clusters
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import log_of, name_of, rebuild
+from clusters import log_of, name_of, rebuild, scheduler_of
 from distributed import Client, get_worker
 from simulated.testing import eventually, simulated
 
-from dask_cml import CMLCluster, CMLError, cli
+from dask_cml import CMLAdaptive, CMLCluster, CMLError, cli
 from dask_cml.options import Options
 from dask_cml.records import store
 
@@ -72,24 +72,28 @@ async def test_each_group_has_its_own_size_and_number(platform, holds):
 
 
 @simulated
-async def test_another_manager_adds_scales_and_deletes_groups(it):
-    async with mine(n_workers=1) as maker:
-        async with rebuild("mine") as other:
-            await other.add_worker_group("big", 1, memory=2)
-            await eventually(lambda: "mine-big-0" in names(maker))
-            await eventually(lambda: maker.worker_groups.keys() == {"default", "big"})
-            maker.scale(2, worker_group="big")
-            await eventually(lambda: other.worker_groups["big"].n_arrived == 2)
-            assert other.worker_groups["default"].n_workers == 1
-        async with rebuild("mine") as third:
-            assert third.worker_groups["big"].size.memory == 2
-            assert third.worker_groups["big"].n_workers == 2
-            await third.delete_worker_group("big")
-            assert third.worker_groups.keys() == {"default"}
-            await eventually(lambda: maker.worker_groups.keys() == {"default"})
+async def test_a_remote_adds_scales_and_deletes_groups(it):
+    async with mine(n_workers=1) as cluster:
+        async with rebuild("mine") as remote:
+            await remote.add_worker_group("big", 1, memory=2)
+            await eventually(lambda: "mine-big-0" in names(cluster))
+            assert cluster.worker_groups.keys() == {"default", "big"}
+            cluster.scale(2, worker_group="big")
+            await eventually(lambda: remote.worker_groups["big"].n_arrived == 2)
+            remote.scale(1, worker_group="big")
+            await eventually(lambda: len(cluster.workers) == 2)
+            assert remote.worker_groups["default"].n_workers == 1
+        async with rebuild("mine") as another:
+            assert another.worker_groups["big"].size.memory == 2
+            assert another.worker_groups["big"].n_workers == 1
+            await another.delete_worker_group("big")
+            assert another.worker_groups.keys() == {"default"}
+            await eventually(lambda: cluster.worker_groups.keys() == {"default"})
+            await eventually(lambda: names(cluster) == {"mine-0"})
             await eventually(lambda: [*store.read("mine").groups] == ["default"])
-        await maker.add_worker_group("big", 1)
-        await eventually(lambda: maker.worker_groups["big"].n_arrived == 1)
+        await cluster.add_worker_group("big", 1)
+        await eventually(lambda: cluster.worker_groups["big"].n_arrived == 1)
+        assert len({session.key for session in it.platform.all.values()}) == len(it.platform.all)
 
 
 @simulated
@@ -117,99 +121,197 @@ async def test_a_deleted_group_hands_over_its_data(it):
         assert names(cluster) == {"mine-0"}
 
 
+TOO_EARLY = pytest.mark.xfail(
+    reason="a remote counts sessions of a deleted group, which an older report names, to the default group",
+    strict=True,
+)
+
+
+@pytest.mark.parametrize("who", ["keeper", pytest.param("remote", marks=TOO_EARLY)])
 @simulated
-async def test_a_group_whose_data_no_connected_worker_can_take_stays(it):
+async def test_the_workers_of_a_deleted_group_stay_until_others_can_take_their_data(it, who):
     groups = {"big": {"n_workers": 1}}
-    async with mine(worker_groups=groups) as cluster, Client(cluster, asynchronous=True) as client:
+    async with (
+        mine(worker_groups=groups) as cluster,
+        rebuild("mine") as remote,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await eventually(lambda: remote.worker_groups["big"].n_arrived == 1)
         [held] = await client.scatter(["data"])
         it.platform.doom("silent")
         cluster.scale(1)
         await eventually(lambda: "mine-0" in cluster.workers)
-        with pytest.raises(CMLError, match="'big' of cluster mine not deleted"):
-            await cluster.delete_worker_group("big")
+        words = "worker group 'big' of cluster mine deleted, but mine-big-0 stay until other workers can take"
+        with pytest.raises(CMLError, match=words):
+            await {"keeper": cluster, "remote": remote}[who].delete_worker_group("big")
+        assert cluster.worker_groups.keys() == remote.worker_groups.keys() == {"default"}
         assert await held == "data"
-        assert cluster.worker_groups["big"].n_workers == 1
+        cluster.scale(2)
+        await eventually(lambda: {*cluster.workers} == {"mine-0", "mine-1"})
+        assert await held == "data"
 
 
+@pytest.mark.parametrize("who", ["keeper", pytest.param("remote", marks=TOO_EARLY)])
 @simulated
-async def test_a_group_that_is_scaled_while_it_is_deleted_stays(it):
-    async with mine(n_workers=1, worker_groups={"big": {"n_workers": 1}}) as cluster:
-        await eventually(lambda: names(cluster) == {"mine-0", "mine-big-0"})
-        await eventually(lambda: all(each.launched for each in cluster.manager.fleet.members))
+async def test_a_deleted_group_is_gone_at_once_while_its_sessions_stop(it, who):
+    async with mine(worker_groups={"big": {"n_workers": 1}}) as cluster, rebuild("mine") as remote:
+        await eventually(lambda: remote.worker_groups["big"].n_arrived == 1)
+        user = {"keeper": cluster, "remote": remote}[who]
         with it.platform.held("stop_workers"):
-            deleting = asyncio.create_task(cluster.delete_worker_group("big"))
-            await eventually(lambda: cluster.worker_groups["big"].n_workers == 0)
-            cluster.scale(1, worker_group="big")
-            with pytest.raises(CMLError, match="'big' of cluster mine not deleted"):
-                await deleting
-        await eventually(lambda: cluster.worker_groups["big"].n_arrived == 1)
-        assert "big" in store.read("mine").groups
+            deleting = asyncio.create_task(user.delete_worker_group("big"))
+            await eventually(lambda: "big" not in user.worker_groups)
+            with pytest.raises(ValueError, match="invalid worker_group='big': expected one of 'default'"):
+                user.scale(1, worker_group="big")
+            await asyncio.sleep(10)
+            assert not deleting.done()
+        await asyncio.wait_for(deleting, 60)
+        assert cluster.workers == {}
+
+
+@pytest.mark.xfail(
+    reason="delete_worker_group waits for the new sessions, too, and a keeper that sees both changes at once "
+    "keeps the old options",
+    strict=True,
+)
+@pytest.mark.parametrize("who", ["keeper", "remote"])
+@simulated
+async def test_a_group_may_be_added_again_while_the_sessions_of_the_deleted_one_stop(it, who):
+    async with mine(worker_groups={"big": {"n_workers": 1}}) as cluster, rebuild("mine") as remote:
+        await eventually(lambda: remote.worker_groups["big"].n_arrived == 1)
+        user = {"keeper": cluster, "remote": remote}[who]
+        deleting = asyncio.create_task(user.delete_worker_group("big"))
+        await eventually(lambda: "big" not in user.worker_groups)
+        await user.add_worker_group("big", n_workers=1, memory=2)
+        await asyncio.wait_for(deleting, 60)
+        await eventually(lambda: names(cluster) == {"mine-big-1"}, seconds=60)
+        assert cluster.workers["mine-big-1"].session.size.memory == 2
+        assert user.worker_groups["big"].size.memory == 2
+
+
+@pytest.mark.xfail(
+    reason="a remote whose worker_spec loses a deleted group's workers takes that for a user's change",
+    strict=True,
+)
+@simulated
+async def test_a_remote_sees_other_workers_after_a_group_with_workers_was_deleted(it):
+    async with mine(worker_groups={"big": {"n_workers": 1}}) as cluster, rebuild("mine") as remote:
+        await eventually(lambda: remote.worker_groups["big"].n_arrived == 1)
+        await cluster.delete_worker_group("big")
+        cluster.scale(1)
+        await eventually(lambda: cluster.worker_groups["default"].n_arrived == 1)
+        await eventually(lambda: remote.worker_groups["default"].n_arrived == 1, seconds=60)
 
 
 @simulated
 async def test_the_quota_of_one_group_is_not_that_of_another(it):
     it.platform.configure({"nvidia_gpu": 1})
-    async with mine(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster:
+    async with mine(worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster, rebuild("mine") as remote:
         cluster.scale(3, worker_group="gpu")
-        await eventually(lambda: "gpu: 1 of 3 workers launched" in (cluster.manager.state.problem or ""))
+        words = "gpu: 1 of 3 workers launched"
+        await eventually(lambda: words in (cluster.problem or "") and words in (remote.problem or ""))
         cluster.scale(2)
-        await eventually(
-            lambda: (
-                {name: each.n_arrived for name, each in cluster.worker_groups.items()}
-                == {
-                    "default": 2,
-                    "gpu": 1,
-                }
-            )
-        )
-        assert cluster.manager.state.backoffs.affordable(5, "default") == 5
-        assert cluster.manager.state.backoffs.affordable(5, "gpu") == 1
+        await eventually(lambda: remote.worker_groups["default"].n_arrived == 2)
+        assert [group.n_workers for group in cluster.worker_groups.values()] == [2, 1]
+        await eventually(lambda: [group.n_workers for group in remote.worker_groups.values()] == [2, 1])
         assert "Group gpu of cluster mine launched 1 of 3 workers" in log_of(cluster)
 
 
 @simulated
-async def test_two_managers_that_add_one_name_at_once_agree(it):
-    async with mine() as maker, rebuild("mine") as other:
+async def test_of_two_who_add_one_name_at_once_one_is_refused(it):
+    async with mine() as cluster, rebuild("mine") as remote:
         added = await asyncio.gather(
-            maker.add_worker_group("big", 1, memory=2),
-            other.add_worker_group("big", 1, memory=1.5),
+            cluster.add_worker_group("big", 1, memory=2),
+            remote.add_worker_group("big", 1, memory=1.5),
             return_exceptions=True,
         )
-        [error] = [each for each in added if each is not None]
+        [error] = [result for result in added if result is not None]
         assert "invalid name='big': expected a name that no worker group" in str(error)
         memory = 2 if added[0] is None else 1.5
-        await eventually(lambda: all("big" in each.worker_groups for each in (maker, other)))
-        assert {each.worker_groups["big"].size.memory for each in (maker, other)} == {memory}
+        for user in cluster, remote:
+            await eventually(lambda user=user: "big" in user.worker_groups)
+            assert user.worker_groups["big"].size.memory == memory
+
+
+@simulated
+async def test_a_worker_that_is_lost_while_the_scheduler_chooses_is_one_of_those_that_go(it):
+    async with mine(n_workers=3) as cluster:
+        await eventually(lambda: cluster.worker_groups["default"].n_arrived == 3)
+        handlers = scheduler_of(it, cluster).handlers
+        choose = handlers["workers_to_close"]
+
+        async def choose_late(**arguments):
+            await asyncio.sleep(5)
+            return choose(**arguments)
+
+        handlers["workers_to_close"] = choose_late
+        cluster.scale(2)
+        assert cluster.worker_groups["default"].n_workers == 2
+        it.platform.evict(cluster.workers["mine-0"].session_id)
+        await eventually(lambda: {*cluster.workers} == {"mine-1", "mine-2"})
+        await asyncio.sleep(10)
+        assert names(cluster) == {"mine-1", "mine-2"}
+        assert it.platform.count("launch_workers") == 4
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    "change",
     [
-        (lambda c: c.add_worker_group("0gpu"), ValueError, "invalid name='0gpu': expected"),
-        (lambda c: c.add_worker_group("default"), ValueError, "invalid name='default': expected"),
-        (lambda c: c.add_worker_group(3), TypeError, "invalid name=3: expected"),
-        (lambda c: c.add_worker_group("big"), ValueError, "invalid name='big': expected a name that no"),
-        (lambda c: c.add_worker_group("a", n_workers=-1), ValueError, "invalid n_workers=-1: expected"),
-        (lambda c: c.add_worker_group("a", cpu=0), ValueError, "invalid cpu=0: expected"),
-        (
-            lambda c: c.add_worker_group("a", launch_options={"no": 1}),
-            ValueError,
-            "invalid launch_options 'no'",
-        ),
-        (lambda c: c.delete_worker_group("default"), ValueError, "invalid name='default': expected"),
-        (lambda c: c.delete_worker_group("no"), ValueError, "invalid name='no': expected"),
-        (lambda c: c.scale(1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),
-        (lambda c: c.adapt(0, 1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),
+        lambda cluster: cluster.scale(1, worker_group="big"),
+        lambda cluster: cluster.adapt(1, 1, worker_group="big"),
+        lambda cluster: cluster.add_worker_group("new", n_workers=1),
+        lambda cluster: cluster.delete_worker_group("big"),
     ],
+    ids=["scale", "adapt", "add", "delete"],
 )
 @simulated
-async def test_bad_groups_are_refused_and_nothing_is_lost(it, call, error, words):
-    async with mine(worker_groups={"big": {}}) as cluster:
-        with pytest.raises(error, match=words):
-            await call(cluster)
-        assert cluster.worker_groups.keys() == {"default", "big"}
+async def test_a_remote_that_gets_no_answer_says_so_and_nothing_is_remembered(it, change):
+    async with mine(worker_groups={"big": {}}) as cluster, rebuild("mine") as remote:
+        handlers = scheduler_of(it, cluster).handlers
+
+        async def hang(**arguments):
+            await asyncio.sleep(3600)
+
+        answer, handlers["cml_set"] = handlers["cml_set"], hang
+        asked = change(remote)
+        if isinstance(asked, CMLAdaptive):
+            asked = remote.written()
+        with pytest.raises(CMLError, match=r"the scheduler of cluster 'mine' at tcp://.* does not answer"):
+            await asked
+        handlers["cml_set"] = answer
+        await asyncio.sleep(10)
+        for user in cluster, remote:
+            assert user.worker_groups.keys() == {"default", "big"}
+            assert user.worker_groups["big"].n_workers == 0
+            assert user.limits("big") is None
+
+
+@pytest.mark.parametrize("who", ["keeper", "remote"])
+@simulated
+async def test_bad_groups_are_refused_and_nothing_is_lost(it, who):
+    async with mine(worker_groups={"big": {}}) as cluster, rebuild("mine") as remote:
+        user = {"keeper": cluster, "remote": remote}[who]
+        for call, error, words in (
+            (lambda: user.add_worker_group("0gpu"), ValueError, "invalid name='0gpu': expected"),
+            (lambda: user.add_worker_group("default"), ValueError, "invalid name='default': expected"),
+            (lambda: user.add_worker_group(3), TypeError, "invalid name=3: expected"),
+            (lambda: user.add_worker_group("big"), ValueError, "invalid name='big': expected a name that no"),
+            (lambda: user.add_worker_group("a", -1), ValueError, "invalid n_workers=-1: expected"),
+            (lambda: user.add_worker_group("a", cpu=0), ValueError, "invalid cpu=0: expected"),
+            (
+                lambda: user.add_worker_group("a", launch_options={"no": 1}),
+                ValueError,
+                "invalid launch_options 'no'",
+            ),
+            (lambda: user.delete_worker_group("default"), ValueError, "invalid name='default': expected"),
+            (lambda: user.delete_worker_group("no"), ValueError, "invalid name='no': expected"),
+            (lambda: user.scale(1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),
+            (lambda: user.adapt(0, 1, worker_group="no"), ValueError, "invalid worker_group='no': expected"),
+        ):
+            with pytest.raises(error, match=words):
+                await call()
+        assert user.worker_groups.keys() == {"default", "big"}
         assert [*store.read("mine").groups] == ["default", "big"]
-        assert [each.key for each in it.platform.all.values()] == ["scheduler"]
+        assert [session.key for session in it.platform.all.values()] == ["scheduler"]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +359,8 @@ def test_the_shell_adds_scales_lists_and_deletes_groups(until):
         [head, _, big] = run("group", "list", "mine").splitlines()
         assert head.split() == ["group", "workers", "cpu", "memory", "gpus", "resources"]
         assert big.split() == ["big", "2", "of", "2", "1", "2", "GiB", "0", "BIG=1"]
-        assert json.loads(run("info", "mine", "--json"))["groups"] == {"default": 0, "big": 2}
+        # The scheduler writes its file some seconds later.
+        until(lambda: json.loads(run("info", "mine", "--json"))["groups"] == {"default": 0, "big": 2})
         assert "big  2 Dask workers connected, cpu=1 memory=2 nvidia_gpu=0" in run("info", "mine")
         assert run("group", "delete", "mine", "big") == "Worker group big deleted from cluster mine\n"
         until(lambda: cluster.worker_groups.keys() == {"default"})

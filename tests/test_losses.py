@@ -1,127 +1,104 @@
-"""Which sessions a look finds lost, while their Dask workers connect and disconnect."""
+"""Worker sessions that are lost: how the keeper notices it, and what it says."""
 
 from __future__ import annotations
 
-from types import MappingProxyType, SimpleNamespace
+import asyncio
 
 import dask
 import pytest
-from fleets import Cluster
+from clusters import arrived, log_of, scheduler_of, simulate
+from distributed import Client
+from simulated.testing import eventually, simulated
 
-from dask_cml.manager import losses
-from dask_cml.keeper.backoff import Backoffs
-from dask_cml.manager.losses import LossFinder
-
-
-class Running:
-    """A session that runs."""
-
-    was_closed = False
-    is_known_to_run = True
-    runs_for = 3.0
-    waits_for = None
-    options = SimpleNamespace(worker_timeout=600.0)
-    info = MappingProxyType({})
-
-    def update(self, listing):
-        return False
-
-    async def last_lines(self):
-        return []
+PROCESSES = {"processes": 2, "cpu": 2, "worker_args": []}
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(losses.time, "monotonic", lambda: clock.now)
-    return clock
+def dask_names(cluster):
+    """The names of the connected Dask workers."""
+    return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
 
 
-@pytest.fixture
-def look(clock):
-    """Look for lost sessions of a cluster, while something happens."""
-    cluster = Cluster(1, processes=2)
-    cluster.fleet.attach("mine-0", Running())
-    happens = []
-
-    async def sessions():
-        for each in happens:
-            each()
-        return {}
-
-    client, api = SimpleNamespace(connected=True), SimpleNamespace(sessions=sessions)
-    backoffs, launcher = Backoffs(cluster.fleet, print), SimpleNamespace(processes=[])
-    more = {"backoffs": backoffs, "launcher": launcher, "observes": True}
-    finder = LossFinder(SimpleNamespace(fleet=cluster.fleet, client=client, api=api, **more))
-
-    async def look(*meanwhile):
-        happens[:] = meanwhile
-        with dask.config.set({"distributed.deploy.lost-worker-timeout": "15s"}):
-            look.lost = await finder.look()
-        return [*look.lost]
-
-    look.cluster = cluster
-    return look
+def end_worker(it, cluster, name):
+    """End one Dask worker of a session, which goes on."""
+    session = cluster.workers[name.rpartition("-")[0]].session_id
+    [worker] = [worker for worker in it.sessions.program(session) if worker.name == name]
+    return it.sessions.processes[session].start(worker.close(nanny=False, executor_wait=False))
 
 
-async def test_a_session_that_connects_during_a_look_is_not_lost_however_long_it_took(look, clock):
-    assert await look() == []
-    clock.now += 60
-    assert await look(lambda: look.cluster.connect("mine-0-0", "mine-0-1")) == []
-    assert await look() == []
+@pytest.mark.parametrize(
+    ("fate", "words"),
+    [
+        ("fails", "lost: it never connected; the platform says failed"),
+        ("silent", "lost: it did not connect within 20 s"),
+        ("evicted", "lost: evicted or killed by the platform, which says failed"),
+        ("closed", "closed"),
+    ],
+)
+@simulated
+async def test_a_lost_session_is_replaced_and_the_cause_is_reported(it, fate, words):
+    if fate in ("fails", "silent"):
+        it.platform.doom(fate, key="-0")
+    async with simulate(name="mine", n_workers=1, worker_timeout=20) as cluster:
+        if fate in ("evicted", "closed"):
+            await eventually(lambda: arrived(cluster) == 1)
+        if fate == "evicted":
+            it.platform.evict(cluster.workers["mine-0"].session_id)
+        if fate == "closed":
+            async with Client(cluster, asynchronous=True) as client:
+                await client.retire_workers(names=["mine-0"])
+        await eventually(lambda: dask_names(cluster) == {"mine-1"})
+        assert log_of(cluster) == f"Worker mine-0 {words}; launching a replacement"
 
 
-async def test_the_time_of_a_session_begins_when_one_of_its_workers_leaves(look, clock):
-    assert await look() == []
-    look.cluster.connect("mine-0-0")
-    clock.now += 60
-    assert await look() == []
-    look.cluster.disconnect("mine-0-0")
-    look.cluster.connect("mine-0-1")
-    assert await look() == []
-    clock.now += 14
-    assert await look() == []
-    clock.now += 2
-    assert await look() == ["mine-0"]
-    assert look.lost["mine-0"].words == "a Dask worker has been gone for 15 s, but its session runs"
+@simulated
+async def test_a_lost_session_is_replaced_although_the_scheduler_cannot_say_more_of_it(it):
+    async with simulate(name="mine", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+
+        def fail(names):
+            raise RuntimeError("it failed")
+
+        scheduler_of(it, cluster).handlers["cml_last"] = fail
+        it.platform.evict(cluster.workers["mine-0"].session_id)
+        await eventually(lambda: dask_names(cluster) == {"mine-1"})
 
 
-async def test_a_session_whose_group_only_newer_releases_can_read_is_not_lost_here(look, clock):
-    look.cluster.want("add_group", "new", {"colour": "blue"}, 1)
-    late = Running()
-    late.runs_for = 601.0
-    for name in "mine-0", "mine-new-0":
-        look.cluster.fleet.attach(name, late)
-    assert await look() == ["mine-0"]
+@simulated
+async def test_the_tasks_of_a_node_that_fails_run_elsewhere_soon(it):
+    async with (
+        simulate(name="mine", n_workers=2) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await eventually(lambda: arrived(cluster) == 2)
+        future = client.submit(abs, -1, workers=["mine-0"], allow_other_workers=True)
+        assert await future == 1
+        it.sessions.freeze(cluster.workers["mine-0"].session_id)  # no connection ends
+        await eventually(lambda: "mine-0" not in dask_names(cluster), seconds=20.0)
+        assert await future == 1
 
 
-async def test_a_scheduler_that_leaves_with_its_workers_is_found_lost(clock):
-    cluster = Cluster(1)
-    cluster.fleet.attach("mine-0", Running())
-    cluster.connect("mine-0")
-    cluster.wanted.leave(["mine-0"])
-    cluster.answer()
+@simulated
+async def test_a_session_that_connects_while_the_platform_does_not_answer_is_not_lost(it):
+    async with simulate(name="mine", worker_timeout=10) as cluster:
+        with it.platform.held("list_workers"):
+            cluster.scale(1)
+            await eventually(lambda: dask_names(cluster) == {"mine-0"})
+            await asyncio.sleep(20)
+        await asyncio.sleep(10)
+        assert log_of(cluster) == ""
+        assert dask_names(cluster) == {"mine-0"}
 
-    async def sessions():
-        return {}
 
-    def update(listing):
-        return True
-
-    async def failure(what):
-        return what
-
-    scheduler = SimpleNamespace(info={"status": "failed"}, update=update, failure=failure, session_id="s")
-    state = SimpleNamespace(
-        fleet=cluster.fleet,
-        client=SimpleNamespace(connected=True, heard=0.0),
-        api=SimpleNamespace(sessions=sessions),
-        launcher=SimpleNamespace(scheduler=scheduler),
-        backoffs=Backoffs(cluster.fleet, print),
-        observes=False,
-    )
-    finder = LossFinder(state)
-    assert [*await finder.look()] == ["mine-0"]
-    state.client.connected = False
-    with pytest.raises(losses.SchedulerLost):
-        await finder.look()
+@simulated
+async def test_a_session_that_lacks_a_dask_worker_for_long_is_replaced(it):
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "15s"}):
+        async with simulate(name="mine", n_workers=1, **PROCESSES) as cluster:
+            await eventually(lambda: dask_names(cluster) == {"mine-0-0", "mine-0-1"})
+            await end_worker(it, cluster, "mine-0-1")
+            await eventually(lambda: dask_names(cluster) == {"mine-0-0"})
+            await asyncio.sleep(13)
+            assert {*cluster.workers} == {"mine-0"}
+            await eventually(lambda: dask_names(cluster) == {"mine-1-0", "mine-1-1"})
+            assert log_of(cluster).startswith(
+                "Worker mine-0 lost: a Dask worker has been gone for 15 s, but its session runs"
+            )

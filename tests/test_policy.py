@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
 from dask_cml.keeper.policy import Snapshot, Supply, Work, sessions_to_finish, sessions_wanted, unrunnable
-from dask_cml.scheduler.wanted_group import WantedGroup
 
 GPU = {"GPU": 1}
 
@@ -45,51 +44,43 @@ def wanted(
 
 def groups_of(supplies, **resources):
     snapshot = Snapshot([work(1, **resources)], supplies)
-    return [each.name for each in supplies if snapshot.work_of(each.name)]
+    return [supply.name for supply in supplies if snapshot.work_of(supply.name)]
 
 
-def test_tasks_scale_up_the_group_that_offers_their_resources():
-    supplies = [supply(), gpus()]
-    assert groups_of(supplies) == ["default"]
-    assert groups_of(supplies, GPU=1) == ["gpu"]
-    assert groups_of(supplies, FPGA=1) == []
+FIXED = {"adapts": False}
+BOTH = gpus("both")
+BOTH.resources["FPGA"] = 1
 
 
-def test_tasks_grow_the_group_that_offers_least_beyond_their_needs():
-    supplies = [supply(), gpus("four", 4), gpus("one", 1), gpus("both", 1)]
-    supplies[3].resources["FPGA"] = 1
-    assert groups_of(supplies, GPU=1) == ["one"]
-    assert groups_of(supplies, GPU=2) == ["four"]
-    assert groups_of(supplies, GPU=1, FPGA=1) == ["both"]
-
-
-def test_tasks_grow_one_group_of_several_alike_the_default_one_first():
-    assert groups_of([supply(), supply("more")]) == ["default"]
-    assert groups_of([gpus("default"), gpus("more")], GPU=1) == ["default"]
-
-
-def test_tasks_grow_a_group_that_adapts_before_one_of_a_fixed_size():
-    assert groups_of([supply(adapts=False, target=2), supply("more")]) == ["more"]
-    assert groups_of([supply(), gpus(adapts=False, target=1), gpus("more", 4)], GPU=1) == ["more"]
-
-
-def test_plain_tasks_bring_no_gpus_where_a_plain_group_has_workers():
-    assert groups_of([supply(adapts=False, target=1), gpus()]) == ["default"]
-
-
-def test_plain_tasks_grow_a_group_with_gpus_where_no_other_can_run_them():
-    assert groups_of([supply(adapts=False, target=0), gpus()]) == ["gpu"]
-    assert groups_of([gpus("default")]) == ["default"]
-
-
-def test_a_task_must_fit_into_one_dask_worker():
-    half = gpus(processes=2)
-    assert groups_of([supply(), half], GPU=1) == []
-    assert groups_of([supply(), half], GPU=0.5) == ["gpu"]
-
-
-def test_a_need_of_zero_counts_as_none():
-    assert groups_of([supply()], GPU=0) == ["default"]
+@pytest.mark.parametrize(
+    ("supplies", "needs", "group"),
+    [
+        # the one that offers what they need
+        ([supply(), gpus()], {}, "default"),
+        ([supply(), gpus()], {"GPU": 1}, "gpu"),
+        ([supply(), gpus()], {"FPGA": 1}, None),
+        ([supply()], {"GPU": 0}, "default"),
+        # one of whose Dask workers can run them
+        ([supply(), gpus(processes=2)], {"GPU": 1}, None),
+        ([supply(), gpus(processes=2)], {"GPU": 0.5}, "gpu"),
+        # the one that offers the least beyond their needs
+        ([supply(), gpus("four", 4), gpus("one"), BOTH], {"GPU": 1}, "one"),
+        ([supply(), gpus("four", 4), gpus("one"), BOTH], {"GPU": 2}, "four"),
+        ([supply(), gpus("four", 4), gpus("one"), BOTH], {"GPU": 1, "FPGA": 1}, "both"),
+        # of several alike, the default one
+        ([supply(), supply("more")], {}, "default"),
+        ([gpus("default"), gpus("more")], {"GPU": 1}, "default"),
+        # one that adapts before one of a fixed size
+        ([supply(target=2, **FIXED), supply("more")], {}, "more"),
+        ([supply(), gpus(target=1, **FIXED), gpus("more", 4)], {"GPU": 1}, "more"),
+        # one with GPUs only where no plain group has workers
+        ([supply(target=1, **FIXED), gpus()], {}, "default"),
+        ([supply(target=0, **FIXED), gpus()], {}, "gpu"),
+        ([gpus("default")], {}, "default"),
+    ],
+)
+def test_tasks_scale_up_the_one_group_that_fits_best(supplies, needs, group):
+    assert groups_of(supplies, **needs) == ([] if group is None else [group])
 
 
 # -- how many sessions the work needs
@@ -141,15 +132,8 @@ def test_each_group_is_judged_by_its_own_work():
     snapshot = Snapshot([work(100), work(10, GPU=1)], [supply(), gpus()])
     assert wanted(snapshot) == 20
     assert wanted(snapshot, "gpu") == 2
-
-
-def test_without_work_none_is_wanted():
-    assert wanted(Snapshot([], [supply(sessions=3)]), arrived=3) == 0
-
-
-def test_work_of_another_group_needs_no_session_of_this_one():
-    snapshot = Snapshot([work(100, GPU=1)], [supply(), gpus()])
-    assert wanted(snapshot) == 0
+    snapshot = Snapshot([work(100, GPU=1)], [supply(sessions=3), gpus()])
+    assert wanted(snapshot, arrived=3) == 0
 
 
 def test_busy_sessions_stay():
@@ -172,17 +156,6 @@ def test_sessions_stay_that_do_the_work_of_a_group_without_sessions_or_of_their_
 
 def test_busy_sessions_that_are_no_longer_wanted_launch_no_others():
     assert wanted(Snapshot([work(1)], [supply(sessions=5, busy=4)]), arrived=1) == 1
-
-
-def test_work_that_present_sessions_finish_within_a_start_launches_none():
-    there = supply(sessions=4, busy=4)
-    assert wanted(Snapshot([work(80)], [there]), arrived=4, start=20, minimum=4) == 4
-    assert wanted(Snapshot([work(400)], [there]), arrived=4, start=20, minimum=4) > 10
-
-
-def test_a_starting_session_is_not_closed_while_work_waits():
-    assert wanted(Snapshot([work(6)], [supply()]), underway=[1.0] * 7, start=20) == 7
-    assert wanted(Snapshot([], [supply()]), underway=[1.0] * 7, start=20) == 0
 
 
 def test_few_long_tasks_get_a_session_each_however_long_that_takes():
@@ -262,26 +235,17 @@ def test_tasks_that_run_and_plain_ones_are_no_trouble():
 # -- what it is decided by
 
 
-def test_a_snapshot_combines_the_state_of_scheduler_and_fleet():
+def test_a_snapshot_combines_what_the_scheduler_says_with_the_groups():
     answer = {
         "work": [{"resources": GPU, "tasks": 3, "unrunnable": 2, "seconds": 1.5}],
         "restricted": [{"names": ("mine-7",), "tasks": 4}],
         "groups": {"default": {"sessions": 2, "busy": 1, "managed": 5, "limit": 50}},
     }
-    options = SimpleNamespace(processes=2, nthreads=4, resources=GPU)
-    snapshot = Snapshot.of(
-        answer,
-        [
-            SimpleNamespace(name="default", options=options, wanted=WantedGroup(target=3)),
-            SimpleNamespace(name="gpu", options=options, wanted=WantedGroup(adapting={"minimum": 0})),
-        ],
-    )
-    size = {"processes": 2, "nthreads": 4, "resources": GPU}
+    supplies = [gpus("default", 2, processes=2, target=3), supply("plain")]
+    snapshot = Snapshot.of(answer, supplies)
     assert snapshot.work == [Work(GPU, tasks=3, seconds=1.5, unrunnable=2)]
     assert snapshot.restricted == {("mine-7",): 4}
-    assert snapshot.supplies == [
-        Supply("default", **size, target=3, sessions=2, busy=1, managed=5, limit=50),
-        Supply("gpu", **size, adapts=True),
-    ]
-    assert [snapshot.has_work(each) for each in ("default", "gpu")] == [True, False]
-    assert not Snapshot.of({"work": [], "restricted": [], "groups": {}}, []).has_work("default")
+    known = {"sessions": 2, "busy": 1, "managed": 5, "limit": 50}
+    assert snapshot.supplies == [replace(supplies[0], **known), supplies[1]]
+    assert snapshot.has_work("default")
+    assert not snapshot.has_work("plain")

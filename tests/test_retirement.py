@@ -1,135 +1,143 @@
-"""Workers that cannot hand over what they hold."""
+"""Workers that are closed: they move their data to others first, and stay while no other can take it."""
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
+import asyncio
 
 import dask
 import pytest
-from clusters import target
+from clusters import arrived, lines_of, log_of, rebuild, scheduler_of, simulate, target
 from distributed import Client
-from fleets import Cluster
+from simulated.testing import eventually, simulated
 
-from dask_cml import CMLCluster
-from dask_cml.manager.reconciler import Reconciler
-from dask_cml.manager.retirement import Retirements
+PROCESSES = {"processes": 2, "cpu": 2, "worker_args": []}
 
 
-class Scheduler:
-    """Answers about two sessions, of which the second one holds data that no other worker can take."""
+class Counter:
+    n = 0
 
-    def __init__(self, cluster):
-        self._cluster = cluster
-
-    async def retire(self, names):
-        return set()
-
-    async def held(self, names):
-        return {"mine-1": {"last_seen": 1, "nbytes": 10}}
-
-    async def decide(self, op, **arguments):
-        result = getattr(self._cluster.wanted, op)("m1", **arguments)
-        self._cluster.answer()
-        return result
+    def add(self, n):
+        self.n += n
+        return self.n
 
 
-class Reset(Scheduler):
-    async def retire(self, names):
-        raise ConnectionResetError("the other side closed the connection")
+def dask_names(cluster):
+    """The names of the connected Dask workers."""
+    return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
 
 
-class Silent(Scheduler):
-    async def held(self, names):
-        raise TimeoutError
+SWALLOWED = pytest.mark.xfail(
+    reason="Dask takes the argument `close` of cml_set for its own, so the scheduler never gets the names",
+    strict=True,
+)
 
 
-class Scaled(Scheduler):
-    async def retire(self, names):
-        self._cluster.want("scale", "default", 2)
-        return set()
+@pytest.mark.parametrize("who", ["keeper", pytest.param("remote", marks=SWALLOWED)])
+@simulated
+async def test_a_worker_stays_until_another_can_take_its_data(it, who):
+    async with (
+        simulate(name="mine", n_workers=1) as cluster,
+        rebuild("mine") as remote,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await eventually(lambda: arrived(cluster) == 1)
+        [data] = await client.scatter(["data"])
+        it.platform.doom("silent")
+        cluster.scale(2)
+        await eventually(lambda: {*cluster.workers} == {"mine-0", "mine-1"})
+        await {"keeper": cluster, "remote": remote}[who].scale_down(["mine-0"])
+        words = "waiting for the data of mine-0"
+        await eventually(lambda: cluster.problem == remote.problem == words)
+        assert f"problem: {words}" in repr(cluster)
+        assert f"problem: {words}" in repr(remote)
+        await asyncio.sleep(10)
+        assert lines_of(cluster) == ["Worker mine-0 stays until other workers can take its data"]
+        assert target(cluster) == target(remote) == 1
+        assert await data == "data"
+        cluster.scale(2)
+        await eventually(lambda: {*cluster.workers} == {"mine-1", "mine-2"})
+        assert await data == "data"
+        await eventually(lambda: cluster.problem is remote.problem is None)
 
 
-@pytest.mark.parametrize("scheduler", [Scheduler, Reset, Silent, Scaled])
-async def test_a_session_is_not_stopped_while_it_may_hold_data_that_no_worker_has_taken(scheduler):
-    cluster = Cluster(2)
-    cluster.launch("mine-0", "mine-1")
-    cluster.connect("mine-1")
-    cluster.want("scale", "default", 1)
-    cluster.wanted.trim("m1", "default", ["mine-1"])
-    cluster.answer()
-    for worker in cluster.fleet.workers.values():
-        worker.update = lambda listing: False
-
-    async def sessions():
-        return {}
-
-    state = SimpleNamespace(
-        fleet=cluster.fleet, client=scheduler(cluster), api=SimpleNamespace(sessions=sessions), log=print
-    )
-    retirements = Retirements(state, lambda: None)
-    assert await retirements.carry_on() == []
-    await retirements.close()
+@simulated
+async def test_without_any_wanted_worker_the_last_one_stops_with_its_data(it):
+    async with (
+        simulate(name="mine", n_workers=1) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await eventually(lambda: arrived(cluster) == 1)
+        [data] = await client.scatter(["data"])
+        cluster.scale(0)
+        await eventually(lambda: not cluster.workers)
+        assert len(it.platform.live) == 1
+        assert data.status == "cancelled"
 
 
-@pytest.fixture
-def looks(monkeypatch):
-    """A list that gets longer with each look at the workers."""
-    looks, look = [], Reconciler._look
+@pytest.mark.parametrize("op", ["retire_workers", "cml_held"])
+@simulated
+async def test_no_session_is_stopped_while_the_scheduler_does_not_answer(it, op):
+    async with (
+        simulate(name="mine", n_workers=1) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await eventually(lambda: arrived(cluster) == 1)
+        [data] = await client.scatter(["data"])
+        questions = []
 
-    async def counted(self):
-        looks.append(1)
-        return await look(self)
+        async def reset(**arguments):
+            questions.append(arguments)
+            raise ConnectionResetError("the other side closed the connection")
 
-    monkeypatch.setattr(Reconciler, "_look", counted)
-    return looks
+        handlers = scheduler_of(it, cluster).handlers
+        answer, handlers[op] = handlers[op], reset
+        it.platform.doom("silent")
+        cluster.scale(2)
+        await eventually(lambda: len(cluster.workers) == 2)
+        await cluster.scale_down(["mine-0"])
+        await eventually(lambda: len(questions) > 1)
+        assert await data == "data"
+        assert "mine-0" in cluster.workers
+        handlers[op] = answer
+        cluster.scale(2)
+        await eventually(lambda: {*cluster.workers} == {"mine-1", "mine-2"})
+        assert await data == "data"
 
 
-@pytest.mark.slow
-def test_a_session_that_keeps_one_of_its_workers_is_not_lost(platform, light, looks, until):
+@simulated
+async def test_a_session_that_keeps_one_of_its_workers_is_not_lost(it):
     """The scheduler retires the other one, and Dask moves no actors."""
-
-    class Counter:
-        n = 0
-
-        def add(self, k):
-            self.n += k
-            return self.n
-
-    patience = dask.config.set({"distributed.deploy.lost-worker-timeout": "300ms"})
-    options = {"cpu": 2, "processes": 2, "worker_args": [], "platform": "local", "quiet": True}
-    with patience, CMLCluster(n_workers=2, name="mine", **options) as cluster, Client(cluster) as client:
-        client.wait_for_workers(4, timeout=120)
-        counters = [
-            client.submit(Counter, actor=True, workers=[name], pure=False).result(120)
-            for name in ("mine-0-0", "mine-1-0")
-        ]
-        cluster.scale(1)
-        until(lambda: "kept: no other worker can take its data" in str(cluster.get_logs()["Cluster"]))
-        until(lambda: len(cluster.scheduler_info["workers"]) == 3 and target(cluster) == 2)
-        later = time.monotonic() + 1
-        until(lambda: time.monotonic() > later)
-        seen = len(looks)
-        until(lambda: cluster.sync(cluster.manager.wishes.settle) or len(looks) > seen + 2)
-        assert "failed" not in cluster.get_logs()["Cluster"]
-        assert sorted(cluster.workers) == ["mine-0", "mine-1"]
-        assert target(cluster) == 2
-        assert cluster.manager.state.problem is None
-        assert len(platform.sessions()) == 3
-        assert [counter.add(1).result(120) for counter in counters] == [1, 1]
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "300ms"}):
+        async with (
+            simulate(name="mine", n_workers=2, **PROCESSES) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await eventually(lambda: len(dask_names(cluster)) == 4)
+            counters = [
+                await client.submit(Counter, actor=True, workers=[name], pure=False)
+                for name in ("mine-0-0", "mine-1-0")
+            ]
+            cluster.scale(1)
+            await eventually(lambda: "stays until other workers can take its data" in log_of(cluster))
+            await eventually(lambda: len(dask_names(cluster)) == 3)
+            await asyncio.sleep(20)
+            assert len(lines_of(cluster)) == 1
+            assert {*cluster.workers} == {"mine-0", "mine-1"}
+            assert target(cluster) == 1
+            assert [await counter.add(1) for counter in counters] == [1, 1]
 
 
-@pytest.mark.slow
-def test_a_kept_session_that_lacks_a_worker_is_replaced_when_others_can_take_its_data(platform, light, until):
-    patience = dask.config.set({"distributed.deploy.lost-worker-timeout": "300ms"})
-    options = {"cpu": 2, "processes": 2, "worker_args": [], "platform": "local", "quiet": True}
-    with patience, CMLCluster(n_workers=1, name="mine", **options) as cluster, Client(cluster) as client:
-        client.wait_for_workers(2, timeout=120)
-        data = client.submit(lambda: [1, 2], workers=["mine-0-1"], pure=False)
-        assert data.result(120) == [1, 2]
-        until(lambda: not cluster.n_pending)
-        client.retire_workers(names=["mine-0-0"])
-        until(lambda: "Worker mine-0 kept: no other worker" in str(cluster.get_logs()["Cluster"]))
-        until(lambda: "mine-0" not in cluster.workers)
-        until(lambda: len(cluster.scheduler_info["workers"]) == 2 * target(cluster) == 4)
-        assert data.result(120) == [1, 2]
+@simulated
+async def test_a_session_that_lacks_a_worker_is_replaced_as_soon_as_another_can_take_its_data(it):
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "300ms"}):
+        async with (
+            simulate(name="mine", n_workers=1, **PROCESSES) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await eventually(lambda: len(dask_names(cluster)) == 2)
+            data = client.submit(lambda: [1, 2], workers=["mine-0-1"], pure=False)
+            assert await data == [1, 2]
+            await client.retire_workers(names=["mine-0-0"])
+            await eventually(lambda: dask_names(cluster) == {"mine-1-0", "mine-1-1"})
+            await eventually(lambda: {*cluster.workers} == {"mine-1"})
+            assert await data == [1, 2]

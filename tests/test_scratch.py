@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import dask
 import pytest
 from click.testing import CliRunner
 from clusters import arrived, log_of, make
 from distributed import Client, wait
+from distributed.core import Status
 
 from dask_cml import cli
 from dask_cml.doctor import environment
-from dask_cml.identity import WorkerIdentity, full_workers, read_workers
 from dask_cml.keeper.policy import Snapshot, Supply, Work, sessions_wanted
+from dask_cml.scheduler.full import full_words
 
 GB = 10**9
 FULL = {
     "name": "lab-3",
-    "nthreads": 1,
-    "memory_limit": GB,
-    "status": "paused",
+    "status": Status.paused,
     "metrics": {"spilled_bytes": {"memory": 9 * GB, "disk": 8 * GB}},
-    "cml": {"session": "s", "max_spill": 8 * GB},
+    "extra": {"cml": {"session": "s", "max_spill": 8 * GB}},
 }
 
 
 def words_of(*workers):
-    return full_workers(read_workers(dict(enumerate(workers))))
+    return full_words(SimpleNamespace(**worker) for worker in workers)
 
 
 def test_the_problem_names_full_workers_and_a_remedy():
@@ -40,28 +40,19 @@ def test_the_problem_names_full_workers_and_a_remedy():
 @pytest.mark.parametrize(
     "change",
     [
-        {"status": "running"},
-        {"cml": {"max_spill": None}},
-        {"cml": None},
+        {"status": Status.running},
+        {"extra": {"cml": {"max_spill": None}}},
+        {"extra": {"cml": None}},
+        {"extra": {"cml": 5}},
+        {"extra": {}},  # a worker without dask-cml
         {"metrics": {}},
+        {"metrics": "many"},
         {"metrics": {"spilled_bytes": {"disk": 2 * GB}}},
+        {"metrics": {"spilled_bytes": {"disk": "much"}}},
     ],
 )
 def test_a_worker_that_runs_or_can_spill_more_is_not_full(change):
     assert words_of({**FULL, **change}) is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"cml": 5}, {"metrics": "many"}, {"metrics": {"spilled_bytes": {"disk": "much"}}}],
-)
-def test_answers_of_another_shape_are_refused(change):
-    with pytest.raises(ValueError, match="the scheduler's answer is invalid"):
-        read_workers({"tcp://x:1": {**FULL, **change}})
-
-
-def test_a_worker_without_dask_cml_is_not_full():
-    assert not WorkerIdentity("7", 2, GB).is_full
 
 
 def wanted(full, tasks, arrived=2):
@@ -112,13 +103,13 @@ async def test_a_full_worker_is_reported_and_resumes_after_results_are_released(
 
         return np.random.default_rng(n).integers(0, 2**60, 2**22)  # 32 MiB
 
-    def told():
+    def is_reported():
         return "mine-0 has spilled" in repr(mine)
 
     async with Client(mine, asynchronous=True) as client:
         await client.wait_for_workers(1)
         blocks = client.map(block, range(40))  # 1.3 GB
-        await holds(told)
+        await holds(is_reported)
         assert "GB and is paused: scale up, or give workers more memory" in repr(mine)
         assert "is paused: scale up" in mine._repr_html_()
         await holds(lambda: "Cluster mine: worker mine-0 has spilled" in log_of(mine))
@@ -130,12 +121,11 @@ async def test_a_full_worker_is_reported_and_resumes_after_results_are_released(
         await wait(blocks)
         assert arrived(mine) >= 2
         mine.scale(3)  # adaptive scaling could stop mine-0 once it holds no results
-        for each in blocks:
-            each.release()
-        await holds(lambda: not told())
+        for future in blocks:
+            future.release()
+        await holds(lambda: not is_reported())
         again = client.submit(sum, [1, 2], workers=["mine-0"])
         assert await again == 3
-        print(log_of(mine))
 
 
 # -- the doctor

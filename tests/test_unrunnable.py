@@ -2,92 +2,84 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import asyncio
 
-import pytest
-from fleets import Cluster
+from clusters import arrived, lines_of, rebuild, scheduler_of, simulate
+from distributed import Client
+from simulated.testing import eventually, simulated
 
-from dask_cml.manager.reconciler import Reconciler
+from dask_cml.timing import timing
+
+NO_FPGA = "3 tasks need FPGA=1, which no worker group offers"
+NO_GPU = "1 task needs GPU=1; worker group gpu offers it, but has no workers: "
+NO_GPU += "call cluster.scale(1, worker_group='gpu')"
 
 
-class Client:
-    """A scheduler whose tasks the test sets."""
+def reported(cluster):
+    """The lines about tasks that cannot run."""
+    return [line for line in lines_of(cluster) if "cannot run all tasks" in line]
 
-    def __init__(self, leads):
-        self.needs, self.restricted, self.looks, self.leads = [], [], 0, leads
 
-    async def demand(self, max_age):
-        self.looks += 1
-        work = [
-            {"resources": resources, "tasks": n, "unrunnable": n, "seconds": 0.5 * n}
-            for n, resources in self.needs
+@simulated
+async def test_a_need_that_no_group_offers_is_a_problem_until_one_offers_it(it):
+    async with (
+        simulate(name="mine") as cluster,
+        rebuild("mine") as remote,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        assert cluster.problem is None
+        futures = client.map(abs, range(3), resources={"FPGA": 1})
+        await eventually(lambda: f"problem: {NO_FPGA}" in repr(cluster))
+        await eventually(lambda: remote.problem == NO_FPGA)
+        futures += client.map(abs, range(3, 5), resources={"FPGA": 1})
+        await eventually(lambda: cluster.problem == NO_FPGA.replace("3", "5"))
+        futures += client.map(abs, range(5, 7), resources={"LICENSE": 1})
+        await eventually(lambda: "; 2 tasks need LICENSE=1" in cluster.problem)
+        assert reported(cluster) == [
+            f"Cluster mine cannot run all tasks: {NO_FPGA}",
+            f"Cluster mine cannot run all tasks: {NO_FPGA.replace('3', '2').replace('FPGA', 'LICENSE')}",
         ]
-        restricted = [{"names": names, "tasks": n} for n, names in self.restricted]
-        return {"work": work, "restricted": restricted, "groups": {}}
+        await cluster.add_worker_group("fpga", n_workers=1, resources={"FPGA": 3, "LICENSE": 1})
+        assert await client.gather(futures) == [*range(7)]
+        await eventually(lambda: cluster.problem is remote.problem is None)
 
 
-@pytest.fixture
-def mine():
-    mine = Cluster(1, gpu={"options": {"nvidia_gpu": 1}})
-    mine.client, mine.told = Client(leads=True), []
-    mine.state = SimpleNamespace(
-        fleet=mine.fleet, client=mine.client, log=mine.told.append, unrunnable=None, age=""
-    )
-    mine.look = Reconciler(mine.state)._tell
-    return mine
+@simulated
+async def test_a_need_that_was_met_and_returns_is_reported_again(it):
+    async with (
+        simulate(name="mine", worker_groups={"gpu": {"nvidia_gpu": 1}}) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        for i in range(2):
+            future = client.submit(abs, i, resources={"GPU": 1})
+            await eventually(lambda: cluster.problem == NO_GPU)
+            cluster.scale(1, worker_group="gpu")
+            assert await future == i
+            await eventually(lambda: cluster.problem is None)
+            cluster.scale(0, worker_group="gpu")
+            await eventually(lambda: not cluster.workers)
+        assert reported(cluster) == [f"Cluster mine cannot run all tasks: {NO_GPU}"] * 2
 
 
-async def test_a_need_of_many_tasks_is_logged_once(mine):
-    await mine.look()
-    assert (mine.state.unrunnable, mine.told) == (None, [])
-    for n in 3, 5:
-        mine.client.needs = [(n, {"FPGA": 1})]
-        await mine.look()
-    assert mine.state.unrunnable == "5 tasks need FPGA=1, which no worker group offers"
-    assert mine.told == [
-        "Cluster mine cannot run all tasks: 3 tasks need FPGA=1, which no worker group offers"
-    ]
-
-
-async def test_a_need_that_was_met_and_returns_is_logged_again(mine):
-    mine.client.needs = [(1, {"GPU": 1})]
-    words = "1 task needs GPU=1; worker group gpu offers it, but has no workers: "
-    words += "call cluster.scale(1, worker_group='gpu')"
-    for n, expected in (0, words), (1, None), (0, words):
-        mine.want("scale", "gpu", n)
-        await mine.look()
-        assert mine.state.unrunnable == expected
-    assert mine.told == [f"Cluster mine cannot run all tasks: {words}"] * 2
-
-
-async def test_a_second_need_is_logged_without_the_first(mine):
-    mine.client.needs = [(1, {"FPGA": 1})]
-    await mine.look()
-    mine.client.needs.append((2, {"LICENSE": 1}))
-    await mine.look()
-    assert "FPGA" not in mine.told[1]
-    assert mine.state.unrunnable.count("; ") == 1
-
-
-async def test_tasks_for_connected_or_wanted_workers_are_no_problem(mine):
-    mine.want("scale", "gpu", 2)
-    mine.connected = {"tcp://10.0.0.7:1": "mine-0"}
-    mine.answer()
-    mine.fleet.workers_info["tcp://10.0.0.7:1"]["host"] = "10.0.0.7"
-    mine.client.restricted = [
-        (1, [name]) for name in ("mine-0", "10.0.0.7", "tcp://10.0.0.7:1", "mine-gpu-1")
-    ]
-    await mine.look()
-    assert mine.state.unrunnable is None
-    mine.client.restricted.append((1, ["tcp://10.0.0.8:1"]))
-    await mine.look()
-    assert (
-        mine.state.unrunnable == "1 task is restricted to tcp://10.0.0.8:1, which the cluster does not have"
-    )
-
-
-async def test_only_the_leader_looks(mine):
-    mine.client.leads = False
-    mine.client.needs = [(1, {"FPGA": 1})]
-    await mine.look()
-    assert (mine.client.looks, mine.state.unrunnable, mine.told) == (0, None, [])
+@simulated
+async def test_tasks_for_connected_or_wanted_workers_are_no_problem(it):
+    async with (
+        simulate(
+            name="mine", n_workers=1, worker_groups={"gpu": {"processes": 2, "worker_args": []}}
+        ) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await eventually(lambda: arrived(cluster) == 1)
+        it.platform.doom("silent")
+        cluster.scale(1, worker_group="gpu")
+        [(address, worker)] = cluster.scheduler_info["workers"].items()
+        known = ["mine-0", address, worker["host"], "mine-gpu-0-1"]
+        futures = [client.submit(abs, i, workers=[name]) for i, name in enumerate(known)]
+        assert await client.gather(futures[:3]) == [0, 1, 2]
+        await eventually(lambda: scheduler_of(it, cluster).unrunnable)
+        await asyncio.sleep(2 * timing.look)
+        assert cluster.problem is None
+        futures.append(client.submit(abs, 4, workers=["tcp://10.0.0.8:1"]))
+        words = "1 task is restricted to tcp://10.0.0.8:1, which the cluster does not have"
+        await eventually(lambda: cluster.problem == words)
+        assert words in cluster._repr_html_()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from datetime import timedelta
 
 import clusters
 import dask
 import pytest
 from click.testing import CliRunner
-from clusters import arrived, log_of
+from clusters import arrived, log_of, rebuild, target
+from distributed import Client
 from extensions import faults
 from simulated.testing import eventually, simulated
 
@@ -43,24 +45,29 @@ def make(**options):
     return clusters.make(cpu=1, memory=1, **options)
 
 
-async def listed(name):
-    """What `dask cml list` says of a cluster, for programs and for people."""
+async def listed(name, **expected):
+    """What `dask cml list` says of a cluster, for programs and for people, as soon as it says this."""
 
     def ask(*arguments):
         result = CliRunner().invoke(cml, ["list", *arguments])
         assert result.exit_code == 0, result.output
         return result.output
 
-    [row] = json.loads(await asyncio.to_thread(ask, "--json"))
-    assert row["name"] == name
-    return row, await asyncio.to_thread(ask)
+    async def wait():
+        while True:
+            [row] = json.loads(await asyncio.to_thread(ask, "--json"))
+            assert row["name"] == name
+            if row.items() >= expected.items():
+                return await asyncio.to_thread(ask)
+
+    return await asyncio.wait_for(wait(), 60)
 
 
 async def test_six_workers_where_one_has_room(platform, room, holds):
     room(2)
     async with make(n_workers=6) as cluster:
-        await holds(lambda: arrived(cluster) == 1 and len(cluster.manager.fleet.waits()) == 5)
-        before = {each.id for each in cluster.sessions}
+        await holds(lambda: arrived(cluster) == 1 and len(cluster.waits()) == 5)
+        before = {session.id for session in cluster.sessions}
         for worker in cluster.workers.values():  # as if an hour had passed
             worker.launched_at -= 3600
             worker.since -= timedelta(hours=1)
@@ -69,17 +76,14 @@ async def test_six_workers_where_one_has_room(platform, room, holds):
         assert "workers=1 (5 waiting for room, 60 min)" in repr(cluster)
         assert "5 waiting for room, 60 min" in cluster._repr_html_()
         assert cluster._repr_html_().count("waiting for room, 60 min") == 6
-        row, text = await listed(cluster.name)
-        while (row["status"], row["waiting"]) != ("running", 5):
-            # The scheduler has a moment to answer, which may be too short, and the record is written later.
-            row, text = await listed(cluster.name)
-        assert (row["workers"], row["waiting"]) == (1, 5)
+        # The files are written later.
+        text = await listed(cluster.name, status="running", workers=1, waiting=5)
         assert "1 (5 waiting for room, " in text
         await holds(lambda: "waiting for room for" in log_of(cluster))
         [n] = re.findall(r"waiting for room for (\d+) of 6 worker sessions", log_of(cluster))
         assert 1 <= int(n) <= 5  # those that had waited long enough when the line was logged
         assert "failed" not in log_of(cluster)
-        assert {each.id for each in cluster.sessions} == before
+        assert {session.id for session in cluster.sessions} == before
         assert len(platform.sessions()) == 7
         room(3)
         await holds(lambda: arrived(cluster) == 2)
@@ -91,36 +95,53 @@ async def test_six_workers_where_one_has_room(platform, room, holds):
     assert len(platform.sessions()) == 7
 
 
-async def test_a_scheduler_that_waits_for_room_is_shown_and_connects_workers_that_were_earlier(
-    platform, room, holds
-):
+@pytest.fixture
+async def starting(room, holds):
+    """A cluster whose scheduler waits for room, and its start."""
     room(0)
     cluster = make(n_workers=1)
-    starting = asyncio.ensure_future(cluster)
+    start = asyncio.ensure_future(cluster)
     await holds(lambda: cluster.scheduler is not None and cluster.scheduler.waits_for)
-    assert re.search(r", scheduler waiting for room, \d+ s, starting\)", repr(cluster))
-    while not (row := (await listed(cluster.name))[0])["waiting"]:
-        pass
-    assert (row["status"], row["waiting"]) == ("starting", 2) or row["waiting"] == 1
-    assert "starting, waiting for room, " in (await listed(cluster.name))[1]
+    yield cluster, start
     room(2)
-    await starting
+    await start
+    await cluster.close()
+
+
+async def test_workers_that_are_earlier_than_a_scheduler_that_waits_for_room_connect(
+    platform, starting, room, holds
+):
+    cluster, start = starting
+    assert re.search(r", scheduler waiting for room, \d+ s, starting\)", repr(cluster))
+    room(2)
+    await start
     await holds(lambda: arrived(cluster) == 1)
     assert len(platform.sessions()) == 2
-    await cluster.close()
+
+
+@pytest.mark.xfail(
+    reason="while a cluster starts, the keeper does not record that its sessions wait", strict=True
+)
+async def test_a_scheduler_that_waits_for_room_is_listed_so(starting):
+    cluster, _ = starting
+    text = await listed(cluster.name, status="starting", waiting=2)
+    assert "starting, waiting for room, " in text
 
 
 @simulated
 async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_runs(it):
     it.platform.configure(quota={"sessions": 2}, waits_for_room=True)
-    async with clusters.simulate(name="lab", n_workers=2) as cluster:
-        await eventually(lambda: arrived(cluster) == 1 and cluster.manager.fleet.waits())
+    async with (
+        clusters.simulate(name="lab", n_workers=2) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await eventually(lambda: arrived(cluster) == 1 and cluster.waits())
         it.platform.configure()
         cluster.scale(3)
 
         async def logged(state):
-            events = await cluster.manager.state.client.call("events", topic="cml")
-            return sorted(each["session"] for _, each in events if each["action"] == state)
+            events = await client.get_events("cml")
+            return sorted(event["session"] for _, event in events if event["action"] == state)
 
         while len(await logged("running")) < 3:
             await asyncio.sleep(1.0)
@@ -134,15 +155,21 @@ async def test_the_scheduler_logs_once_that_a_session_waits_and_once_that_it_run
 @simulated
 async def test_adaptive_scaling_launches_no_more_while_sessions_wait_for_room(it):
     it.platform.configure({"sessions": 2}, waits_for_room=True)
-    async with clusters.simulate() as cluster:
+    async with (
+        clusters.simulate(name="lab") as cluster,
+        rebuild("lab") as remote,
+        Client(cluster, asynchronous=True) as client,
+    ):
         cluster.scale(2)
-        await eventually(
-            lambda: cluster.manager.fleet.waits() and max(cluster.manager.fleet.waits().values()) > 0.5
-        )
-        assert cluster.manager.state.backoffs.affordable(10, "default") == 2
+        await eventually(lambda: cluster.waits() and max(cluster.waits()) > 0.5)
+        await eventually(lambda: len(remote.waits()) == 1)
+        cluster.adapt(0, 10)
+        futures = client.map(lambda i: time.sleep(1000), range(100))
+        await asyncio.sleep(20)
+        assert target(cluster) == 2
         it.platform.configure()
-        await eventually(lambda: arrived(cluster) == 2)
-        assert cluster.manager.state.backoffs.affordable(10, "default") == 10
+        await eventually(lambda: arrived(cluster) > 2)
+        del futures
 
 
 @pytest.mark.parametrize("fault", ["unknown_status", "stopping"])
@@ -151,7 +178,7 @@ async def test_unknown_and_stopping_sessions_have_not_ended(platform, holds, fau
     async with make(n_workers=1) as cluster:
         await holds(lambda: arrived(cluster) == 1)
         assert "failed" not in log_of(cluster)
-        [session] = [each.id for each in cluster.sessions if each.role == "worker"]
+        [session] = [session.id for session in cluster.sessions if session.role == "worker"]
         assert len(platform.sessions()) == 2
         if fault == "stopping":
             platform.stop_workers(session)

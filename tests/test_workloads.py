@@ -1,7 +1,7 @@
 """Workloads of public notebooks give the same results on CMLCluster and on LocalCluster.
 
 Each workload is written anew after the notebook in its docstring, on data that it creates itself.
-docs/compatibility.md lists them. A workload imports what it needs itself, because each process of pytest
+A workload imports what it needs itself, because each process of pytest
 imports this module, and one runs it.
 """
 
@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import json
 import operator
-import re
-from pathlib import Path
 
 import dask
 import pytest
 from distributed import Client, LocalCluster, as_completed, get_client, rejoin, secede
 
 from dask_cml import CMLCluster
-
-PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 
 
 def arrays(client, folder):
@@ -38,8 +34,8 @@ def bags(client, folder):
     people = [{"age": n % 90, "name": [f"N{n}", "Smith"], "job": f"J{n**2 % 7}"} for n in range(2_000)]
     db.from_sequence(people, npartitions=4).map(json.dumps).to_textfiles(str(folder / "*.json"))
     records = db.read_text(str(folder / "*.json")).map(json.loads)
-    jobs = records.filter(lambda each: each["age"] > 30).pluck("job").frequencies().compute()
-    flat = records.map(lambda each: {"age": each["age"], "job": each["job"]}).to_dataframe()
+    jobs = records.filter(lambda person: person["age"] > 30).pluck("job").frequencies().compute()
+    flat = records.map(lambda person: {"age": person["age"], "job": person["job"]}).to_dataframe()
     return {**dict(jobs), "mean": flat.groupby("job").age.mean().compute().sort_index().to_numpy()}
 
 
@@ -69,7 +65,7 @@ def delayed(client, folder):
         flights.to_csv(folder / f"{month}.csv", index=False)
     read = dask.delayed(pd.read_csv)
     groups = [read(path).groupby("origin").delay for path in sorted(folder.glob("*.csv"))]
-    sums, counts = dask.compute([each.sum() for each in groups], [each.count() for each in groups])
+    sums, counts = dask.compute([group.sum() for group in groups], [group.count() for group in groups])
     return {"mean": (sum(sums) / sum(counts)).sort_index().to_numpy()}
 
 
@@ -163,7 +159,7 @@ def text(client, folder):
     words = ["graphics", "windows", "hockey", "motorcycles"]
     posts = db.from_sequence([" ".join(words[: n % 4 + 1]) for n in range(400)], npartitions=4)
     vectors = [dask.delayed(HashingVectorizer(n_features=64).transform)(part) for part in posts.to_delayed()]
-    return {"nonzero": [each.nnz for each in dask.compute(*vectors)]}
+    return {"nonzero": [vector.nnz for vector in dask.compute(*vectors)]}
 
 
 def boosting(client, folder):
@@ -221,16 +217,16 @@ def local_cluster():
 def clusters(local_cluster, shared_platform):  # in this order: the platform takes later processes for its own
     """A cluster of each kind, with connected workers: some libraries do not wait for any."""
     with CMLCluster(n_workers=2, worker_args=["--no-nanny"], platform="local", quiet=True) as cluster:
-        for each in (local_cluster, cluster):
-            each.wait_for_workers(2, timeout=120)
+        for made in (local_cluster, cluster):
+            made.wait_for_workers(2, timeout=120)
         yield local_cluster, cluster
 
 
 @pytest.mark.parametrize(
     "workload",
     [
-        pytest.param(each, marks=[pytest.mark.slow, pytest.mark.images] if each in SLOW else [])
-        for each in WORKLOADS
+        pytest.param(workload, marks=[pytest.mark.slow, pytest.mark.images] if workload in SLOW else [])
+        for workload in WORKLOADS
     ],
     ids=lambda workload: workload.__name__,
 )
@@ -247,9 +243,3 @@ def test_a_workload_gives_the_same_results_on_both_clusters(clusters, tmp_path, 
     assert actual.keys() == expected.keys()
     for key in expected:
         np.testing.assert_allclose(actual[key], expected[key], rtol=1e-5)
-
-
-def test_the_page_lists_the_workloads_and_the_notebooks():
-    rows = re.findall(r"^\| `(\w+)` \| .* \| (.+?) \|$", PAGE.read_text(), re.MULTILINE)
-    listed = {name: re.sub(r"`|\[|\]\([^)]*\)", "", notebook) for name, notebook in rows}
-    assert listed == {each.__name__: each.__doc__.rstrip(".") for each in WORKLOADS}
