@@ -402,7 +402,9 @@ class CMLCluster(KeptCluster):
             check_room("n", n, options.worker, self.groups.others(worker_group))
         if self.is_remote:
             return self._write(groups={worker_group: {"target": n, "adapt": None}})
-        self.groups.adapt(worker_group, None)
+        # An Adaptive of another class calls this method itself.
+        if self.groups.limits(worker_group) is not None:
+            self.groups.adapt(worker_group, None)
         self._resize(worker_group, n, adapt=None)
         return NoOpAwaitable() if self.asynchronous else None
 

@@ -79,7 +79,7 @@ async def test_an_unknown_argument_of_a_method_changes_nothing(unstarted, call, 
         call(unstarted)
     assert [*unstarted.worker_groups] == ["default"]
     assert unstarted.worker_spec == {}
-    assert not unstarted.groups.adaptives
+    assert not unstarted.groups.adapts("default")
 
 
 async def test_adapting_knows_the_arguments_of_a_class_and_of_the_choice_of_workers(unstarted):

@@ -121,13 +121,7 @@ async def test_a_deleted_group_hands_over_its_data(it):
         assert names(cluster) == {"mine-0"}
 
 
-TOO_EARLY = pytest.mark.xfail(
-    reason="a remote counts sessions of a deleted group, which an older report names, to the default group",
-    strict=True,
-)
-
-
-@pytest.mark.parametrize("who", ["keeper", pytest.param("remote", marks=TOO_EARLY)])
+@pytest.mark.parametrize("who", ["keeper", "remote"])
 @simulated
 async def test_the_workers_of_a_deleted_group_stay_until_others_can_take_their_data(it, who):
     groups = {"big": {"n_workers": 1}}
@@ -151,7 +145,7 @@ async def test_the_workers_of_a_deleted_group_stay_until_others_can_take_their_d
         assert await held == "data"
 
 
-@pytest.mark.parametrize("who", ["keeper", pytest.param("remote", marks=TOO_EARLY)])
+@pytest.mark.parametrize("who", ["keeper", "remote"])
 @simulated
 async def test_a_deleted_group_is_gone_at_once_while_its_sessions_stop(it, who):
     async with mine(worker_groups={"big": {"n_workers": 1}}) as cluster, rebuild("mine") as remote:
@@ -168,11 +162,6 @@ async def test_a_deleted_group_is_gone_at_once_while_its_sessions_stop(it, who):
         assert cluster.workers == {}
 
 
-@pytest.mark.xfail(
-    reason="delete_worker_group waits for the new sessions, too, and a keeper that sees both changes at once "
-    "keeps the old options",
-    strict=True,
-)
 @pytest.mark.parametrize("who", ["keeper", "remote"])
 @simulated
 async def test_a_group_may_be_added_again_while_the_sessions_of_the_deleted_one_stop(it, who):
@@ -188,10 +177,6 @@ async def test_a_group_may_be_added_again_while_the_sessions_of_the_deleted_one_
         assert user.worker_groups["big"].size.memory == 2
 
 
-@pytest.mark.xfail(
-    reason="a remote whose worker_spec loses a deleted group's workers takes that for a user's change",
-    strict=True,
-)
 @simulated
 async def test_a_remote_sees_other_workers_after_a_group_with_workers_was_deleted(it):
     async with mine(worker_groups={"big": {"n_workers": 1}}) as cluster, rebuild("mine") as remote:

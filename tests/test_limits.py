@@ -211,11 +211,6 @@ def write_others():
     write_record(Record("anns", maker=Maker.this_process("ann"), launches=launches))
 
 
-@pytest.mark.xfail(
-    reason="Keeper.launch counts the scheduler as there: the message says one session more, and a cluster "
-    "without workers is not refused",
-    strict=True,
-)
 @pytest.mark.parametrize(("limit", "n_workers"), [(4, 2), (2, 0)])
 @simulated
 async def test_more_sessions_than_a_user_may_have_refuse_a_start(it, limit, n_workers):

@@ -26,13 +26,7 @@ def dask_names(cluster):
     return {worker["name"] for worker in cluster.scheduler_info["workers"].values()}
 
 
-SWALLOWED = pytest.mark.xfail(
-    reason="Dask takes the argument `close` of cml_set for its own, so the scheduler never gets the names",
-    strict=True,
-)
-
-
-@pytest.mark.parametrize("who", ["keeper", pytest.param("remote", marks=SWALLOWED)])
+@pytest.mark.parametrize("who", ["keeper", "remote"])
 @simulated
 async def test_a_worker_stays_until_another_can_take_its_data(it, who):
     async with (

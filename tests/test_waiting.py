@@ -119,9 +119,6 @@ async def test_workers_that_are_earlier_than_a_scheduler_that_waits_for_room_con
     assert len(platform.sessions()) == 2
 
 
-@pytest.mark.xfail(
-    reason="while a cluster starts, the keeper does not record that its sessions wait", strict=True
-)
 async def test_a_scheduler_that_waits_for_room_is_listed_so(starting):
     cluster, _ = starting
     text = await listed(cluster.name, status="starting", waiting=2)

@@ -12,10 +12,10 @@ from time import monotonic
 from typing import Any
 
 import dask.config
-from dask.utils import parse_timedelta
 from distributed.deploy.adaptive import Adaptive
 from tornado.ioloop import PeriodicCallback
 
+from dask_cml.checks import integer, seconds
 from dask_cml.errors import CMLError
 from dask_cml.keeper.policy import sessions_wanted
 from dask_cml.naming import DEFAULT_GROUP, session_name
@@ -87,6 +87,11 @@ class CMLAdaptive(Adaptive):
     **kwargs
         Arguments of :class:`distributed.deploy.Adaptive`, with its defaults.
 
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is invalid.
+
     Examples
     --------
     >>> adaptive = cluster.adapt(minimum=1, maximum=10)
@@ -108,7 +113,9 @@ class CMLAdaptive(Adaptive):
         super().__init__(cluster, interval=0, **kwargs)
         if interval is None:
             interval = dask.config.get("distributed.adaptive.interval")
-        self.interval = parse_timedelta(interval, "seconds")
+        self.interval = seconds("interval", interval)
+        seconds("target_duration", self.target_duration)
+        integer("wait_count", self.wait_count, 0)
         self._lull = _Lull()
         self._least_wait_count = self.wait_count
         self._starts: deque[float] = deque(maxlen=_LAST_STARTS)

@@ -139,7 +139,7 @@ class Backoff:
     def granted(self, n: int) -> None:
         """Record that the platform has launched `n` sessions in total."""
         if self._ceiling is None or n > self._ceiling[0]:
-            self._shortage = None
+            self._shortage = self._ceiling = None
 
     def limited(self, n: int, fit: int, limit: str) -> None:
         """Record that only `fit` of `n` sessions fit into a limit of the site."""

@@ -11,7 +11,7 @@ from distributed.objects import SchedulerInfo
 from dask_cml.keeper.groups import Groups
 from dask_cml.keeper.report import Report
 from dask_cml.keeper.retirement import connected_names
-from dask_cml.naming import DEFAULT_GROUP, dask_names
+from dask_cml.naming import dask_names
 from dask_cml.remote import BoardState, Remote
 from dask_cml.sessions.session import Session
 
@@ -108,14 +108,14 @@ class Follower:
         ValueError
             If the keeper's report is invalid.
         """
+        is_written = {*self._cluster.worker_spec} == self._known  # what a user of this process has changed
         self._groups.take(board.groups)
         self._report = Report.read(board.report) if board.report else Report()
-        if {*self._cluster.worker_spec} == self._known:  # a user has changed nothing that is not written yet
+        if is_written:
             self._cluster.worker_spec.clear()
             for name in self._report.wanted:
-                group = self._groups.group_of(name)
-                spec = self._groups.spec(group if group in self._groups else DEFAULT_GROUP)
-                self._cluster.worker_spec[name] = spec
+                if (group := self._groups.group_of(name)) in self._groups:  # an older report
+                    self._cluster.worker_spec[name] = self._groups.spec(group)
             self._known = {*self._cluster.worker_spec}
         n = len(self._cluster.scheduler_info["workers"])
         if board.moves != self._moves and time.monotonic() - self._looked_at_workers > n / _DESCRIPTIONS:
@@ -140,7 +140,7 @@ class Follower:
         changed = {self._groups.group_of(name) for name in new}
         changes: dict[str, Any] = {}
         if closed:
-            changes["close"] = sorted(closed)
+            changes["closing"] = sorted(closed)
         if changed:
             changes["groups"] = {group: {"target": len(self._groups.workers(group))} for group in changed}
         if changes:

@@ -45,6 +45,7 @@ class Groups:
         self._cluster, self._prefix, self._api, self._place = cluster, options.name, api, place
         self._lock = threading.RLock()
         self._options = {DEFAULT_GROUP: options}
+        self._created: dict[str, int] = {}
         #: Number of workers that a group has above its target, because the scheduler has not chosen yet
         #: which ones cost least to close.
         self._excess: dict[str, int] = {}
@@ -75,10 +76,20 @@ class Groups:
             raise ValueError(message("worker_group", group, f"one of {', '.join(map(repr, self._options))}"))
         return known
 
-    def add(self, group: str, options: Options) -> None:
-        """Add a group without workers, or give a group other options."""
+    def add(self, group: str, options: Options, created: int = 0) -> None:
+        """Add a group without workers.
+
+        Parameters
+        ----------
+        group : str
+            The group's name.
+        options : Options
+            The options of its workers.
+        created : int
+            Distinguishes it from others with its name, see :class:`~dask_cml.scheduler.board.BoardGroup`.
+        """
         with self._lock:
-            self._options[group] = options
+            self._options[group], self._created[group] = options, created
 
     def remove(self, group: str) -> None:
         """Remove a group. Its workers are not wanted any more."""
@@ -86,16 +97,22 @@ class Groups:
             for name in self.workers(group):
                 self._cluster.worker_spec.pop(name, None)
             self._options.pop(group, None)
+            self._created.pop(group, None)
             self._excess.pop(group, None)
         self.adapt(group, None)
 
-    def take(self, groups: Mapping[str, BoardGroup]) -> None:
-        """Have the groups of the board, without changing how many workers each has."""
+    def take(self, groups: Mapping[str, BoardGroup]) -> list[str]:
+        """Have the groups of the board. Return those that were removed, also to be added again."""
+        removed = []
+        for group in self.names:
+            about = groups.get(group)
+            if about is None or about.created != self._created.get(group, 0):
+                self.remove(group)
+                removed.append(group)
         for group, about in groups.items():
             if group not in self:
-                self.add(group, self.options().of_group(about.options))
-        for group in [group for group in self.names if group not in groups]:
-            self.remove(group)
+                self.add(group, self.options().of_group(about.options), about.created)
+        return removed
 
     def to_json(self, requests: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """Return the groups for a board, see :class:`~dask_cml.scheduler.board.BoardGroup`.
@@ -108,7 +125,13 @@ class Groups:
         groups = {}
         for group in self.names:
             options = {} if group == DEFAULT_GROUP else self.options(group).group_arguments()
-            about = BoardGroup(options, self.target(group), self.limits(group), requests.get(group, 0))
+            about = BoardGroup(
+                options=options,
+                target=self.target(group),
+                adapt=self.limits(group),
+                request=requests.get(group, 0),
+                created=self._created.get(group, 0),
+            )
             groups[group] = asdict(about)
         return groups
 
@@ -119,6 +142,8 @@ class Groups:
         before = self._adaptives.pop(group, None)
         if isinstance(before, CMLAdaptive):
             before.release()
+        elif before is not None:
+            before.stop()
         if adaptive is not None:
             self._adaptives[group] = adaptive
         if group == DEFAULT_GROUP:

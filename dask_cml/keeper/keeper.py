@@ -249,8 +249,8 @@ class Keeper:
         """
         scheduler = self._cluster.scheduler = CMLScheduler(self._api, self._groups.options(), self.place)
         names = self._groups.workers()
-        left, why = await asyncio.to_thread(left_for_user, self._record.id, 1)
-        if strict and left < len(names):
+        left, why = await asyncio.to_thread(left_for_user, self._record.id, 0)
+        if strict and left < 1 + len(names):
             raise LaunchRefused(scheduler.name, why, by="dask-cml")
         workers = [self._make(name) for name in names]
         shown = StartDisplay(self._name, [scheduler, *workers], self.arrived) if display else None
@@ -282,6 +282,7 @@ class Keeper:
             listing = await self._api.sessions()
             for worker in workers:
                 worker.update(listing)
+            await self._journal.write(self.processes)
 
     async def _launch_strictly(self, workers: Iterable[CMLWorker]) -> None:
         async def launch(worker: CMLWorker) -> None:
@@ -340,16 +341,13 @@ class Keeper:
         board wins.
         """
         changed = False
-        for group in [group for group in self._groups.names if group not in board.groups]:
-            self._groups.remove(group)
+        for group in self._groups.take(board.groups):
             self._backoffs.pop(group, None)
             self.requests.pop(group, None)
             changed = True
         for group, about in board.groups.items():
             if group in self._asked or self.requests.get(group) == about.request:
                 continue
-            if group not in self._groups:
-                self._groups.add(group, self._groups.options().of_group(about.options))
             self.requests[group] = about.request
             self._backoffs.pop(group, None)  # it begins anew
             self._groups.resize(group, about.target, self.absent(group))
@@ -738,8 +736,7 @@ class Keeper:
         async with self._publishing:
             if not self._remote.connected:
                 return
-            asked, self._asked = self._asked, {}
-            board = self._remote.board
+            asked, board = dict(self._asked), self._remote.board
             changes = dict(asked)
             for group in self._groups.names:
                 if group not in asked and group in board.groups and self.requests.get(group) is not None:
@@ -760,14 +757,15 @@ class Keeper:
             try:
                 answer = await self._remote.report(report, closed, changes, events)
             except CMLError as error:
-                self._asked = {**asked, **self._asked}
                 logger.info("Board of cluster %s not written: %s", self._name, error)
                 return
             self._published = report
             for _ in events:
                 self._events.popleft()
             self._closed.intersection_update(answer.closing)
-            for group in asked:
+            for group, change in asked.items():
+                if self._asked.get(group) is change:  # a user may have changed it again meanwhile
+                    del self._asked[group]
                 if group in answer.groups:
                     self.requests[group] = answer.groups[group].request
 

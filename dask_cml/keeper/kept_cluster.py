@@ -565,10 +565,11 @@ class KeptCluster(SpecCluster):
         self._check_running(f"worker group {name!r} not deleted")
         if name == DEFAULT_GROUP or name not in self.groups:
             raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
+        going = {*self.workers_of(name)}
         await self._remote.set(groups={name: None})
         await self._take_changes()
         what = f"worker group {name!r} of cluster {self.options.name} deleted, but"
-        while left := self.workers_of(name):
+        while left := [worker for worker in self.workers_of(name) if worker in going]:
             self._check_running(f"{what} {', '.join(left)} not stopped")
             if staying := [worker for worker in left if worker in self._role.staying]:
                 words = "until other workers can take their data: cluster.scale(n) launches some"

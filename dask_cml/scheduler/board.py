@@ -67,12 +67,15 @@ class BoardGroup:
         The :class:`Limits` of adaptive scaling. None: the group has a fixed size.
     request : int
         How many changes users have asked for.
+    created : int
+        The revision of the board at which it was added. A group that is deleted and added again is another.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     target: int = 0
     adapt: Mapping[str, Any] | None = None
     request: int = 0
+    created: int = 0
 
 
 class Board:
@@ -105,9 +108,9 @@ class Board:
     """
 
     def __init__(self, groups: Mapping[str, Mapping[str, Any]], keeper: str | None = None) -> None:
-        self.revision = 1
         self.groups = {name: BoardGroup(**group) for name, group in groups.items()}
         self.groups.setdefault(DEFAULT_GROUP, BoardGroup())
+        self.revision = 1 + max(group.created for group in self.groups.values())
         self.keeper = keeper
         self.closing: list[str] = []
         self.leaving: list[str] = []
@@ -162,7 +165,7 @@ class Board:
             raise ValueError(f"invalid name={name!r}: expected a worker group other than {DEFAULT_GROUP!r}")
 
     def _change(self, name: str, change: GroupChange) -> None:
-        group = self.groups.setdefault(name, BoardGroup())
+        group = self.groups.setdefault(name, BoardGroup(created=self.revision))
         if change.request is UNSET:  # a user asks
             group.request += 1
         elif change.request != group.request:
@@ -173,7 +176,7 @@ class Board:
             group.target = change.target
         if change.adapt is not UNSET:
             group.adapt = None if change.adapt is None else msgspec.structs.asdict(change.adapt)
-        if group.adapt is not None:
+        if group.adapt is not None and change.request is UNSET:
             # At once: the keeper looks at the work later.
             group.target = min(max(group.target, group.adapt["minimum"]), group.adapt["maximum"])
 

@@ -205,7 +205,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def set(
         self,
         groups: GroupChanges | UnsetType = UNSET,
-        close: Names | UnsetType = UNSET,
+        closing: Names | UnsetType = UNSET,
         orphan_timeout: Seconds | UnsetType | None = UNSET,
         app_url: URL | UnsetType = UNSET,
     ) -> dict[str, Any]:
@@ -215,8 +215,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         ----------
         groups : mapping
             The changes of worker groups, see :class:`~dask_cml.scheduler.board.GroupChange`.
-        close : collection of str
-            The names of workers that the keeper is to close, with none instead.
+        closing : collection of str
+            The names of workers that the keeper is to close, with none instead. Dask takes ``close`` for itself.
         orphan_timeout : float or None
             Time without a watcher and a client after which the scheduler closes, in seconds. None: never.
         app_url : str
@@ -229,8 +229,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """
         if groups is not UNSET:
             self._board.change(groups)
-        if close is not UNSET:
-            self._board.close_workers(close)
+        if closing is not UNSET:
+            self._board.close_workers(closing)
         if orphan_timeout is not UNSET:
             self._watchers.timeout = self._orphan_timeout = orphan_timeout
         if app_url is not UNSET:
