@@ -877,11 +877,14 @@ class CMLCluster(KeptCluster):
         await super()._start_once()
 
     def _end_failed_start(self, error: BaseException) -> None:
-        """Stop what a constructor has launched that fails."""
+        """Stop what a constructor has launched that fails. Log an error, which must not replace the first one."""
         if not hasattr(self, "_loop_runner"):  # Dask's classes have refused an argument
             no_longer_end_at_exit(self)
             return
-        self._end(shutdown=not self._connects)
+        try:
+            self._end(shutdown=not self._connects)
+        except CMLError as failed:
+            logger.error("%s", failed)
         if isinstance(error, KeyboardInterrupt):
             n = self._api.n_launched - len(self._api.live)
             output.say(f"Interrupted: {n} session{'s' * (n != 1)} stopped", to_stderr=True)

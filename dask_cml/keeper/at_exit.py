@@ -17,11 +17,15 @@ logger = logging.getLogger(__name__)
 
 #: Seconds. More than close() takes if the platform does not answer.
 _TIMEOUT = 60.0
-#: Seconds for a step of a task, after which SIGTERM interrupts it.
+#: Seconds for a step of a task, after which a signal interrupts it.
 _STEP_TIMEOUT = 1.0
 
-#: The managers that are to close, each with the thread that created it.
+#: By default, these end the program at once. A terminal that is closed sends SIGHUP.
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+#: The clusters that are to close, each with the thread that created it.
 _clusters: dict[Any, weakref.ref[threading.Thread]] = {}
+#: Added to the number of a signal, it is the exit status of a program that the signal ended.
+_BY_SIGNAL = 128
 _is_over = False
 #: Repeats the signal to exit if the event loop does not come to it.
 _leaving: threading.Timer | None = None
@@ -40,13 +44,13 @@ def end_at_exit(cluster: Any) -> None:
     if _is_over:
         _clusters.pop(cluster, None)
         raise CMLError(f"cluster {cluster.options.name} not started: the program is exiting")
-    _mind_sigterm()
+    _handle_signals()
 
 
 def no_longer_end_at_exit(cluster: Any) -> None:
     """Forget a cluster that is closed."""
     _clusters.pop(cluster, None)
-    _mind_sigterm()
+    _handle_signals()
 
 
 def unclosed() -> list[Any]:
@@ -54,15 +58,16 @@ def unclosed() -> list[Any]:
     return [*_clusters]
 
 
-def _mind_sigterm() -> None:
-    """While clusters exist, let SIGTERM exit the program like sys.exit, unless the program handles it."""
+def _handle_signals() -> None:
+    """While clusters exist, let signals exit the program like sys.exit, unless the program handles them."""
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread can set handlers
-    handler = signal.getsignal(signal.SIGTERM)
-    if _clusters and handler is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _exit)
-    elif not _clusters and handler is _exit:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signum in _SIGNALS:
+        handler = signal.getsignal(signum)
+        if _clusters and handler is signal.SIG_DFL:
+            signal.signal(signum, _exit)
+        elif not _clusters and handler is _exit:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 def _exit(signum: int, _: Any) -> None:
@@ -84,38 +89,46 @@ def _exit(signum: int, _: Any) -> None:
 def _leave(signum: int) -> NoReturn:
     if _leaving is not None:
         _leaving.cancel()
-    # By default, no exit function would run. This is a shell's exit code for a program ended by a signal.
-    raise SystemExit(128 + signum)
+    # By default, no exit function would run.
+    raise SystemExit(_BY_SIGNAL + signum)
 
 
 def _wait_and_end() -> None:
-    terminated = False
+    status: int | None = None
     try:
         _wait_for_makers()
-    except SystemExit:  # if it propagated, the interpreter would not inform thread pools of the exit
-        terminated = True
+    except SystemExit as exit_by_signal:  # if it propagated, thread pools would not be informed of the exit
+        status = int(str(exit_by_signal.code))
     finally:  # also after Ctrl-C
         _end_all()
-    if terminated:  # otherwise, the interpreter would wait for the threads
-        os.kill(os.getpid(), signal.SIGTERM)
+    if status is not None:  # otherwise, the interpreter would wait for the threads
+        os.kill(os.getpid(), status - _BY_SIGNAL)
 
 
 def _end_all() -> None:
+    """Shut down all clusters at the same time."""
     global _is_over
     _is_over = True
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, *_SIGNALS)}
     # Neither a second Ctrl-C nor a second SIGTERM interrupts it.
-    raising = [each for each in before if before[each] in (signal.default_int_handler, _exit)]
-    for each in raising:
-        signal.signal(each, _ask_for_patience)
-    for cluster in [*_clusters]:
-        try:
-            cluster.end_now(_TIMEOUT)
-        except Exception as error:  # the other clusters are shut down nevertheless
-            logger.error("%s", error)
-        _clusters.pop(cluster, None)
-    for each in raising:
-        signal.signal(each, before[each])
+    raising = [signum for signum in before if before[signum] in (signal.default_int_handler, _exit)]
+    for signum in raising:
+        signal.signal(signum, _ask_for_patience)
+    threads = [threading.Thread(target=_end, args=(cluster,), daemon=True) for cluster in _clusters]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for signum in raising:
+        signal.signal(signum, before[signum])
+
+
+def _end(cluster: Any) -> None:
+    try:
+        cluster.end_now(_TIMEOUT)
+    except Exception as error:  # the other clusters are shut down nevertheless
+        logger.error("%s", error)
+    _clusters.pop(cluster, None)
 
 
 def _ask_for_patience(*_: Any) -> None:
@@ -133,23 +146,23 @@ def _wait_for_makers() -> None:
             maker.join()
 
 
-def _hold_sigterm() -> None:
-    # Python drops signals that a new child gets before it is ready for its handlers, but SIGTERM must end it.
-    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+def _hold_signals() -> None:
+    # Python drops signals that a new child gets before it is ready for its handlers, but they must end it.
+    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
-def _release_sigterm() -> None:
+def _release_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
 
 
 def _forget_all() -> None:
     """Leave the clusters to the parent process, after a fork."""
     _clusters.clear()
-    _mind_sigterm()
-    _release_sigterm()
+    _handle_signals()
+    _release_signals()
 
 
 # Thread pools shut down before atexit functions run, also the platform's own, so those functions could stop
 # nothing. Functions registered here run in reverse order of registration, so this one runs before the pools'.
 threading._register_atexit(_wait_and_end)  # type: ignore[attr-defined]
-os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_forget_all)
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget_all)

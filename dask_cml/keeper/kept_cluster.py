@@ -197,7 +197,7 @@ class KeptCluster(SpecCluster):
             await self._starting
         except asyncio.CancelledError:
             closed_meanwhile = self._closing is not None
-            await self._close(shutdown=not self._connects)
+            await self._close_failed_start()
             if closed_meanwhile:
                 raise CMLError(f"cluster {self.options.name} was closed while it started") from None
             raise
@@ -205,13 +205,20 @@ class KeptCluster(SpecCluster):
             raise
         except BaseException as error:
             self.end_reason = f"it did not start: {error}"
-            await self._close(shutdown=not self._connects)
+            await self._close_failed_start()
             if isinstance(error, LaunchRefused):
                 # Sessions that are stopping must not keep the user from creating a smaller cluster at once.
                 await self._api.wait_for_stopped()
             if isinstance(error, CMLError):
                 raise without_frames(error) from None
             raise
+
+    async def _close_failed_start(self) -> None:
+        """Stop what was launched. Log an error, which must not replace the reason of the failure."""
+        try:
+            await self._close(shutdown=not self._connects)
+        except CMLError as failed:
+            logger.error("%s", failed)
 
     async def _start_once(self) -> None:
         self.quiet = self._quiet
