@@ -317,7 +317,7 @@ async def test_a_cluster_without_keys_is_judged_by_its_files_and_sent_nothing(
     assert received == []
 
 
-async def test_nobody_connects_to_a_cluster_without_keys_and_without_a_sign_of_life(platform):
+async def test_without_keys_and_without_a_sign_of_life_a_program_at_the_address_is_sent_nothing(platform):
     async with impostor() as (address, received):
         scheduler = SchedulerState(address=f"tcp://{address}")
         record = Record("a", maker=GONE, scheduler=scheduler, options={"platform": "local"})
