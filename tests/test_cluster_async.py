@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from unittest import mock
 
 import dask
 import pytest
@@ -15,7 +14,6 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
 from dask_cml.layout import HISTORY_FOLDER
-from dask_cml.manager.wishes import Wishes
 from dask_cml.options import state_directory
 from dask_cml.records import store
 
@@ -86,6 +84,7 @@ async def test_an_unstarted_cluster_can_be_closed(it):
     assert it.platform.live == []
 
 
+@pytest.mark.xfail(reason="SpecCluster awaits a closed cluster without an error", strict=True)
 @simulated
 async def test_a_closed_cluster_does_not_start_again(it):
     cluster = await simulate()
@@ -97,12 +96,12 @@ async def test_a_closed_cluster_does_not_start_again(it):
 @simulated
 async def test_a_start_that_nobody_can_await_any_more_ends_without_an_error(it):
     """As at the interpreter's exit, when the event loop has ended."""
-    mine = CMLCluster(n_workers=1, asynchronous=True, quiet=True, security=False)
-    starting = mine.manager.start()
+    cluster = simulate(n_workers=1)
+    starting = cluster._start()
     starting.send(None)
     await eventually(lambda: it.platform.live)
     await asyncio.to_thread(starting.close)  # a thread has no event loop
-    await mine.close()
+    await cluster.close()
     assert it.platform.live == []
 
 
@@ -191,23 +190,30 @@ async def test_an_idle_cluster_shuts_down(it):
 @simulated
 async def test_wait_for_workers_fails_when_the_cluster_has_ended(it):
     cluster = await simulate(idle_timeout="5s")
-    with pytest.raises(CMLError, match=r"0 of 1 workers connected: cluster .* is clos"):
+    with pytest.raises(CMLError, match=r"^1 workers not connected: cluster .* is clos"):
         await cluster.wait_for_workers(1)
 
 
 @simulated
 async def test_wait_for_workers_fails_after_its_timeout(it):
     async with simulate() as cluster:
-        with pytest.raises(TimeoutError, match=r"^0 of 2 workers connected within 1.5 s$"):
+        with pytest.raises(TimeoutError, match=r"^Only 0/2 workers arrived after 1500 ms$"):
             await cluster.wait_for_workers(2, timeout="1500 ms")
 
 
 @simulated
 async def test_a_block_that_is_cancelled_before_it_begins_closes_the_cluster(it):
-    interrupted = mock.patch.object(Wishes, "settle", side_effect=asyncio.CancelledError)
-    with interrupted, pytest.raises(asyncio.CancelledError):
+    it.platform.doom("silent", key="scheduler")
+
+    async def enter():
         async with simulate(n_workers=1):
             pytest.fail("the block has begun")
+
+    entering = asyncio.ensure_future(enter())
+    await eventually(lambda: len(it.platform.all) == 2)
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
     assert not it.platform.running
 
 
