@@ -8,7 +8,6 @@ import threading
 import dask
 import pytest
 from clusters import lines_of, make, simulate
-from distributed import Client
 from distributed.core import Status
 from simulated.testing import eventually, simulated
 
@@ -18,13 +17,6 @@ from dask_cml.options import state_directory
 from dask_cml.records import store
 
 pytestmark = pytest.mark.usefixtures("light")
-
-
-async def test_it_computes(platform):
-    async with make(n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
-        await client.wait_for_workers(2)
-        assert await client.submit(sum, [1, 2]) == 3
-    assert cluster.status == Status.closed
 
 
 @simulated
@@ -139,14 +131,24 @@ async def test_close_while_the_name_is_claimed_leaves_no_record(platform, holds,
     assert platform.sessions() == []
 
 
+async def wait_for(cluster):
+    await cluster
+
+
+async def enter(cluster):
+    async with cluster:
+        pytest.fail("the block has begun")
+
+
+@pytest.mark.parametrize("start", [wait_for, enter])
 @simulated
-async def test_a_cancelled_start_leaves_no_session(it):
+async def test_a_cancelled_start_leaves_no_session(it, start):
     it.platform.doom("silent", times=2)
-    start = asyncio.ensure_future(simulate(n_workers=1))
+    starting = asyncio.ensure_future(start(simulate(n_workers=1)))
     await eventually(lambda: len(it.platform.all) == 2)
-    start.cancel()
+    starting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await start
+        await starting
     assert not it.platform.running
 
 
@@ -199,22 +201,6 @@ async def test_wait_for_workers_fails_after_its_timeout(it):
     async with simulate() as cluster:
         with pytest.raises(TimeoutError, match=r"^Only 0/2 workers arrived after 1500 ms$"):
             await cluster.wait_for_workers(2, timeout="1500 ms")
-
-
-@simulated
-async def test_a_block_that_is_cancelled_before_it_begins_closes_the_cluster(it):
-    it.platform.doom("silent", key="scheduler")
-
-    async def enter():
-        async with simulate(n_workers=1):
-            pytest.fail("the block has begun")
-
-    entering = asyncio.ensure_future(enter())
-    await eventually(lambda: len(it.platform.all) == 2)
-    entering.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await entering
-    assert not it.platform.running
 
 
 def test_an_asynchronous_cluster_needs_an_event_loop(platform):
