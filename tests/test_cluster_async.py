@@ -12,9 +12,6 @@ from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, CMLError
-from dask_cml.layout import HISTORY_FOLDER
-from dask_cml.options import state_directory
-from dask_cml.records import store
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -107,28 +104,6 @@ async def test_close_during_the_start(it):
     with pytest.raises(CMLError, match="closed while it started"):
         await start
     assert not it.platform.running
-
-
-async def test_close_while_the_name_is_claimed_leaves_no_record(platform, holds, monkeypatch):
-    claim, claiming, closing = store.claim, threading.Event(), threading.Event()
-
-    def slow_claim(*arguments):
-        claiming.set()
-        assert closing.wait(120)
-        return claim(*arguments)
-
-    monkeypatch.setattr(store, "claim", slow_claim)
-    cluster = make()
-    start = asyncio.ensure_future(cluster)
-    assert await asyncio.to_thread(claiming.wait, 120)
-    close = asyncio.ensure_future(cluster.close())
-    await holds(lambda: cluster.status == Status.closing)
-    closing.set()
-    await close
-    with pytest.raises(CMLError, match="closed while it started"):
-        await start
-    assert [each.name for each in state_directory().iterdir()] == [HISTORY_FOLDER]
-    assert platform.sessions() == []
 
 
 async def wait_for(cluster):
