@@ -7,7 +7,7 @@ import threading
 
 import dask
 import pytest
-from clusters import lines_of, make, simulate
+from clusters import lines_of, simulate
 from distributed.core import Status
 from simulated.testing import eventually, simulated
 
