@@ -15,7 +15,7 @@ from distributed.core import Status
 from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually, simulated
 
-from dask_cml import ClusterExists, CMLError, NoSuchCluster
+from dask_cml import ClusterExists, CMLError, NoSuchCluster, protocol
 from dask_cml.keeper import kept_cluster
 from dask_cml.layout import RECORD_FILE
 from dask_cml.options import state_directory
@@ -111,6 +111,26 @@ async def test_a_cluster_of_an_older_release_is_left_alone(it, mode):
         with pytest.raises(CMLError, match="cluster 'lab' was created by another dask-cml"):
             await lab(create_mode=mode)
         file.write_text(content)
+        await eventually(lambda: arrived(first) == 1)
+        assert len(it.platform.live) == 2
+
+
+@pytest.mark.parametrize(
+    ("hello", "words"),
+    [
+        ({"protocol": 1}, "speaks protocol 1 of dask-cml, this process"),
+        ({"record": "fedcba9876543210", "cluster": "other"}, "belongs to another cluster, 'other'"),
+    ],
+)
+@pytest.mark.xfail(reason="from_name says instead that the scheduler does not answer", strict=True)
+@simulated
+async def test_a_scheduler_of_another_release_or_cluster_is_left_alone_and_named(it, hello, words):
+    async with lab(n_workers=1) as first:
+        [scheduler] = it.sessions.program(it.platform.running["lab-scheduler"])
+        answer = scheduler.handlers[protocol.HELLO]()
+        scheduler.handlers[protocol.HELLO] = lambda: {**answer, **hello}
+        with pytest.raises(CMLError, match=words):
+            await rebuild("lab")
         await eventually(lambda: arrived(first) == 1)
         assert len(it.platform.live) == 2
 
