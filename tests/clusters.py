@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -59,8 +60,23 @@ def scheduler_of(it: World, cluster: CMLCluster) -> Scheduler:
 
 
 def rebuild(name: str, **options: Any) -> CMLCluster:
-    """Return another manager of a running cluster, which starts when it is awaited."""
+    """Return another object for a running cluster, which connects when it is awaited."""
     return CMLCluster.from_name(name, quiet=True, asynchronous=True, **options)
+
+
+def cut_off(cluster: CMLCluster) -> Callable[[], None]:
+    """Break the network between a cluster and its scheduler, until the returned function is called."""
+
+    async def no_connection(*_: Any, **__: Any) -> Any:
+        raise OSError("no route to host")
+
+    def heal() -> None:
+        del remote._watch, remote.ask
+
+    remote: Any = cluster._remote
+    remote._watch = remote.ask = no_connection
+    remote._watching.abort()
+    return heal
 
 
 def lines_of(cluster: CMLCluster) -> list[str]:

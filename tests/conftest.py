@@ -244,14 +244,6 @@ def configured(monkeypatch: pytest.MonkeyPatch, option: str, value: object) -> I
         yield
 
 
-@pytest.fixture
-def hostile(tmp_path: Path) -> Any:
-    """An object that leaves a mark when it is unpickled."""
-    from wire_samples import Hostile  # imports distributed
-
-    return Hostile(tmp_path / "ran")
-
-
 @pytest.fixture(params=["tcp", "tls"])
 def security(request: pytest.FixtureRequest) -> Any:
     """Keys for connections by TLS, or None for connections without."""

@@ -16,11 +16,13 @@ from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
 #: The id of the cluster's record.
 RECORD = "0123456789abcdef"
+#: The message of somebody who watches the board, and reads it at once.
+WATCH: dict[str, Any] = {"watcher": "somebody", "counts": True, "since": 0, "wait": 0.1}
 
 
 def prepare(
     folder: Path,
-    leader: str | None = None,
+    keeper: str | None = None,
     number: int = 0,
     restarts: int = 0,
     *,
@@ -28,12 +30,12 @@ def prepare(
     patience: float | None = None,
     **groups: Mapping[str, Any],
 ) -> Path:
-    """Write in a cluster's folder what a manager writes that launches a scheduler. Return the folder."""
+    """Write in a cluster's folder what a keeper writes that launches a scheduler. Return the folder."""
     folder.mkdir(mode=0o700, exist_ok=True)
     content = {
         "cluster": folder.name,
         "record": RECORD,
-        "leader": leader,
+        "keeper": keeper,
         "restarts": restarts,
         "orphan_timeout": orphan_timeout,
         "patience": patience,
@@ -43,6 +45,11 @@ def prepare(
     file.touch(0o600)
     file.write_text(json.dumps(content))
     return folder
+
+
+def report(**values: Any) -> dict[str, Any]:
+    """Return the message of a keeper that reports, by default with nothing new."""
+    return {"keeper": "keeper", "report": {}, "closed": [], "groups": {}, "events": [], **values}
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,8 @@ from distributed import Client, KilledWorker, wait
 from extensions import cgroups
 from simulated.testing import eventually, simulated
 
-from dask_cml.scheduler.wanted import Wanted
+from dask_cml.records import store
+from dask_cml.records.usage import usage_of
 from dask_cml.sessions.causes import Cause, find_cause
 
 GIB = 2**30
@@ -115,19 +116,6 @@ def test_a_session_that_ran_tasks_ended_because_of_them(last, log):
     assert not cause(last, *log).of_task
 
 
-def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_counts():
-    wanted = Wanted("mine", "m1", {"default": {"target": 1}})
-    for worker in range(3):
-        wanted.connected(f"mine-0-{worker}")
-    wanted.left("mine-0-0", IDLE)
-    wanted.left("mine-0-1", {**FULL, **TRAINS})
-    wanted.left("mine-0-2", IDLE)
-    assert wanted.sessions["mine-0"].last == {**FULL, **TRAINS}
-    wanted.connected("mine-0-1")
-    wanted.left("mine-0-1", IDLE)
-    assert wanted.sessions["mine-0"].last == IDLE
-
-
 # -- on real processes
 
 
@@ -166,13 +154,15 @@ def is_told(mine, holds):
         line = f"Worker mine-0 {words}; launching a replacement"
         await holds(lambda: "mine-0 " in log_of(mine))
         assert re.search(line, log_of(mine))
-        await holds(
-            lambda: mine.manager.state.record_keeper.usage().total.lost == ({lost: 1} if lost else {})
-        )
+        await holds(lambda: losses() == ({lost: 1} if lost else {}))
         await holds(lambda: arrived(mine) == 1)
-        print(log_of(mine), repr(mine), await mine.usage(), sep="\n")
 
     return is_told
+
+
+def losses():
+    """The number of lost sessions by their causes, as the usage shows it."""
+    return usage_of(store.read("mine"), time.time()).total.lost
 
 
 async def most_memory(client):
@@ -228,16 +218,17 @@ async def test_the_program_failed(client, is_told):
     await is_told(words, "program failed")
 
 
-async def test_evicted_with_notice(platform, client, mine, is_told):
-    [session] = [each.id for each in mine.sessions if each.role == "worker"]
-    await asyncio.to_thread(platform.evict, session, notice=True)
-    await is_told("evicted, with notice", "evicted")
-
-
-async def test_killed_by_the_platform(platform, client, mine, is_told):
-    [session] = [each.id for each in mine.sessions if each.role == "worker"]
-    await asyncio.to_thread(platform.evict, session)
-    await is_told("lost: evicted or killed by the platform, which says failed", "killed")
+@pytest.mark.parametrize(
+    ("notice", "words", "lost"),
+    [
+        (True, "evicted, with notice", "evicted"),
+        (False, "lost: evicted or killed by the platform, which says failed", "killed"),
+    ],
+)
+async def test_evicted_or_killed_by_the_platform(platform, client, mine, is_told, notice, words, lost):
+    [session] = [session.id for session in mine.sessions if session.role == "worker"]
+    await asyncio.to_thread(platform.evict, session, notice=notice)
+    await is_told(words, lost)
 
 
 @simulated
@@ -246,8 +237,27 @@ async def test_never_connected(it):
     async with simulate(name="mine", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
         assert log_of(cluster).startswith("Worker mine-0 lost: it never connected; the platform says failed")
-        lost = cluster.manager.state.record_keeper.usage
-        await eventually(lambda: lost().total.lost == {"never connected": 1})
+        await eventually(lambda: losses() == {"never connected": 1})
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+@simulated
+async def test_of_several_dask_workers_of_a_session_the_one_that_ran_tasks_counts(it, busy):
+    def sleeps():
+        [scheduler] = it.sessions.program(it.platform.running["mine-scheduler"])
+        return "sleeps" in scheduler.tasks and scheduler.tasks["sleeps"].state == "processing"
+
+    async with (
+        simulate(name="mine", n_workers=1, cpu=2, processes=2, worker_args=[]) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await client.wait_for_workers(2)
+        future = client.submit(asyncio.sleep, 3600, key="sleeps", workers=[f"mine-0-{busy}"])
+        await eventually(sleeps)
+        it.platform.evict(it.platform.running["mine-0"])
+        await eventually(lambda: "Worker mine-0 lost" in log_of(cluster))
+        assert "which says failed while it ran `sleeps`; launching" in log_of(cluster)
+        await future.cancel()
 
 
 async def test_a_worker_that_was_closed_is_not_a_loss(client, is_told):

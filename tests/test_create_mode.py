@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, rebuild, simulate, target, write_record
+from clusters import arrived, create_and_kill, make, rebuild, simulate, target
 from distributed import Client
 from distributed.core import Status
 from simulated.platform import SimulatedPlatform
 from simulated.testing import eventually, simulated
 
-from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
-from dask_cml.manager import state
-from dask_cml.records import liveness
-from dask_cml.records.record import Record
+from dask_cml import ClusterExists, CMLError, NoSuchCluster, protocol
+from dask_cml.keeper import kept_cluster
+from dask_cml.layout import RECORD_FILE
+from dask_cml.options import state_directory
+from dask_cml.records import store
 
 pytestmark = pytest.mark.usefixtures("light")
-
-
-def make(**options):
-    return CMLCluster(**{"name": "lab", "platform": "local", "asynchronous": True, **options})
 
 
 def lab(**options):
@@ -31,38 +29,36 @@ def lab(**options):
 
 
 async def test_the_same_cell_again_gives_the_same_cluster(platform, holds, capsys):
-    async with make(n_workers=1, create_mode="create-or-connect") as first:
-        cell = make(n_workers=1, create_mode="create-or-connect")
-        async with cell as again, Client(again, asynchronous=True) as client:
+    cell = {"name": "lab", "n_workers": 1, "create_mode": "create-or-connect", "quiet": False}
+    async with make(**cell) as first:
+        async with make(**cell) as again, Client(again, asynchronous=True) as client:
             assert again.scheduler_address == first.scheduler_address
             assert await client.submit(sum, [1, 2]) == 3
             assert "Connected to running cluster lab\n" in capsys.readouterr().out
         assert again.status == Status.closed
         # Other options than the cluster's do not change it, and that is told.
-        async with make(cpu=2, processes=2, worker_args=[], create_mode="connect") as other:
+        other = make(name="lab", cpu=2, processes=2, worker_args=[], create_mode="connect", quiet=False)
+        async with other:
             assert (other.options.cpu, other.options.processes) == (1, 1)
             assert "Connected to running cluster lab; it keeps its cpu, processes" in capsys.readouterr().out
             other.scale(2)
             await holds(lambda: len(first.scheduler_info["workers"]) == 2)
         words = r"pass create_mode='create-or-connect' or call CMLCluster\.from_name\('lab'\); to delete it"
         with pytest.raises(ClusterExists, match=words):
-            await make()
+            await make(name="lab")
         assert first.status == Status.running
         assert len(first.sessions) == 3
 
 
 @simulated
-async def test_connecting_does_not_scale_the_cluster(it):
+async def test_connecting_neither_scales_the_cluster_nor_takes_its_lease(it):
+    other = {"n_workers": 3, "cpu": 2, "processes": 2, "worker_args": []}
     async with lab(n_workers=1) as first:
         await eventually(lambda: arrived(first) == 1)
-        async with lab(
-            n_workers=3, cpu=2, processes=2, worker_args=[], create_mode="create-or-connect"
-        ) as again:
-            await again
+        async with lab(**other, create_mode="create-or-connect") as again:
             assert target(again) == 1
-            assert again.observed == first.observed == {"lab-0"}
-            assert first.manager.state.leads
-            assert not again.manager.state.leads
+            await eventually(lambda: again.observed == first.observed == {"lab-0"})
+            assert (first.keeps, again.keeps) == (True, False)
         assert target(first) == 1
         assert len(it.platform.live) == 2
 
@@ -80,20 +76,19 @@ async def test_of_two_at_once_one_creates_and_the_other_connects(it):
     assert not it.platform.running
 
 
-async def test_a_busy_scheduler_may_answer_as_late_as_dasks_clients_allow(platform, monkeypatch):
-    write_record(Record("lab", options={"platform": "local"}))
-    patience = []
-
-    async def is_alive(record, timeout):
-        patience.append(timeout)
-
-    monkeypatch.setattr(liveness, "is_alive", is_alive)
+@simulated
+async def test_a_busy_scheduler_may_answer_as_late_as_dasks_clients_allow(it):
+    await create_and_kill(it, name="lab", orphan_timeout="1 hour")
+    it.sessions.processes[store.read("lab").scheduler.session].freeze()
+    began = time.monotonic()
     with (
         dask.config.set({"distributed.comm.timeouts.connect": "77s"}),
-        pytest.raises(CMLError, match="answer"),
+        pytest.raises(CMLError, match="the scheduler of cluster 'lab' does not answer at tcp://"),
     ):
-        await CMLCluster.from_name("lab", asynchronous=True)
-    assert patience == [77]
+        await rebuild("lab")
+    assert 77 <= time.monotonic() - began < 100
+    for session in it.platform.live:
+        it.platform.evict(session)
 
 
 @simulated
@@ -110,31 +105,58 @@ async def test_a_running_cluster_does_not_take_worker_groups_from_the_configurat
 @simulated
 async def test_a_cluster_of_an_older_release_is_left_alone(it, mode):
     async with lab(n_workers=1) as first:
-        file = first.manager.state.launcher.place.folder / "record.json"
+        file = state_directory() / "lab" / RECORD_FILE
         content = file.read_text()
         file.write_text(json.dumps({**json.loads(content), "version": 1}))
-        with pytest.raises(CMLError, match="cluster 'lab' was created by an older dask-cml"):
+        with pytest.raises(CMLError, match="cluster 'lab' was created by another dask-cml"):
             await lab(create_mode=mode)
         file.write_text(content)
         await eventually(lambda: arrived(first) == 1)
         assert len(it.platform.live) == 2
 
 
+@pytest.mark.parametrize(
+    ("hello", "words"),
+    [
+        ({"protocol": 1}, "speaks protocol 1 of dask-cml, this process"),
+        ({"record": "fedcba9876543210", "cluster": "other"}, "belongs to another cluster, 'other'"),
+    ],
+)
+@pytest.mark.xfail(reason="from_name says instead that the scheduler does not answer", strict=True)
+@simulated
+async def test_a_scheduler_of_another_release_or_cluster_is_left_alone_and_named(it, hello, words):
+    async with lab(n_workers=1) as first:
+        [scheduler] = it.sessions.program(it.platform.running["lab-scheduler"])
+        answer = scheduler.handlers[protocol.HELLO]()
+        scheduler.handlers[protocol.HELLO] = lambda: {**answer, **hello}
+        with pytest.raises(CMLError, match=words):
+            await rebuild("lab")
+        await eventually(lambda: arrived(first) == 1)
+        assert len(it.platform.live) == 2
+
+
+@pytest.mark.xfail(reason="the platform of the constructor is used, not that of the cluster", strict=True)
 @simulated
 async def test_connecting_uses_the_platform_of_the_cluster(it):
     platforms = {"auto": it.platform, "local": SimulatedPlatform()}
-    with mock.patch.object(state, "load_platform", platforms.__getitem__):
+    with mock.patch.object(kept_cluster, "load_platform", platforms.__getitem__):
         async with lab() as first, lab(platform="local", create_mode="connect") as again:
             again.scale(1)
             await first.leave()
             await eventually(lambda: arrived(again) == 1)
             assert again.options.platform == "auto"
-            assert again.manager.state.api.module is it.platform
             await again.close()
     assert platforms["local"].all == {}
 
 
+@pytest.mark.xfail(reason="the platform of the constructor is used, not that of the cluster", strict=True)
+async def test_from_name_finds_the_platform_of_the_cluster(platform):
+    async with make(name="lab") as first, rebuild("lab") as again:
+        assert again.scheduler_address == first.scheduler_address
+        assert again.options.platform == "local"
+
+
 async def test_connecting_creates_no_cluster(platform):
     with pytest.raises(NoSuchCluster):
-        await make(create_mode="connect")
+        await make(name="lab", create_mode="connect")
     assert platform.list_workers() == []

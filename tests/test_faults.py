@@ -193,7 +193,7 @@ async def test_a_cluster_works_despite_one_wrong_answer_of_each_function(it, wro
             spoil_one(it, wrong)
             cluster.scale(1)
             await eventually(lambda: complete(cluster, 1))
-            assert cluster.manager.state.problem is None
+            assert cluster.problem is None
             spoil_one(it, wrong)
     await eventually(lambda: not it.platform.running)
     assert not traceback_in(caplog)
@@ -250,7 +250,7 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
         ]
 
     with dask.config.set({"cml.api.retries": 0}):
-        cluster = simulate(n_workers=1)
+        cluster = await simulate(n_workers=1)
     async with cluster:
         await eventually(lambda: complete(cluster, 1))
         cluster.adapt(minimum=2, maximum=2)
@@ -267,7 +267,7 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(it, caplog):
         await eventually(lambda: complete(cluster, 2) and lost not in {each.id for each in cluster.sessions})
         await eventually(lambda: len(lines()) == 2)
         assert lines()[1].endswith("again")
-        assert not cluster.manager.state.backoffs.of().gave_up
+        assert not cluster.gave_up
     assert not traceback_in(caplog)
 
 
@@ -305,18 +305,20 @@ async def test_a_missing_key_raises_an_error_at_once(platform, holds, monkeypatc
 @simulated
 async def test_too_many_failures_in_a_row_end_the_trying_until_scale(it):
     with dask.config.set({"cml.failure-limit": 2}):
-        cluster = simulate()
-    async with cluster:
-        it.platform.doom("fails", times=2)
-        cluster.scale(1)
-        await eventually(lambda: cluster.manager.state.backoffs.of().gave_up)
-        assert "no new workers after 2 failures in a row" in log_of(cluster)
-        assert "no new workers after 2 failures" in repr(cluster)
-        cluster.scale(1)
-        await eventually(lambda: complete(cluster, 1))
-        assert "problem" not in repr(cluster)
+        async with simulate() as cluster:
+            it.platform.doom("fails", times=2)
+            cluster.scale(1)
+            await eventually(lambda: cluster.gave_up)
+            assert "no new workers after 2 failures in a row" in log_of(cluster)
+            assert "no new workers after 2 failures" in repr(cluster)
+            cluster.scale(1)
+            await eventually(lambda: complete(cluster, 1))
+            assert "problem" not in repr(cluster)
 
 
+@pytest.mark.xfail(
+    reason="the refusals of the first step after scale() do not count, so it is tried twice", strict=True
+)
 @simulated
 async def test_an_exhausted_quota_refuses_few_of_a_hundred_launches(it):
     async with simulate() as cluster:

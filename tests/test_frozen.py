@@ -15,8 +15,9 @@ from extensions import networks
 from simulated.testing import eventually, simulated
 
 from dask_cml.local import processes
-from dask_cml.manager import retirement
-from dask_cml.manager.scheduler_client import SchedulerClient
+from dask_cml.protocol import HELD
+from dask_cml.remote import Remote
+from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -36,9 +37,9 @@ def freeze(session):
 
 @simulated
 async def test_a_frozen_worker_that_is_retired_delays_no_other(it, monkeypatch):
-    monkeypatch.setattr(retirement, "_LONG", 0.5)
+    monkeypatch.setattr(timing, "long_retirement", 0.5)
     with dask.config.set({"cml.retire-timeout": "1 hour"}):
-        cluster = simulate(n_workers=2)
+        cluster = await simulate(n_workers=2)
     async with cluster, Client(cluster, asynchronous=True) as client:
         await eventually(lambda: arrived(cluster) == 2)
         frozen = f"{cluster.name}-0"
@@ -48,9 +49,9 @@ async def test_a_frozen_worker_that_is_retired_delays_no_other(it, monkeypatch):
         await cluster.scale_down([frozen])
         cluster.scale(2)
         await eventually(lambda: arrived(cluster) == 2)
-        told = f"waiting for other workers to copy the data of {frozen}"
+        line = f"waiting for other workers to copy the data of {frozen}"
         await eventually(
-            lambda: told in log_of(cluster) and f"waiting for the data of {frozen}" in repr(cluster)
+            lambda: line in log_of(cluster) and f"waiting for the data of {frozen}" in repr(cluster)
         )
         async with rebuild(cluster.name) as other:
             await other.scale(3)
@@ -67,7 +68,7 @@ async def test_a_frozen_worker_that_is_retired_delays_no_other(it, monkeypatch):
 
 async def test_a_frozen_worker_is_abandoned_and_its_results_are_computed_again(platform, holds):
     with dask.config.set({"cml.retire-timeout": "2s"}):
-        cluster = make(n_workers=2)
+        cluster = await make(n_workers=2)
     async with cluster, Client(cluster, asynchronous=True) as client:
         await holds(lambda: arrived(cluster) == 2)
         frozen = f"{cluster.name}-0"
@@ -101,15 +102,17 @@ async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
     platform, holds, tmp_path, monkeypatch
 ):
     heard = []
-    held = SchedulerClient.held
+    ask = Remote.ask
 
-    async def counted(self, names):
-        heard.append(await held(self, names))
-        return heard[-1]
+    async def counted(self, op, *arguments, **more):
+        answer = await ask(self, op, *arguments, **more)
+        if op == HELD:
+            heard.append(answer)
+        return answer
 
-    monkeypatch.setattr(SchedulerClient, "held", counted)
+    monkeypatch.setattr(Remote, "ask", counted)
     with dask.config.set({"cml.retire-timeout": "8s"}):
-        cluster = make(n_workers=2, env={"PYTHONPATH": str(Path(__file__).parent)})
+        cluster = await make(n_workers=2, env={"PYTHONPATH": str(Path(__file__).parent)})
     made, gate = tmp_path / "made", tmp_path / "gate"
     async with cluster, Client(cluster, asynchronous=True) as client:
         await holds(lambda: arrived(cluster) == 2)
@@ -144,14 +147,12 @@ def listings(platform, monkeypatch):
 @pytest.mark.slow
 async def test_settled_workers_are_listed_once_in_an_interval(platform, holds, listings):
     with dask.config.set({"cml.api.watch-interval": "2s", "cml.api.poll-interval": "10ms"}):
-        cluster = make(n_workers=1)
-    async with cluster:
-        await holds(lambda: arrived(cluster) == 1)
-        await holds(lambda: all(worker.is_known_to_run for worker in cluster.workers.values()))
-        await cluster
-        settled = len(listings) + 1  # one may be under way
-        await holds(lambda: len(listings) == settled + 3)
-        assert listings[settled + 2] - listings[settled] > 3
+        async with make(n_workers=1) as cluster:
+            await holds(lambda: arrived(cluster) == 1)
+            await holds(lambda: all(worker.is_known_to_run for worker in cluster.workers.values()))
+            settled = len(listings) + 1  # one may be under way
+            await holds(lambda: len(listings) == settled + 3)
+            assert listings[settled + 2] - listings[settled] > 3
 
 
 @pytest.mark.slow
@@ -160,9 +161,7 @@ async def test_a_worker_whose_node_fails_silently_is_dropped_and_replaced(namesp
     hour = {
         f"DASK_DISTRIBUTED__{each}": "1 hour" for each in ("COMM__TIMEOUTS__TCP", "SCHEDULER__WORKER_TTL")
     }
-    with dask.config.set({"cml.api.watch-interval": "1s"}):
-        cluster = make(n_workers=2, env=hour)
-    async with cluster, Client(cluster, asynchronous=True) as client:
+    async with make(n_workers=2, env=hour) as cluster, Client(cluster, asynchronous=True) as client:
         await holds(lambda: arrived(cluster) == 2)
         lost = f"{cluster.name}-0"
         future = client.submit(sum, [1, 2], workers=[lost], allow_other_workers=True)

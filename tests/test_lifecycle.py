@@ -1,32 +1,30 @@
-"""Clusters apart from the process that made them."""
+"""Clusters apart from the process that created them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import time
 import urllib.request
-from types import SimpleNamespace
 from unittest import mock
 
+import dask
 import pytest
-from clusters import create_and_kill, launch, lines_of, live, make, rebuild, sign_of, simulate
+from clusters import arrived, create_and_kill, launch, lines_of, live, make, rebuild, sign_of, simulate
 from distributed import Client
 from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
 from dask_cml.discovery import discover
-from dask_cml.layout import RECORD_FILE, REMOVED_FILE, scheduler_file
+from dask_cml.layout import RECORD_FILE, REMOVED_FILE, scheduler_file, wanted_file
 from dask_cml.local import processes
-from dask_cml.manager import startup
-from dask_cml.manager.fleet import Fleet
-from dask_cml.options import Options, state_directory
-from dask_cml.protocol import LONGEST_SILENCE
+from dask_cml.options import state_directory
 from dask_cml.records import operations, store
-from dask_cml.records.record import Record
+from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
 
@@ -42,10 +40,9 @@ if __name__ == "__main__":
     time.sleep(3600)
 """
 
-
 SLEEP = "import time; time.sleep(600)"
-#: The same cluster on the simulated platform.
-MADE = {"name": "made", "n_workers": 2}
+#: The same cluster on the simulated platform, with keys, so that its scheduler is asked whether it lives.
+MADE = {"name": "made", "n_workers": 2, "security": True}
 ANOTHER = {"CDSW_ENGINE_ID": "anothersession00"}
 
 
@@ -57,8 +54,15 @@ def make_and_kill(**options):
         maker.kill()
 
 
-async def test_a_cluster_whose_creator_was_killed_is_adopted_scaled_and_shut_down(platform, holds):
+@pytest.fixture
+def locally(platform):
+    with dask.config.set({"cml.platform": "local"}):
+        yield platform
+
+
+async def test_a_cluster_whose_creator_was_killed_is_scaled_and_shut_down_by_others(locally, holds):
     await asyncio.to_thread(make_and_kill)
+    await holds(lambda: store.read("made").scheduler.workers.workers == 2)
     [row] = await operations.describe(store.records())
     assert (row["name"], row["status"], row["workers"]) == ("made", "running", 2)
     async with rebuild("made") as cluster, Client(cluster, asynchronous=True) as client:
@@ -69,16 +73,15 @@ async def test_a_cluster_whose_creator_was_killed_is_adopted_scaled_and_shut_dow
         await holds(lambda: len(cluster.workers) == len(cluster.scheduler_info["workers"]) == 1)
         assert await client.submit(sum, [3, 4]) == 7
         assert "Scheduler at" in (await cluster.get_logs())["Scheduler"]
-    assert len(live(platform)) == 2
+    assert len(live(locally)) == 2
     cluster = await rebuild("made")
-    folder = cluster.manager.state.launcher.place.folder
     await cluster.close()
-    assert not live(platform)
-    assert not folder.exists()
+    assert not live(locally)
+    assert not (state_directory() / "made").exists()
 
 
 @simulated
-async def test_from_another_session_which_does_not_list_these(it):
+async def test_a_cluster_is_kept_from_another_session_that_does_not_list_its_sessions(it):
     async def scale():
         assert it.platform.list_workers() == []
         async with rebuild("made") as cluster:
@@ -102,11 +105,11 @@ async def test_an_unknown_name_lists_the_known_ones(it):
 
 @simulated
 async def test_the_name_of_a_live_cluster_is_taken(it):
-    async with simulate(name="taken") as cluster:
+    async with simulate(name="taken"):
         with pytest.raises(ClusterExists, match="taken"):
             await simulate(name="taken")
         assert len(it.platform.running) == 1
-        assert cluster.manager.state.launcher.place.folder.is_dir()
+        assert (state_directory() / "taken").is_dir()
 
 
 @simulated
@@ -130,7 +133,7 @@ async def test_the_name_of_a_cluster_whose_removal_was_interrupted_is_free_and_i
 
 
 @simulated
-async def test_a_manager_does_not_adopt_a_cluster_that_does_not_answer(it):
+async def test_nobody_connects_to_a_cluster_that_does_not_answer(it):
     await create_and_kill(it, **MADE)
     it.platform.evict(store.read("made").scheduler.session)
     with pytest.raises(CMLError, match="does not answer"):
@@ -154,12 +157,12 @@ def frozen(session):
 
 
 @pytest.mark.slow
-async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(platform):
+async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(locally):
     await asyncio.to_thread(make_and_kill)
-    sessions = live(platform)
+    sessions = live(locally)
     assert len(sessions) == 3
     with frozen(store.read("made").scheduler.session):
-        with pytest.raises(ClusterExists, match=r"accepts connections at .* but does not answer"):
+        with pytest.raises(ClusterExists, match=r"does not answer; it may be busy"):
             await make(name="made")
         ended, passed_over = await operations.prune(timeout=2)
         assert (ended, [*passed_over]) == ({}, ["made"])
@@ -167,34 +170,55 @@ async def test_a_cluster_whose_scheduler_is_busy_is_left_alone(platform):
         assert row["status"] == "not answering"
     async with rebuild("made") as cluster, Client(cluster, asynchronous=True) as client:
         assert await client.submit(sum, [1, 2]) == 3
-        assert live(platform) == sessions
+        assert live(locally) == sessions
         await cluster.close()
 
 
+@pytest.mark.parametrize("security", [True, False])
 @simulated
-async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_session_that_lists_nothing(it):
+async def test_the_name_of_a_cluster_that_is_silent_for_long_is_free_in_a_session_that_lists_nothing(
+    it, security
+):
     async def create():
-        with pytest.raises(ClusterExists, match="nothing accepts connections"):
+        with pytest.raises(ClusterExists, match="made"):
             await simulate(name="made")
-        os.utime(sign, (0, sign.stat().st_mtime - LONGEST_SILENCE))
+        os.utime(sign, (0, sign.stat().st_mtime - timing.silence))
         async with simulate(name="made") as cluster:
             assert it.platform.running["made-scheduler"] == cluster.sessions[0].id
 
-    await create_and_kill(it, **MADE)
+    await create_and_kill(it, **{**MADE, "security": security})
     sign = sign_of("made")
     it.platform.evict(store.read("made").scheduler.session)
     await it.process("another", ANOTHER).start(create())
 
 
-async def test_shutdown_on_close_false_leaves_the_cluster_running(platform):
+# -- who ends it
+
+
+async def test_shutdown_on_close_false_leaves_the_cluster_running(locally):
     async with make(n_workers=1, name="left", shutdown_on_close=False) as cluster:
-        [told] = [line for line in lines_of(cluster) if "can run until" in line]
-        assert told == "Cluster left can run until this machine restarts"
-    assert len(live(platform)) == 2
+        [line] = [line for line in lines_of(cluster) if "can run until" in line]
+        assert line == "Cluster left can run until this machine restarts"
+    assert len(live(locally)) == 2
     cluster = await rebuild("left", shutdown_on_close=True)
     async with cluster:
         assert not any("can run until" in line for line in lines_of(cluster))
-    assert not live(platform)
+    assert not live(locally)
+
+
+@pytest.mark.xfail(reason="the end of the block shuts the cluster down that was left in it", strict=True)
+@pytest.mark.parametrize("connect", [False, True])
+@simulated
+async def test_leave_leaves_the_cluster_running_at_the_end_of_the_block(it, connect):
+    async with simulate(name="left", n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        if connect:
+            async with rebuild("left", shutdown_on_close=True) as other:
+                await other.leave()
+            assert len(it.platform.running) == 2
+        await cluster.leave()
+    assert len(it.platform.running) == 2
+    await (await rebuild("left")).close()
 
 
 @simulated
@@ -203,18 +227,21 @@ async def test_an_orphan_ends_itself_and_its_sessions(it):
     await eventually(lambda: not it.platform.running)
 
 
-def test_a_scheduler_waits_for_its_first_manager_as_long_as_its_start_may_take():
-    def patience(**options):
-        options = Options.read(name="mine", **options)
-        state = SimpleNamespace(options=options, fleet=Fleet(options, "m1"))
-        return startup.first_state(state, Record("mine"))["patience"]
-
-    assert patience(orphan_timeout=5, scheduler_timeout=90) == 90
-    assert patience(orphan_timeout=100, scheduler_timeout=90) == 100
-    # It is never an orphan after that.
-    for options in {"shutdown_on_close": False}, {"orphan_timeout": "never"}:
-        assert patience(**options, scheduler_timeout=90) == 300
-        assert patience(**options, scheduler_timeout=900) == 900
+@pytest.mark.parametrize(
+    ("options", "patience"),
+    [
+        ({"orphan_timeout": 5, "scheduler_timeout": 90}, 90),
+        ({"orphan_timeout": 100, "scheduler_timeout": 90}, 100),
+        # It is never an orphan after that.
+        ({"orphan_timeout": "never", "scheduler_timeout": 90}, 300),
+        ({"orphan_timeout": "never", "scheduler_timeout": 900}, 900),
+    ],
+)
+@simulated
+async def test_a_scheduler_waits_for_its_creator_as_long_as_the_start_may_take(it, options, patience):
+    async with simulate(name="made", **options):
+        content = json.loads((state_directory() / "made" / wanted_file(0)).read_text())
+        assert content["patience"] == patience
 
 
 @pytest.mark.slow
@@ -241,10 +268,10 @@ async def test_a_client_keeps_an_orphan_until_it_leaves(it):
 async def test_a_cluster_that_outlives_its_creator_is_not_an_orphan(it):
     async with simulate(name="left", shutdown_on_close=False, orphan_timeout="1s"):
         pass
-    async with rebuild("left") as cluster:
-        async with Client(cluster, asynchronous=True) as client:
-            timeout = lambda dask_scheduler: dask_scheduler.plugins["dask-cml"]._presence.timeout  # noqa: E731
-            assert await client.run_on_scheduler(timeout) is None
+    await asyncio.sleep(60.0)
+    async with rebuild("left") as cluster, Client(cluster, asynchronous=True) as client:
+        cluster.scale(1)
+        assert await client.submit(sum, [1, 2]) == 3
         await cluster.close()
 
 
@@ -287,8 +314,8 @@ async def test_discovery_yields_clusters_whose_scheduler_answers(it):
 async def test_the_record_holds_every_session_and_is_its_owners_only(it):
     async with simulate(n_workers=2, name="recorded") as cluster:
         await eventually(lambda: len(store.read("recorded").sessions) == 3)
-        file = cluster.manager.state.launcher.place.folder / "record.json"
-        assert os.stat(file).st_mode & 0o777 == 0o600
+        file = state_directory() / "recorded" / RECORD_FILE
+        assert file.stat().st_mode & 0o777 == 0o600
         assert set(store.read("recorded").sessions) == {each.id for each in cluster.sessions}
         cluster.scale(1)
         await eventually(lambda: len(store.read("recorded").sessions) == 2)

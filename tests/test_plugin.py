@@ -1,4 +1,4 @@
-"""The scheduler's plugin: what it answers managers, over the network, and when it ends its cluster."""
+"""The scheduler's plugin: its board as others read and write it, and when it ends its cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from distributed import Client, Scheduler, Worker
 from distributed.core import Status, rpc
 from distributed.security import Security
-from schedulers import RECORD, prepare, scheduler_in
+from schedulers import RECORD, WATCH, prepare, report, scheduler_in
 
 from dask_cml import protocol
 from dask_cml.layout import FOLDER, NUMBER, scheduler_file, wanted_file
@@ -24,14 +24,12 @@ from dask_cml.scheduler import state_file
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.state_file import StateFile
 from dask_cml.sessions.plan import PRELOAD
-
-WATCH = {"observes": False, "lease": 15.0, "since": 0, "wait": 0.1}
-SCALE = {"op": "scale", "group": "default", "n": 2}
+from dask_cml.timing import timing
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return prepare(tmp_path / "mine", leader="m1")
+    return prepare(tmp_path / "mine", keeper="keeper")
 
 
 @pytest.fixture
@@ -71,7 +69,7 @@ async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folde
 
 @pytest.mark.parametrize("exists", [False, True], ids=["of a deleted cluster", "with an invalid file"])
 async def test_a_scheduler_without_the_plugin_closes(tmp_path, monkeypatch, caplog, exists):
-    """Nobody else would end it without managers."""
+    """Nobody else would end it."""
     folder = tmp_path / "mine"
     if exists:
         (prepare(folder) / wanted_file(0)).write_text("{")
@@ -84,7 +82,15 @@ async def test_a_scheduler_without_the_plugin_closes(tmp_path, monkeypatch, capl
     assert ("Traceback" in caplog.text) == exists
 
 
-# -- managers
+async def test_a_scheduler_without_its_file_does_not_start(tmp_path):
+    """Rather than begin with nothing, which would stop all workers."""
+    running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0")
+    async with running:
+        with pytest.raises(FileNotFoundError):
+            await running.register_scheduler_plugin(CMLSchedulerPlugin(tmp_path), idempotent=True)
+
+
+# -- the board
 
 
 async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path):
@@ -98,124 +104,73 @@ async def test_a_scheduler_says_which_cluster_it_belongs_to(tmp_path):
         }
 
 
-async def test_the_file_of_a_scheduler_contains_its_address_and_the_targets(
+async def test_the_file_of_a_scheduler_contains_its_address_and_the_board(
     scheduler, folder, comm, holds, monkeypatch
 ):
     monkeypatch.setattr(state_file, "_REST", 0.01)
     about = file_of(folder)
     assert (about["address"], about["id"]) == (scheduler.address, scheduler.id)
     assert (about["protocol"], about["app_url"]) == (protocol.PROTOCOL, None)
-    await comm.cml_watch(manager="m1", **WATCH)
-    await comm.cml_apply(manager="m1", operations=[SCALE], since=0)
+    await comm.cml_set(groups={"default": {"target": 2}})
     await holds(lambda: file_of(folder)["groups"]["default"]["target"] == 2)
     await comm.cml_set(app_url="https://abc.example.com/")
     await holds(lambda: file_of(folder)["app_url"] == "https://abc.example.com/")
 
 
-async def test_the_next_scheduler_begins_with_the_file_of_this_one(tmp_path):
-    groups = {"default": {"target": 2, "number": 7}, "gpu": {"options": {"cpu": 2}, "target": 1}}
+async def test_the_next_scheduler_begins_with_what_was_wanted(tmp_path):
+    limits = {"minimum": 0, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
+    groups = {
+        "default": {"options": {}, "target": 2, "adapt": limits, "request": 4},
+        "gpu": {"options": {"cpu": 2}, "target": 1, "adapt": None, "request": 0},
+    }
     folder = prepare(tmp_path / "mine", number=1, **groups)
     async with scheduler_in(folder, number=1) as running, rpc(running.address) as comm:
-        answer = await comm.cml_watch(manager="m1", **WATCH)
-        assert {*answer["sessions"]} == {"mine-7", "mine-8", "mine-gpu-0"}
-        assert answer["groups"]["gpu"]["options"] == {"cpu": 2}
+        assert (await comm.cml_watch(**WATCH))["groups"] == groups
+    assert file_of(folder, 1)["groups"] == groups
 
 
-async def test_operations_of_all_managers_are_carried_out_and_each_gets_its_results(comm):
-    for manager in "m1", "m2":
-        await comm.cml_watch(manager=manager, **WATCH)
-    unknown = {"op": "scale", "group": "no", "n": 1}
-    answer = await comm.cml_apply(manager="m2", operations=[SCALE, unknown], since=0)
-    first, second = answer["results"]
-    assert first is None
-    assert second["error"].startswith("invalid worker_group='no'")
-    assert {*answer["sessions"]} == {"mine-0", "mine-1"}
-    assert answer["leader"] == "m1"
-    # The leader decides, and the other one does not.
-    replace = {"op": "replace", "names": ["mine-0"], "causes": {}}
-    for manager, gone in ("m2", []), ("m1", ["mine-0"]):
-        answer = await comm.cml_apply(manager=manager, operations=[replace], since=0)
-        [result] = answer["results"]
-        assert [*result] == gone
-
-
-async def test_a_change_ends_the_wait_of_managers(scheduler, comm):
-    answer = await comm.cml_watch(manager="m1", **WATCH)
+async def test_each_change_ends_the_wait_of_those_who_watch(scheduler, comm):
+    revision = (await comm.cml_watch(**WATCH))["revision"]
     async with rpc(scheduler.address) as other:
-        long = {**WATCH, "since": answer["revision"], "lease": 1e6, "wait": 1e5}
-        waiting = asyncio.ensure_future(other.cml_watch(manager="m2", **long))
-        # It is connected, so what it is told first is the revision after its own coming.
-        await comm.cml_watch(manager="m1", **WATCH)
-        await comm.cml_apply(manager="m1", operations=[SCALE], since=0)
+        waiting = asyncio.ensure_future(other.cml_watch(**{**WATCH, "since": revision, "wait": 1e5}))
+        answer = await comm.cml_set(groups={"default": {"target": 2}})
+        assert answer["groups"]["default"]["target"] == 2
         answer = await asyncio.wait_for(waiting, 60)
-        assert {*answer["sessions"]} == {"mine-0", "mine-1"}
+        assert answer["groups"]["default"]["target"] == 2
+        assert answer["revision"] > revision
 
 
-async def test_managers_get_dask_workers_that_connect_and_leave(scheduler, comm):
-    await comm.cml_watch(manager="m1", **WATCH)
-    await comm.cml_apply(manager="m1", operations=[{**SCALE, "n": 1}], since=0)
-    async with Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False) as worker:
-        answer = await comm.cml_watch(manager="m1", **WATCH)
-        assert answer["workers"][worker.address]["name"] == "mine-0"
-        assert [*answer["sessions"]["mine-0"]["seen"]] == ["mine-0"]
-        held = await comm.cml_held(names=["mine-0", "mine-1"])
-        assert {name: {*about} for name, about in held.items()} == {"mine-0": {"last_seen", "nbytes"}}
-        since = answer["revision"]
-    answer = await comm.cml_watch(manager="m1", **{**WATCH, "since": since})
-    assert answer["workers"] == {worker.address: None}
-    assert answer["groups"] is None
-
-
-async def test_managers_are_told_when_a_worker_becomes_full_after_it_has_paused(scheduler, comm, holds):
-    async with Worker(scheduler.address, name="mine-0", memory_limit=0, dashboard=False) as worker:
-        worker.periodic_callbacks["heartbeat"].stop()
-        state = scheduler.workers[worker.address]
-        state.extra["cml"] = {"max_spill": 100}
-        state.metrics["spilled_bytes"] = {"memory": 0, "disk": 0}
-        worker.status = Status.paused
-        plugin = scheduler.plugins["dask-cml"]
-        await holds(lambda: plugin._paused)
-        since = (await comm.cml_watch(manager="m1", **WATCH))["revision"]
-        state.metrics["spilled_bytes"] = {"memory": 90, "disk": 90}
-        answer = await comm.cml_watch(manager="m1", **{**WATCH, "since": since, "wait": 60, "lease": 1000})
-        assert answer["workers"][worker.address]["metrics"]["spilled_bytes"]["disk"] == 90
+async def test_the_last_one_who_writes_wins_and_others_values_stay(comm):
+    await comm.cml_set(groups={"gpu": {"options": {"cpu": 2}, "target": 1}})
+    await comm.cml_set(groups={"default": {"target": 2}})
+    limits = {"minimum": 4, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
+    answer = await comm.cml_set(groups={"default": {"adapt": limits}, "gpu": {"target": 3}})
+    assert answer["groups"] == {
+        # Its target is within the limits at once.
+        "default": {"options": {}, "target": 4, "adapt": limits, "request": 2},
+        "gpu": {"options": {"cpu": 2}, "target": 3, "adapt": None, "request": 2},
+    }
+    answer = await comm.cml_set(groups={"default": {"target": 1, "adapt": None}, "gpu": None})
+    assert answer["groups"] == {"default": {"options": {}, "target": 1, "adapt": None, "request": 3}}
 
 
 @pytest.mark.parametrize(
-    ("handler", "message"),
+    ("groups", "words"),
     [
-        ("cml_watch", {"manager": "m2", **WATCH, "lease": "long"}),
-        ("cml_watch", {"manager": ["m2"], **WATCH}),
-        ("cml_watch", {"manager": "m2", **WATCH, "observes": 3}),
-        ("cml_apply", {"manager": "m1", "operations": "all", "since": 0}),
-        ("cml_apply", {"manager": "m2", "operations": [SCALE], "since": 0}),  # which is not connected
-        ("cml_apply", {"manager": 3, "operations": [SCALE], "since": 0}),
-        ("cml_set", {"orphan_timeout": 0}),
-        ("cml_set", {"orphan_timeout": 1, "app_url": "javascript:alert(1)"}),
-        ("cml_set", {"leader": "m2"}),
-        ("cml_held", {"names": "mine-0"}),
+        ({"no": {"target": 1}}, "invalid worker_group='no': expected one of 'default', 'gpu'"),
+        ({"no": None}, "invalid worker_group='no'"),
+        ({"gpu": {"options": {}, "target": 1}}, "invalid name='gpu': expected a name that no worker group"),
+        ({"default": None}, "invalid name='default': expected a worker group other than 'default'"),
     ],
 )
-async def test_an_invalid_message_of_a_manager_changes_nothing(comm, handler, message):
-    await comm.cml_watch(manager="m1", **WATCH)
-    before = await comm.cml_watch(manager="m1", **WATCH)
-    with pytest.raises(ValueError, match=r"invalid (message of a )?manager"):
-        await getattr(comm, handler)(**message)
-    assert await comm.cml_watch(manager="m1", **WATCH) == before
+async def test_a_change_that_is_refused_is_answered_in_words_and_changes_nothing(comm, groups, words):
+    before = await comm.cml_set(groups={"gpu": {"options": {"cpu": 2}}})
+    answer = await comm.cml_set(groups={"default": {"target": 7}, **groups})
+    assert answer["refused"].startswith(words)
+    assert (await comm.cml_watch(**WATCH))["groups"] == before["groups"]
 
 
-async def test_an_invalid_operation_does_not_block_the_others(comm):
-    await comm.cml_watch(manager="m1", **WATCH)
-    operations = [{"op": "scale", "group": "no"}, SCALE, {"op": "lead"}, 3]
-    answer = await comm.cml_apply(manager="m1", operations=operations, since=0)
-    assert answer["groups"]["default"]["target"] == SCALE["n"]
-    assert answer["leader"] == "m1"
-    [first, second, *others] = answer["results"]
-    assert second is None
-    assert all(each["error"].startswith("invalid operation: ") for each in (first, *others))
-
-
-async def test_managers_need_the_keys_of_the_cluster(folder):
+async def test_strangers_without_the_keys_of_the_cluster_reach_no_handler(folder):
     security = Security.temporary()
     async with scheduler_in(folder, security=security) as running:
         assert running.address.startswith("tls://")
@@ -227,37 +182,128 @@ async def test_managers_need_the_keys_of_the_cluster(folder):
                 await asyncio.wait_for(comm.cml_hello(), 60)
 
 
-# -- the leader
+# -- the keeper
 
 
-async def leader(comm, manager="m2", **more):
-    return (await comm.cml_watch(manager=manager, **{**WATCH, **more}))["leader"]
+async def keeper_after(comm, watcher):
+    """Return who keeps the cluster after somebody has asked for the lease."""
+    await comm.cml_watch(**{**WATCH, "watcher": watcher})
+    return (await comm.cml_lease(watcher=watcher, take=True))["keeper"]
 
 
-async def test_the_creator_leads_before_it_is_connected_but_not_for_ever(folder, monkeypatch):
+async def test_the_creator_keeps_the_cluster_before_it_is_connected_but_not_for_ever(folder, monkeypatch):
     async with scheduler_in(folder) as running, rpc(running.address) as comm:
-        assert await leader(comm) == "m1"
-    monkeypatch.setattr(protocol, "LEASE", 0.1)
+        assert await keeper_after(comm, "other") == "keeper"
+    monkeypatch.setattr(timing, "first_lease", 0.1)
     async with scheduler_in(folder) as running, rpc(running.address) as comm:
-        while await leader(comm) != "m2":
+        while await keeper_after(comm, "other") != "other":
             await asyncio.sleep(0.01)
 
 
-async def test_another_manager_leads_when_the_leaders_connection_closes(scheduler, comm, monkeypatch):
+async def test_another_process_gets_the_lease_when_the_keepers_connection_closes(
+    scheduler, comm, monkeypatch
+):
+    monkeypatch.setattr(timing, "first_lease", 0.0)
     async with rpc(scheduler.address) as first:
-        await first.cml_watch(manager="m1", **WATCH)
-        assert await leader(comm) == "m1"
-    while await leader(comm) != "m2":
+        await first.cml_watch(**{**WATCH, "watcher": "keeper"})
+        assert await keeper_after(comm, "other") == "keeper"
+    scheduler.plugins["dask-cml"]._keeper_until = 0.0
+    while await keeper_after(comm, "other") != "other":
         await asyncio.sleep(0.01)
     async with rpc(scheduler.address) as first:  # which comes back
-        assert await leader(first, "m1") == "m2"
+        assert await keeper_after(first, "keeper") == "other"
 
 
-async def test_a_manager_that_only_observes_leads_only_alone(tmp_path):
-    folder = prepare(tmp_path / "mine")
-    async with scheduler_in(folder) as running, rpc(running.address) as watcher, rpc(running.address) as comm:
-        assert await leader(watcher, "watcher", observes=True) == "watcher"
-        assert await leader(comm) == "m2"
+async def test_a_keeper_gives_the_lease_back_and_nobody_else_does(comm):
+    await comm.cml_watch(**{**WATCH, "watcher": "keeper"})
+    assert (await comm.cml_lease(watcher="other", take=False))["keeper"] == "keeper"
+    assert (await comm.cml_lease(watcher="keeper", take=False))["keeper"] is None
+    assert (await comm.cml_lease(watcher="absent", take=True))["keeper"] is None
+    assert await keeper_after(comm, "other") == "other"
+
+
+async def test_the_report_of_the_keeper_reaches_all_others_and_that_of_a_former_one_nobody(scheduler, comm):
+    scheduler.plugins["dask-cml"]._board.close_workers(["mine-0", "mine-1"])
+    await comm.cml_report(**report(keeper="former", report={"problem": "old"}, closed=["mine-1"]))
+    board = await comm.cml_watch(**WATCH)
+    assert (board["report"], board["closing"]) == ({}, ("mine-0", "mine-1"))
+    await comm.cml_report(**report(report={"problem": "new"}, closed=["mine-1"]))
+    board = await comm.cml_watch(**WATCH)
+    assert (board["report"], board["closing"]) == ({"problem": "new"}, ("mine-0",))
+    # It knows its own.
+    assert (await comm.cml_watch(**{**WATCH, "watcher": "keeper"}))["report"] == {}
+
+
+async def test_what_the_keeper_changes_by_itself_undoes_no_later_request_of_a_user(comm):
+    board = await comm.cml_set(groups={"default": {"target": 5}})
+    request = board["groups"]["default"]["request"]
+    await comm.cml_report(**report(groups={"default": {"target": 3, "request": request}}))
+    assert (await comm.cml_watch(**WATCH))["groups"]["default"]["target"] == 3
+    await comm.cml_set(groups={"default": {"target": 7}})
+    late = {"default": {"target": 2, "request": request}, "deleted": {"target": 1, "request": 0}}
+    await comm.cml_report(**report(groups=late))
+    assert (await comm.cml_watch(**WATCH))["groups"]["default"]["target"] == 7
+
+
+# -- Dask workers
+
+
+async def test_watchers_hear_that_dask_workers_connect_and_leave(scheduler, comm):
+    board = await comm.cml_watch(**WATCH)
+    for moves in (board["moves"] + 1, board["moves"] + 3):  # one more connects, and two have left
+        async with Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False):
+            while board["moves"] != moves:
+                assert board["moves"] < moves
+                board = await comm.cml_watch(**{**WATCH, "since": board["revision"], "wait": 60})
+            held = await comm.cml_held(names=["mine-0", "mine-1"])
+            assert {name: {*about} for name, about in held.items()} == {"mine-0": {"last_seen", "nbytes"}}
+            assert await comm.cml_last(names=["mine-0"]) == {}
+        assert (await comm.cml_last(names=["mine-0", "mine-1"])).keys() == {"mine-0"}
+
+
+async def test_watchers_are_told_when_a_worker_becomes_full_after_it_has_paused(scheduler, comm):
+    async with Worker(scheduler.address, name="mine-0", memory_limit=0, dashboard=False) as worker:
+        worker.periodic_callbacks["heartbeat"].stop()
+        state = scheduler.workers[worker.address]
+        state.extra["cml"] = {"max_spill": 10 * 10**9}
+        state.metrics["spilled_bytes"] = {"memory": 0, "disk": 0}
+        worker.status = Status.paused
+        board = await comm.cml_watch(**WATCH)
+        assert board["full"] is None
+        state.metrics["spilled_bytes"] = {"memory": 9 * 10**9, "disk": 9 * 10**9}
+        while board["full"] is None:
+            board = await comm.cml_watch(**{**WATCH, "since": board["revision"], "wait": 60})
+        assert board["full"].startswith("worker mine-0 has spilled 9.0 of 10.0 GB and is paused")
+
+
+async def test_a_worker_whose_session_gets_notice_is_named_until_it_has_left(scheduler, comm):
+    async with (
+        Worker(scheduler.address, name="mine-0", nthreads=1, dashboard=False) as worker,
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        futures = await client.scatter([1, 2, 3])  # which nobody else can take
+        await comm.cml_notice(names=["mine-0", "mine-1"])
+        assert (await comm.cml_watch(**WATCH))["leaving"] == ("mine-0",)
+        async with Worker(scheduler.address, name="mine-2", nthreads=1, dashboard=False):
+            await comm.cml_notice(names=["mine-0"])
+            await asyncio.wait_for(worker.finished(), 60)
+            while (await comm.cml_watch(**WATCH))["leaving"]:
+                await asyncio.sleep(0.01)
+            assert (await comm.cml_last(names=["mine-0"]))["mine-0"]["noticed"]
+            assert await client.gather(futures) == [1, 2, 3]
+
+
+async def test_clients_get_the_events_of_sessions(scheduler, comm):
+    async with Client(scheduler.address, asynchronous=True) as client:
+        launched = [{"action": "launched", "session": name} for name in ("mine-0", "mine-1")]
+        await comm.cml_report(**report(events=launched))
+        async with Worker(scheduler.address, name="mine-0"):
+            await client.wait_for_workers(1)
+        lost = {"action": "lost", "session": "mine-1", "cause": "out of memory"}
+        await comm.cml_report(**report(events=[lost]))
+        await comm.cml_report(**report(keeper="former", events=[lost]))
+        events = [event for _, event in await client.get_events("cml")]
+    assert events == [*launched, {"action": "connected", "session": "mine-0"}, lost]
 
 
 # -- the end
@@ -266,35 +312,38 @@ async def test_a_manager_that_only_observes_leads_only_alone(tmp_path):
 async def test_an_orphan_ends_itself(folder, holds):
     async with scheduler_in(folder) as running:
         async with rpc(running.address) as comm:
-            await comm.cml_watch(manager="m1", **WATCH)
+            await comm.cml_watch(**WATCH)
             await comm.cml_set(orphan_timeout=0.1)
         await asyncio.wait_for(running.finished(), 120)
         assert "orphaned: no manager and no client for 0.1 s" in str(running.get_logs())
     # Nothing ends the process of a scheduler that could close.
-    await holds(lambda: not any(isinstance(each, threading.Timer) for each in threading.enumerate()))
+    await holds(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
 
 
 @pytest.mark.parametrize("orphan_timeout", [0.5, None], ids=["orphans", "never"])
 @pytest.mark.parametrize("number", [0, 1])
-async def test_the_orphan_timeout_counts_when_a_manager_has_come(tmp_path, orphan_timeout, number):
-    """If observers counted at first, the cluster of a late creator could end, or that of a dead one stay.
+async def test_the_orphan_timeout_counts_when_somebody_has_come_who_may_keep_the_cluster(
+    tmp_path, orphan_timeout, number
+):
+    """If those counted at first that only look, a late creator's cluster could end, or a dead one's stay.
 
-    Later schedulers may have no other manager.
+    Later schedulers may have nobody else.
     """
     folder = prepare(tmp_path / "mine", number=number, orphan_timeout=orphan_timeout, patience=300)
     async with scheduler_in(folder, number=number) as running, rpc(running.address) as comm:
-        presence = running.plugins["dask-cml"]._presence
-        assert presence.timeout == 300
-        await comm.cml_watch(manager="page", **{**WATCH, "observes": True})
-        assert presence.timeout == (orphan_timeout if number else 300)
-        await comm.cml_watch(manager="m1", **WATCH)
-        assert presence.timeout == orphan_timeout
+        watchers = running.plugins["dask-cml"]._watchers
+        assert watchers.timeout == 300
+        await comm.cml_watch(**{**WATCH, "watcher": "page", "counts": False})
+        assert watchers.timeout == (orphan_timeout if number else 300)
+        await comm.cml_watch(**WATCH)
+        assert watchers.timeout == orphan_timeout
         assert file_of(folder, number)["orphan_timeout"] == orphan_timeout
 
 
 async def test_a_cluster_whose_folder_was_removed_ends(folder, monkeypatch):
-    for name, seconds in ("_REST", 0.01), ("SIGN_OF_LIFE", 0.02), ("_GONE_FOR", 0.05):
-        monkeypatch.setattr(state_file, name, seconds)
+    monkeypatch.setattr(state_file, "_REST", 0.01)
+    monkeypatch.setattr(state_file, "_GONE_FOR", 0.05)
+    monkeypatch.setattr(timing, "sign_of_life", 0.02)
     async with scheduler_in(folder) as running:
         folder.rename(folder.with_name(".removed"))
         await asyncio.wait_for(running.finished(), 120)
@@ -302,26 +351,62 @@ async def test_a_cluster_whose_folder_was_removed_ends(folder, monkeypatch):
     assert not folder.exists()
 
 
-async def test_a_scheduler_without_its_file_does_not_start(tmp_path):
-    """Rather than begin with nothing, which would stop all workers."""
-    running = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0")
-    async with running:
-        with pytest.raises(FileNotFoundError):
-            await running.register_scheduler_plugin(CMLSchedulerPlugin(tmp_path), idempotent=True)
+async def shut_down(scheduler):
+    async with rpc(scheduler.address) as comm:
+        with contextlib.suppress(OSError):  # the answer is the end of the connection
+            await comm.terminate()
+
+
+async def idle(scheduler):
+    scheduler.idle_timeout = 0.01
+
+
+async def replace(scheduler):
+    prepare(scheduler.plugins["dask-cml"]._file.folder, number=1)
+
+
+async def stop(scheduler):
+    await scheduler.close(reason="signal-15")
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (shut_down, "shut down by a client"),
+        (idle, "idle for 0.01 s"),
+        (replace, "another scheduler replaces it"),
+        (stop, None),  # by the platform, so another one may replace it
+    ],
+)
+async def test_the_file_says_why_the_cluster_ended(folder, end, reason):
+    async with scheduler_in(folder) as scheduler:
+        await end(scheduler)
+        await asyncio.wait_for(scheduler.finished(), 120)
+    assert file_of(folder)["closed"] == reason
+
+
+async def test_restarts_in_a_row_count_until_a_task_is_computed(folder):
+    prepare(folder, number=2, restarts=2)
+    async with scheduler_in(folder, number=2) as scheduler:
+        assert file_of(folder, 2)["restarts"] == 2
+        async with Worker(scheduler.address), Client(scheduler.address, asynchronous=True) as client:
+            await client.submit(sum, [1, 2])
+    assert file_of(folder, 2)["restarts"] == 0
+    assert file_of(folder, 2)["activity"]["tasks_done"] == 1
 
 
 # -- real processes
 
-MANAGER = """
+WATCHER = """
 import asyncio, sys
 from distributed.core import rpc
-async def manage():
+async def watch():
     comm = rpc(sys.argv[1])
-    await comm.cml_watch(manager="m1", observes=False, lease=2.0, since=0, wait=0.1)
+    await comm.cml_watch(watcher="keeper", counts=True, since=0, wait=0.1)
     await comm.cml_set(orphan_timeout=1)
     print("there", flush=True)
     await asyncio.sleep(3600)
-asyncio.run(manage())
+asyncio.run(watch())
 """
 
 
@@ -361,91 +446,22 @@ def test_the_processes_of_an_orphan_end_after_its_last_client_has_left(cluster, 
     scheduler, worker, address = cluster
 
     async def wait_alone(dask_scheduler):
-        """Wait until there is no manager, and for longer than the timeout after that."""
-        presence = dask_scheduler.plugins["dask-cml"]._presence
-        while presence.managers:
+        """Wait until nobody watches, and for longer than the timeout after that."""
+        watchers = dask_scheduler.plugins["dask-cml"]._watchers
+        while watchers.has("keeper"):
             await asyncio.sleep(0.05)
         later = time.monotonic() + 2
         while time.monotonic() < later:
             await asyncio.sleep(0.05)
 
-    with process("-c", MANAGER, address, stdout=subprocess.PIPE) as manager:
-        assert manager.stdout.readline() == b"there\n"
+    with process("-c", WATCHER, address, stdout=subprocess.PIPE) as watcher:
+        assert watcher.stdout.readline() == b"there\n"
         with Client(address) as client:
             client.wait_for_workers(1)
-            manager.send_signal(end)
+            watcher.send_signal(end)
             client.run_on_scheduler(wait_alone)
             assert client.submit(sum, [1, 2]).result(120) == 3
             assert scheduler.poll() is worker.poll() is None
         assert scheduler.wait(120) == 0
         assert worker.wait(120) == 0
     assert "orphaned: no manager and no client for 1 s" in (folder / "scheduler.log").read_text()
-
-
-# -- what happened to sessions, and why the cluster ended
-
-
-async def test_clients_get_the_events_of_sessions(scheduler, comm):
-    name = "mine-0"
-    async with Client(scheduler.address, asynchronous=True) as client:
-        watching = await comm.cml_watch(manager="m1", **WATCH)
-        for operation in (
-            SCALE,
-            {"op": "launched", "names": [name, "mine-1"]},
-            {"op": "found", "states": {name: "waiting", "mine-1": "running", "mine-9": "running"}},
-        ):
-            await comm.cml_apply(manager="m1", operations=[operation], since=watching["revision"])
-        async with Worker(scheduler.address, name=name):
-            await client.wait_for_workers(1)
-            lost = {"op": "replace", "names": ["mine-1"], "causes": {"mine-1": "out of memory"}}
-            stopped = {"op": "stopped", "names": ["mine-1"]}
-            await comm.cml_apply(manager="m1", operations=[lost, stopped], since=0)
-            events = [event for _, event in await client.get_events("cml")]
-    told = [(each["session"], each["action"], each.get("cause")) for each in events]
-    assert told == [
-        (name, "launched", None),
-        ("mine-1", "launched", None),
-        (name, "waiting", None),
-        ("mine-1", "running", None),
-        (name, "connected", None),
-        ("mine-1", "lost", "out of memory"),
-        ("mine-1", "stopped", None),
-    ]
-
-
-async def test_the_file_says_that_a_client_shut_the_cluster_down(folder):
-    async with scheduler_in(folder) as scheduler, rpc(scheduler.address) as comm:
-        with contextlib.suppress(OSError):  # the answer is the end of the connection
-            await comm.terminate()
-        await scheduler.finished()
-    assert file_of(folder)["closed"] == "shut down by a client"
-
-
-async def test_the_file_says_that_the_cluster_was_idle(folder):
-    async with scheduler_in(folder) as scheduler:
-        scheduler.idle_timeout = 0.01
-        await scheduler.finished()
-    assert file_of(folder)["closed"] == "idle for 0.01 s"
-
-
-async def test_the_file_of_a_scheduler_that_the_platform_stops_names_no_reason(folder):
-    async with scheduler_in(folder) as scheduler:
-        await scheduler.close(reason="signal-15")
-    assert file_of(folder)["closed"] is None
-
-
-async def test_a_scheduler_closes_when_another_one_replaces_it(folder):
-    async with scheduler_in(folder) as scheduler:
-        prepare(folder, number=1)
-        await scheduler.finished()
-    assert "another scheduler" in file_of(folder)["closed"]
-
-
-async def test_restarts_in_a_row_count_until_a_task_is_computed(folder):
-    prepare(folder, number=2, restarts=2)
-    async with scheduler_in(folder, number=2) as scheduler:
-        assert file_of(folder, 2)["restarts"] == 2
-        async with Worker(scheduler.address), Client(scheduler.address, asynchronous=True) as client:
-            await client.submit(sum, [1, 2])
-    assert file_of(folder, 2)["restarts"] == 0
-    assert file_of(folder, 2)["activity"]["tasks_done"] == 1

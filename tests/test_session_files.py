@@ -113,7 +113,7 @@ def test_each_fact_of_a_session_is_a_file_of_its_own(state):
     }
 
 
-def test_a_session_that_ended_while_another_manager_notes_its_wait_stays_ended(state):
+def test_a_session_that_ended_while_another_process_notes_its_wait_stays_ended(state):
     record = Record("a")
     folder = claim(record, WANTED)
     launch(record, "session-1")
@@ -129,7 +129,7 @@ def test_an_ended_session_keeps_its_last_known_state(state):
     write_sessions([session], [], "a", id=record.id)
     end(record, "session-1", at=LAUNCHED + 90)
     assert read("a").ended == {"session-1": replace(session, ended=LAUNCHED + 90)}
-    # Two managers may find the same end, each at its time.
+    # Two processes may find the same end, each at its time.
     write_sessions([session], [], "a", id=record.id)
     end(record, "session-1", at=LAUNCHED + 80)
     (state / "a" / SESSIONS_FOLDER / "stray").touch()

@@ -21,19 +21,20 @@ from dask_cml.records import liveness
 from dask_cml.records.record import Record
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.state_file import StateFile
+from dask_cml.timing import timing
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(state_file, "_REST", 0.01)
-    monkeypatch.setattr(state_file, "SIGN_OF_LIFE", 0.02)
+    monkeypatch.setattr(timing, "sign_of_life", 0.02)
     monkeypatch.setattr(state_file, "_GONE_FOR", 0.05)
 
 
 @pytest.fixture
 def folder(tmp_path):
     with dask.config.set({"cml.state-directory": str(tmp_path)}):
-        yield prepare(tmp_path / "mine", leader="m1", gpu={"target": 2})
+        yield prepare(tmp_path / "mine", keeper="k1", gpu={"target": 2})
 
 
 def content_of(folder, number=0):
@@ -64,9 +65,9 @@ def test_a_schedulers_number_is_in_the_name_of_its_file(name, number):
 # -- what it begins with
 
 
-def test_a_scheduler_begins_with_what_its_manager_wrote(folder):
+def test_a_scheduler_begins_with_what_its_keeper_wrote(folder):
     begin = StateFile(folder, 0).begin()
-    assert (begin["cluster"], begin["leader"]) == ("mine", "m1")
+    assert (begin["cluster"], begin["keeper"]) == ("mine", "k1")
     assert begin["groups"]["gpu"] == {"target": 2}
     with pytest.raises(FileNotFoundError):
         StateFile(folder, 1).begin()
@@ -110,7 +111,7 @@ async def test_it_is_written_when_something_changes_and_regularly(folder, holds)
 
 
 async def test_a_cancelled_write_does_not_replace_a_later_one(folder, holds, monkeypatch):
-    """As when the scheduler closes: the last state says why, and no other manager may take it for lost."""
+    """As when the scheduler closes: the last state says why, and nobody may take it for lost."""
     file, replace, goes_on = StateFile(folder, 0), os.replace, threading.Event()
     waiting = []
 
@@ -203,7 +204,7 @@ async def test_an_old_scheduler_writes_nothing_into_a_new_cluster_of_its_name_an
     file = StateFile(prepare(folder, number=number), number)
     file.begin()
     shutil.rmtree(folder)
-    prepare(folder, leader="m2")
+    prepare(folder, keeper="k2")
     assert await asyncio.wait_for(file.run(dict), 60) == why
     assert os.listdir(folder) == [wanted_file(0)]
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from click.testing import CliRunner
-from clusters import arrived, create_and_kill, rebuild, simulate
+from clusters import arrived, create_and_kill, make, rebuild, simulate
 from simulated.testing import eventually, simulated
 
 from dask_cml import CMLCluster, SessionHours, Usage, cli
@@ -101,15 +101,6 @@ def test_it_prints_as_a_table():
 
 
 # -- whole clusters
-
-
-@pytest.fixture(autouse=True)
-def locally(platform, light, monkeypatch):
-    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
-
-
-def make(**options):
-    return CMLCluster(platform="local", quiet=True, name="mine", **options)
 
 
 def mine(**options):
@@ -206,12 +197,12 @@ async def test_sessions_that_wait_for_room_cost_nothing(it):
 
 
 @simulated
-async def test_a_session_still_waits_for_a_manager_that_has_just_taken_it_over(it):
-    async with mine() as maker:
-        it.platform.configure({"cpu": 1}, waits_for_room=True)
-        maker.scale(1)
-        await eventually(waiting)
-        await maker.leave()
+async def test_a_session_still_waits_for_a_keeper_that_has_just_taken_it_over(it):
+    maker = await mine()
+    it.platform.configure({"cpu": 1}, waits_for_room=True)
+    maker.scale(1)
+    await eventually(waiting)
+    await maker.leave()
     with mock.patch("dask_cml.sessions.session._MOMENT", 1000.0):
         async with rebuild("mine") as other:
             await eventually(lambda: [worker.is_listed for worker in other.workers.values()] == [True])
@@ -224,7 +215,7 @@ async def test_a_session_still_waits_for_a_manager_that_has_just_taken_it_over(i
 
 
 @simulated
-async def test_another_manager_sees_the_same_usage_and_stops_the_count_by_its_shutdown(it):
+async def test_a_remote_sees_the_same_usage_and_stops_the_count_by_its_shutdown(it):
     async with mine(n_workers=1) as maker:
         await eventually(lambda: arrived(maker) == 1)
         async with rebuild("mine") as other:
@@ -239,8 +230,8 @@ async def test_another_manager_sees_the_same_usage_and_stops_the_count_by_its_sh
             store.read("mine")
 
 
-async def test_it_is_awaited_in_an_event_loop(platform):
-    cluster = make(asynchronous=True)
+async def test_it_is_awaited_in_an_event_loop(platform, light):
+    cluster = make(name="mine")
     with pytest.raises(NoSuchCluster):
         await cluster.usage()
     async with cluster:
@@ -249,7 +240,7 @@ async def test_it_is_awaited_in_an_event_loop(platform):
 
 
 @simulated
-async def test_files_of_a_crashed_managers_sessions_are_finished_by_the_next_one(it):
+async def test_the_sessions_of_a_keeper_that_crashed_are_finished_by_the_next_one(it):
     await create_and_kill(it, name="mine", n_workers=2, orphan_timeout="10 minutes")
     assert ended_keys() == []
     it.platform.evict(it.platform.running["mine-0"])  # which nobody sees
@@ -263,13 +254,15 @@ async def test_files_of_a_crashed_managers_sessions_are_finished_by_the_next_one
     assert store.records() == []
 
 
-def test_info_prints_it(platform, until):
+def test_info_prints_it(platform, light, until, monkeypatch):
+    monkeypatch.setenv("DASK_CML__PLATFORM", "local")
+
     def run(*arguments):
         result = CliRunner().invoke(cli.cml, [*arguments])
         assert result.exit_code == 0, result.output
         return result.output
 
-    with make(n_workers=1) as cluster:
+    with CMLCluster(n_workers=1, name="mine", platform="local", quiet=True) as cluster:
         until(lambda: arrived(cluster) == 1)
         until(lambda: cluster.usage().total.sessions == 2)
         lines = [line for line in run("info", "mine").splitlines() if line.startswith("usage")]

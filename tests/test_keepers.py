@@ -1,0 +1,545 @@
+"""The keeper of a cluster, remotes that write on its board, and who keeps the cluster next."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import dask
+import pytest
+from clusters import (
+    arrived,
+    create_and_kill,
+    cut_off,
+    launch,
+    limits,
+    lines_of,
+    live,
+    make,
+    rebuild,
+    sessions,
+    simulate,
+    target,
+    write_record,
+)
+from distributed import Client, Worker
+from distributed.core import Status
+from simulated.faults import Mishap
+from simulated.testing import eventually, simulated
+
+from dask_cml import CMLError
+from dask_cml.keeper.keeper import Keeper
+from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER
+from dask_cml.options import SessionSize, state_directory
+from dask_cml.records import operations, store
+from dask_cml.records.record import Record
+from dask_cml.sessions.entry import Launch
+from dask_cml.timing import timing
+
+pytestmark = pytest.mark.usefixtures("light")
+
+SLEEP = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def locally(platform):
+    with dask.config.set({"cml.platform": "local"}):
+        yield platform
+
+
+def shared(**options):
+    return simulate(name="shared", **options)
+
+
+def has(cluster, n):
+    """Whether a keeper or a remote sees so many requested and connected workers."""
+    return arrived(cluster) == target(cluster) == len(cluster.scheduler_info["workers"]) == n
+
+
+# -- remotes
+
+
+@simulated
+async def test_keeper_and_remote_see_the_same_and_neither_undoes_the_others_scaling(it):
+    async with shared(n_workers=1) as keeper, rebuild("shared") as remote:
+        for scale, n in (keeper, 1), (remote, 3), (keeper, 2), (remote, 1):
+            scale.scale(n)
+            await eventually(lambda n=n: has(keeper, n) and has(remote, n))
+            await eventually(lambda n=n: len(it.platform.running) == n + 1)
+        assert (keeper.keeps, remote.keeps) == (True, False)
+        assert remote.worker_spec.keys() == keeper.worker_spec.keys() == keeper.workers.keys()
+        assert remote.workers == {}
+        await eventually(lambda: shown(remote) == shown(keeper))
+        assert keeper.problem is remote.problem is None
+
+
+def shown(cluster):
+    return [(session.id, session.name, session.role, session.status) for session in cluster.sessions]
+
+
+@simulated
+async def test_a_remote_shows_what_the_keeper_says(it):
+    with dask.config.set({"cml.failure-limit": 1}):
+        async with shared() as keeper, rebuild("shared") as remote:
+            it.platform.doom("fails", times=9)
+            remote.scale(1)
+            await eventually(lambda: "no new workers after 1 failures in a row" in repr(remote))
+            assert remote.gave_up == keeper.gave_up
+            assert remote.problem == keeper.problem
+            it.platform.heal()
+            it.platform.configure({"sessions": 2}, waits_for_room=True)
+            remote.scale(2)
+            await eventually(lambda: remote.waits())
+            assert "waiting for room" in repr(remote)
+            assert remote.n_pending == 1
+            it.platform.configure()
+            await eventually(lambda: has(remote, 2) and not remote.waits())
+            assert "problem" not in repr(remote)
+
+
+@simulated
+async def test_a_lost_worker_is_replaced_once(it):
+    async with shared(n_workers=1) as keeper, rebuild("shared") as remote:
+        await eventually(lambda: has(keeper, 1))
+        [lost] = keeper.workers
+        it.platform.evict(it.platform.running[lost])
+        await eventually(lambda: keeper.observed and lost not in keeper.observed)
+        await eventually(lambda: remote.observed == keeper.observed)
+        assert len(it.platform.running) == 2
+
+
+@simulated
+async def test_the_plans_of_a_cluster_without_keys_have_none_in_a_remote(it):
+    async with shared() as keeper, rebuild("shared") as remote:
+        assert "--tls" not in remote.job_script()
+        assert remote.scheduler_address == keeper.scheduler_address
+        remote.scale(1)
+        await eventually(lambda: arrived(keeper) == 1)
+
+
+@simulated
+async def test_what_a_remote_asks_for_comes_true_although_it_leaves_at_once(it):
+    async with shared() as keeper:
+        file = state_directory() / "shared" / RECORD_FILE
+        made = file.stat()
+        async with rebuild("shared") as remote:
+            remote.scale(2)
+        assert os.path.samestat(file.stat(), made)  # nobody replaces it
+        await eventually(lambda: has(keeper, 2))
+
+
+@simulated
+async def test_a_remote_that_cannot_reach_the_scheduler_says_so_and_remembers_nothing(it):
+    async with shared() as keeper, rebuild("shared") as remote:
+        heal = cut_off(remote)
+        with pytest.raises(
+            CMLError, match=r"the scheduler of cluster 'shared' at .* does not answer: .*no route"
+        ):
+            await remote.scale(2)
+        with pytest.raises(CMLError, match="does not answer"):
+            await remote.add_worker_group("gpu")
+        await eventually(lambda: "no route to host" in repr(remote))
+        heal()
+        await eventually(lambda: remote.is_connected and "problem" not in repr(remote))
+        assert keeper.worker_groups.keys() == {"default"}
+        assert target(keeper) == target(remote) == 0
+
+
+@simulated
+async def test_a_change_that_the_board_refuses_is_an_error_in_its_words(it):
+    async with shared() as keeper, rebuild("shared") as remote:
+        await remote.add_worker_group("gpu")
+        await eventually(lambda: "gpu" in keeper.worker_groups)
+        await keeper.delete_worker_group("gpu")
+        with pytest.raises(CMLError, match=r"^invalid worker_group='gpu': expected one of 'default'$"):
+            await remote.scale(1, worker_group="gpu")
+        await eventually(lambda: "gpu" not in remote.worker_groups)
+
+
+@simulated
+async def test_a_remote_adds_scales_adapts_and_deletes_worker_groups(it):
+    async with shared() as keeper, rebuild("shared") as remote:
+        await remote.add_worker_group("gpu", n_workers=1, cpu=2, memory=2)
+        await remote.scale(2, worker_group="gpu")
+        await eventually(lambda: "gpu" in keeper.worker_groups and arrived(keeper) == 2)
+        assert keeper.worker_groups["gpu"].size == SessionSize(2, 2)
+        await eventually(lambda: remote.worker_groups == keeper.worker_groups)
+        remote.adapt(0, 2, worker_group="gpu", interval="1s", wait_count=1)
+        await remote.written()
+        await eventually(lambda: keeper.worker_groups["gpu"].n_workers == 0)
+        assert limits(keeper, "gpu") == limits(remote, "gpu") == (0, 2)
+        await remote.delete_worker_group("gpu")
+        await eventually(lambda: keeper.worker_groups.keys() == remote.worker_groups.keys() == {"default"})
+        assert len(it.platform.running) == 1
+
+
+@pytest.mark.xfail(
+    reason="a group has as many requests as before, so the keeper takes it for the old one", strict=True
+)
+@simulated
+async def test_a_group_that_is_deleted_and_added_again_at_once_is_the_new_one(it):
+    async with shared() as keeper, rebuild("shared") as remote:
+        await remote.add_worker_group("big", cpu=1, memory=1)
+        await eventually(lambda: "big" in keeper.worker_groups)
+        await remote.delete_worker_group("big")
+        await remote.add_worker_group("big", n_workers=1, cpu=2, memory=2)
+        await eventually(lambda: keeper.worker_groups["big"].n_arrived == 1)
+        assert keeper.worker_groups["big"].size == SessionSize(2, 2)
+
+
+async def scale_down(cluster, name):
+    await cluster.scale_down([name])
+
+
+async def change_the_spec(cluster, name):
+    del cluster.worker_spec[name]
+    await cluster._correct_state()
+
+
+@pytest.mark.xfail(
+    reason="Dask's server takes the argument `close` of a message for itself, so the board never gets it",
+    strict=True,
+)
+@pytest.mark.parametrize("close", [scale_down, change_the_spec])
+@simulated
+async def test_a_remote_closes_workers_by_their_names(it, close):
+    async with shared(n_workers=3) as keeper, rebuild("shared") as remote:
+        await eventually(lambda: has(keeper, 3) and has(remote, 3))
+        await close(remote, "shared-1")
+        await eventually(lambda: has(keeper, 2) and has(remote, 2))
+        assert keeper.workers.keys() == {"shared-0", "shared-2"}
+
+
+@simulated
+async def test_a_remote_adds_workers_to_the_spec_as_a_subclass_of_speccluster_may(it):
+    async with shared(n_workers=1) as keeper, rebuild("shared") as remote:
+        await eventually(lambda: has(remote, 1))
+        remote.worker_spec.update(remote.new_worker_spec())
+        await remote._correct_state()
+        await eventually(lambda: has(keeper, 2) and has(remote, 2))
+
+
+@simulated
+async def test_a_remote_stops_the_adaptive_scaling_of_the_keeper(it):
+    async with shared() as keeper:
+        adaptive = keeper.adapt(minimum=0, maximum=3)
+        await keeper.written()
+        async with rebuild("shared") as remote:
+            assert limits(remote) == (0, 3)
+            remote.scale(1)  # and leaves at once
+        await eventually(lambda: target(keeper) == 1 and limits(keeper) is None)
+        await eventually(lambda: adaptive.periodic_callback is None)
+        await eventually(lambda: arrived(keeper) == len(it.platform.running) - 1 == 1)
+
+
+@simulated
+async def test_the_keeper_adapts_for_a_remote_that_has_left_and_so_does_the_next_keeper(it):
+    keeper = await shared()
+    async with rebuild("shared") as remote:
+        remote.adapt(minimum=1, maximum=2)
+        await remote.written()
+    await eventually(lambda: arrived(keeper) == 1)
+    assert limits(keeper) == (1, 2)
+    async with rebuild("shared") as third, Client(third, asynchronous=True) as client:
+        await keeper.leave()
+        await eventually(lambda: third.keeps and limits(third) == (1, 2))
+        futures = client.map(asyncio.sleep, [3600] * 1000, pure=False)
+        await eventually(lambda: has(third, 2))
+        await client.cancel(futures)
+        await third.close()
+
+
+# -- who keeps the cluster
+
+
+@simulated
+async def test_a_remote_keeps_the_cluster_when_the_keeper_leaves(it):
+    keeper = await shared(n_workers=1)
+    async with rebuild("shared") as other:
+        await eventually(lambda: arrived(other) == 1)
+        assert not other.keeps
+        before = store.read("shared").sessions
+        await keeper.leave()
+        assert store.read("shared").sessions == before
+        await eventually(lambda: other.keeps)
+        assert {session.id for session in other.sessions} == {*before}
+        other.scale(2)
+        await eventually(lambda: has(other, 2) and len(other.workers) == 2)
+        await other.close()
+    assert not it.platform.running
+
+
+@simulated
+async def test_one_of_several_remotes_keeps_the_cluster_when_the_keepers_process_dies(it):
+    async def create():
+        async with shared(n_workers=2, worker_groups={"big": {"n_workers": 1, "cpu": 2}}) as keeper:
+            await eventually(lambda: arrived(keeper) == 3)
+            created.set()
+            await asyncio.Event().wait()
+
+    created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
+    creator.start(create())
+    await created.wait()
+    async with rebuild("shared") as one, rebuild("shared") as two:
+        before = {*it.platform.running.items()}
+        creator.kill()
+        it.platform.evict(it.platform.running["shared-0"])  # which nobody sees
+        await eventually(lambda: one.keeps or two.keeps)
+        await eventually(lambda: arrived(one) == arrived(two) == 3)
+        assert (one.keeps, two.keeps) in [(True, False), (False, True)]
+        assert len(it.platform.running) == 4
+        assert len(before & {*it.platform.running.items()}) == 3
+        for cluster in one, two:
+            assert [group.n_workers for group in cluster.worker_groups.values()] == [2, 1]
+            assert cluster.worker_groups["big"].size.cpu == 2
+        await one.close()
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@simulated
+async def test_a_keeper_that_was_silent_for_a_lease_becomes_a_remote_and_stops_nothing(it, scales):
+    async with shared(n_workers=2) as former, rebuild("shared") as other:
+        await eventually(lambda: has(former, 2))
+        before = {*it.platform.running.values()}
+        heal = cut_off(former)
+        await eventually(lambda: other.keeps)
+        assert not former.keeps
+        if scales:
+            former.scale(0)
+            former.adapt(0, 1)
+        await asyncio.sleep(2 * timing.lease)
+        assert {*it.platform.running.values()} == before
+        heal()
+        await eventually(lambda: former.is_connected and former.keeper is None)
+        await eventually(lambda: has(former, target(other)))
+        assert {*it.platform.running.values()} == before
+        other.scale(3)
+        await eventually(lambda: has(other, 3) and has(former, 3))
+        assert other.keeps
+
+
+@simulated
+async def test_what_the_keeper_was_asked_for_meanwhile_reaches_the_board_later(it):
+    async with shared() as keeper, rebuild("shared") as remote:
+        heal = cut_off(keeper)
+        keeper.scale(2)
+        await asyncio.sleep(timing.retry)
+        heal()
+        await eventually(lambda: has(keeper, 2) and has(remote, 2))
+        assert keeper.keeps
+
+
+FROZEN = """
+import time
+from dask_cml import CMLCluster
+
+if __name__ == "__main__":
+    cluster = CMLCluster(n_workers=1, name="shared", platform="local", shutdown_on_close=False, quiet=True)
+    while cluster.n_pending:
+        time.sleep(0.05)
+    print(cluster.keeps, flush=True)
+    while cluster.keeper is not None:
+        time.sleep(0.05)
+    print(cluster.keeps, flush=True)
+"""
+
+
+@pytest.mark.slow
+async def test_a_process_that_was_frozen_finds_the_cluster_kept_by_another_and_leaves_it(locally, holds):
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FROZEN, stdout=subprocess.PIPE)
+    assert await process.stdout.readline() == b"True\n"
+    async with rebuild("shared") as other:
+        process.send_signal(signal.SIGSTOP)
+        await holds(lambda: other.keeps and arrived(other) == 1)
+        process.send_signal(signal.SIGCONT)
+        assert await process.stdout.readline() == b"False\n"
+        assert await process.wait() == 0
+        other.scale(2)
+        await holds(lambda: has(other, 2) and len(live(locally)) == 3)
+        await other.close()
+
+
+@pytest.mark.xfail(
+    reason="the next keeper waits `worker_timeout` for workers that left before it kept them",
+    strict=True,
+)
+@simulated
+async def test_sessions_that_end_with_the_keepers_session_are_replaced_by_the_next_keeper(it):
+    """Nobody lists them to the next keeper."""
+
+    async def keep():
+        async with rebuild("shared") as second:
+            await eventually(lambda: second.keeps)
+            second.scale(3)
+            await eventually(lambda: has(second, 3))
+            ready.set()
+            await asyncio.Event().wait()
+
+    ready, session = asyncio.Event(), "anothersession00"
+    creator = await shared(n_workers=1, shutdown_on_close=False)
+    await eventually(lambda: has(creator, 1))
+    await creator.leave()
+    process = it.process("second", {"CDSW_ENGINE_ID": session})
+    process.start(keep())
+    await ready.wait()
+    async with rebuild("shared", shutdown_on_close=True) as third:
+        await eventually(lambda: has(third, 3))
+        owners = [each.owner for each in third.sessions]
+        assert sorted(owners) == [*[session] * 2, *["notebook12345678"] * 2]
+        process.kill()
+        it.platform.end_session(session)
+        await eventually(lambda: third.keeps and has(third, 3))
+        assert {each.owner for each in third.sessions} == {"notebook12345678"}
+
+
+async def test_others_get_the_link_to_the_dashboard(platform, holds):
+    async with make(name="mine") as cluster:
+        await holds(lambda: store.read("mine").scheduler.app_url is not None)
+        assert store.read("mine").scheduler.app_url == cluster.sessions[0].app_url
+
+
+@pytest.mark.xfail(
+    reason="only the keeper that has launched the scheduler tells its URL, and only after a look", strict=True
+)
+async def test_others_get_the_link_although_the_creator_leaves_before_its_first_look(
+    locally, holds, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "run", lambda self: asyncio.Event().wait())
+        await (await make(name="mine")).leave()
+    async with rebuild("mine", shutdown_on_close=True):
+        await holds(lambda: store.read("mine").scheduler.app_url is not None, 20)
+
+
+# -- the end
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@simulated
+async def test_the_others_say_that_another_process_shut_the_cluster_down(it, elsewhere):
+    async with shared() as keeper:
+        remote = await rebuild("shared")
+        ending, seeing = (remote, keeper) if elsewhere else (keeper, remote)
+        await ending.close()
+        await eventually(lambda: seeing.status == Status.closed)
+        # By the record that the other one has removed, or by the scheduler's last words in it.
+        reasons = {"another process shut it down", "closed"}
+        assert lines_of(seeing)[-1] in {f"Cluster shared shut down: {reason}" for reason in reasons}
+
+
+async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(platform, monkeypatch):
+    early, late = (session["id"] for session in platform.launch_workers(2, cpu=1, memory=1, code=SLEEP))
+    write_record(Record("shared", options={"platform": "local"}, launches=sessions(**{early: "shared-0"})))
+    remove = store.remove
+
+    def after_the_keeper_has_launched(name, **more):
+        launch(store.read(name), late, key="shared-1")
+        return remove(name, **more)
+
+    monkeypatch.setattr(store, "remove", after_the_keeper_has_launched)
+    assert await operations.end_all(store.records()) == {"shared": None}
+    assert all(session["stop_requested"] for session in platform.sessions())
+    assert store.records() == []
+
+
+@simulated
+async def test_a_keeper_whose_record_was_removed_stops_its_sessions_when_it_leaves(it, caplog):
+    caplog.set_level("INFO")
+    cluster = await shared(silence_logs=False)  # which would silence caplog, too
+    assert await asyncio.to_thread(store.remove, "shared") is not None
+    cluster.scale(1)
+    await eventually(lambda: "Record of cluster shared removed" in caplog.text)
+    await cluster.leave()
+    assert not it.platform.running
+    assert it.clusters == []
+
+
+# -- sessions and workers that the keeper has not launched
+
+
+@contextlib.asynccontextmanager
+async def dask_worker(cluster, name):
+    """A Dask worker of a cluster, in this process."""
+    async with Worker(cluster.scheduler.address, name=name, nthreads=1, dashboard=False) as worker:
+        yield worker
+
+
+def sleeping(it):
+    """Launch a session that is no part of a cluster."""
+    [session] = (session["id"] for session in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
+    return session
+
+
+@simulated
+async def test_a_session_in_the_record_that_nobody_launched_is_stopped(it):
+    stray = sleeping(it)
+    async with shared(n_workers=1) as cluster:
+        await asyncio.to_thread(launch, store.read("shared"), stray, key="shared-7")
+        await eventually(lambda: stray not in it.platform.live)
+        await eventually(lambda: stray not in store.read("shared").sessions)
+        await eventually(lambda: arrived(cluster) == 1)
+        assert len(it.platform.running) == 2
+
+
+@simulated
+async def test_the_next_keeper_stops_an_old_session_that_nobody_launched_at_once(it):
+    creator = await shared(shutdown_on_close=False)
+    await creator.leave()
+    stray = sleeping(it)
+    changes = [Launch(stray, "shared-7", None, int(time.time()) - 60)]
+    await asyncio.to_thread(store.write_sessions, changes, [], "shared", id=store.read("shared").id)
+    async with rebuild("shared") as cluster:
+        await eventually(lambda: it.platform.all[stray].stop_requested, seconds=2.0)
+        await cluster.close()
+
+
+@simulated
+async def test_a_session_whose_launch_was_not_answered_and_is_not_wanted_any_more_is_stopped(it):
+    async with shared() as cluster:
+        it.platform.doom("silent", key="shared-0")  # so it does not enter itself into the record
+        it.platform.plan("launch_workers", Mishap(error=KeyError("engineId")))
+        cluster.scale(1)
+        await eventually(lambda: "shared-0" in {session.key for session in it.platform.live_sessions})
+        cluster.scale(0)
+        await eventually(lambda: len(it.platform.live) == 1)
+
+
+@simulated
+async def test_a_session_that_is_recorded_again_after_its_end_is_ended_again_in_the_record(it):
+    """The platform's answer to a launch may come after another process has stopped the session."""
+    late = sleeping(it)
+    async with shared():
+        for _ in range(2):
+            await asyncio.to_thread(launch, store.read("shared"), late, key="shared-7")
+            await eventually(lambda: late not in store.read("shared").sessions)
+
+
+@simulated
+async def test_a_wanted_worker_whose_session_is_not_in_the_record_is_taken_over_or_replaced(it):
+    """Its keeper died before it wrote the record, and the session could not write it either."""
+    await create_and_kill(it, name="shared", n_workers=1)
+    [lost] = (session for session, key in store.read("shared").sessions.items() if key == "shared-0")
+    for file in (state_directory() / "shared" / SESSIONS_FOLDER).glob(f"*{lost}*"):
+        file.unlink()
+    async with rebuild("shared") as cluster:
+        await eventually(lambda: has(cluster, 1) and len(it.platform.running) == 2)
+        await eventually(lambda: {*store.read("shared").sessions} == {each.id for each in cluster.sessions})
+        await cluster.close()
+
+
+@simulated
+async def test_dask_workers_that_are_not_named_like_the_clusters_stay(it, caplog):
+    async with (
+        shared() as cluster,
+        dask_worker(cluster, "mine") as named,
+        dask_worker(cluster, 5) as numbered,
+    ):
+        await asyncio.sleep(timing.strays + timing.stray)
+        assert cluster.observed == {"mine", 5}
+        assert named.status == numbered.status == Status.running
+    assert "Cannot manage" not in caplog.text

@@ -1,0 +1,161 @@
+"""What the user asked for last is what the keeper's steps make of the cluster, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import dask
+import pytest
+from clusters import arrived, log_of, make, simulate, target
+from distributed import Client
+from distributed.core import Status
+from simulated.testing import eventually, simulated
+
+from dask_cml import CMLError, LaunchRefused
+
+pytestmark = pytest.mark.usefixtures("light")
+
+
+def has(cluster, n):
+    workers = cluster.scheduler_info["workers"]
+    return len(cluster.worker_spec) == len(cluster.workers) == arrived(cluster) == len(workers) == n
+
+
+def is_well(cluster):
+    return "failed" not in log_of(cluster) and "problem" not in repr(cluster)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@simulated
+async def test_the_last_of_many_requests_counts(it, seed):
+    chance = random.Random(seed)
+    async with simulate() as cluster:
+        for _ in range(10):
+            n = chance.randrange(5)
+            cluster.scale(n) if chance.random() < 0.7 else cluster.adapt(n, n, interval="1s")
+            await asyncio.sleep(chance.uniform(0.0, 3.0))
+        cluster.scale(2)
+        await eventually(lambda: has(cluster, 2) and len(it.platform.live) == 3)
+        assert target(cluster) == 2
+        assert is_well(cluster)
+
+
+@simulated
+async def test_scale_ends_adapting_that_is_under_way(it):
+    async with simulate() as cluster:
+        cluster.adapt(minimum=3, maximum=3, interval="1s")
+        with it.platform.held("launch_workers"):
+            await eventually(lambda: it.platform.under_way)
+            cluster.scale(0)
+            await asyncio.sleep(10)
+        await eventually(lambda: has(cluster, 0) and len(it.platform.live) == 1)
+        await asyncio.sleep(10)
+        assert has(cluster, 0)
+        assert target(cluster) == 0
+
+
+@simulated
+async def test_workers_that_the_user_retires_are_replaced_and_no_failure(it):
+    async with simulate(n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
+        await eventually(lambda: has(cluster, 2))
+        for _ in range(3):
+            retired = min(cluster.workers)
+            await client.retire_workers(names=[retired], close_workers=True)
+            await eventually(lambda gone=retired: gone not in cluster.worker_spec and has(cluster, 2))
+        assert is_well(cluster)
+        assert "closed; launching a replacement" in log_of(cluster)
+
+
+@simulated
+async def test_workers_that_a_client_restarts_are_replaced_and_no_failure(it):
+    async with simulate(n_workers=2) as cluster, Client(cluster, asynchronous=True) as client:
+        await eventually(lambda: has(cluster, 2))
+        before = {*cluster.workers}
+        # It closes workers that have no nanny, and waits for as many others.
+        await client.restart(timeout=120)
+        await eventually(lambda: has(cluster, 2))
+        assert not before & {*cluster.workers}
+        assert await client.submit(sum, [1, 2]) == 3
+        assert is_well(cluster)
+
+
+@simulated
+async def test_a_stop_that_hangs_delays_no_launch(it):
+    async with simulate(n_workers=2) as cluster:
+        await eventually(lambda: has(cluster, 2))
+        with it.platform.held("stop_workers"):
+            cluster.scale(1)
+            await eventually(lambda: it.platform.under_way)
+            cluster.scale(3)
+            await eventually(lambda: arrived(cluster) == 3)
+        await eventually(lambda: has(cluster, 3))
+
+
+@simulated
+async def test_a_stop_that_is_refused_delays_no_launch(it):
+    async with simulate(n_workers=2) as cluster:
+        await eventually(lambda: has(cluster, 2))
+        it.platform.answer_stop(*[403] * 1000)
+        cluster.scale(1)
+        await eventually(lambda: it.platform.count("stop_workers"))
+        cluster.scale(3)
+        await eventually(lambda: arrived(cluster) == 3)
+        assert "problem: CML did not stop" in repr(cluster)
+        before = it.platform.count("stop_workers")
+        await asyncio.sleep(30.0)
+        assert 5 < it.platform.count("stop_workers") - before < 15
+        it.platform.heal()
+        await eventually(lambda: has(cluster, 3))
+
+
+@simulated
+async def test_a_slow_stop_is_requested_once_and_noticed_at_once(it):
+    async with simulate(n_workers=1) as cluster:
+        await eventually(lambda: arrived(cluster) == 1)
+        with it.platform.held("stop_workers"):
+            cluster.scale(0)
+            await eventually(lambda: it.platform.under_way)
+            await asyncio.sleep(20.0)  # several looks
+            assert cluster.workers
+        began = time.monotonic()
+        await eventually(lambda: not cluster.workers)
+        assert time.monotonic() - began < 1.0
+        assert it.platform.count("stop_workers") == 1
+
+
+@simulated
+async def test_a_request_to_a_closed_cluster_raises_an_error(it):
+    cluster = await simulate(name="mine")
+    await cluster.close()
+    for request in (
+        lambda: cluster.scale(1),
+        lambda: cluster.adapt(0, 1),
+        lambda: cluster.add_worker_group("big"),
+        lambda: cluster.delete_worker_group("big"),
+    ):
+        with pytest.raises(CMLError, match="cluster mine is closed"):
+            await request()
+    assert it.platform.live == []
+
+
+@simulated
+async def test_a_cluster_that_lost_its_scheduler_is_not_shown_as_connected(it):
+    with dask.config.set({"cml.scheduler-restarts": 0}):
+        cluster = await simulate(n_workers=1)
+        await eventually(lambda: has(cluster, 1))
+        with it.platform.held("list_workers"):
+            it.platform.evict(cluster.sessions[0].id)
+            await eventually(lambda: "not connected" in repr(cluster))
+            assert cluster.status == Status.running
+        await eventually(lambda: cluster.status == Status.closed)
+
+
+async def test_a_smaller_start_right_after_a_refused_one_is_not_refused(platform):
+    platform.configure(quota={"sessions": 3}, stop_grace=2.0)
+    with pytest.raises(LaunchRefused):
+        await make(n_workers=5)
+    for _ in range(2):  # what a cluster has stopped that was closed fills the quota, too
+        async with make(n_workers=2) as smaller:
+            assert len(smaller.workers) == 2
