@@ -41,8 +41,7 @@ async def found():
 
 def look(starts, *sessions, connected=()):
     """Count the start times of a cluster with these sessions."""
-    fleet = SimpleNamespace(arrived=lambda: {*connected})
-    starts.look([SimpleNamespace(manager=SimpleNamespace(fleet=fleet), sessions=sessions)])
+    starts.look([SimpleNamespace(arrived=lambda: {*connected}, sessions=sessions)])
 
 
 def worker(name, age):

@@ -209,7 +209,7 @@ async def test_the_history_names_the_user_who_deleted_a_cluster_on_the_page(serv
         await server.until(name, running)
         assert (await server.ask("DELETE", f"/api/clusters/{name}")).status == 200
     found = (await server.get("/api/history"))["clusters"]
-    assert [(each["name"], each["why"]) for each in found] == [
+    assert [(cluster["name"], cluster["why"]) for cluster in found] == [
         ("day", "deleted by ann"),
         ("night", "deleted by ann"),
     ]
@@ -794,7 +794,8 @@ async def test_requests_without_the_token_are_refused(server):
 async def test_the_link_with_the_token_sets_a_cookie(server):
     answer = await server.ask("GET", f"/?token={server.access.token}", token=False)
     assert (answer.status, answer.headers["Location"]) == (302, "?")
-    [cookie] = [each for each in answer.headers.get_list("Set-Cookie") if server.access.token in each]
+    cookies = answer.headers.get_list("Set-Cookie")
+    [cookie] = [cookie for cookie in cookies if server.access.token in cookie]
     assert "HttpOnly" in cookie
     assert "SameSite=Lax" in cookie
     cookie = cookie.partition(";")[0]
@@ -828,8 +829,8 @@ async def test_a_read_only_user_cannot_change_clusters(server, permission):
 @pytest.mark.parametrize("permissions", [["RW", "RO"], ["RO", "RW"], ["RW", "RW"], ["rw"]])
 def test_a_second_or_unknown_permission_header_grants_nothing(session, permissions):
     request = sent("GET", {"Host": "localhost", "REMOTE-USER": "bob"})
-    for each in permissions:
-        request.headers.add("REMOTE-USER-PERM", each)
+    for permission in permissions:
+        request.headers.add("REMOTE-USER-PERM", permission)
     assert Access(8100).user(request).may_change is False
 
 
@@ -847,7 +848,7 @@ async def test_a_cluster_belongs_to_the_user_who_created_it(server):
 async def xsrf(server, headers):
     """Return the headers with the XSRF token of the page."""
     answer = await server.ask("GET", "/", token=False, **headers)
-    [cookie] = [each for each in answer.headers.get_list("Set-Cookie") if "xsrf" in each]
+    [cookie] = [cookie for cookie in answer.headers.get_list("Set-Cookie") if "xsrf" in cookie]
     name, _, value = cookie.partition(";")[0].partition("=")
     return {"Cookie": f"{name}={value}", "X-XSRFToken": value}
 
