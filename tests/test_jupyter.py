@@ -200,7 +200,7 @@ def test_a_cluster_of_a_shell_is_listed_until_it_is_shut_down(server, environmen
     "first worker has connected: before, `has_dashboard` of a remote is False",
     strict=True,
 )
-def test_a_cluster_without_workers_has_panes(server, environment, leaves_no_session):
+def test_a_cluster_without_workers_has_panes(server, leaves_no_session):
     with CMLCluster(name="empty", platform="local", quiet=True):
         until(lambda: "empty" in server.clusters)
         assert_has_panes(server, server.clusters["empty"]["id"])
