@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import site
+import socket
 import subprocess
 import sys
 from types import ModuleType
@@ -23,8 +24,9 @@ from distributed.versions import get_versions
 from dask_cml import CMLCluster, cli
 from dask_cml.doctor import clusters, environment, examine
 from dask_cml.doctor.environment import Finding
-from dask_cml.records import liveness
+from dask_cml.options import state_directory
 from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.sessions import tls
 
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
@@ -563,8 +565,9 @@ def test_workers_that_connect_during_the_check_do_not_count_as_silent(monkeypatc
 
 
 def test_an_unknown_cluster_is_wrong_and_a_stale_one_a_warning(platform):
-    scheduler = SchedulerState(address="tcp://127.0.0.1:1")
-    write_record(Record("gone", maker=Maker("elsewhere", 1, 1.0, "ended"), scheduler=scheduler))
+    scheduler = SchedulerState(address="tls://127.0.0.1:1")
+    maker, keys = Maker("elsewhere", 1, 1.0, "ended"), {"tls_ca_file": "/no/such/file"}
+    write_record(Record("gone", maker=maker, scheduler=scheduler, security=keys))
     [unknown, stale] = clusters.versions(["lab", "gone"], 5)
     assert (unknown.name, unknown.state) == ("cluster lab", "wrong")
     assert unknown.command.endswith("cml list")
@@ -573,15 +576,28 @@ def test_an_unknown_cluster_is_wrong_and_a_stale_one_a_warning(platform):
     assert clusters.versions([], 5) == [stale]
 
 
-def test_the_check_limits_the_time_of_each_scheduler(platform, monkeypatch):
-    asked = []
+def test_the_check_does_not_wait_longer_for_a_silent_scheduler(platform):
+    keys, files = tls.as_files(True, state_directory() / "busy")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        scheduler = SchedulerState(address=f"tls://127.0.0.1:{silent.getsockname()[1]}")
+        options = {"platform": "local"}
+        write_record(Record("busy", options=options, scheduler=scheduler, security=tls.paths(keys)))
+        tls.write(files)
+        [finding] = clusters.versions(["busy"], 0.5)
+    assert finding.state == "warning"
+    assert "The cluster is not answering: its scheduler does not respond." in finding.words
 
-    async def look_at(record, timeout):
-        asked.append(timeout)
-        return liveness.Finding(liveness.State.UNKNOWN)
 
-    scheduler = SchedulerState(address="tcp://10.0.0.1:8786")
-    write_record(Record("busy", options={"platform": "local"}, scheduler=scheduler))
-    monkeypatch.setattr(liveness, "_look_at", look_at)
-    assert [finding.state for finding in clusters.versions(["busy"], 2)] == ["warning"]
-    assert asked == [2]
+@pytest.mark.xfail(
+    reason="_compare() of dask_cml/doctor/clusters.py asks every cluster that runs by its files, also one "
+    "without keys, at whose address another program may listen by now",
+    strict=True,
+)
+def test_nothing_is_sent_to_the_address_of_a_cluster_without_keys(platform):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        scheduler = SchedulerState(address=f"tcp://127.0.0.1:{other.getsockname()[1]}")
+        write_record(Record("open", options={"platform": "local"}, scheduler=scheduler))
+        clusters.versions(["open"], 0.5)
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.accept()
