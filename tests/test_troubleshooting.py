@@ -252,7 +252,7 @@ def test_the_page_lists_the_messages_after_a_lost_scheduler(platform, seen, show
         ended(cluster)
         platform.clear_faults()
     with make() as cluster:
-        asyncio.run(operations.end_all(store.records()))
+        asyncio.run(operations.end_all(store.records(), "ann"))
         ended(cluster)
     monkeypatch.setattr(timing, "silence", 5.0)
     monkeypatch.setattr(timing, "answer", 1.0)
