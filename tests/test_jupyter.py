@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import re
 import subprocess
@@ -140,24 +139,6 @@ def test_shutdown_of_a_cluster_whose_scheduler_has_died(server, shared_platform,
     assert server.clusters == {}
 
 
-@pytest.mark.slow
-def test_server_answers_while_a_cluster_starts(server, shared_platform, new):
-    shared_platform.configure(start_delay=2.0, latency=0.5)
-    try:
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            starting = pool.submit(new)
-            until(live_sessions_of(shared_platform))
-            assert server.answers("api")
-            assert not starting.done()
-            assert starting.result()["id"] in [model["id"] for model in server.clusters.values()]
-    finally:
-        shared_platform.configure(start_delay=0.0, latency=0.0)
-
-
-def live_sessions_of(platform):
-    return lambda: live_sessions(platform)
-
-
 # -- what others make
 
 
@@ -233,17 +214,6 @@ def test_shutdown_in_the_sidebar_refuses_a_cluster_of_another_user(server, monke
         assert "dask cml delete 'of ann'" in str(answer)
         assert cluster.status == Status.running
         assert "of ann" in server.clusters
-
-
-@pytest.mark.slow
-def test_a_cluster_of_the_sidebar_is_listed_once(server, new, leaves_no_session):
-    with CMLCluster(name="first", platform="local", quiet=True):
-        model = new()
-        until(lambda: "first" in server.clusters)
-        with CMLCluster(name="second", platform="local", quiet=True):
-            # What is listed after the new cluster's records were read, was listed with them.
-            until(lambda: "second" in server.clusters)
-            assert {*server.clusters} == {"first", "second", model["name"]}
 
 
 @pytest.mark.slow

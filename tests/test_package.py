@@ -100,10 +100,6 @@ def test_the_code_of_worker_sessions_and_the_local_platform_do_not_load_msgspec(
         assert "msgspec" not in loaded(f"import dask_cml.{module}"), module
 
 
-def test_the_version_is_that_of_the_installed_distribution():
-    assert dask_cml.__version__ == importlib.metadata.version("dask-cml")
-
-
 @pytest.mark.parametrize("name", dask_cml.__all__)
 def test_every_name_that_is_offered_can_be_imported_and_is_listed(name):
     scope = {}
@@ -124,11 +120,6 @@ def test_all_errors_are_offered_and_are_runtime_errors():
     assert {error.__name__ for error in errors} <= set(dask_cml.__all__)
     assert all(issubclass(error, RuntimeError) for error in errors)
     assert all(issubclass(error, dask_cml.CMLError) for error in errors)
-
-
-@pytest.mark.parametrize("cls", OFFERED, ids=lambda cls: cls.__name__)
-def test_every_parameter_of_an_offered_class_is_documented(cls):
-    assert {*parameters(cls.__init__)} <= documented_parameters(cls) or "__init__" not in vars(cls)
 
 
 @pytest.mark.xfail(reason="CMLAdaptive.of is public, and does not document its parameters", strict=True)

@@ -9,14 +9,13 @@ import inspect
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import dask
 import psutil
@@ -189,6 +188,8 @@ async def test_a_cluster_is_created_described_and_deleted(server, platform):
     assert (await server.ask("DELETE", "/api/clusters/night")).status == 200
     assert (await server.get("/api/clusters"))["clusters"] == []
     assert (await server.ask("GET", "/api/clusters/night")).status == 404
+    assert (await server.post("/api/clusters/night/scale", n=1)).status == 404
+    assert (await server.ask("DELETE", "/api/clusters/night")).status == 404
 
 
 @on_page
@@ -369,14 +370,6 @@ async def test_a_late_refusal_of_a_name_does_not_hide_its_cluster(server, monkey
 
 
 @on_page
-async def test_a_cluster_has_an_idle_timeout_by_default(server):
-    await server.post("/api/clusters", name="night")
-    await server.post("/api/clusters", name="day", idle_timeout="never")
-    assert store.read("night").options["idle_timeout"] == 3600
-    assert store.read("day").options.get("idle_timeout") is None
-
-
-@on_page
 async def test_deleting_a_starting_cluster_leaves_no_session(server, it, monkeypatch):
     monkeypatch.setattr(clusters_module, "_PATIENCE", 0.0)
     it.platform.doom("silent", times=2)
@@ -490,11 +483,6 @@ async def test_invalid_numbers_are_refused_with_a_reason(server):
         assert answer.status == 400, body
         assert answer.json["error"].startswith(words)
     assert (await server.cluster("night"))["n_workers"] == 0
-
-
-async def test_scaling_an_unknown_cluster_fails(server):
-    assert (await server.post("/api/clusters/nosuch/scale", n=1)).status == 404
-    assert (await server.ask("DELETE", "/api/clusters/nosuch")).status == 404
 
 
 async def test_reading_a_log_continues_at_the_offset(server):
@@ -918,29 +906,6 @@ def test_other_users_cannot_read_the_token_from_a_command_line_or_file(platform,
         assert f'content="0; url={page.link}"' in "".join(content)
         assert token not in " ".join(psutil.Process(page.process.pid).cmdline())
     assert not Path(argument.removeprefix("file://")).exists()
-
-
-def test_a_browser_in_a_terminal_does_not_delay_the_shutdown(platform, tmp_path, until):
-    begun = tmp_path / "begun"
-    browser = f"{sys.executable} -c \"open({str(begun)!r}, 'w'); import time; time.sleep(3600)\" %s"
-    with PageServer(tmp_path, variables={"BROWSER": browser}, arguments=["--open"]) as page:
-        until(begun.exists)
-        children = psutil.Process(page.process.pid).children()
-        page.process.terminate()
-        assert page.process.wait(PATIENCE) == 0
-    for child in children:
-        child.kill()
-
-
-def test_the_page_answers_despite_more_idle_connections_than_it_can_accept(platform, tmp_path):
-    with PageServer(tmp_path, descriptors=200) as page:
-        host = urlsplit(page.url)
-        idle = [socket.create_connection((host.hostname, host.port)) for _ in range(210)]
-        assert page.clusters == {}
-        for connection in idle:
-            connection.close()
-        assert len(page.log) < 1000
-        assert "Traceback" not in page.log
 
 
 def test_a_pipe_in_place_of_a_log_does_not_delay_the_shutdown(local_clusters, tmp_path):

@@ -100,18 +100,6 @@ def test_each_session_has_a_row_with_its_status_and_time(clock):
     ]
 
 
-def test_the_time_of_a_session_stops_when_it_runs(clock):
-    starting = process(0)
-    display = start_display([starting])
-    clock.now = 5.0
-    assert display.rows()[0][2:] == ("starting", "5 s")
-    starting.session.status = "running"
-    clock.now = 7.0
-    assert display.rows()[0][2:] == ("running", "7 s")
-    clock.now = 60.0
-    assert display.rows()[0][2:] == ("running", "7 s")
-
-
 def test_many_sessions_are_counted_in_one_row(clock):
     waiting = [process(i, "scheduling", waits_for=60 + i) for i in range(900, 930)]
     running = [process(n, "running") for n in range(900)]
@@ -258,11 +246,6 @@ def test_a_file_or_a_terminal_without_a_cursor_gets_only_the_last_line(monkeypat
     assert out.getvalue() == ""
     screen.end("over")
     assert out.getvalue() == "over\n"
-
-
-def test_a_process_without_streams_shows_nothing(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)
-    screens.open_screen().end("over")
 
 
 # -- whole starts
