@@ -225,6 +225,18 @@ def left(platform):
     run("delete", "mine")
 
 
+def test_only_commands_that_change_a_cluster_keep_it(left):
+    for looking in ["list"], ["info", "mine"], ["group", "list", "mine"], ["logs", "mine"]:
+        run(*looking)
+    assert "Cluster kept by" not in run("logs", "mine", "Scheduler")
+    run("scale", "mine", 0)
+    last = [
+        line for line in run("logs", "mine", "Scheduler").splitlines() if "keep" in line or "kept" in line
+    ]
+    assert "Cluster kept by" in last[-2]
+    assert "Cluster without a keeper" in last[-1]
+
+
 @pytest.mark.slow
 def test_a_command_adapts_a_cluster_that_nobody_keeps_until_ctrl_c(platform, left):
     with started("adapt", "mine", 2, 2) as process:
