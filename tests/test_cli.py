@@ -156,7 +156,8 @@ def test_create_prints_the_link_of_a_dashboard_that_outlives_the_command(left_by
 def left_by_create():
     """What `dask cml create` prints about a cluster that forwards its dashboard for its creator."""
     with dask.config.set({"cml.forward-dashboard": True}):
-        yield run("create", "--name", "mine")
+        output = run("create", "--name", "mine")
+    yield output
     run("delete", "mine")
 
 
@@ -344,7 +345,7 @@ def test_ctrl_c_in_create_reports_the_stopped_sessions_and_leaves_none(platform,
             assert process.stderr.read() == "Interrupted: 2 sessions stopped\n"
     finally:
         platform.configure(start_delay=0)
-    assert all(each["stop_requested"] for each in platform.sessions())
+    assert all(session["stop_requested"] for session in platform.sessions())
     assert store.records() == []
 
 
@@ -548,7 +549,7 @@ def test_a_project_without_clusters_says_how_to_create_one():
 def test_stale_records_say_so_and_are_pruned(platform, monkeypatch):
     monkeypatch.setattr(operations, "describe", functools.partial(DESCRIBE, timeout=0.5, patience=0.5))
     code = "import time; time.sleep(600)"
-    scheduler, worker, other = (each["id"] for each in platform.launch_workers(3, 1, 1, code=code))
+    scheduler, worker, other = (session["id"] for session in platform.launch_workers(3, 1, 1, code=code))
     add_stale("left", launches=sessions(**{scheduler: "scheduler", worker: "left-0"}))
     add_stale("doubtful", launches=sessions(**{other: "scheduler"}))
     platform.evict(scheduler)

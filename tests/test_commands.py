@@ -25,7 +25,7 @@ from dask_cml.sessions.plan import PRELOAD, Place, plan_scheduler, plan_worker
 #: Text that shells, format strings and IPython each read something into.
 NASTY = "a b'c\"d $HOME {1+1} {{x}} \\n \\ % ! ? é字"
 
-#: Stands in for `python -m dask`. What it does besides telling its arguments is in the file beside it.
+#: Stands in for `python -m dask`: prints its arguments, and does what is in the file next to it.
 PROGRAM = """\
 #!{python}
 import json, os, sys, time
@@ -94,7 +94,7 @@ def run(request, tmp_path):
 
 
 def arguments(plan):
-    """The arguments that the program told."""
+    """The arguments that the program printed."""
     lines = plan.log.read_text(errors="replace").splitlines()
     return next(json.loads(line) for line in lines if line.startswith('["'))
 
@@ -272,7 +272,7 @@ def test_a_session_whose_cluster_was_deleted_ends_at_once(program, run, folder):
 
 @pytest.mark.parametrize("run", ["python"], indirect=True)
 @pytest.mark.parametrize("folder", ["plain"], indirect=True)
-def test_a_session_that_no_manager_entered_into_the_record_enters_itself(program, run, folder):
+def test_a_session_that_its_launcher_did_not_enter_into_the_record_enters_itself(program, run, folder):
     options, place = read(cpu=4, memory=16), recorded(folder)
     session = {"CDSW_ENGINE_ID": "abcdefgh12345678", "CDSW_MASTER_ID": "ijklmnop12345678"}
     before = int(time.time())
@@ -280,7 +280,7 @@ def test_a_session_that_no_manager_entered_into_the_record_enters_itself(program
     [launch] = [parse(name, "mine") for name in entries(folder)]
     assert (launch.id, launch.key, launch.owner) == ("abcdefgh12345678", "mine-0", "ijklmnop12345678")
     assert (launch.size, launch.launched >= before) == (options.worker, True)
-    # A manager wrote it as soon as it had launched it.
+    # The launcher wrote it as soon as it had launched it.
     known = file_name(Launch("qrstuvwx12345678", "mine-1", "ijklmnop12345678", before, None), "mine")
     (folder / SESSIONS_FOLDER / known).touch()
     run(plan_worker(options, place, "mine-1", None), **{**session, "CDSW_ENGINE_ID": "qrstuvwx12345678"})

@@ -186,7 +186,7 @@ def test_sessions_do_not_inherit_secrets_and_values_of_this_process(key, value):
         assert inherited(state_directory()) == {}
 
 
-def test_a_list_without_secrets_is_inherited_beside_one_with_a_secret():
+def test_a_list_without_secrets_is_inherited_and_one_with_a_secret_is_not():
     stores = [{"name": "a"}, {"name": "b", "port": 1}]
     with dask.config.set({"mine.stores": stores, "mine.others": [{"password": "s3cr3t"}]}):
         assert inherited_configuration() == {"mine": {"stores": stores}}

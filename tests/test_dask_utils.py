@@ -66,16 +66,16 @@ def stop(workers_v1, *sessions):
 
 
 def live(workers_v1):
-    return [each["id"] for each in workers_v1.list_workers() if each["status"] in LIVE]
+    return [session["id"] for session in workers_v1.list_workers() if session["status"] in LIVE]
 
 
 def left(platform, *others):
     """The sessions, but for others, that nobody has stopped."""
     kept = {other["id"] for other in others}
     return [
-        each["id"]
-        for each in platform.sessions()
-        if each["status"] in LIVE and not each["stop_requested"] and each["id"] not in kept
+        session["id"]
+        for session in platform.sessions()
+        if session["status"] in LIVE and not session["stop_requested"] and session["id"] not in kept
     ]
 
 
@@ -126,7 +126,7 @@ def test_run_dask_cluster_returns_sessions_and_addresses(workers_v1):
     try:
         assert {*cluster} == {"scheduler", "workers", "scheduler_address", "dashboard_address"}
         [scheduler] = cluster["scheduler"]
-        sizes = {each["id"]: (each["cpu"], each["memory"]) for each in workers_v1.list_workers()}
+        sizes = {session["id"]: (session["cpu"], session["memory"]) for session in workers_v1.list_workers()}
         assert sizes == {
             scheduler["id"]: (1, 2),
             **{worker["id"]: (1, 1) for worker in cluster["workers"]},
@@ -135,7 +135,7 @@ def test_run_dask_cluster_returns_sessions_and_addresses(workers_v1):
         assert all(worker["app_url"] for worker in cluster["workers"])
         assert cluster["scheduler_address"] == get_scheduler_url(cluster["scheduler"])
         assert cluster["dashboard_address"] == get_dashboard_url(cluster["scheduler"])
-        # Outside of sessions no port is told, so it is that of the scheduler's session.
+        # Outside of sessions no variable names a port, so it is that of the scheduler's session.
         assert page(cluster["dashboard_address"]) == 200
     finally:
         stop(workers_v1, *cluster["scheduler"], *cluster["workers"])
@@ -241,10 +241,10 @@ def test_a_worker_that_does_not_connect_raises_an_error(workers_v1, scheduler, o
 def test_a_scheduler_that_is_lost_while_workers_start_raises_an_error(workers_v1, other, until):
     def lose():
         def worker():
-            return [each for each in workers_v1.sessions() if each["name"].endswith("-0")]
+            return [session for session in workers_v1.sessions() if session["name"].endswith("-0")]
 
         until(worker)
-        [scheduler] = [each for each in workers_v1.sessions() if each["name"].endswith("-scheduler")]
+        [scheduler] = [session for session in workers_v1.sessions() if session["name"].endswith("-scheduler")]
         workers_v1.evict(scheduler["id"])
 
     workers_v1.inject("hangs", match="dask', 'worker'")

@@ -247,20 +247,20 @@ def anchors(page):
 
 def examples(module):
     finder = doctest.DocTestFinder(exclude_empty=True)
-    return [each for each in finder.find(importlib.import_module(module)) if each.examples]
+    return [example for example in finder.find(importlib.import_module(module)) if example.examples]
 
 
 def of_a_cluster(module):
     """Whether examples of a module speak of a cluster that is there, named ``mine``."""
-    lines = [line.source + line.want for each in examples(module) for line in each.examples]
+    lines = [line.source + line.want for example in examples(module) for line in example.examples]
     return any(re.search(r"\bcluster\.|\bmine\b", line) for line in lines)
 
 
 def run_examples(modules, **names):
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    for each in [each for module in modules for each in examples(module)]:
-        each.globs.update(names)
-        runner.run(each)
+    for example in [example for module in modules for example in examples(module)]:
+        example.globs.update(names)
+        runner.run(example)
     assert runner.summarize(verbose=False).failed == 0
 
 

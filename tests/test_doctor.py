@@ -110,7 +110,7 @@ def test_doctor_finds_nothing_wrong_in_a_good_environment_with_a_running_cluster
         cluster.wait_for_workers(1, timeout=120)
         result = subprocess.run(command("--json"), capture_output=True, text=True, timeout=300, env=variables)
     assert result.returncode == 0, result.stdout + result.stderr
-    findings = {each["name"]: each for each in json.loads(result.stdout)}
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert [*findings] == [*CHECKS[:-1], "cluster lab"]
     for name in [*CHECKS[: CHECKS.index("versions") + 1], "dashboard", "imports"]:
         assert findings[name]["state"] == "ok"
@@ -161,7 +161,7 @@ def test_doctor_finishes_all_other_checks_if_the_platform_hangs(tmp_path):
     result = subprocess.run(
         command("--timeout", 2, "--json"), capture_output=True, text=True, timeout=240, env=variables
     )
-    findings = {each["name"]: each for each in json.loads(result.stdout)}
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert result.returncode == 1
     assert [*findings][: len(CHECKS) - 1] == CHECKS[:-1]
     assert findings["platform"]["words"] == "The check did not finish within 2 s."
@@ -173,7 +173,7 @@ def test_a_check_that_raises_an_error_becomes_one_wrong_finding(home, laptop, mo
         raise error
 
     monkeypatch.setattr(environment, "image", fail)
-    findings = {each.name: each for each in examine()}
+    findings = {finding.name: finding for finding in examine()}
     assert [*findings] == CHECKS
     assert findings["image"].state == "wrong"
     assert type(error).__name__ in findings["image"].words
@@ -401,7 +401,7 @@ def test_doctor_shows_why_a_package_fails_to_import(importable, code, words):
 def test_an_import_that_hangs_is_stopped(importable):
     importable(pyarrow="import time; time.sleep(3600)")
     assert "pyarrow 99.0 fails to import: the import timed out." in environment.imports(0).words
-    assert [each for each in psutil.Process().children() if "pyarrow" in each.cmdline()[-1]] == []
+    assert [child for child in psutil.Process().children() if "pyarrow" in child.cmdline()[-1]] == []
 
 
 # -- JupyterLab

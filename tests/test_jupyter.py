@@ -49,12 +49,16 @@ def new(server, leaves_no_session):
         return model
 
     yield new
-    for each in made:
-        server.ask("DELETE", f"dask/clusters/{each}")
+    for cluster_id in made:
+        server.ask("DELETE", f"dask/clusters/{cluster_id}")
 
 
 def live_sessions(platform):
-    return [each for each in platform.sessions() if not (each["finished_at"] or each["stop_requested"])]
+    return [
+        session
+        for session in platform.sessions()
+        if not (session["finished_at"] or session["stop_requested"])
+    ]
 
 
 @pytest.fixture
@@ -62,7 +66,7 @@ def leaves_no_session(shared_platform):
     yield
     left = live_sessions(shared_platform)
     if left:  # or the next tests would have them
-        shared_platform.stop_workers(*[each["id"] for each in left])
+        shared_platform.stop_workers(*[session["id"] for session in left])
         for record in store.records():
             store.remove(record.name)
     assert left == []
@@ -223,7 +227,7 @@ def test_a_scheduler_that_hangs_delays_no_other_cluster(server, shared_platform,
         CMLCluster(name="hangs, listed", platform="local", quiet=True) as listed,
     ):
         until(lambda: {"hangs", "hangs, listed"} <= {*server.clusters})
-        processes = [process for each in (cluster, listed) for process in scheduler_processes(each)]
+        processes = [process for shown in (cluster, listed) for process in scheduler_processes(shown)]
         assert processes
         for process in processes:
             process.suspend()
@@ -266,7 +270,9 @@ def test_the_end_of_the_server_shuts_down_only_the_clusters_of_its_sidebar(platf
             server.stop()
             assert "Traceback" not in server.log
             assert [record.name for record in store.records()] == ["stays"]
-            assert {each["id"] for each in live_sessions(platform)} == {each.id for each in cluster.sessions}
+            assert {session["id"] for session in live_sessions(platform)} == {
+                session.id for session in cluster.sessions
+            }
             with Client(cluster) as client:
                 assert client.submit(sum, [1, 2]).result() == 3
 
@@ -419,7 +425,7 @@ async def test_the_sidebar_scales_and_adapts_a_cluster_that_another_process_keep
 
 @pytest.mark.xfail(
     reason="the sidebar never takes the lease, so what it writes on the board of a cluster that nobody "
-    "keeps, such as one of `dask cml create`, is not carried out, and nobody is told",
+    "keeps, such as one of `dask cml create`, is not carried out, and no error says so",
     strict=True,
 )
 @simulated

@@ -116,7 +116,7 @@ def test_an_unknown_name_raises_an_attribute_error():
 
 
 def test_all_errors_are_offered_and_are_runtime_errors():
-    errors = [each for each in public("dask_cml.errors") if inspect.isclass(each)]
+    errors = [error for error in public("dask_cml.errors") if inspect.isclass(error)]
     assert {error.__name__ for error in errors} <= set(dask_cml.__all__)
     assert all(issubclass(error, RuntimeError) for error in errors)
     assert all(issubclass(error, dask_cml.CMLError) for error in errors)

@@ -19,8 +19,8 @@ from dask_cml.serve.access import Access, User
 from dask_cml.serve.servers import Dashboards, make_application
 
 Ask = Callable[..., Any]
-PAGES = ["", "new", *(f"clusters/{each['name']}" for each in several())]
-PAGES += ["history", *(f"history/{each.id}" for each in ended())]
+PAGES = ["", "new", *(f"clusters/{cluster['name']}" for cluster in several())]
+PAGES += ["history", *(f"history/{cluster.id}" for cluster in ended())]
 
 
 @asynccontextmanager
@@ -188,8 +188,12 @@ def test_the_form_offers_the_options_of_the_command_line():
 
     fields = [field for fields in pages.form_sections().values() for field in fields]
     context = create.make_context("create", [])
-    options = {each.name for each in create.get_params(context) if each.opts[0] not in ("spec", "--help")}
-    assert sorted(each.argument for each in fields) == sorted(options)
+    options = {
+        parameter.name
+        for parameter in create.get_params(context)
+        if parameter.opts[0] not in ("spec", "--help")
+    }
+    assert sorted(field.argument for field in fields) == sorted(options)
 
 
 async def test_the_form_shows_the_default_of_each_field(ask):

@@ -319,7 +319,11 @@ def test_a_cluster_is_deleted_after_confirmation(opened, server, shared_platform
     page.wait_for_url(server.url)
     row(page, "short").wait_for(state="detached")
     other.get_by_role("heading", name="No such cluster").wait_for()
-    until(lambda: all(each["status"] in ENDED for each in shared_platform.sessions() if each["id"] in ids))
+    until(
+        lambda: all(
+            session["status"] in ENDED for session in shared_platform.sessions() if session["id"] in ids
+        )
+    )
 
 
 def test_the_page_works_with_the_keyboard_alone(opened, server):

@@ -26,8 +26,8 @@ def write(tmp_path):
 def test_a_clusters_logs_are_listed_in_the_order_of_launch(tmp_path, name):
     directory = tmp_path / "logs"
     (directory / name).mkdir(parents=True)
-    for each in "10", "2", "0", "scheduler":
-        (directory / name / f"{name}-{each}.log").touch()
+    for number in "10", "2", "0", "scheduler":
+        (directory / name / f"{name}-{number}.log").touch()
     for other in f"{name}-0.log.1", f"other-{name}-0.log", "axb+(c)-0.log":
         (directory / name / other).touch()
     paths = SessionLogs(name, tmp_path / name, str(directory)).paths()

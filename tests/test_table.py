@@ -69,7 +69,7 @@ def test_the_arguments_of_a_worker_group_are_the_grouped_options():
     assert sorted(named) == sorted(name.replace("_", "-") for name in GROUP_OPTIONS)
 
 
-@pytest.mark.parametrize("option", [each for each in OPTIONS.values() if "refused" in each.bounds])
+@pytest.mark.parametrize("option", [option for option in OPTIONS.values() if "refused" in option.bounds])
 def test_a_refused_argument_has_an_argument_in_its_place(option):
     for reason in option.bounds["refused"]:
         if name := re.fullmatch(r"use the argument (\w+)", reason):
@@ -79,7 +79,7 @@ def test_a_refused_argument_has_an_argument_in_its_place(option):
 @pytest.mark.parametrize(("key", "program"), [("worker-args", worker), ("scheduler-args", scheduler)])
 def test_refused_arguments_are_those_of_the_program(key, program):
     known = {"--help", "-h"} | {
-        name for each in program.params for name in (*each.opts, *each.secondary_opts)
+        name for parameter in program.params for name in (*parameter.opts, *parameter.secondary_opts)
     }
     assert isinstance(program, click.Command)
     assert {word for words in OPTIONS[key].bounds["refused"].values() for word in words} <= known

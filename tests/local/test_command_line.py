@@ -66,7 +66,7 @@ ENGINE = [sys.executable, "-m", "dask_cml.local", "engine"]
 def test_a_command_is_the_engine_of_the_sessions_that_it_launches(platform, until):
     code = f"from dask_cml import local; local.launch_workers(1, 1, 1, code={FOREVER!r}); raise SystemExit(3)"
     assert subprocess.call([*ENGINE, sys.executable, "-c", code]) == 3
-    until(lambda: [each["status"] for each in platform.sessions()] == ["stopped"])
+    until(lambda: [session["status"] for session in platform.sessions()] == ["stopped"])
 
 
 def test_list_says_why_the_platform_let_a_session_fail(platform, launch, capsys):

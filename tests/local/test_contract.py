@@ -37,16 +37,16 @@ def test_parameters_of_launch_workers_have_the_known_names_and_order(workers_v1)
 
 def test_launch_returns_a_dict_with_an_id_for_each_session(launch):
     sessions = launch(2, code=FOREVER)
-    ids = {each["id"] for each in sessions}
+    ids = {session["id"] for session in sessions}
     assert len(ids) == 2
-    assert all(len(each) == 16 and each.isalnum() for each in ids)
+    assert all(len(id) == 16 and id.isalnum() for id in ids)
 
 
 def test_list_has_running_and_ended_sessions(launch, reaches, workers_v1):
     [long], [short] = launch(code=FOREVER), launch(code="pass")
     reaches(long, "running")
     reaches(short, "succeeded")
-    statuses = {each["id"]: each["status"] for each in workers_v1.list_workers()}
+    statuses = {session["id"]: session["status"] for session in workers_v1.list_workers()}
     assert statuses[long["id"]] == "running"
     assert statuses[short["id"]] == "succeeded"
 
@@ -138,7 +138,7 @@ def test_over_quota_the_answer_is_a_dict_without_an_id(launch, workers_v1):
 def test_the_quota_can_refuse_some_of_many_sessions(launch, workers_v1):
     workers_v1.configure(quota={"memory": 5})
     answers = launch(4, memory=2, code=FOREVER)
-    assert sorted("id" in each for each in answers) == [False, False, True, True]
+    assert sorted("id" in answer for answer in answers) == [False, False, True, True]
 
 
 @not_on_cml
@@ -156,7 +156,7 @@ def test_stop_ends_the_given_sessions_only(launch, reaches, find, workers_v1):
     for session in (first, second, third):
         reaches(session, "running")
     responses = workers_v1.stop_workers(first["id"], second["id"])
-    assert [each.status_code for each in responses] == [204, 204]
+    assert [response.status_code for response in responses] == [204, 204]
     for session in (first, second):
         assert reaches(session, "stopped")["finished_at"]
     assert find(third["id"])["status"] == "running"
@@ -212,7 +212,7 @@ def test_session_can_launch_sessions_which_have_the_same_master(launch, reaches,
         "while list_workers()[0]['status'] != 'succeeded': time.sleep(0.05)"
     )
     reaches(session, "succeeded")
-    masters = {json.loads(each.read_text())["CDSW_MASTER_ID"] for each in (outer, path)}
+    masters = {json.loads(file.read_text())["CDSW_MASTER_ID"] for file in (outer, path)}
     assert len(masters) == 1
     assert session["id"] not in masters
 
@@ -222,8 +222,8 @@ def test_await_returns_running_sessions(launch, reaches, workers_v1):
     for session in sessions:
         reaches(session, "running")
     result = workers_v1.await_workers(sessions, wait_for_completion=False)
-    assert {each["id"] for each in result["workers"]} == {each["id"] for each in sessions}
-    assert all(each["ip_address"] != "unknown" for each in result["workers"])
+    assert {session["id"] for session in result["workers"]} == {session["id"] for session in sessions}
+    assert all(session["ip_address"] != "unknown" for session in result["workers"])
     assert result["failures"] == []
 
 
@@ -233,8 +233,8 @@ def test_await_returns_done_and_failed_sessions(launch, reaches, workers_v1):
     for session in (good, bad, stopped):
         reaches(session, "succeeded", "failed", "stopped")
     result = workers_v1.await_workers([good["id"], bad["id"], stopped["id"]])
-    assert [each["id"] for each in result["workers"]] == [good["id"]]
-    assert {each["id"] for each in result["failures"]} == {bad["id"], stopped["id"]}
+    assert [session["id"] for session in result["workers"]] == [good["id"]]
+    assert {session["id"] for session in result["failures"]} == {bad["id"], stopped["id"]}
 
 
 def test_stop_workers_accepts_sessions_as_other_functions_return_them(launch, reaches, workers_v1):

@@ -55,9 +55,9 @@ def test_fault_is_used_up_once_by_all_threads_and_processes(platform, launch):
     here = launch(6, code=FOREVER)
     there, _ = process.communicate()
     sessions = platform.sessions()
-    platform.stop_workers(*[each["id"] for each in sessions])
+    platform.stop_workers(*[session["id"] for session in sessions])
     assert len(sessions) == 12
-    assert sum("id" not in each for each in here) + there.count("engineId") == 3
+    assert sum("id" not in answer for answer in here) + there.count("engineId") == 3
 
 
 def test_error_with_a_status_is_raised_as_an_http_error(platform, launch):

@@ -57,7 +57,7 @@ def reason(platform):
     """Return why the platform let a session fail."""
 
     def reason(session):
-        return next(each["reason"] for each in platform.sessions() if each["id"] == session["id"])
+        return next(session["reason"] for session in platform.sessions() if session["id"] == session["id"])
 
     return reason
 
@@ -136,7 +136,7 @@ def test_session_survives_the_session_that_launched_it(platform, launch, reaches
     )
     [session] = launch(code=outer + AT_ONCE, memory=SIZE)
     reaches(session, "failed")
-    statuses = {each["name"]: each["status"] for each in platform.sessions()}
+    statuses = {session["name"]: session["status"] for session in platform.sessions()}
     assert statuses == {"": "failed", "inner": "running"}
     platform.stop_workers(platform.sessions()[-1]["id"])
 

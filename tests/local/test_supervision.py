@@ -83,7 +83,7 @@ while True:
 def test_all_processes_of_a_user_see_the_same_sessions(platform, launch, reaches):
     [here] = launch(code=FOREVER)
     there = subprocess.check_output([sys.executable, "-c", LAUNCH], text=True).strip()
-    assert {each["id"] for each in platform.list_workers()} == {here["id"], there}
+    assert {session["id"] for session in platform.list_workers()} == {here["id"], there}
     stop = f"from dask_cml import local; local.stop_workers({here['id']!r})"
     subprocess.check_call([sys.executable, "-c", stop])
     reaches(here, "stopped")
@@ -92,7 +92,7 @@ def test_all_processes_of_a_user_see_the_same_sessions(platform, launch, reaches
 
 def statuses(platform):
     """The status of each session by its owner and name."""
-    return {(each["owner"], each["name"]): each["status"] for each in platform.sessions()}
+    return {(session["owner"], session["name"]): session["status"] for session in platform.sessions()}
 
 
 def started(code, **variables):
@@ -116,7 +116,7 @@ def test_sessions_end_with_the_engine_at_their_root(platform, launch, until):
         expected = {("other", "outer"): "succeeded", ("other", "inner"): "running"}
         until(lambda: statuses(platform).items() >= expected.items())
     until(lambda: statuses(platform)["other", "inner"] == "stopped")
-    [kept] = [each for each in platform.sessions() if each["id"] == own["id"]]
+    [kept] = [session for session in platform.sessions() if session["id"] == own["id"]]
     assert kept["status"] == "running"
 
 
@@ -271,7 +271,7 @@ def test_prune_removes_ended_sessions_only(platform, launch, reaches):
     [ended], [live] = launch(code="pass"), launch(code=FOREVER)
     reaches(ended, "succeeded")
     assert platform.prune() == [ended["id"]]
-    assert [each["id"] for each in platform.sessions()] == [live["id"]]
+    assert [session["id"] for session in platform.sessions()] == [live["id"]]
 
 
 def test_commands_without_ipython_show_how_to_install_it(platform, monkeypatch):
