@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from distributed import Scheduler
+from simulated.process import SimulatedProcess
 from simulated.world import World
 
 from dask_cml import CMLCluster
@@ -37,8 +38,8 @@ def simulate(**options: Any) -> CMLCluster:
     return make(**{"platform": "auto", "security": False, **options})
 
 
-async def create_and_kill(it: World, **options: Any) -> None:
-    """Let another process of this session create a cluster in the simulated world, and kill it."""
+async def create_elsewhere(it: World, **options: Any) -> SimulatedProcess:
+    """Let another process of this session create a cluster in the simulated world. Return the process."""
 
     async def create() -> None:
         async with simulate(**options) as cluster:
@@ -50,6 +51,12 @@ async def create_and_kill(it: World, **options: Any) -> None:
     created, creator = asyncio.Event(), it.process("creator", {"CDSW_ENGINE_ID": "notebook12345678"})
     creator.start(create())
     await created.wait()
+    return creator
+
+
+async def create_and_kill(it: World, **options: Any) -> None:
+    """Let another process of this session create a cluster in the simulated world, and kill it."""
+    creator = await create_elsewhere(it, **options)
     creator.kill()
 
 
@@ -57,6 +64,12 @@ def scheduler_of(it: World, cluster: CMLCluster) -> Scheduler:
     """Return the scheduler that runs in the simulated world."""
     [scheduler] = it.sessions.program(cluster.sessions[0].id)
     return scheduler
+
+
+async def create_and_leave(**options: Any) -> None:
+    """Create a cluster that lives without its creator, and leave it."""
+    async with make(shutdown_on_close=False, **options):
+        pass
 
 
 def rebuild(name: str, **options: Any) -> CMLCluster:

@@ -11,14 +11,13 @@ import tempfile
 from pathlib import Path
 
 from distributed import Scheduler
-from distributed.comm.core import listen
+from distributed.comm.core import connect, listen
 from schedulers import prepare
 from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.tcpclient import TCPClient
 from tornado.websocket import websocket_connect
 
 from dask_cml.dashboard.proxy import DashboardForwarder, carry, open_comm
-from dask_cml.msgpack_comm import MsgpackComm
 from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
 
@@ -170,7 +169,7 @@ class Lead:
         self._listener.stop()
 
     async def open(self):
-        return await MsgpackComm.connect(self._listener.contact_address, arguments(self._security))
+        return await connect(self._listener.contact_address, **arguments(self._security))
 
     async def _lead(self, comm):
         self.comms += 1

@@ -270,8 +270,8 @@ class Page:
     def _is_connected(self, notebook: str) -> bool:
         """Whether this page has the kernel of a notebook, and not only the kernel's name."""
         sessions = self._server.ask("GET", "api/sessions")[1]
-        kernels = [each["kernel"] for each in sessions if each["path"] == notebook]
-        return any(each["connections"] and each["execution_state"] == "idle" for each in kernels)
+        kernels = [session["kernel"] for session in sessions if session["path"] == notebook]
+        return any(kernel["connections"] and kernel["execution_state"] == "idle" for kernel in kernels)
 
     def _open_sidebar(self) -> None:
         tab = self.page.locator('li.lm-TabBar-tab[data-id="dask-dashboard-launcher"]')

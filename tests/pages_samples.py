@@ -37,7 +37,7 @@ def group(name: str = "default", wanted: int = 2, arrived: int = 2, **more: Any)
 
 
 def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more: Any) -> dict[str, Any]:
-    arrived = sum(each["n_arrived"] for each in groups)
+    arrived = sum(about["n_arrived"] for about in groups)
     described = {
         "name": name,
         "address": f"cml://{name}",
@@ -45,7 +45,7 @@ def cluster(name: str, *groups: dict[str, Any], status: str = "running", **more:
         "words": status,
         "problem": None,
         "groups": [*groups],
-        "n_workers": sum(each["n_workers"] for each in groups),
+        "n_workers": sum(about["n_workers"] for about in groups),
         "n_arrived": arrived,
         "threads": 4 * arrived,
         "memory": 16 * arrived * GIB,
@@ -149,11 +149,11 @@ def sessions_of(described: dict[str, Any]) -> list[dict[str, Any]]:
     if described["status"] == "failed":
         return []
     found = [session(f"{name}-scheduler", role="scheduler", cpu=1.0, memory=2.0)]
-    for each in described["groups"]:
-        for i in range(each["n_workers"]):
-            key = f"{name}-{i}" if each["name"] == "default" else f"{name}-{each['name']}-{i}"
-            size = {"cpu": each["cpu"], "memory": each["memory"], "nvidia_gpu": each["nvidia_gpu"]}
-            here = i < each["n_arrived"]
+    for about in described["groups"]:
+        for i in range(about["n_workers"]):
+            key = f"{name}-{i}" if about["name"] == "default" else f"{name}-{about['name']}-{i}"
+            size = {"cpu": about["cpu"], "memory": about["memory"], "nvidia_gpu": about["nvidia_gpu"]}
+            here = i < about["n_arrived"]
             found.append(session(key, "connected" if here else "waiting for room, 3 min", **size))
             if not here:
                 found[-1].update(link=None, age=190.0)
@@ -220,11 +220,11 @@ class StandInClusters:
         self.platform = "local"
         self.created: list[tuple[dict[str, Any], str | None]] = []
         self.over = ended()
-        self.usages = {each["name"]: self.over[0].usage for each in clusters}
+        self.usages = {known["name"]: self.over[0].usage for known in clusters}
         self.starts = StartTimes()
 
     async def ended(self, id: str | None = None) -> list[EndedCluster]:
-        chosen = [each for each in self.over if id in (None, each.id)]
+        chosen = [one for one in self.over if id in (None, one.id)]
         if id is not None and not chosen:
             raise NoSuchCluster(id)
         return chosen
@@ -233,24 +233,24 @@ class StandInClusters:
         return copy.deepcopy(self.found)
 
     async def details(self, name: str) -> dict[str, Any]:
-        for each in self.describe():
-            if each["name"] == name:
-                sessions = sessions_of(each)
+        for known in self.describe():
+            if known["name"] == name:
+                sessions = sessions_of(known)
                 logs = ["Scheduler", *(one["name"] for one in sessions if one["link"])][: len(sessions)]
                 return {
-                    **each,
+                    **known,
                     "sessions": sessions,
                     "logs": [*logs, f"{name}-90"] if sessions else [],
                     "usage": (usage() if sessions else Usage()).to_json(),
                     "client": f'Client("cml://{name}")',
-                    "security": each["kept"],
-                    "dashboard_id": name if each["status"] == "running" else None,
+                    "security": known["kept"],
+                    "dashboard_id": name if known["status"] == "running" else None,
                 }
-        raise NoSuchCluster(name, tuple(each["name"] for each in self.found))
+        raise NoSuchCluster(name, tuple(known["name"] for known in self.found))
 
     async def create(self, options: dict[str, Any], user: str | None = None) -> dict[str, Any]:
         name = options.get("name", "cml-1234")
-        if name in [each["name"] for each in self.found]:
+        if name in [known["name"] for known in self.found]:
             raise ClusterExists(name)
         if options.get("nvidia_gpu"):
             raise LaunchRefused("scheduler", "exceeded quota: nvidia.com/gpu=1, used: 0, limited: 0")

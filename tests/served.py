@@ -84,7 +84,7 @@ class PageServer(ServerProcess):
         """The clusters on the page, by name."""
         status, found = self.ask("GET", "api/clusters")
         assert status == 200, found
-        return {each["name"]: each for each in found["clusters"]}
+        return {cluster["name"]: cluster for cluster in found["clusters"]}
 
     def create(self, name: str, **options: Any) -> None:
         """Create a cluster, and wait for its workers."""

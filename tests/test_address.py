@@ -16,7 +16,6 @@ import dask
 import pytest
 from clusters import write_record, write_scheduler
 from distributed import Client, Scheduler
-from distributed.comm import get_address_host, listen
 from distributed.core import rpc
 
 import dask_cml
@@ -190,18 +189,6 @@ async def test_after_our_import_a_client_connects_by_the_plain_address(cluster):
         assert await client.submit(sum, [1, 2]) == 3
 
 
-async def test_the_host_of_an_address_is_that_of_the_scheduler(cluster):
-    assert get_address_host("cml://other") == "other"
-    async with Client(ADDRESS, asynchronous=True) as client:
-        assert get_address_host(client.scheduler.address) == get_address_host(cluster.scheduler.address)
-
-
-async def test_after_our_import_a_client_may_speak_with_workers_directly(cluster):
-    async with Client(ADDRESS, asynchronous=True, direct_to_workers=True) as client:
-        [data] = await client.scatter([[1, 2]])
-        assert await client.gather(client.submit(sum, data)) == 3
-
-
 DIRECT = f"""
 import sys, time
 from distributed import Client
@@ -233,12 +220,6 @@ def test_of_two_clusters_at_one_address_the_newer_one_has_the_keys(platform):
         created = datetime(year, 1, 1, tzinfo=timezone.utc)
         write_record(Record(name, created=created, scheduler=SchedulerState(address=address), security=keys))
     assert load_security({"address": "tls://10.0.0.1:8786"}).tls_ca_file == "/new.pem"
-
-
-def test_records_that_cannot_be_looked_up_harm_no_stranger(caplog):
-    with dask.config.set({"cml.state-directory": 3}):
-        assert load_security({"address": "tls://10.0.0.1:8786"}) is None
-    assert "invalid cml.state-directory=3" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -291,17 +272,3 @@ async def test_a_client_follows_its_cluster_to_another_address(platform, holds):
             lead_to(second, "moves")
             await first.close()
             await holds(lambda: client.scheduler_info().get("id") == second.id)
-
-
-async def test_an_error_of_the_connection_names_the_cluster_and_its_scheduler(platform):
-    write_record(Record("silent", scheduler=SchedulerState(address="tcp://127.0.0.1:1")))
-    words = "cannot reach the scheduler of cluster 'silent' at tcp://127.0.0.1:1: "
-    with pytest.raises(OSError, match=words):
-        await asyncio.wait_for(CMLConnector().connect("silent"), 120)
-
-
-async def test_a_server_cannot_listen_at_an_address_with_a_name():
-    with pytest.raises(
-        ValueError, match=r"invalid address cml://lab to listen at: expected tcp:// or tls://"
-    ):
-        await listen("cml://lab", print)

@@ -131,11 +131,11 @@ def test_clusters_of_notebooks_and_shells_are_listed_while_they_run(opened, serv
     lab.show("Task Stream")
     until(lambda: stream.coloured > 1000)
 
+    lab.scale(item, 2)
+    lab.lists(item, "Number of Workers: 2")
     run("create", "--name", "of a shell")
     other = lab.item("of a shell")
     lab.lists(other)
-    lab.scale(other, 1)
-    lab.lists(other, "Number of Workers: 1")
     lab.shut_down(other)
     lab.lists_no(other)
 

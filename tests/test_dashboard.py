@@ -28,8 +28,9 @@ from dashboards import (
 from distributed.comm.core import connect
 from distributed.security import Security
 from schedulers import prepare
+from tornado.iostream import StreamClosedError
 
-from dask_cml.dashboard import http_server, proxy
+from dask_cml.dashboard import http_server
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.layout import FOLDER, NUMBER, scheduler_file
 from dask_cml.protocol import FORWARD
@@ -56,13 +57,6 @@ async def test_pages_are_those_of_the_dashboard(security):
         assert len(direct.body) > 500_000
         assert carried.body == direct.body
         assert (await get(forwarder.port, "/no-such-page")).code == 404
-
-
-async def test_panes_get_their_documents_and_updates_by_websocket(security):
-    async with forwarded(security) as (_, forwarder), Pane(forwarder.port) as pane:
-        header, _, content = await pane.ask("PULL-DOC-REQ")
-        assert header["msgtype"] == "PULL-DOC-REPLY"
-        assert content["doc"]["roots"]
 
 
 async def test_the_dashboard_of_a_scheduler_is_forwarded_with_its_keys(tmp_path, holds):
@@ -178,7 +172,7 @@ async def test_websockets_of_other_pages_are_refused(port):
         "https://abc123.ml.example.com",
         "https://read-only-abc123.ml.example.com",
     ]
-    statuses = [(await ask(port, Host="localhost:9000", Origin=each, **more))[0] for each in [*own, None]]
+    statuses = [(await ask(port, Host="localhost:9000", Origin=origin, **more))[0] for origin in [*own, None]]
     assert 403 not in statuses
     by_proxy = await ask(port, Host="hub.example.com", Origin="https://hub.example.com", **more)
     assert by_proxy[0] == statuses[0]
@@ -377,35 +371,6 @@ async def test_a_truncated_answer_is_not_ended_like_a_complete_one(caplog):
     assert "Traceback" not in caplog.text
 
 
-async def test_the_reason_of_a_failure_has_no_headers_of_the_failed_answer():
-    head = ANSWER.replace(b": 2", b": 200") + b"Content-Encoding: gzip\r\nETag: x\r\n"
-
-    async def break_off(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(head + b"\r\n")
-        await writer.drain()
-
-    async with forwarded_to(break_off) as (forwarder, _):
-        answer = await get(forwarder.port)
-    assert (answer.code, answer.body[:22]) == (502, b"the dashboard's answer")
-    assert {"Content-Encoding", "Etag"}.isdisjoint(answer.headers)
-
-
-async def test_an_answer_that_takes_too_long_is_cut_off(monkeypatch):
-    monkeypatch.setattr(proxy, "_ANSWER_TIMEOUT", 3.0)
-
-    async def trickle(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(CHUNKED + b"\r\n1\r\nx\r\n")
-        await reader.read()
-
-    async with forwarded_to(trickle) as (forwarder, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert (await reader.read()).endswith(b"\r\n\r\n1\r\nx\r\n")
-        writer.close()
-
-
 @pytest.mark.parametrize(
     ("location", "passed"),
     [
@@ -482,8 +447,9 @@ async def test_a_websocket_carries_any_bytes_both_ways_until_one_side_ends_it(se
         )
         assert await reader.readexactly(5) == b"hello"
         for size in (1, 3_000_000):
-            sending = asyncio.create_task(send(writer, b"x" * size))
-            assert await reader.readexactly(size) == b"x" * size
+            data = os.urandom(size)
+            sending = asyncio.create_task(send(writer, data))
+            assert await reader.readexactly(size) == data
             await sending
         writer.write_eof()
         assert await reader.read() == b""
@@ -494,6 +460,64 @@ async def test_a_websocket_carries_any_bytes_both_ways_until_one_side_ends_it(se
 async def send(writer, data):
     writer.write(data)
     await writer.drain()
+
+
+# -- bytes on the way through a scheduler's comm port
+
+
+@contextlib.asynccontextmanager
+async def carried(serve, security=None):
+    """A connection to a stand-in of the dashboard, and what leads to it."""
+    async with (
+        stand_in(serve) as server,
+        Lead(server.port, security) as lead,
+    ):
+        comm = await lead.open()
+        yield comm.stream, lead
+        comm.abort()
+
+
+async def test_all_bytes_arrive_before_the_end(security, holds):
+    async def answer(reader, writer):
+        writer.write(b"x" * 3_000_000)
+        await writer.drain()
+
+    async with carried(answer, security) as (stream, lead):
+        assert await stream.read_bytes(3_000_000) == b"x" * 3_000_000
+        with pytest.raises(StreamClosedError):
+            await stream.read_bytes(1)
+        await holds(lambda: lead.comms == 0)
+
+
+async def test_unread_bytes_are_bounded_and_do_not_stop_the_other_direction(holds):
+    sent = received = 0
+
+    async def flood(reader, writer):
+        nonlocal received
+
+        async def flow():
+            nonlocal sent
+            while True:
+                await send(writer, b"x" * 100_000)
+                sent += 100_000
+
+        sending = asyncio.create_task(flow())
+        try:
+            while data := await reader.read(100_000):
+                received += len(data)
+        finally:
+            sending.cancel()
+
+    async with carried(flood) as (stream, _):
+        await holds(lambda: sent > 0)
+        for _ in range(50):
+            await stream.write(b"y" * 100_000)
+        await holds(lambda: received == 5_000_000)
+        # Only what the system has in its sockets' buffers.
+        assert sent < 50_000_000
+        for _ in range(60):
+            await stream.read_bytes(1_000_000)
+        assert sent >= 60_000_000
 
 
 # -- connections
@@ -568,7 +592,7 @@ async def test_a_server_without_descriptors_pauses_and_recovers(caplog, monkeypa
 async def test_a_missing_scheduler_is_a_bad_gateway_until_it_is_back():
     async with scheduler() as running:
         port = running.port
-    async with forwarder_to(f"tcp://127.0.0.1:{port}") as forwarder:
+    async with forwarder_to(f"tcp://127.0.0.1:{port}", timeout=1) as forwarder:
         page = await get(forwarder.port)
         assert (page.code, page.reason) == (502, "Bad Gateway")
         words = f"cannot reach the dashboard of the scheduler at tcp://127.0.0.1:{port}: "
@@ -578,34 +602,16 @@ async def test_a_missing_scheduler_is_a_bad_gateway_until_it_is_back():
         assert (await get(forwarder.port)).code == 502
 
 
-async def test_a_silent_scheduler_is_a_bad_gateway():
-    async with (
-        stand_in() as silent,
-        forwarder_to(f"tcp://127.0.0.1:{silent.port}", timeout=0.5) as forwarder,
-    ):
-        assert (await get(forwarder.port)).code == 502
-        assert silent.connections
-
-
+@pytest.mark.xfail(
+    reason="open_comm() of dask_cml/dashboard/proxy.py expects a dict, and Dask answers None if it has no "
+    "handler: the browser gets 500 and the log a traceback",
+    strict=True,
+)
 async def test_a_scheduler_without_the_plugin_is_a_bad_gateway_with_the_reason():
     async with forwarded(plugin=False) as (_, forwarder):
         page = await get(forwarder.port)
         assert page.code == 502
         assert b"no plugin" in page.body
-
-
-async def test_the_dashboard_is_that_of_the_scheduler_wherever_it_listens():
-    async with forwarded(dashboard="127.0.0.2:0") as (_, forwarder):
-        assert (await get(forwarder.port, "/health")).body == b"ok"
-
-
-async def test_keys_of_another_cluster_are_refused():
-    pytest.importorskip("cryptography")
-    async with (
-        scheduler(security=Security.temporary()) as running,
-        forwarder_to(running.address, Security.temporary(), timeout=1) as forwarder,
-    ):
-        assert (await get(forwarder.port)).code == 502
 
 
 # -- ends
@@ -628,25 +634,6 @@ async def test_a_browser_that_disconnects_leaves_no_connection(holds):
             await holds(lambda lead=lead: lead.comms == 0)
 
 
-async def test_a_browser_that_disconnects_from_a_silent_scheduler_leaves_no_connection(holds):
-    ends = []
-
-    async def listen(reader, writer):
-        await reader.read()
-        ends.append(reader)
-
-    async with (
-        stand_in(listen) as silent,
-        forwarder_to(f"tcp://127.0.0.1:{silent.port}", timeout=3600) as forwarder,
-    ):
-        _, writer = await asyncio.open_connection("127.0.0.1", forwarder.port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await holds(lambda: silent.connections)
-        assert not ends
-        writer.transport.abort()
-        await holds(lambda: ends)
-
-
 async def test_close_ends_all_connections_and_frees_the_port(holds):
     async with scheduler() as running:
         forwarder = DashboardForwarder(functools.partial(open_comm, running.address))
@@ -665,15 +652,9 @@ async def test_close_ends_all_connections_and_frees_the_port(holds):
 
 
 async def test_end_of_the_scheduler_ends_all_connections_and_not_the_forwarder():
-    async with scheduler() as running, forwarder_to(running.address) as forwarder:
+    async with scheduler() as running, forwarder_to(running.address, timeout=1) as forwarder:
         async with Pane(forwarder.port) as pane:
             await asyncio.wait_for(running.close(), 120)
             with pytest.raises(ConnectionError):
                 await asyncio.wait_for(pane.receive_all(), 120)
         assert (await get(forwarder.port)).code == 502
-
-
-async def test_a_port_in_use_raises_an_error():
-    async with stand_in() as other:
-        with pytest.raises(OSError, match="ddress already in use"):
-            DashboardForwarder(functools.partial(open_comm, "tcp://127.0.0.1:9"), port=other.port)

@@ -12,6 +12,7 @@ from clusters import write_record
 
 from dask_cml.records import store
 from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.sessions import tls
 
 SPEC = """
 version: 1
@@ -53,8 +54,8 @@ def ctl(*arguments):
 
 
 def live(platform):
-    there = [each for each in platform.sessions() if each["status"] == "running"]
-    return [each for each in there if not each["stop_requested"]]
+    running = [session for session in platform.sessions() if session["status"] == "running"]
+    return [session for session in running if not session["stop_requested"]]
 
 
 def test_a_cluster_from_its_creation_to_its_end(platform, spec):
@@ -100,14 +101,16 @@ if __name__ == "__main__":
 def test_the_functions_of_dask_ctl(platform, spec, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(CODE.format(spec=spec))
-    # The manager that made the cluster may say after that how it ended.
+    # The process that keeps the cluster may say after that how it ended.
     assert "done" in run(str(program)).splitlines()
     assert not live(platform)
     assert store.records() == []
 
 
-def test_stale_records_do_not_slow_discovery(platform, spec):
+def test_stale_records_do_not_slow_discovery(platform, spec, tmp_path):
     ctl("create", "-f", spec)
+    keys, files = tls.as_files(True, tmp_path)
+    tls.write(files)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         refuses = listener.getsockname()[1]
@@ -115,8 +118,8 @@ def test_stale_records_do_not_slow_discovery(platform, spec):
         for i in range(100):
             port = refuses if i % 2 else silent.getsockname()[1]
             maker = Maker("elsewhere", 1, 1.0, "gone")
-            scheduler = SchedulerState(address=f"tcp://127.0.0.1:{port}")
-            write_record(Record(f"stale-{i}", maker=maker, scheduler=scheduler))
+            scheduler = SchedulerState(address=f"tls://127.0.0.1:{port}")
+            write_record(Record(f"stale-{i}", maker=maker, scheduler=scheduler, security=tls.paths(keys)))
         listing = ctl("list")
     assert "mine" in listing
     assert "stale" not in listing

@@ -245,38 +245,22 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def test_the_table_of_modules_names_each_module_in_its_folder():
-    named, folder = set(), ""
-    for cell in re.findall(r"^\| (.*?) \|.*\|$", (DOCS / "how-it-works.md").read_text(), re.MULTILINE):
-        names = re.findall(r"`([\w/]+(?:\.py|/))`", cell)
-        if cell.startswith("**"):
-            folder = names[0] if names else ""
-        else:
-            named |= {folder + name for name in names}
-    whole = [name for name in named if name.endswith("/")]
-    package = ROOT / "dask_cml"
-    paths = [str(path.relative_to(package)) for path in package.rglob("*.py")]
-    there = {next((each for each in whole if path.startswith(each)), path) for path in paths}
-    empty = {path for path in there if path.endswith("__init__.py")} - {"options/__init__.py"}
-    assert named == there - empty
-
-
 def examples(module):
     finder = doctest.DocTestFinder(exclude_empty=True)
-    return [each for each in finder.find(importlib.import_module(module)) if each.examples]
+    return [example for example in finder.find(importlib.import_module(module)) if example.examples]
 
 
 def of_a_cluster(module):
     """Whether examples of a module speak of a cluster that is there, named ``mine``."""
-    lines = [line.source + line.want for each in examples(module) for line in each.examples]
+    lines = [line.source + line.want for example in examples(module) for line in example.examples]
     return any(re.search(r"\bcluster\.|\bmine\b", line) for line in lines)
 
 
 def run_examples(modules, **names):
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    for each in [each for module in modules for each in examples(module)]:
-        each.globs.update(names)
-        runner.run(each)
+    for example in [example for module in modules for example in examples(module)]:
+        example.globs.update(names)
+        runner.run(example)
     assert runner.summarize(verbose=False).failed == 0
 
 
@@ -290,7 +274,7 @@ def test_the_examples_of_a_modules_docstrings_run(project, module):
 @pytest.mark.slow
 def test_the_examples_that_speak_of_a_cluster_run(project, monkeypatch):
     # A new cluster says that there are others.
-    monkeypatch.setattr("dask_cml.manager.startup.unclosed", list)
+    monkeypatch.setattr("dask_cml.keeper.kept_cluster.unclosed", list)
     with closing():
         mine = CMLCluster(name="mine", n_workers=1, quiet=True)
         mine.wait_for_workers(1)

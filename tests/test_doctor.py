@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shlex
 import signal
 import site
+import socket
 import subprocess
 import sys
 from types import ModuleType
@@ -23,8 +23,9 @@ from distributed.versions import get_versions
 from dask_cml import CMLCluster, cli
 from dask_cml.doctor import clusters, environment, examine
 from dask_cml.doctor.environment import Finding
-from dask_cml.records import liveness
+from dask_cml.options import state_directory
 from dask_cml.records.record import Maker, Record, SchedulerState
+from dask_cml.sessions import tls
 
 UNAUTHORIZED = {"message": "Unauthorized"}
 CHECKS = [
@@ -56,13 +57,6 @@ def laptop(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with dask.config.set({"cml.platform": "auto"}):
         yield
-
-
-def test_an_invalid_option_is_one_finding(laptop):
-    with dask.config.set({"cml.platform": "kubernetes"}):
-        words = [finding.words for finding in examine() if "kubernetes" in finding.words]
-    assert len(words) == 1
-    assert words[0].startswith("invalid cml.platform='kubernetes': expected one of 'auto', 'local'")
 
 
 @pytest.fixture
@@ -116,7 +110,7 @@ def test_doctor_finds_nothing_wrong_in_a_good_environment_with_a_running_cluster
         cluster.wait_for_workers(1, timeout=120)
         result = subprocess.run(command("--json"), capture_output=True, text=True, timeout=300, env=variables)
     assert result.returncode == 0, result.stdout + result.stderr
-    findings = {each["name"]: each for each in json.loads(result.stdout)}
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert [*findings] == [*CHECKS[:-1], "cluster lab"]
     for name in [*CHECKS[: CHECKS.index("versions") + 1], "dashboard", "imports"]:
         assert findings[name]["state"] == "ok"
@@ -167,7 +161,7 @@ def test_doctor_finishes_all_other_checks_if_the_platform_hangs(tmp_path):
     result = subprocess.run(
         command("--timeout", 2, "--json"), capture_output=True, text=True, timeout=240, env=variables
     )
-    findings = {each["name"]: each for each in json.loads(result.stdout)}
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert result.returncode == 1
     assert [*findings][: len(CHECKS) - 1] == CHECKS[:-1]
     assert findings["platform"]["words"] == "The check did not finish within 2 s."
@@ -179,7 +173,7 @@ def test_a_check_that_raises_an_error_becomes_one_wrong_finding(home, laptop, mo
         raise error
 
     monkeypatch.setattr(environment, "image", fail)
-    findings = {each.name: each for each in examine()}
+    findings = {finding.name: finding for finding in examine()}
     assert [*findings] == CHECKS
     assert findings["image"].state == "wrong"
     assert type(error).__name__ in findings["image"].words
@@ -190,13 +184,6 @@ def test_warnings_exit_with_0_and_wrong_findings_with_1(monkeypatch):
         found = [Finding(state, "Words."), Finding("ok", "Words.")]
         monkeypatch.setattr("dask_cml.doctor.examine", lambda names, timeout, found=found: iter(found))
         assert CliRunner().invoke(cli.cml, ["doctor"]).exit_code == code
-
-
-def test_a_finding_is_one_line_and_its_command_is_on_the_next():
-    finding = Finding("wrong", "many words " * 20, "pip uninstall --yes dask", "image")
-    first, last = finding.render().splitlines()
-    assert first.endswith("image            " + finding.words)
-    assert last.strip() == finding.command
 
 
 # -- the session
@@ -247,14 +234,6 @@ def test_a_failed_listing_shows_the_platforms_reason(cml, answer, words):
     assert len(finding.words) < 400
 
 
-def test_an_invalid_option_is_wrong(cml):
-    assert environment.configuration().state == "ok"
-    with dask.config.set({"cml.memory": "lots"}):
-        finding = environment.configuration()
-    assert finding.state == "wrong"
-    assert "memory='lots'" in finding.words
-
-
 @pytest.mark.parametrize("key", ["cml.api.timeout", "cml.limits.cpu", "cml.prices.gpu", "cml.history.keep"])
 def test_an_invalid_setting_that_no_argument_sets_is_wrong(cml, key):
     with dask.config.set({key: "lots"}):
@@ -288,15 +267,6 @@ def test_the_command_fixes_the_mode_of_the_state_directory(home, cml, mode, stat
     assert environment.state_directory().state == "ok"
 
 
-def test_the_command_moves_a_file_in_place_of_the_state_directory_aside(home, cml):
-    (home / ".dask-cml").write_text("mine")
-    finding = environment.state_directory()
-    assert finding.state == "wrong"
-    mend(finding)
-    assert environment.state_directory().state == "ok"
-    assert [each.read_text() for each in home.iterdir()] == ["mine"]
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to others")
 def test_the_command_moves_the_state_directory_of_another_user_aside(home, cml):
     (home / ".dask-cml").mkdir(mode=0o700)
@@ -306,13 +276,6 @@ def test_the_command_moves_the_state_directory_of_another_user_aside(home, cml):
     assert "user with the id 12345" in finding.words
     mend(finding)
     assert environment.state_directory().state == "ok"
-
-
-def test_a_read_only_state_directory_is_wrong(cml):
-    with dask.config.set({"cml.state-directory": "/proc/dask-cml"}):
-        finding = environment.state_directory()
-    assert finding.state == "wrong"
-    assert "Cannot write to /proc" in finding.words
 
 
 def test_a_state_directory_outside_the_home_folder_is_wrong_on_cml_only(home, cml, tmp_path_factory):
@@ -325,35 +288,12 @@ def test_a_state_directory_outside_the_home_folder_is_wrong_on_cml_only(home, cm
 # -- packages
 
 
-def test_doctor_shows_the_versions_of_this_process():
-    finding = environment.versions()
-    assert finding.state == "ok"
-    assert f"dask {dask.__version__}" in finding.words
-
-
 def test_a_distributed_below_the_requirement_is_wrong(install):
     install("distributed", "2022.1.0")
     finding = environment.versions()
     assert finding.state == "wrong"
     assert "distributed 2022.1.0 is installed" in finding.words
     assert any(word.startswith("distributed>=") for word in shlex.split(finding.command))
-
-
-def test_a_missing_distributed_is_wrong(monkeypatch):
-    installed, requires = environment.version, environment.metadata.requires
-
-    def requires_of_installed(name):
-        if name == "distributed":
-            raise environment.metadata.PackageNotFoundError(name)
-        return requires(name)
-
-    monkeypatch.setattr(
-        environment, "version", lambda name: None if name == "distributed" else installed(name)
-    )
-    monkeypatch.setattr(environment.metadata, "requires", requires_of_installed)
-    finding = environment.versions()
-    assert finding.state == "wrong"
-    assert "distributed is not installed" in finding.words
 
 
 def test_the_command_removes_a_second_dask_from_the_home_folder(install_at_home):
@@ -368,11 +308,6 @@ def test_no_command_removes_a_second_dask_outside_the_home_folder(install):
     install("distributed", "2020.1.0")
     finding = environment.image()
     assert (finding.state, finding.command) == ("warning", None)
-
-
-def test_a_package_with_a_similar_name_is_no_second_dask(install):
-    install("dasklike", "1.0")
-    assert environment.image().state == "ok"
 
 
 def test_the_command_removes_copies_of_the_images_packages_from_the_home_folder(
@@ -435,13 +370,6 @@ def importable(install, monkeypatch):
     return importable
 
 
-def test_doctor_imports_the_packages_that_computations_use():
-    finding = environment.imports(120)
-    assert finding.state == "ok", finding.words
-    for name in ("bokeh", "pandas", "pyarrow"):
-        assert name in finding.words
-
-
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -473,7 +401,7 @@ def test_doctor_shows_why_a_package_fails_to_import(importable, code, words):
 def test_an_import_that_hangs_is_stopped(importable):
     importable(pyarrow="import time; time.sleep(3600)")
     assert "pyarrow 99.0 fails to import: the import timed out." in environment.imports(0).words
-    assert [each for each in psutil.Process().children() if "pyarrow" in each.cmdline()[-1]] == []
+    assert [child for child in psutil.Process().children() if "pyarrow" in child.cmdline()[-1]] == []
 
 
 # -- JupyterLab
@@ -493,16 +421,6 @@ def test_the_command_enables_a_disabled_sidebar(monkeypatch, tmp_path, file):
     mend(finding)
     assert environment.sidebar().state == "ok"
     assert json.loads((tmp_path / file).read_text())["ServerApp"]["token"] == "mine"
-
-
-def test_a_missing_sidebar_is_a_warning(monkeypatch):
-    installed = environment.version
-    monkeypatch.setattr(
-        environment, "version", lambda name: None if name == "dask-labextension" else installed(name)
-    )
-    finding = environment.sidebar()
-    assert finding.state == "warning"
-    assert shlex.split(finding.command)[-1].startswith("dask-labextension>=")
 
 
 def test_a_workbench_needs_no_sidebar(cml, monkeypatch):
@@ -552,19 +470,10 @@ def test_doctor_names_different_versions_and_silent_workers_of_a_cluster(platfor
         assert "The cluster did not report all versions within 5 s: TimeoutError()" in finding.words
 
 
-def test_workers_that_connect_during_the_check_do_not_count_as_silent(monkeypatch):
-    async def ask(record, timeout):
-        return [get_versions()["packages"]] * 4
-
-    monkeypatch.setattr(clusters, "_ask", ask)
-    row = {"status": "running", "workers": 2}
-    finding = asyncio.run(clusters._compare(Record("lab"), row, 5))
-    assert (finding.state, "(3)" in finding.words) == ("ok", True)
-
-
 def test_an_unknown_cluster_is_wrong_and_a_stale_one_a_warning(platform):
-    scheduler = SchedulerState(address="tcp://127.0.0.1:1")
-    write_record(Record("gone", maker=Maker("elsewhere", 1, 1.0, "ended"), scheduler=scheduler))
+    scheduler = SchedulerState(address="tls://127.0.0.1:1")
+    maker, keys = Maker("elsewhere", 1, 1.0, "ended"), {"tls_ca_file": "/no/such/file"}
+    write_record(Record("gone", maker=maker, scheduler=scheduler, security=keys))
     [unknown, stale] = clusters.versions(["lab", "gone"], 5)
     assert (unknown.name, unknown.state) == ("cluster lab", "wrong")
     assert unknown.command.endswith("cml list")
@@ -573,15 +482,28 @@ def test_an_unknown_cluster_is_wrong_and_a_stale_one_a_warning(platform):
     assert clusters.versions([], 5) == [stale]
 
 
-def test_the_check_limits_the_time_of_each_scheduler(platform, monkeypatch):
-    asked = []
+def test_the_check_does_not_wait_longer_for_a_silent_scheduler(platform):
+    keys, files = tls.as_files(True, state_directory() / "busy")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        scheduler = SchedulerState(address=f"tls://127.0.0.1:{silent.getsockname()[1]}")
+        options = {"platform": "local"}
+        write_record(Record("busy", options=options, scheduler=scheduler, security=tls.paths(keys)))
+        tls.write(files)
+        [finding] = clusters.versions(["busy"], 0.5)
+    assert finding.state == "warning"
+    assert "The cluster is not answering: its scheduler does not respond." in finding.words
 
-    async def look_at(record, timeout):
-        asked.append(timeout)
-        return liveness.Finding(liveness.State.UNKNOWN)
 
-    scheduler = SchedulerState(address="tcp://10.0.0.1:8786")
-    write_record(Record("busy", options={"platform": "local"}, scheduler=scheduler))
-    monkeypatch.setattr(liveness, "_look_at", look_at)
-    assert [finding.state for finding in clusters.versions(["busy"], 2)] == ["warning"]
-    assert asked == [2]
+@pytest.mark.xfail(
+    reason="_compare() of dask_cml/doctor/clusters.py asks every cluster that runs by its files, also one "
+    "without keys, at whose address another program may listen by now",
+    strict=True,
+)
+def test_nothing_is_sent_to_the_address_of_a_cluster_without_keys(platform):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        scheduler = SchedulerState(address=f"tcp://127.0.0.1:{other.getsockname()[1]}")
+        write_record(Record("open", options={"platform": "local"}, scheduler=scheduler))
+        clusters.versions(["open"], 0.5)
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.accept()

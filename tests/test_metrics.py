@@ -20,12 +20,12 @@ LABELS = {"cluster", "group", "state", "status", "cause", "le"}
 
 
 def families(text):
-    return {each.name: each for each in text_string_to_metric_families(text)}
+    return {family.name: family for family in text_string_to_metric_families(text)}
 
 
 def values(family, *labels):
     """Return the values of a family's samples by some of their labels."""
-    return {tuple(each.labels[label] for label in labels): each.value for each in family.samples}
+    return {tuple(sample.labels[label] for label in labels): sample.value for sample in family.samples}
 
 
 @pytest.fixture
@@ -41,8 +41,7 @@ async def found():
 
 def look(starts, *sessions, connected=()):
     """Count the start times of a cluster with these sessions."""
-    fleet = SimpleNamespace(arrived=lambda: {*connected})
-    starts.look([SimpleNamespace(manager=SimpleNamespace(fleet=fleet), sessions=sessions)])
+    starts.look([SimpleNamespace(arrived=lambda: {*connected}, sessions=sessions)])
 
 
 def worker(name, age):
@@ -51,7 +50,7 @@ def worker(name, age):
 
 def started(*ages):
     starts, sessions = StartTimes(), [worker(str(i), age) for i, age in enumerate(ages)]
-    for connected in ([], [each.name for each in sessions]):
+    for connected in ([], [session.name for session in sessions]):
         look(starts, *sessions, connected=connected)
     return starts
 
@@ -69,15 +68,17 @@ async def test_counters_count_launches_losses_and_the_sessions_time(found):
     assert values(found["dask_cml_launches"], "cluster", "group")["etl", "default"] == 4
     assert values(found["dask_cml_losses"], "cluster", "group", "cause")["etl", "default", "evicted"] == 2
     assert values(found["dask_cml_session_seconds"], "cluster", "group")["etl", "default"] == 12.5 * 3600
-    assert {each.name for each in found["dask_cml_launches"].samples} == {"dask_cml_launches_total"}
+    assert {sample.name for sample in found["dask_cml_launches"].samples} == {"dask_cml_launches_total"}
 
 
 async def test_start_times_are_a_histogram(found):
     family = found["dask_cml_start_seconds"]
-    buckets = {each.labels["le"]: each.value for each in family.samples if each.name.endswith("_bucket")}
+    buckets = {
+        sample.labels["le"]: sample.value for sample in family.samples if sample.name.endswith("_bucket")
+    }
     assert family.type == "histogram"
     assert [buckets[limit] for limit in ("5", "10", "60", "1800", "+Inf")] == [0, 1, 2, 2, 3]
-    [total] = [each.value for each in family.samples if each.name.endswith("_sum")]
+    [total] = [sample.value for sample in family.samples if sample.name.endswith("_sum")]
     assert total == pytest.approx(5052, abs=30)
 
 
@@ -91,7 +92,9 @@ def test_only_sessions_that_the_page_saw_starting_get_a_start_time():
 
 
 async def test_the_labels_take_a_limited_number_of_values(found):
-    assert {label for each in found.values() for one in each.samples for label in one.labels} == LABELS
+    assert {
+        label for family in found.values() for sample in family.samples for label in sample.labels
+    } == LABELS
 
 
 async def test_without_prometheus_client_the_page_shows_how_to_install_it(monkeypatch):
@@ -112,31 +115,33 @@ def test_grafana_can_import_the_dashboard():
     board = json.loads(DASHBOARD.read_text())
     assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= board.keys()
     panels = board["panels"]
-    assert len({each["id"] for each in panels}) == len(panels)
+    assert len({panel["id"] for panel in panels}) == len(panels)
     places = set()
-    for each in panels:
-        assert {"title", "type", "gridPos", "targets", "datasource", "fieldConfig", "options"} <= each.keys()
-        place = each["gridPos"]
+    for panel in panels:
+        assert {"title", "type", "gridPos", "targets", "datasource", "fieldConfig", "options"} <= panel.keys()
+        place = panel["gridPos"]
         columns, rows = (range(place[at], place[at] + place[size]) for at, size in ("xw", "yh"))
         taken = {(x, y) for x in columns for y in rows}
         assert max(x for x, _ in taken) < 24
-        assert not taken & places, each["title"]
+        assert not taken & places, panel["title"]
         places |= taken
-        assert len({one["refId"] for one in each["targets"]}) == len(each["targets"])
-    variables = {each["name"] for each in board["templating"]["list"]}
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+    variables = {variable["name"] for variable in board["templating"]["list"]}
     assert {*re.findall(r"\$\{?(\w+)", DASHBOARD.read_text())} <= variables
 
 
 async def test_the_dashboard_uses_existing_metrics_and_labels(found):
     board = json.loads(DASHBOARD.read_text())
-    queries = [one["expr"] for each in board["panels"] for one in each["targets"]]
-    queries += [each["query"]["query"] for each in board["templating"]["list"] if each["type"] == "query"]
-    names = {one.name: {*one.labels} for each in found.values() for one in each.samples}
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [
+        variable["query"]["query"] for variable in board["templating"]["list"] if variable["type"] == "query"
+    ]
+    names = {sample.name: {*sample.labels} for family in found.values() for sample in family.samples}
     for query in queries:
         [name] = re.findall(r"\bdask_cml_\w+", query)
         assert name in names, query
         labels = re.findall(r"by \(([^)]*)\)|[{](\w+)=|_sessions, (\w+)", query)
-        used = {label.strip() for group in labels for each in group for label in each.split(",") if label}
+        used = {label.strip() for group in labels for part in group for label in part.split(",") if label}
         assert used <= names[name], query
     shown = {family for family in found if any(family in query for query in queries)}
     assert shown == {*found}

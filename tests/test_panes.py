@@ -56,8 +56,8 @@ def errors_of_updates(dask_scheduler):
         document = Document()
         try:
             build(dask_scheduler, {}, document)
-            for each in document.session_callbacks:
-                each.callback()
+            for callback in document.session_callbacks:
+                callback.callback()
             document.to_json()
         except Exception as error:
             errors[path] = repr(error)
@@ -71,7 +71,7 @@ def test_the_dashboard_serves_every_pane(client):
     link = client.cluster.dashboard_link
     statuses = {path: status(link.replace("/status", path)) for path in applications}
     assert len(statuses) > 40
-    assert {path: each for path, each in statuses.items() if each != 200} == {}
+    assert {path: status for path, status in statuses.items() if status != 200} == {}
 
 
 def test_the_raw_dashboard_answers_requests_for_any_host(client):

@@ -53,7 +53,11 @@ def test_every_port_is_on_loopback_or_wants_the_clusters_keys(namespaces):
         Client(cluster) as client,
     ):
         client.wait_for_workers(2)
-        mine = {each.laddr.ip for each in psutil.Process().net_connections() if each.status == "LISTEN"}
+        mine = {
+            connection.laddr.ip
+            for connection in psutil.Process().net_connections()
+            if connection.status == "LISTEN"
+        }
         assert mine == {"127.0.0.1"}
         loopback, reachable = set(), set()
         for process in processes_of(Path(os.environ["DASK_CML_LOCAL_DIRECTORY"])):

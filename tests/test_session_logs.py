@@ -26,8 +26,8 @@ def write(tmp_path):
 def test_a_clusters_logs_are_listed_in_the_order_of_launch(tmp_path, name):
     directory = tmp_path / "logs"
     (directory / name).mkdir(parents=True)
-    for each in "10", "2", "0", "scheduler":
-        (directory / name / f"{name}-{each}.log").touch()
+    for number in "10", "2", "0", "scheduler":
+        (directory / name / f"{name}-{number}.log").touch()
     for other in f"{name}-0.log.1", f"other-{name}-0.log", "axb+(c)-0.log":
         (directory / name / other).touch()
     paths = SessionLogs(name, tmp_path / name, str(directory)).paths()
@@ -40,13 +40,6 @@ def test_clusters_and_groups_of_like_names_share_no_log(tmp_path):
     other = log_path("mine-gpu-0", tmp_path / "mine-gpu", str(tmp_path / "logs"))
     assert group.name == other.name
     assert group != other
-
-
-def test_a_folder_that_is_gone_has_no_logs(tmp_path):
-    logs = SessionLogs("mine", tmp_path / "gone")
-    assert logs.paths() == {}
-    assert [*logs.lines()] == []
-    assert logs.read() == {"Scheduler": []}
 
 
 def test_workers_are_chosen_by_the_names_of_sessions_and_of_dask_workers(tmp_path, write):
@@ -103,12 +96,6 @@ def test_each_reading_gives_the_new_lines(tmp_path, write):
     assert new(whole=True) == [("mine-0", "\xe9 without an end")]
 
 
-def test_a_log_that_is_removed_while_it_is_read_is_skipped(tmp_path, write, monkeypatch):
-    logs = SessionLogs("mine", tmp_path)
-    monkeypatch.setattr(logs, "paths", lambda: {"mine-0": tmp_path / "mine-0.log"})
-    assert [*logs.lines()] == []
-
-
 def test_of_a_long_log_the_end_is_read_first(tmp_path, write, monkeypatch):
     monkeypatch.setattr(session_logs, "_MOST", 8)
     write("mine-0", "one\ntwo\nthree\n")
@@ -157,16 +144,6 @@ def test_a_log_of_another_user_is_refused_with_a_reason(tmp_path, write, foreign
     assert f"cannot read the log {foreign}" in last_lines(foreign, 5)
 
 
-def test_a_log_that_is_replaced_by_a_link_is_refused(tmp_path, write):
-    write("mine-0", "one\n")
-    logs = SessionLogs("mine", tmp_path)
-    assert len([*logs.lines()]) == 1
-    (tmp_path / "mine-0.log").unlink()
-    (tmp_path / "mine-0.log").symlink_to("/proc/self/environ")
-    [[_, note]] = logs.lines()
-    assert "it is not a regular file" in note
-
-
 @pytest.mark.parametrize("kind", ["link", "pipe", "file of another user"])
 def test_output_is_not_written_into_another_file_in_place_of_a_log(tmp_path, kind):
     path, reader = tmp_path / "mine-0.log", None
@@ -206,17 +183,6 @@ def test_a_line_of_any_length_is_read_in_pieces(tmp_path, write, monkeypatch):
     assert [line for _, line in logs.lines(whole=False)] == ["x" * 10] * 3
     write("mine-0", "\n", "a")
     assert [line for _, line in logs.lines(whole=False)] == ["x" * 5]
-
-
-def test_a_reading_ends_where_the_log_ended_when_it_began(tmp_path, write):
-    write("mine-0", "one\n")
-    logs = SessionLogs("mine", tmp_path)
-    found = []
-    for _, line in logs.lines():
-        found.append(line)
-        write("mine-0", "another\n", "a")  # as by a task that prints faster than anybody reads
-    assert found == ["one"]
-    assert [line for _, line in logs.lines()] == ["another"]
 
 
 def test_the_last_lines_are_printable_and_few(tmp_path, write):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections import Counter
 from concurrent.futures import CancelledError
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import dask
 import pytest
-from clusters import log_of, write_record
+from clusters import log_of, sign_of, write_record
 from distributed import Client, wait
 from extensions import faults
 
@@ -25,11 +26,12 @@ from dask_cml import (
     SchedulerTimeout,
     SessionFailed,
 )
+from dask_cml.keeper import kept_cluster
 from dask_cml.local import processes
-from dask_cml.manager import losses, startup
 from dask_cml.options import state_directory
 from dask_cml.private_files import NotPrivate
 from dask_cml.records import operations, store
+from dask_cml.timing import timing
 
 pytestmark = pytest.mark.usefixtures("light")
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
@@ -80,6 +82,10 @@ def make(**options):
     return CMLCluster(**{"name": "night", "platform": "local", "quiet": True, **options})
 
 
+def connect(name):
+    return make(name=name, create_mode="connect")
+
+
 def fails(seen, error, function):
     with pytest.raises(error) as caught:
         function()
@@ -120,14 +126,14 @@ def test_the_page_lists_the_errors_of_a_start(platform, seen, shown, monkeypatch
 
 
 def test_the_page_lists_the_errors_about_names(platform, seen, shown, caplog):
-    fails(seen, NoSuchCluster, lambda: CMLCluster.from_name("night"))
+    fails(seen, NoSuchCluster, lambda: connect("night"))
     with make():
         fails(seen, ClusterExists, make)
-        fails(seen, NoSuchCluster, lambda: CMLCluster.from_name("day"))
+        fails(seen, NoSuchCluster, lambda: connect("day"))
         record = store.read("night")
         gone = replace(record.scheduler, id="another")
         write_record(replace(record, name="dead", id="dead", scheduler=gone))
-        fails(seen, CMLError, lambda: CMLCluster.from_name("dead"))
+        fails(seen, CMLError, lambda: connect("dead"))
     state_directory().chmod(0o775)
     fails(seen, NotPrivate, make)
     assert store.records() == []
@@ -137,7 +143,7 @@ def test_the_page_lists_the_errors_about_names(platform, seen, shown, caplog):
 
 
 def worker_sessions(cluster):
-    return [each.id for each in cluster.sessions if each.role == "worker"]
+    return [session.id for session in cluster.sessions if session.role == "worker"]
 
 
 @pytest.mark.slow
@@ -148,7 +154,7 @@ def test_the_page_lists_the_messages_about_workers_that_do_not_connect(platform,
             cluster.scale(1)
             until(lambda n=n: log_of(cluster).count("launches no new workers") == n)
         platform.inject("stuck")
-        before = {each["id"] for each in platform.sessions()}
+        before = {session["id"] for session in platform.sessions()}
         cluster.scale(1)
         until(lambda: {*worker_sessions(cluster)} - before)
         [session] = {*worker_sessions(cluster)} - before
@@ -186,8 +192,8 @@ def test_the_page_lists_the_messages_about_lost_workers(platform, seen, shown, u
         [scattered] = client.scatter([bytes(10**6)], workers=["night-1"])
         wait(computed)
         cluster.scale(1)
-        until(lambda: "kept" in log_of(cluster))
-        [session] = [each.id for each in cluster.sessions if each.name == "night-1"]
+        until(lambda: "stays" in log_of(cluster))
+        [session] = [session.id for session in cluster.sessions if session.name == "night-1"]
         platform.evict(session)
         assert len(computed.result()) == 10**6
         assert actor
@@ -233,7 +239,7 @@ def test_the_page_lists_the_messages_after_a_lost_scheduler(platform, seen, show
         until(lambda: cluster.status.name == "closed")
         seen.append(log_of(cluster))
 
-    monkeypatch.setattr(startup, "_PAUSES", (0.0,))
+    monkeypatch.setattr(kept_cluster, "_PAUSES", (0.0,))
     with make(n_workers=1) as cluster, Client(cluster) as client:
         client.wait_for_workers(1)
         future = client.submit(sum, [1, 2])
@@ -245,14 +251,19 @@ def test_the_page_lists_the_messages_after_a_lost_scheduler(platform, seen, show
         platform.evict(cluster.sessions[0].id)
         ended(cluster)
         platform.clear_faults()
-    with make(idle_timeout=1) as cluster:
-        ended(cluster)
     with make() as cluster:
-        asyncio.run(operations.end_all(store.records()))
+        asyncio.run(operations.end_all(store.records(), "ann"))
         ended(cluster)
+    monkeypatch.setattr(timing, "silence", 5.0)
+    monkeypatch.setattr(timing, "answer", 1.0)
     with make() as cluster:
-        monkeypatch.setenv("CDSW_ENGINE_ID", "anothersession00")
-        monkeypatch.setattr(losses, "_SILENCE", 0.5)
-        platform.evict(cluster.sessions[0].id)
+        scheduler = processes.find(cluster.sessions[0].id)
+        for process in scheduler:
+            process.suspend()
+        # As if only the network failed: the scheduler goes on to leave signs of life.
+        until(lambda: os.utime(sign_of("night")) or cluster.status.name == "closed")
         ended(cluster)
+        for process in scheduler:
+            process.resume()
+    assert store.records() == []
     shown("When the scheduler is lost")

@@ -67,7 +67,7 @@ def launch(workers_v1: Any) -> Iterator[Callable[..., Any]]:
 
     def launch(n: int = 1, **options: Any) -> list[dict[str, Any]]:
         sessions = workers_v1.launch_workers(n, **{"cpu": 1, "memory": 1, **options})
-        ids.extend(each.get("id") or each["engineId"] for each in sessions)
+        ids.extend(session.get("id") or session["engineId"] for session in sessions)
         return sessions
 
     yield launch
@@ -80,7 +80,7 @@ def find(workers_v1: Any) -> Callable[[str], dict[str, Any]]:
     """Find a session in the list by its id."""
 
     def find(session_id: str) -> dict[str, Any]:
-        return next(each for each in workers_v1.list_workers() if each["id"] == session_id)
+        return next(session for session in workers_v1.list_workers() if session["id"] == session_id)
 
     return find
 

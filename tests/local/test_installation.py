@@ -88,4 +88,4 @@ def test_a_cluster_that_is_written_for_cdsw_runs_unchanged(platform, no_cml, mon
         client.wait_for_workers(2, timeout=120)
         assert client.submit(sum, [1, 2]).result(timeout=120) == 3
     cluster.terminate()
-    until(lambda: {each["status"] for each in platform.sessions()} == {"stopped"})
+    until(lambda: {session["status"] for session in platform.sessions()} == {"stopped"})

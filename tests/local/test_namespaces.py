@@ -5,7 +5,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from conftest import separate_networks
 from extensions import networks
 
 from .conftest import FOREVER
@@ -77,18 +76,6 @@ def test_sessions_reach_each_other_and_know_their_own_address(launch, reaches, o
     assert port == "8100"
 
 
-def test_session_in_a_namespace_can_launch_another(platform, launch, reaches, output_of, until):
-    launched = output_of(
-        "from dask_cml import local\n"
-        f"[session] = local.launch_workers(1, 1, 1, code={FOREVER!r})\n"
-        "open('{output}', 'w').write(session['id'])"
-    )
-    until(lambda: platform.sessions()[-1]["status"] == "running")
-    assert platform.sessions()[-1]["id"] == launched
-    platform.stop_workers(launched)
-    until(lambda: platform.sessions()[-1]["status"] == "stopped")
-
-
 def test_nothing_is_left_when_the_last_session_ends(platform, launch, reaches):
     stopped, evicted = launch(2, code=FOREVER)
     for session in (stopped, evicted):
@@ -98,19 +85,3 @@ def test_nothing_is_left_when_the_last_session_ends(platform, launch, reaches):
     reaches(stopped, "stopped")
     platform.evict(evicted["id"])
     assert left() == []
-
-
-def test_state_directories_do_not_share_networks(platform, launch, reaches, tmp_path, monkeypatch):
-    tmp_path.chmod(0o700)
-    [here] = launch(code=FOREVER)
-    address = reaches(here, "running")["ip_address"]
-    with monkeypatch.context() as other:
-        other.setenv("DASK_CML_LOCAL_DIRECTORY", str(tmp_path))
-        separate_networks()
-        [there] = platform.launch_workers(1, 1, 1, code=FOREVER)
-        try:
-            assert reaches(there, "running")["ip_address"].split(".")[:2] != address.split(".")[:2]
-        finally:
-            platform.evict(there["id"])
-        assert left() == []
-    assert left()

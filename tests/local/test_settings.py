@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -63,30 +60,6 @@ def test_launch_workers_refuses_invalid_arguments(platform, options, error, word
     assert platform.sessions() == []
 
 
-def test_settings_are_seen_by_other_processes(platform):
-    platform.configure(latency=0.125)
-    code = "from dask_cml import local; print(local.settings().latency)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "0.125"
-
-
-def test_session_starts_after_the_delay(platform, launch, reaches):
-    platform.configure(start_delay=0.4)
-    begin = time.monotonic()
-    [session] = launch(code=FOREVER)
-    assert reaches(session, "starting")["ip_address"] == "unknown"
-    reaches(session, "running")
-    assert time.monotonic() - begin >= 0.4
-
-
-def test_every_request_takes_the_latency(platform, launch):
-    platform.configure(latency=0.1)
-    begin = time.monotonic()
-    [session] = launch(code=FOREVER)
-    platform.list_workers()
-    platform.stop_workers(session["id"])
-    assert time.monotonic() - begin >= 0.3
-
-
 def test_quota_counts_live_sessions_of_all_launchers(platform, launch, reaches, monkeypatch):
     platform.configure(quota={"sessions": 1, "nvidia_gpu": 1})
     monkeypatch.setenv("CDSW_ENGINE_ID", "ofanothersession")
@@ -115,19 +88,6 @@ def test_over_quota_sessions_wait_their_turn_until_others_end_or_the_quota_grows
     reaches(fourth, "running")
 
 
-def test_a_small_session_does_not_overtake_a_large_one_that_waits(platform, launch, reaches, find):
-    platform.configure(quota={"cpu": 4}, over_quota="wait")
-    [first] = launch(code=FOREVER, cpu=2)
-    [large] = launch(code=FOREVER, cpu=4)
-    [small] = launch(code=FOREVER, cpu=1)
-    reaches(first, "running")
-    assert {find(each["id"])["status"] for each in (large, small)} == {"scheduling"}
-    platform.configure(quota={"cpu": 6})
-    reaches(large, "running")
-    platform.stop_workers(first["id"])
-    reaches(small, "running")
-
-
 def test_project_variables_are_in_every_session_and_env_overrides_them(platform, output_of):
     platform.configure(variables={"A": "project", "B": "project"})
     code = "import os; open('{output}', 'w').write(os.environ['A'] + os.environ['B'])"
@@ -145,11 +105,6 @@ def test_session_ends_as_timedout_after_its_lifetime(platform, launch, reaches):
     reaches(session, "timedout")
 
 
-def test_live_sessions_have_ports_of_their_own(launch, workers_v1):
-    urls = {each["app_url"] for each in launch(8, code=FOREVER)}
-    assert len(urls) == 8
-
-
 def test_secrets_are_readable_by_their_owner_only(platform, launch):
     launch(code="pass", env={"SECRET": "1"})
     folder = Path(os.environ["DASK_CML_LOCAL_DIRECTORY"], "sessions")
@@ -162,7 +117,3 @@ def test_state_directory_that_others_can_write_to_is_refused(platform, tmp_path,
         patch.setenv("DASK_CML_LOCAL_DIRECTORY", str(tmp_path))
         with pytest.raises(PermissionError, match="run `chmod 700"):
             platform.sessions()
-
-
-def test_sessions_share_the_network_unless_configured_otherwise(platform):
-    assert platform.shares_host_network() is True

@@ -31,7 +31,7 @@ def test_sessions_of_another_release_are_not_listed(platform, caplog):
 def test_unreadable_session_is_skipped_with_one_line(platform, launch, caplog, session):
     write_session(session)
     [session] = launch(code="pass")
-    assert [each["id"] for each in platform.sessions()] == [session["id"]]
+    assert [session["id"] for session in platform.sessions()] == [session["id"]]
     platform.sessions()
     assert [line.getMessage().split(":")[0] for line in caplog.records] == [
         "session 0123456789abcdef ignored"
