@@ -24,7 +24,6 @@ from distributed.scheduler import Scheduler
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
 
-from dask_cml import output
 from dask_cml.checks import check_loop, group_name, message
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.display import describe, escaped, render, status_of
@@ -613,6 +612,7 @@ class CMLCluster(KeptCluster):
             "env": env,
             "launch_options": launch_options,
         }
+        self._check_running(f"worker group {name!r} not added")
         options = self.options.of_group(given)
         group_name("name", name)
         self._api.check_options(options.launch_options)
@@ -877,7 +877,7 @@ class CMLCluster(KeptCluster):
         await super()._start_once()
 
     def _end_failed_start(self, error: BaseException) -> None:
-        """Stop what a constructor has launched that fails. Log an error, which must not replace the first one."""
+        """Stop what a constructor has launched that fails. Log an error, which must not replace the first."""
         if not hasattr(self, "_loop_runner"):  # Dask's classes have refused an argument
             no_longer_end_at_exit(self)
             return
@@ -886,9 +886,7 @@ class CMLCluster(KeptCluster):
         except CMLError as failed:
             logger.error("%s", failed)
         if isinstance(error, KeyboardInterrupt):
-            n = self._api.n_launched - len(self._api.live)
-            output.say(f"Interrupted: {n} session{'s' * (n != 1)} stopped", to_stderr=True)
-            output.flush()
+            self._say_interrupted()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
         # Cluster._wait_for_workers (cluster.py:289) fails if the scheduler is lost. Another one replaces it.
@@ -943,6 +941,7 @@ class CMLCluster(KeptCluster):
         --------
         >>> CMLCluster.from_name("mine").leave()
         """
+        self.shutdown_on_close = False  # also at the end of the ``with`` block
         return self._end(shutdown=False)
 
     def _end(self, timeout: float | None = None, *, shutdown: bool) -> Any:

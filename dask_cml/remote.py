@@ -89,6 +89,8 @@ class Remote:
         The last known board.
     connected : bool
         Whether the scheduler answers.
+    has_written : bool
+        Whether this process has changed the cluster.
     heard : float
         The monotonic time of the scheduler's last answer.
     """
@@ -100,6 +102,7 @@ class Remote:
         self.connection_args: dict[str, Any] = {}
         self.board = BoardState()
         self.connected = False
+        self.has_written = False
         self.heard = time.monotonic()
         self._cluster = cluster
         self._watching: Comm | None = None
@@ -184,7 +187,9 @@ class Remote:
         CMLError
             If the scheduler does not answer, or refuses the change.
         """
-        return await self._write(protocol.SET, **changes)
+        board = await self._write(protocol.SET, **changes)
+        self.has_written = True
+        return board
 
     async def report(
         self,
@@ -224,7 +229,8 @@ class Remote:
     @property
     def keeps(self) -> bool:
         """Whether this process keeps the cluster, by an answer that is recent enough."""
-        return self.board.keeper == self.id and time.monotonic() - self.heard < timing.lease
+        is_recent = self.connected and time.monotonic() - self.heard < timing.lease
+        return is_recent and self.board.keeper == self.id
 
     async def ask(self, op: str, timeout: float | None = None, /, **arguments: Any) -> Any:
         """Call a handler of the scheduler, see :func:`ask`. Default time limit: ``timing.answer``."""

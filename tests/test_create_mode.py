@@ -122,7 +122,6 @@ async def test_a_cluster_of_an_older_release_is_left_alone(it, mode):
         ({"record": "fedcba9876543210", "cluster": "other"}, "belongs to another cluster, 'other'"),
     ],
 )
-@pytest.mark.xfail(reason="from_name says instead that the scheduler does not answer", strict=True)
 @simulated
 async def test_a_scheduler_of_another_release_or_cluster_is_left_alone_and_named(it, hello, words):
     async with lab(n_workers=1) as first:
@@ -135,7 +134,6 @@ async def test_a_scheduler_of_another_release_or_cluster_is_left_alone_and_named
         assert len(it.platform.live) == 2
 
 
-@pytest.mark.xfail(reason="the platform of the constructor is used, not that of the cluster", strict=True)
 @simulated
 async def test_connecting_uses_the_platform_of_the_cluster(it):
     platforms = {"auto": it.platform, "local": SimulatedPlatform()}
@@ -149,7 +147,6 @@ async def test_connecting_uses_the_platform_of_the_cluster(it):
     assert platforms["local"].all == {}
 
 
-@pytest.mark.xfail(reason="the platform of the constructor is used, not that of the cluster", strict=True)
 async def test_from_name_finds_the_platform_of_the_cluster(platform):
     async with make(name="lab") as first, rebuild("lab") as again:
         assert again.scheduler_address == first.scheduler_address

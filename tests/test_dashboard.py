@@ -602,11 +602,6 @@ async def test_a_missing_scheduler_is_a_bad_gateway_until_it_is_back():
         assert (await get(forwarder.port)).code == 502
 
 
-@pytest.mark.xfail(
-    reason="open_comm() of dask_cml/dashboard/proxy.py expects a dict, and Dask answers None if it has no "
-    "handler: the browser gets 500 and the log a traceback",
-    strict=True,
-)
 async def test_a_scheduler_without_the_plugin_is_a_bad_gateway_with_the_reason():
     async with forwarded(plugin=False) as (_, forwarder):
         page = await get(forwarder.port)

@@ -494,11 +494,6 @@ def test_the_check_does_not_wait_longer_for_a_silent_scheduler(platform):
     assert "The cluster is not answering: its scheduler does not respond." in finding.words
 
 
-@pytest.mark.xfail(
-    reason="_compare() of dask_cml/doctor/clusters.py asks every cluster that runs by its files, also one "
-    "without keys, at whose address another program may listen by now",
-    strict=True,
-)
 def test_nothing_is_sent_to_the_address_of_a_cluster_without_keys(platform):
     with socket.create_server(("127.0.0.1", 0)) as other:
         scheduler = SchedulerState(address=f"tcp://127.0.0.1:{other.getsockname()[1]}")

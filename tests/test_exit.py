@@ -189,7 +189,7 @@ store.write_sessions(launched, [], cluster.name, id=store.read(cluster.name).id)
 
 
 @pytest.mark.usefixtures("no_worker_processes")
-def test_sessions_that_another_process_launched_are_stopped_although_the_event_loop_has_ended(platform, all_stopped):
+def test_sessions_of_another_process_are_stopped_although_the_event_loop_has_ended(platform, all_stopped):
     returned, _, err = Program(ANOTHERS).ends()
     assert (returned, err) == (0, "")
     all_stopped(3)

@@ -178,9 +178,6 @@ async def test_a_remote_leaves_a_scheduler_of_another_release_alone(it):
         assert stands(it, cluster, 1)
 
 
-@pytest.mark.xfail(
-    reason="while it is judged nobody asks it again, and it is replaced without another question", strict=True
-)
 @simulated
 async def test_a_scheduler_that_answers_again_is_not_replaced_because_its_session_seemed_to_end(it):
     async with simulate(name="lab") as cluster:
@@ -311,9 +308,6 @@ async def test_an_observer_whose_dashboard_got_no_port_connects_again(it):
 # -- schedulers that are lost again, or are not launched
 
 
-@pytest.mark.xfail(
-    reason="between two schedulers a step launches workers, whose refusal lowers the target", strict=True
-)
 @simulated
 async def test_a_refused_scheduler_does_not_count_as_lost(it):
     with dask.config.set({"cml.scheduler-restarts": 1, "cml.quota-retry": "100ms"}):

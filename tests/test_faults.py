@@ -316,9 +316,6 @@ async def test_too_many_failures_in_a_row_end_the_trying_until_scale(it):
             assert "problem" not in repr(cluster)
 
 
-@pytest.mark.xfail(
-    reason="the refusals of the first step after scale() do not count, so it is tried twice", strict=True
-)
 @simulated
 async def test_an_exhausted_quota_refuses_few_of_a_hundred_launches(it):
     async with simulate() as cluster:

@@ -180,11 +180,6 @@ def test_a_cluster_of_a_shell_is_listed_until_it_is_shut_down(server, environmen
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    reason="KeptCluster._moves begins with 0, so _mirror() asks for the scheduler's identity only after the "
-    "first worker has connected: before, `has_dashboard` of a remote is False",
-    strict=True,
-)
 def test_a_cluster_without_workers_has_panes(server, leaves_no_session):
     with CMLCluster(name="empty", platform="local", quiet=True):
         until(lambda: "empty" in server.clusters)
@@ -423,11 +418,6 @@ async def test_the_sidebar_scales_and_adapts_a_cluster_that_another_process_keep
         await eventually(lambda: cluster.status == Status.closed)
 
 
-@pytest.mark.xfail(
-    reason="the sidebar never takes the lease, so what it writes on the board of a cluster that nobody "
-    "keeps, such as one of `dask cml create`, is not carried out, and no error says so",
-    strict=True,
-)
 @simulated
 async def test_the_sidebar_scales_a_cluster_that_nobody_keeps(it):
     async with listing() as sidebar:

@@ -178,9 +178,6 @@ async def test_a_remote_adds_scales_adapts_and_deletes_worker_groups(it):
         assert len(it.platform.running) == 1
 
 
-@pytest.mark.xfail(
-    reason="a group has as many requests as before, so the keeper takes it for the old one", strict=True
-)
 @simulated
 async def test_a_group_that_is_deleted_and_added_again_at_once_is_the_new_one(it):
     async with shared() as keeper, rebuild("shared") as remote:
@@ -201,10 +198,6 @@ async def change_the_spec(cluster, name):
     await cluster._correct_state()
 
 
-@pytest.mark.xfail(
-    reason="Dask's server takes the argument `close` of a message for itself, so the board never gets it",
-    strict=True,
-)
 @pytest.mark.parametrize("close", [scale_down, change_the_spec])
 @simulated
 async def test_a_remote_closes_workers_by_their_names(it, close):
@@ -364,10 +357,6 @@ async def test_a_process_that_was_frozen_finds_the_cluster_kept_by_another_and_l
         await other.close()
 
 
-@pytest.mark.xfail(
-    reason="the next keeper waits `worker_timeout` for workers that left before it kept them",
-    strict=True,
-)
 @simulated
 async def test_sessions_that_end_with_the_keepers_session_are_replaced_by_the_next_keeper(it):
     """Nobody lists them to the next keeper."""
@@ -403,9 +392,6 @@ async def test_others_get_the_link_to_the_dashboard(platform, holds):
         assert store.read("mine").scheduler.app_url == cluster.sessions[0].app_url
 
 
-@pytest.mark.xfail(
-    reason="only the keeper that has launched the scheduler tells its URL, and only after a look", strict=True
-)
 async def test_others_get_the_link_although_the_creator_leaves_before_its_first_look(
     locally, holds, monkeypatch
 ):

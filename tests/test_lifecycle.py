@@ -206,7 +206,6 @@ async def test_shutdown_on_close_false_leaves_the_cluster_running(locally):
     assert not live(locally)
 
 
-@pytest.mark.xfail(reason="the end of the block shuts the cluster down that was left in it", strict=True)
 @pytest.mark.parametrize("connect", [False, True])
 @simulated
 async def test_leave_leaves_the_cluster_running_at_the_end_of_the_block(it, connect):

@@ -518,10 +518,6 @@ def test_an_invalid_setting_is_refused_with_its_key_before_a_launch(stub, name, 
     assert allowed in str(caught.value)
 
 
-@pytest.mark.xfail(
-    reason="the keeper reads these settings only when it needs them, and then logs the error with each look",
-    strict=True,
-)
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [

@@ -122,7 +122,6 @@ def test_all_errors_are_offered_and_are_runtime_errors():
     assert all(issubclass(error, dask_cml.CMLError) for error in errors)
 
 
-@pytest.mark.xfail(reason="CMLAdaptive.of is public, and does not document its parameters", strict=True)
 def test_every_parameter_of_a_method_of_an_offered_class_is_documented():
     silent = [name for cls in OFFERED for name in undocumented_methods(cls)]
     assert silent == []

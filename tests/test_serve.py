@@ -227,13 +227,6 @@ async def test_the_history_lists_dead_clusters_before_they_are_removed(server):
     assert (found["name"], found["why"]) == ("dead", "its session ended")
 
 
-ANOTHER_RECORD = (
-    "ServedCluster._new_record() returns a new record each time, so the page looks for the record of "
-    "ProjectClusters.create(), whose id is not the cluster's, and finds neither sessions nor usage"
-)
-
-
-@pytest.mark.xfail(reason=ANOTHER_RECORD, strict=True)
 @on_page
 async def test_a_cluster_of_the_page_has_the_usage_of_its_sessions(server):
     await server.post("/api/clusters", name="night", n_workers=1)
@@ -242,7 +235,6 @@ async def test_a_cluster_of_the_page_has_the_usage_of_its_sessions(server):
     assert {*server.clusters.observed} == {store.read("night").id}
 
 
-@pytest.mark.xfail(reason=ANOTHER_RECORD, strict=True)
 @on_page
 async def test_metrics_describe_real_clusters(server):
     await server.post("/api/clusters", name="night", n_workers=1)
@@ -652,11 +644,6 @@ async def test_a_cluster_of_another_process_is_listed_changed_and_deleted(server
     assert store.records() == []
 
 
-@pytest.mark.xfail(
-    reason="ProjectClusters.connect() reads record.options['shutdown_on_close'], which is in no record: the "
-    "page never keeps a cluster that lives without its creator, and what it asks for is not carried out",
-    strict=True,
-)
 @pytest.mark.parametrize("seen_before", [False, True])
 @on_page
 async def test_the_page_keeps_a_cluster_that_its_creator_has_left(server, it, seen_before):
@@ -680,11 +667,6 @@ async def test_the_page_keeps_a_cluster_that_its_creator_has_left(server, it, se
         await server.ask("DELETE", "/api/clusters/day")
 
 
-@pytest.mark.xfail(
-    reason="the plugin's _look() takes the lease from no keeper in the scheduler's first minute "
-    "(_keeper_until), not even from one that had connected and has vanished",
-    strict=True,
-)
 @simulated
 async def test_another_page_keeps_the_clusters_of_a_killed_one_at_once(it):
     async def create():

@@ -323,11 +323,6 @@ async def test_names_are_escaped_in_html(platform, holds):
 # -- Ctrl-C
 
 
-@pytest.mark.xfail(
-    reason="only CMLCluster._end_failed_start() says it, for a KeyboardInterrupt in the constructor; "
-    "KeptCluster._start() says nothing when it is cancelled, as by an interrupted cell",
-    strict=True,
-)
 async def test_a_cancelled_start_says_how_many_sessions_were_stopped(platform, holds, capsys):
     platform.configure(start_delay=60)
     starting = asyncio.ensure_future(CMLCluster(n_workers=2, platform="local", asynchronous=True))

@@ -70,11 +70,12 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
     from distributed.core import Status
 
     async with connected(name) as cluster:
-        adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
-        await cluster.written()
-        adapts = f"Cluster {name} adapts between {adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
-        click.echo(f"{adapts} until Ctrl-C" if cluster.keeps else adapts)
         try:
+            adaptive: Any = cluster.adapt(minimum, maximum, worker_group=group)
+            await cluster.written()
+            adapts_here = cluster.keeps
+            bounds = f"{adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
+            click.echo(f"Cluster {name} adapts between {bounds}{' until Ctrl-C' * adapts_here}")
             while cluster.keeps and cluster.limits(group) == adaptive.limits:
                 show(_present(cluster, cluster.target(group), group))
                 await asyncio.sleep(_INTERVAL)
@@ -87,6 +88,9 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
             raise
         if cluster.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {cluster.problem or _DELETED}")
+        if adapts_here:
+            show()
+            raise CMLError(f"this command no longer adapts the cluster {name}: another process scales it")
 
 
 def connected(name: str) -> CMLCluster:

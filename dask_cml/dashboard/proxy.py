@@ -94,6 +94,8 @@ async def open_comm(
         comm = await connect(address, timeout=timeout, **(connection_args or {}))
         try:
             answer = await call(comm, FORWARD)
+            if not isinstance(answer, dict):  # Dask has no such handler
+                raise OSError("the scheduler has no plugin of dask-cml")
             if answer.get("status") != "OK":
                 raise OSError(f"{answer.get('message')}"[:_MOST_CHARACTERS])
         except BaseException:

@@ -129,7 +129,17 @@ class CMLAdaptive(Adaptive):
 
     @classmethod
     def of(cls, cluster: Any, group: str, limits: Mapping[str, Any]) -> CMLAdaptive:
-        """Return the adaptive scaling of a group between the limits on the board."""
+        """Return the adaptive scaling of a worker group between the limits on the board.
+
+        Parameters
+        ----------
+        cluster : CMLCluster
+            The cluster.
+        group : str
+            The worker group.
+        limits : mapping
+            The limits and options, see :class:`dask_cml.scheduler.board.Limits`.
+        """
         return cls(cluster, worker_group=group, **limits)
 
     @property

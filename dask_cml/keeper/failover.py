@@ -15,6 +15,7 @@ from dask_cml.output import Logger
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 from dask_cml.remote import Remote
+from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions.process import CMLScheduler
 from dask_cml.sessions.workers_api import WorkersAPI
 from dask_cml.timing import timing
@@ -160,10 +161,12 @@ class Failover:
                     if last.address is not None:
                         await cluster.join_other(record)
                         return
-                elif not cluster.takes_lease:
+                elif cluster.keeper is None and not cluster.may_keep:
                     if waited > 2 * timing.succession:
                         raise SchedulerLost(why, ended=False)
                 elif cluster.keeper is not None or waited > timing.succession:
+                    if await self._answers(record):
+                        return
                     if await self._launch_next(record, why, refused):
                         return
                     refused = False
@@ -178,6 +181,13 @@ class Failover:
                 why, refused = repr(error), False
                 logger.info("Scheduler %d of cluster %s not launched: %s", number + 1, record.name, why)
             await asyncio.sleep(timing.retry)
+
+    async def _answers(self, record: Record) -> bool:
+        """Return whether the scheduler answers all the same, although its session seems to have ended."""
+        with contextlib.suppress(*NO_ANSWER):
+            hello = await self._remote.ask(protocol.HELLO, timing.retry)
+            return {"record": record.id, "number": record.scheduler.number}.items() <= dict(hello).items()
+        return False
 
     async def _may_answer(self, record: Record, waited: float) -> bool:
         """Return whether the scheduler that another process launches answers, or has time left to begin."""

@@ -326,6 +326,10 @@ class Keeper:
             worker = self._make(launch.key)
             worker.adopt(launch.id, launch)
             self._cluster.workers[launch.key] = worker
+        names = [name for worker in self.workers() for name in worker.dask_names]
+        last = await self._remote.ask(protocol.LAST, names=names)
+        for worker in self.workers():
+            worker.seen.update(name for name in worker.dask_names if name in last)
         for group, about in self._remote.board.groups.items():
             self.requests[group] = about.request
             self._groups.resize(group, about.target, ())
@@ -444,13 +448,13 @@ class Keeper:
         ready = [name for name in names if not self.backoff(self._groups.group_of(name)).pause]
         if not ready:
             return
-        requests = dict(self.requests)
         groups = {name: self._groups.group_of(name) for name in ready}
+        backoffs = {group: self.backoff(group) for group in {*groups.values()}}
         left, why = await asyncio.to_thread(left_for_user, self._record.id, len(self.processes))
         errors: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in ready[left:]}
         errors |= await self._launch_some(ready[:left], groups, may_launch)
-        for group in {*groups.values()}:
-            if requests.get(group) == self.requests.get(group) and group not in self._asked:
+        for group, backoff in backoffs.items():
+            if self._backoffs.get(group) is backoff:  # else a user has changed the group meanwhile
                 own = [name for name in ready if groups[name] == group]
                 self._count_launches(group, own, {name: errors[name] for name in own if name in errors})
 

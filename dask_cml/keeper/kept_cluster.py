@@ -23,7 +23,7 @@ from distributed.security import Security
 from dask_cml import output
 from dask_cml.cancellation import cancel, within
 from dask_cml.checks import message
-from dask_cml.errors import ClusterExists, CMLError, LaunchRefused, without_frames
+from dask_cml.errors import ClusterExists, CMLError, LaunchRefused, SchedulerTimeout, without_frames
 from dask_cml.keeper.at_exit import end_at_exit, no_longer_end_at_exit, unclosed
 from dask_cml.keeper.failover import Failover, SchedulerLost
 from dask_cml.keeper.follower import Follower
@@ -81,6 +81,12 @@ class KeptCluster(SpecCluster):
         The worker groups.
     keeper : Keeper or None
         Keeps the cluster. None in a remote.
+    new_record : Record
+        The record of a cluster that is created here, with its id.
+    record : Record or None
+        The cluster's record. None before the cluster is created or found.
+    place : Place
+        The cluster's folder and keys, and the number of its scheduler.
     end_reason : str
         Why the cluster ends if this process shuts it down, for its history.
     """
@@ -94,9 +100,13 @@ class KeptCluster(SpecCluster):
         self._given = given
         self._quiet = quiet
         self._pid = os.getpid()
-        self._api = WorkersAPI(load_platform(options.platform))
-        self._check_launch_options(options)
+        # The record of a running cluster names its platform.
+        connects = options.create_mode == "connect"
+        self._api = WorkersAPI(None if connects else load_platform(options.platform))
+        if not connects:
+            self._check_launch_options(options)
         self.place = Place(state_directory() / options.name)
+        self.new_record = Record(options.name, maker=self._maker())
         self.record: Record | None = None
         self.groups = Groups(self, options, self._api, self.place)
         self._remote = Remote(secrets.token_hex(8), options.name, counts=self.takes_lease)
@@ -136,8 +146,10 @@ class KeptCluster(SpecCluster):
 
     def _begin(self) -> None:
         """Want the first workers of all groups."""
-        if not self._begun and self.options.create_mode != "connect":
-            self._begun = True
+        if self._begun:
+            return
+        self._begun = True
+        if self.options.create_mode != "connect":
             self.groups.resize(DEFAULT_GROUP, self.options.n_workers, ())
             for name, options in self.options.groups().items():
                 self.groups.add(name, options)
@@ -152,6 +164,11 @@ class KeptCluster(SpecCluster):
     def keeps(self) -> bool:
         """Whether this process keeps the cluster, and acts for it."""
         return self.keeper is not None and self._remote.keeps
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether this process keeps the cluster if nobody does. One that shows it does after a change."""
+        return self.takes_lease or self._remote.has_written
 
     @property
     def is_forks_copy(self) -> bool:
@@ -200,6 +217,7 @@ class KeptCluster(SpecCluster):
             await self._close_failed_start()
             if closed_meanwhile:
                 raise CMLError(f"cluster {self.options.name} was closed while it started") from None
+            self._say_interrupted()
             raise
         except GeneratorExit:  # the event loop has ended, so nothing can be awaited; end_now() stops sessions
             raise
@@ -220,6 +238,12 @@ class KeptCluster(SpecCluster):
         except CMLError as failed:
             logger.error("%s", failed)
 
+    def _say_interrupted(self) -> None:
+        """Tell the user, after Ctrl-C, how many sessions were stopped."""
+        n = self._api.n_launched - len(self._api.live)
+        output.say(f"Interrupted: {n} session{'s' * (n != 1)} stopped", to_stderr=True)
+        output.flush()
+
     async def _start_once(self) -> None:
         self.quiet = self._quiet
         self._begin()
@@ -239,15 +263,15 @@ class KeptCluster(SpecCluster):
             self._following = asyncio.create_task(self._follow())
         await asyncio.to_thread(output.flush)
 
-    def _new_record(self) -> Record:
-        """Return the record of a cluster that this process creates."""
-        return Record(self.options.name)
+    def _maker(self) -> Maker:
+        """Return who creates a cluster here."""
+        return Maker.this_process()
 
     async def _create(self) -> None:
         """Create the cluster: claim its name, and launch the scheduler and all workers at the same moment."""
         options = self.options
         security, files = await asyncio.to_thread(tls.as_files, options.security, self.place.folder)
-        record = replace(self._new_record(), options=options.arguments(), security=tls.paths(security))
+        record = replace(self.new_record, options=options.arguments(), security=tls.paths(security))
         self.record = record  # to remove it if this is cancelled
         keeper = self._make_keeper(record)
         orphan_timeout = options.orphan_timeout if options.shutdown_on_close else None
@@ -323,6 +347,8 @@ class KeptCluster(SpecCluster):
         # What was asked of a cluster that was not created does not apply to the running one.
         self.groups.stop_adapting()
         self.worker_spec.clear()
+        self._api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
+        self._failover = Failover(self, self._remote, self._api)
         self.groups = Groups(self, self.options, self._api, self.place)
         self._role = Follower(self, self.groups, self._remote)
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
@@ -332,11 +358,10 @@ class KeptCluster(SpecCluster):
         self._enter(record)
         try:
             await self._join_within(patience, str(record.scheduler.address))
-        except CMLError as error:
-            address = record.scheduler.address or "an unknown address"
+        except SchedulerTimeout as error:
             raise CMLError(
-                f"the scheduler of cluster {name!r} does not answer at {address}: to stop its "
-                f"sessions, run `dask cml delete {shlex.quote(name)}`"
+                f"the scheduler of cluster {name!r} does not answer at {record.scheduler.address}: to stop "
+                f"its sessions, run `dask cml delete {shlex.quote(name)}`"
             ) from error
 
     def _enter(self, record: Record) -> None:
@@ -363,8 +388,10 @@ class KeptCluster(SpecCluster):
 
         Raises
         ------
-        CMLError
+        SchedulerTimeout
             If it does not answer within so many seconds.
+        CMLError
+            If it belongs to another cluster, or has another protocol.
         """
         assert self.record is not None
         record, security = self.record, self.place.security
@@ -375,7 +402,7 @@ class KeptCluster(SpecCluster):
                 break
             except NO_ANSWER as error:
                 if time.monotonic() > deadline:
-                    raise CMLError(
+                    raise SchedulerTimeout(
                         f"the scheduler of cluster {record.name!r} at {address} did not answer within "
                         f"{timeout:g} s: {error!r}"
                     ) from error
@@ -455,7 +482,7 @@ class KeptCluster(SpecCluster):
 
     async def _take_board(self, board: BoardState) -> None:
         """Do what the board says, as the keeper or as a remote."""
-        if board.keeper is None and (self.keeper is not None or self.takes_lease):
+        if board.keeper is None and (self.keeper is not None or self.may_keep):
             await self._remote.lease(take=True)
             board = self._remote.board
             if board.keeper == self._remote.id and self.keeper is not None:
@@ -727,6 +754,8 @@ class KeptCluster(SpecCluster):
         if before is not None and not before.done():  # this object leaves the cluster, which is to end
             await asyncio.wait([before])
         self.status = Status.closing
+        if not shutdown and before is None:
+            await self._write_last()
         self.groups.stop_adapting()
         try:
             await cancel(self._starting, self._following, self._keeping, self._correct_state_waiting)
@@ -746,6 +775,13 @@ class KeptCluster(SpecCluster):
         no_longer_end_at_exit(self)
         await asyncio.to_thread(output.flush)
 
+    async def _write_last(self) -> None:
+        """Write on the board what was asked for here, before this process leaves."""
+        try:
+            await self.written()
+        except Exception as error:  # the scheduler does not answer, or refuses a change
+            logger.info("Board of cluster %s not written at the end: %r", self.options.name, error)
+
     async def _say_goodbye(self) -> None:
         """Let the scheduler inform its workers and clients of its end."""
         if self.keeper is not None:
@@ -762,7 +798,6 @@ class KeptCluster(SpecCluster):
         if keeper is None:
             self._api.forget(*self._api.live)
             return
-        await keeper.publish()
         await keeper.close()
         left = [str(process.session_id) for process in keeper.processes]
         if not keeper.gone:

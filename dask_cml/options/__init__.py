@@ -135,6 +135,9 @@ class Options:
                 values[name] = option.checked(name, given[name], values)
             else:
                 values[name] = setting(option.key, values)
+        for option in OPTIONS.values():  # before the keeper needs them
+            if option not in ARGUMENTS:
+                setting(option.key)
         options = cls(**values)
         options.groups()
         return options

@@ -217,6 +217,8 @@ async def _look_at(record: Record, timeout: float, patience: float | None) -> Fi
     except Exception as error:  # a program at this address may speak another protocol
         logger.debug("Scheduler of cluster %s did not answer: %r", record.name, error)
         return Finding(State.UNKNOWN, f"its scheduler at {address} does not answer; it may be busy")
+    if not isinstance(hello, dict):
+        return Finding(State.DEAD, f"another program answers at {address}")
     if hello.get("record") == record.id:
         return Finding(State.ALIVE)
     return Finding(State.DEAD, f"another scheduler answers at {address}")

@@ -80,7 +80,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._scheduler = scheduler
         self._cluster, self._record = begin["cluster"], begin["record"]
         self._board = Board(begin["groups"], begin.get("keeper"))
-        #: Until this time the keeper that launched this scheduler may not have connected yet.
+        #: Until this time the keeper may be away: at first, the one that launched this scheduler connects.
         self._keeper_until = time.monotonic() + timing.first_lease
         self._watchers = Watchers(scheduler.clients, begin.get("patience"))
         self._orphan_timeout = begin.get("orphan_timeout")
@@ -216,7 +216,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         groups : mapping
             The changes of worker groups, see :class:`~dask_cml.scheduler.board.GroupChange`.
         closing : collection of str
-            The names of workers that the keeper is to close, with none instead. Dask takes ``close`` for itself.
+            The names of workers that the keeper is to close, with none instead. Dask's own messages have
+            ``close``.
         orphan_timeout : float or None
             Time without a watcher and a client after which the scheduler closes, in seconds. None: never.
         app_url : str
@@ -369,7 +370,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         now = time.monotonic()
         self._watchers.look(now)
         keeper = self._board.keeper
-        if keeper is not None and not self._watchers.has(keeper) and now > self._keeper_until:
+        if keeper is not None and self._watchers.has(keeper):
+            self._keeper_until = now  # it has come
+        elif keeper is not None and now > self._keeper_until:
             self._keep(None)
         if self._watchers.is_orphan(now):
             self._shut_down(f"orphaned: no manager and no client for {self._watchers.timeout:g} s")

@@ -49,8 +49,8 @@ class ServedCluster(CMLCluster):
         self._user = user
         super().__init__(**options, asynchronous=True, quiet=True)
 
-    def _new_record(self) -> Record:
-        return replace(super()._new_record(), maker=Maker.this_process(self._user, serves=True))
+    def _maker(self) -> Maker:
+        return Maker.this_process(self._user, serves=True)
 
 
 class ProjectClusters(Observers):
@@ -93,7 +93,7 @@ class ProjectClusters(Observers):
     def connect(self, record: Record) -> CMLCluster:
         """Return an object for a running cluster, which keeps it if nobody else is to."""
         owns = bool(record.maker.serves) and record.maker.lives() is False
-        if owns or record.options.get("shutdown_on_close") is False:
+        if owns or record.scheduler.orphan_timeout is None:
             return CMLCluster(
                 name=record.name, create_mode="connect", shutdown_on_close=owns, asynchronous=True, quiet=True
             )
@@ -255,7 +255,7 @@ class ProjectClusters(Observers):
         if unknown := [name for name in options if name not in _ALLOWED]:
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
         cluster = ServedCluster(user, **unattended(options))
-        new = cluster._new_record()
+        new = cluster.new_record
         if new.name in self._connected():
             raise ClusterExists(new.name)
         if (before := self._all().get(new.name)) is not None and before.failure is not None:

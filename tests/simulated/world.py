@@ -23,7 +23,7 @@ from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.records import liveness, operations, record, store
 from dask_cml.scheduler import lifetime, plugin, state_file
 from dask_cml.serve import clusters
-from dask_cml.sessions import calls, entry, here, workers_api
+from dask_cml.sessions import calls, entry, here
 from dask_cml.sessions import session as sessions
 
 from .clock import Thread, VirtualLoop, virtual_time
@@ -151,7 +151,10 @@ def _patched(it: World) -> contextlib.ExitStack:
         (store, "shutil", files.shutil),
         (liveness, "tempfile", files.tempfile),
         (record, "psutil", table),
-        *((module, "load_platform", lambda _: it.platform) for module in (operations, liveness, kept_cluster, clusters)),
+        *(
+            (module, "load_platform", lambda _: it.platform)
+            for module in (operations, liveness, kept_cluster, clusters)
+        ),
         (ThreadPoolExecutor, "shutdown", _shutdown),
         (calls, "threading", _with(threading, Thread=Thread)),
         (lifetime, "threading", _with(threading, Timer=_Timer)),
