@@ -32,7 +32,7 @@ from simulated.faults import Mishap
 from simulated.testing import eventually, simulated
 
 from dask_cml import address, cluster, protocol
-from dask_cml.keeper import kept_cluster
+from dask_cml.keeper import failover
 from dask_cml.layout import wanted_file
 from dask_cml.observers import ObservedCluster, Observers
 from dask_cml.options import state_directory
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("light")
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch):
     """Less than a hundredth of the pauses between schedulers."""
-    monkeypatch.setattr(kept_cluster, "_PAUSES", (0.0, 0.1))
+    monkeypatch.setattr(failover, "_PAUSES", (0.0, 0.1))
     monkeypatch.setattr(timing, "retry", 0.1)
     with dask.config.set({"cml.api.poll-interval": "200ms", "cml.api.watch-interval": "500ms"}):
         yield
@@ -341,7 +341,7 @@ async def test_a_cluster_that_a_client_shuts_down_gets_no_other_scheduler(it):
 
 @simulated
 async def test_a_cluster_that_is_deleted_between_two_schedulers_stays_deleted(it):
-    with mock.patch.object(kept_cluster, "_PAUSES", (3600.0,)):
+    with mock.patch.object(failover, "_PAUSES", (3600.0,)):
         async with simulate(name="lab", n_workers=1) as cluster:
             it.platform.evict(cluster.scheduler.session_id)
             await eventually(lambda: not cluster.is_connected)

@@ -26,7 +26,7 @@ from dask_cml import (
     SchedulerTimeout,
     SessionFailed,
 )
-from dask_cml.keeper import kept_cluster
+from dask_cml.keeper import failover
 from dask_cml.local import processes
 from dask_cml.options import state_directory
 from dask_cml.private_files import NotPrivate
@@ -239,7 +239,7 @@ def test_the_page_lists_the_messages_after_a_lost_scheduler(platform, seen, show
         until(lambda: cluster.status.name == "closed")
         seen.append(log_of(cluster))
 
-    monkeypatch.setattr(kept_cluster, "_PAUSES", (0.0,))
+    monkeypatch.setattr(failover, "_PAUSES", (0.0,))
     with make(n_workers=1) as cluster, Client(cluster) as client:
         client.wait_for_workers(1)
         future = client.submit(sum, [1, 2])

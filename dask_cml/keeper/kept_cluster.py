@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime
+from types import ModuleType
 from typing import Any
 
 import dask.config
@@ -51,6 +52,8 @@ from dask_cml.words import printable_lines, span
 
 logger = Logger(__name__)
 
+#: The platform of a running cluster before its record is read.
+_UNKNOWN = ModuleType("unknown")
 #: Seconds between two tries to stop the sessions of a cluster that has ended.
 _STOP_AGAIN = 60.0
 
@@ -100,9 +103,8 @@ class KeptCluster(SpecCluster):
         self._given = given
         self._quiet = quiet
         self._pid = os.getpid()
-        # The record of a running cluster names its platform.
         connects = options.create_mode == "connect"
-        self._api = WorkersAPI(None if connects else load_platform(options.platform))
+        self._api = WorkersAPI(_UNKNOWN if connects else load_platform(options.platform))
         if not connects:
             self._check_launch_options(options)
         self.place = Place(state_directory() / options.name)
