@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from dask_cml.checks import gibibytes, integer, message, nearest, positive
-from dask_cml.naming import DEFAULT_GROUP
 from dask_cml.options.configuration import check_keys, inherited
 from dask_cml.options.configuration import setting as setting
 from dask_cml.options.configuration import state_directory as state_directory
@@ -158,13 +157,6 @@ class Options:
                 raise type(error)(f"in worker_groups[{name!r}]: {error}") from None
         return groups
 
-    def first_groups(self) -> dict[str, dict[str, Any]]:
-        """Return what is wanted at first; see :class:`dask_cml.scheduler.wanted.Wanted`."""
-        groups: dict[str, dict[str, Any]] = {DEFAULT_GROUP: {"options": {}, "target": self.n_workers}}
-        for name, each in self.groups().items():
-            groups[name] = {"options": each.group_arguments(), "target": each.n_workers}
-        return groups
-
     def of_group(self, given: Mapping[str, Any]) -> Options:
         """Return the options of a worker group.
 
@@ -198,7 +190,7 @@ class Options:
 
     @classmethod
     def of_running(cls, name: str, recorded: Mapping[str, Any], **own: Any) -> Options:
-        """Return the options of a running cluster, with this manager's own values of unrecorded options."""
+        """Return the options of a running cluster, with this process's own values of unrecorded options."""
         # The worker groups in this process's configuration are for new clusters.
         return cls.read(recorded, name=name, create_mode="create", worker_groups={}, **own)
 
