@@ -414,7 +414,6 @@ async def test_a_session_whose_launch_was_not_answered_is_stopped_with_its_sched
 
     async with simulate(name="lab", n_workers=1) as cluster:
         await eventually(lambda: arrived(cluster) == 1)
-        it.platform.doom("silent", key="lab-1")  # so it does not enter itself into the record
         it.platform.plan("launch_workers", Mishap(), Mishap(error=KeyError("engineId")))
         it.platform.evict(newest(it).id)
         await eventually(lambda: running() >= {"lab-1", "scheduler"})

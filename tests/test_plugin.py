@@ -120,8 +120,8 @@ async def test_the_file_of_a_scheduler_contains_its_address_and_the_board(
 async def test_the_next_scheduler_begins_with_what_was_wanted(tmp_path):
     limits = {"minimum": 0, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
     groups = {
-        "default": {"options": {}, "target": 2, "adapt": limits, "request": 4},
-        "gpu": {"options": {"cpu": 2}, "target": 1, "adapt": None, "request": 0},
+        "default": {"options": {}, "target": 2, "adapt": limits, "request": 4, "created": 0},
+        "gpu": {"options": {"cpu": 2}, "target": 1, "adapt": None, "request": 0, "created": 7},
     }
     folder = prepare(tmp_path / "mine", number=1, **groups)
     async with scheduler_in(folder, number=1) as running, rpc(running.address) as comm:
@@ -141,17 +141,20 @@ async def test_each_change_ends_the_wait_of_those_who_watch(scheduler, comm):
 
 
 async def test_the_last_one_who_writes_wins_and_others_values_stay(comm):
-    await comm.cml_set(groups={"gpu": {"options": {"cpu": 2}, "target": 1}})
+    answer = await comm.cml_set(groups={"gpu": {"options": {"cpu": 2}, "target": 1}})
+    created = answer["groups"]["gpu"]["created"]
+    assert created > 0
     await comm.cml_set(groups={"default": {"target": 2}})
     limits = {"minimum": 4, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
     answer = await comm.cml_set(groups={"default": {"adapt": limits}, "gpu": {"target": 3}})
     assert answer["groups"] == {
         # Its target is within the limits at once.
-        "default": {"options": {}, "target": 4, "adapt": limits, "request": 2},
-        "gpu": {"options": {"cpu": 2}, "target": 3, "adapt": None, "request": 2},
+        "default": {"options": {}, "target": 4, "adapt": limits, "request": 2, "created": 0},
+        "gpu": {"options": {"cpu": 2}, "target": 3, "adapt": None, "request": 2, "created": created},
     }
     answer = await comm.cml_set(groups={"default": {"target": 1, "adapt": None}, "gpu": None})
-    assert answer["groups"] == {"default": {"options": {}, "target": 1, "adapt": None, "request": 3}}
+    last = {"options": {}, "target": 1, "adapt": None, "request": 3, "created": 0}
+    assert answer["groups"] == {"default": last}
 
 
 @pytest.mark.parametrize(

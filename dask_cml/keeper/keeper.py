@@ -542,7 +542,6 @@ class Keeper:
             await self._cluster._correct_state()
             self._log_states()
             await self._log_lines()
-            await self._tell_url()
             await self.publish()
         except CallFailed:
             pass  # _log_outage does it once
@@ -727,11 +726,16 @@ class Keeper:
 
     async def _tell_url(self) -> None:
         """Tell the scheduler the URL of its session, for processes to which the platform does not list it."""
-        scheduler = self._cluster.scheduler
-        url = None if scheduler is None or scheduler.adopted else scheduler.info.get("app_url")
-        if url and url != self._told_url:
+        if (url := self._url) != self._told_url:
             await self._remote.set(app_url=url)
             self._told_url = url
+
+    @property
+    def _url(self) -> str | None:
+        """The URL of the scheduler's session. As long as the platform does not list it, the one told last."""
+        scheduler = self._cluster.scheduler
+        url = None if scheduler is None or scheduler.adopted else scheduler.info.get("app_url")
+        return url or self._told_url
 
     # -- the board
 
@@ -756,9 +760,11 @@ class Keeper:
                 staying=self.staying,
             ).to_json()
             events = [*self._events]
-            if not (changes or closed or events) and report == self._published:
+            is_known = report == self._published and self._url == self._told_url
+            if is_known and not (changes or closed or events):
                 return
             try:
+                await self._tell_url()
                 answer = await self._remote.report(report, closed, changes, events)
             except CMLError as error:
                 logger.info("Board of cluster %s not written: %s", self._name, error)

@@ -242,7 +242,7 @@ class KeptCluster(SpecCluster):
 
     def _say_interrupted(self) -> None:
         """Tell the user, after Ctrl-C, how many sessions were stopped."""
-        n = self._api.n_launched - len(self._api.live)
+        n = len(self._api.launched - self._api.live.keys())
         output.say(f"Interrupted: {n} session{'s' * (n != 1)} stopped", to_stderr=True)
         output.flush()
 
