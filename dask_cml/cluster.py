@@ -779,8 +779,9 @@ class CMLCluster(KeptCluster):
         return asyncio.to_thread(self._read_usage) if self.asynchronous else self._read_usage()
 
     def _read_usage(self) -> Usage:
-        record_id = "" if self.record is None else self.record.id
-        return self._usage or usage_of(store.read(self.options.name, id=record_id), time.time())
+        if self._usage is not None:
+            return self._usage
+        return usage_of(store.read_again(self.record or self.new_record), time.time())
 
     @property
     def n_pending(self) -> int:

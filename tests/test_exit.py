@@ -184,7 +184,7 @@ from dask_cml.records import store
 from dask_cml.sessions.entry import Launch
 [session] = local.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
 launched = [Launch(session["id"], f"{cluster.name}-7", None, int(time.time()))]
-store.write_sessions(launched, [], cluster.name, id=store.read(cluster.name).id)
+store.write_sessions(store.read(cluster.name), launched, [])
 """
 )
 

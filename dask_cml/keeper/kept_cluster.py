@@ -108,7 +108,7 @@ class KeptCluster(SpecCluster):
         if not connects:
             self._check_launch_options(options)
         self.place = Place(state_directory() / options.name)
-        self.new_record = Record(options.name, maker=self._maker())
+        self.new_record = Record(options.name, maker=self._maker(), folder=self.place.folder)
         self.record: Record | None = None
         self.groups = Groups(self, options, self._api, self.place)
         self._remote = Remote(secrets.token_hex(8), options.name, counts=self.takes_lease)
@@ -330,7 +330,7 @@ class KeptCluster(SpecCluster):
         """
         self._connects = True
         name, given = self.options.name, self._given
-        record = await asyncio.to_thread(store.read, name)
+        record = await asyncio.to_thread(store.read, name, self.place.folder.parent)
         if record.scheduler.address is None:  # another process creates it
             self._log(f"Cluster {name} is starting: waiting for its scheduler")
             record = await wait_until_running(record)
@@ -500,7 +500,7 @@ class KeptCluster(SpecCluster):
     async def _succeed(self, board: BoardState) -> None:
         """Keep the cluster from now on."""
         assert self.record is not None
-        record = await asyncio.to_thread(store.read, self.record.name, id=self.record.id)
+        record = await asyncio.to_thread(store.read_again, self.record)
         self.groups.take(board.groups)
         await self._subscribe()
         keeper = self._make_keeper(record)
@@ -812,7 +812,7 @@ class KeptCluster(SpecCluster):
         record = self.record
         if record is not None:
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
-                last = await asyncio.to_thread(store.read, record.name, id=record.id)
+                last = await asyncio.to_thread(store.read_again, record)
                 self._usage, self._lasted = usage_of(last, time.time()), record.age
         await self._api.close(self._stop_sessions_now)
 

@@ -247,8 +247,7 @@ class Command(Actor):
         await _program_of(change.delete_group)(NAME, name)
 
     async def _delete(self) -> None:
-        removed = {record.name: record for record in store.records(removed=True)}
-        results = await operations.end_all([removed.get(NAME) or store.read(NAME)])
+        results = await operations.end_all([store.read(NAME)])
         for error in filter(None, results.values()):
             raise error
 
