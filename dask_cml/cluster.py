@@ -346,6 +346,7 @@ class CMLCluster(KeptCluster):
         ...     print(cluster.name)
         mine
         """
+        # SpecCluster.from_name (spec.py:679) is not implemented.
         cluster: CMLCluster = cls(
             name=name,
             create_mode="connect",
@@ -393,6 +394,7 @@ class CMLCluster(KeptCluster):
         >>> cluster.scale(2)
         >>> cluster.scale(memory="3 GiB")
         """
+        # SpecCluster.scale (spec.py:515) knows no groups, and closes whichever workers it added last.
         refuse_unexpected(self.scale, kwargs)
         options = self.groups.options(worker_group)
         n = options.sessions_for(n, memory, cores)
@@ -407,7 +409,7 @@ class CMLCluster(KeptCluster):
         self._resize(worker_group, n, adapt=None)
         return NoOpAwaitable() if self.asynchronous else None
 
-    #: SpecCluster's (spec.py:589) is its own `scale`, which knows no groups.
+    # SpecCluster.scale_up (spec.py:589) is its own `scale`.
     scale_up = scale
 
     def _resize(self, group: str, n: int, **change: Any) -> None:
@@ -466,6 +468,7 @@ class CMLCluster(KeptCluster):
         --------
         >>> adaptive = cluster.adapt(1, 10)
         """
+        # SpecCluster.adapt (spec.py:615) knows no groups, no limits of a site, and no other process.
         choosing = inspect.signature(Scheduler.workers_to_close).parameters
         refuse_unexpected(self.adapt, kwargs, (arguments_of(Adaptive) | {*choosing}) - {"cluster"})
         least, most = self._bounds(
@@ -890,7 +893,7 @@ class CMLCluster(KeptCluster):
             self._say_interrupted()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
-        # Cluster._wait_for_workers (cluster.py:289) fails if the scheduler is lost. Another one replaces it.
+        # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost. Another one replaces it.
         deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
         while True:
             try:
@@ -932,7 +935,8 @@ class CMLCluster(KeptCluster):
         CMLError
             If CML did not stop some sessions. The message names them.
         """
-        # Cluster.close (cluster.py:213) returns without words after a RuntimeError, as those of this package.
+        # SpecCluster.close (spec.py:298) leaves errors to Cluster.close (cluster.py:206), which returns
+        # without words after a RuntimeError, as those of this package.
         return self._end(timeout, shutdown=self.shutdown_on_close or self._connects)
 
     def leave(self) -> Any:

@@ -28,14 +28,14 @@ LAUNCHED = 1790000000
 WANTED: dict[str, Any] = {"groups": {}}
 
 
-def make(**options: Any) -> CMLCluster:
+def make(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:
     """Return a cluster that starts when it is awaited."""
-    return CMLCluster(**{"platform": "local", "quiet": True, "asynchronous": True, **options})
+    return cls(**{"platform": "local", "quiet": True, "asynchronous": True, **options})
 
 
-def simulate(**options: Any) -> CMLCluster:
+def simulate(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:
     """Return a cluster on the simulated platform, whose schedulers have no keys."""
-    return make(**{"platform": "auto", "security": False, **options})
+    return make(cls, **{"platform": "auto", "security": False, **options})
 
 
 async def create_elsewhere(it: World, **options: Any) -> SimulatedProcess:
