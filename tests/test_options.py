@@ -39,7 +39,7 @@ EXAMPLES = {
     "memory": ("16 GiB", "16 GiB", "worker.memory", 16),
     "nvidia_gpu": (1, "1", "worker.nvidia_gpu", 1),
     "memory_reserve": ("512 MiB", "512 MiB", "memory_reserve", 0.5),
-    "scratch": ("20 GB", "20 GB", "scratch", 20 * 10**9),
+    "scratch": ("50 GiB", "50 GiB", "scratch", 50),
     "nthreads": (8, "8", "nthreads", 8),
     "processes": (2, "2", "processes", 2),
     "scheduler_cpu": (0.5, "0.5", "scheduler.cpu", 0.5),
@@ -199,6 +199,16 @@ def test_memory_is_in_gib_unless_it_says_another_unit(memory, gib):
     options = Options.read(memory=memory, scheduler_memory=memory)
     assert options.worker.memory == pytest.approx(gib)
     assert options.scheduler.memory == pytest.approx(gib)
+
+
+@pytest.mark.parametrize(
+    ("scratch", "gib"),
+    [(10, 10), (0.5, 0.5), ("10", 10), ("10 GB", 10e9 / 2**30), ("none", 0), (0, 0)],
+)
+def test_the_scratch_space_is_in_gib_unless_it_says_another_unit(scratch, gib):
+    options = Options.read(scratch=scratch)
+    assert options.scratch == gib
+    assert Options.read(**options.arguments()).scratch == gib
 
 
 @pytest.mark.parametrize(
