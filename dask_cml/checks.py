@@ -382,13 +382,31 @@ def worker_groups(argument: str, value: Any) -> dict[str, dict[str, Any]]:
     return groups
 
 
+# -- arguments of Dask's classes, which would fail with an AttributeError
+
+
 def check_loop(asynchronous: bool, loop: Any) -> None:
-    """Check that an asynchronous cluster has an event loop."""
+    """Check an event loop. An asynchronous cluster needs one."""
     import asyncio
 
-    if asynchronous and loop is None:
+    from tornado.ioloop import IOLoop
+
+    if loop is not None:
+        _typed("loop", loop, IOLoop, "a tornado.ioloop.IOLoop, or None")
+    elif asynchronous:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             expected = "a running event loop; create the cluster in a coroutine, or pass asynchronous=False"
             raise ValueError(message("asynchronous", asynchronous, expected)) from None
+
+
+def check_silence_logs(level: Any) -> None:
+    """Check the logging level below which Dask's logs are not shown."""
+    import logging
+
+    expected = 'a logging level, such as "WARNING", or False'
+    if level is not None:
+        _typed("silence_logs", level, (int, str), expected)
+    if isinstance(level, str):
+        _valid("silence_logs", level, isinstance(getattr(logging, level.upper(), None), int), expected)

@@ -24,7 +24,7 @@ from distributed.scheduler import Scheduler
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
 
-from dask_cml.checks import check_loop, group_name, message
+from dask_cml.checks import check_loop, check_silence_logs, group_name, message
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.display import describe, escaped, render, status_of
 from dask_cml.errors import CMLError, without_frames
@@ -250,6 +250,7 @@ class CMLCluster(KeptCluster):
     ) -> None:
         refuse_unexpected(CMLCluster, kwargs)
         check_loop(asynchronous, loop)
+        check_silence_logs(silence_logs)
         given: dict[str, Any] = {
             "n_workers": n_workers,
             "cpu": cpu,

@@ -21,6 +21,7 @@ from simulated.platform import SimulatedPlatform
 
 import dask_cml
 from dask_cml import CMLCluster
+from dask_cml.keeper import at_exit
 from dask_cml.options import Options, state_directory
 
 PACKAGE = Path(dask_cml.__file__).parent
@@ -407,6 +408,22 @@ def test_an_invalid_value_is_refused_before_a_launch(stub, argument, value, erro
         CMLCluster(**{argument: value})
     assert str(caught.value).startswith(f"invalid {refused_as(argument, value)}")
     assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "allowed"),
+    [
+        ("loop", 5, TypeError, "a tornado.ioloop.IOLoop"),
+        ("loop", "mine", TypeError, "a tornado.ioloop.IOLoop"),
+        ("silence_logs", "quietly", ValueError, "a logging level"),
+        ("silence_logs", [30], TypeError, "a logging level"),
+    ],
+)
+def test_an_invalid_argument_of_dasks_is_refused_alike(stub, argument, value, error, allowed):
+    with pytest.raises(error) as caught:
+        CMLCluster(**{argument: value})
+    assert str(caught.value).startswith(f"invalid {argument}={value!r}: expected {allowed}")
+    assert at_exit.unclosed() == []
 
 
 #: The first of each argument.
