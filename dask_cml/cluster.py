@@ -24,7 +24,7 @@ from distributed.scheduler import Scheduler
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
 
-from dask_cml.checks import check_loop, group_name, message
+from dask_cml.checks import check_loop, check_silence_logs, group_name, message
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.display import describe, escaped, render, status_of
 from dask_cml.errors import CMLError, without_frames
@@ -108,9 +108,9 @@ class CMLCluster(KeptCluster):
     memory_reserve : float or str, optional
         Part of a worker session's memory that its Dask workers leave to the session's other processes, in
         GiB, or a string such as ``"500 MiB"``. Default: 0.25 GiB and 2 % of the memory.
-    scratch : str, optional
-        Local disk of a worker session. Its Dask workers spill at most 80 % of it. ``"none"``: unlimited.
-        Default ``"10 GB"``, as CML's.
+    scratch : float or str, optional
+        Local disk of a worker session, in GiB, or a string such as ``"50 GB"``. Its Dask workers spill at
+        most 80 % of it. ``"none"``: unlimited. Default ``"10 GB"``, as CML's.
     resources : mapping of str to float, optional
         Resources of a worker session, for tasks such as ``client.submit(f, resources={"GPU": 1})``. Its
         processes share them evenly. Default: ``GPU``, as many as `nvidia_gpu`.
@@ -217,7 +217,7 @@ class CMLCluster(KeptCluster):
         nthreads: int | None = None,
         processes: int | None = None,
         memory_reserve: float | str | None = None,
-        scratch: str | None = None,
+        scratch: float | str | None = None,
         resources: Mapping[str, float] | None = None,
         scheduler_cpu: float | None = None,
         scheduler_memory: float | str | None = None,
@@ -250,6 +250,7 @@ class CMLCluster(KeptCluster):
     ) -> None:
         refuse_unexpected(CMLCluster, kwargs)
         check_loop(asynchronous, loop)
+        check_silence_logs(silence_logs)
         given: dict[str, Any] = {
             "n_workers": n_workers,
             "cpu": cpu,
@@ -378,7 +379,7 @@ class CMLCluster(KeptCluster):
         n : int
             Number of worker sessions. Default 0.
         memory : float or str, optional
-            Minimum total memory, in GiB, or a string such as ``"100 GiB"``. Default: none.
+            Minimum total memory of the sessions, in GiB, or a string such as ``"100 GiB"``. Default: none.
         cores : float, optional
             Minimum total number of threads. Default: none.
         worker_group : str
@@ -448,9 +449,9 @@ class CMLCluster(KeptCluster):
         maximum_cores : int, optional
             Maximum total number of threads. Default: unlimited.
         minimum_memory : float or str, optional
-            Minimum total memory, in GiB, or a string such as ``"100 GiB"``. Default: none.
+            Minimum total memory of the sessions, in GiB, or a string such as ``"100 GiB"``. Default: none.
         maximum_memory : float or str, optional
-            Maximum total memory, in GiB or as a string. Default: unlimited.
+            Maximum total memory of the sessions, in GiB or as a string. Default: unlimited.
         worker_group : str
             The worker group. Several can adapt at once. Default: the default group.
         Adaptive : type, optional
@@ -538,7 +539,7 @@ class CMLCluster(KeptCluster):
         nthreads: int | None = None,
         processes: int | None = None,
         memory_reserve: float | str | None = None,
-        scratch: str | None = None,
+        scratch: float | str | None = None,
         resources: Mapping[str, float] | None = None,
         worker_class: str | None = None,
         worker_command: Sequence[str] | None = None,
@@ -570,8 +571,8 @@ class CMLCluster(KeptCluster):
             Number of Dask workers in a session.
         memory_reserve : float or str, optional
             Part of a session's memory that its Dask workers leave to other processes, in GiB.
-        scratch : str, optional
-            Local disk of a session, such as ``"10 GB"``.
+        scratch : float or str, optional
+            Local disk of a session, in GiB, or a string such as ``"50 GB"``.
         resources : mapping of str to float, optional
             Resources of a session, for tasks that ask for them.
         worker_class : str, optional
@@ -615,9 +616,9 @@ class CMLCluster(KeptCluster):
             "env": env,
             "launch_options": launch_options,
         }
-        self._check_running(f"worker group {name!r} not added")
         options = self.options.of_group(given)
         group_name("name", name)
+        self._check_running(f"worker group {name!r} not added")
         self._api.check_options(options.launch_options)
         check_room("n_workers", options.n_workers, options.worker, self.groups.others())
         return self.sync(self._add_group, name, options)
