@@ -362,7 +362,7 @@ def launch_parameters(argument: str, value: Any, refused: Refused) -> dict[str, 
         if not isinstance(name, str):
             raise TypeError(f"invalid {argument}: expected names of {expected}, got {name!r}")
         _refuse(argument, name, repr(name), refused)
-        try:  # launch what the record contains, so that all managers launch the same
+        try:  # launch what the record contains, so that each keeper launches the same
             checked[_plain(name)] = json.loads(json.dumps(content, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError

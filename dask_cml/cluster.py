@@ -146,7 +146,7 @@ class CMLCluster(KeptCluster):
         A running cluster keeps its options. As with :meth:`from_name`, :meth:`close` shuts it down, but it
         keeps running after the ``with`` block or the process, unless ``shutdown_on_close=True`` is given.
     security : bool or distributed.Security, optional
-        True: TLS with the cluster's own keys, which clients, other managers and ``dask cml`` find. False:
+        True: TLS with the cluster's own keys, which clients, other processes and ``dask cml`` find. False:
         anyone who reaches the scheduler can use the cluster. A Security: your own keys. Default True.
     pending_timeout : float or str, optional
         Time limit for the scheduler's session to get room and start, in seconds, or a string such as
@@ -160,8 +160,8 @@ class CMLCluster(KeptCluster):
     idle_timeout : float or str, optional
         Idle time after which the scheduler shuts the cluster down, in seconds or as a string. Default: never.
     orphan_timeout : float or str, optional
-        Time without a connected client or manager after which the cluster shuts down, in seconds or as a
-        string. Ignored with ``shutdown_on_close=False``. Default 5 minutes.
+        Time without a connected client and without a process that uses the cluster, after which it shuts
+        down, in seconds or as a string. Ignored with ``shutdown_on_close=False``. Default 5 minutes.
     log_directory : path, optional
         Folder on the project file system for the sessions' logs, which remain there, in a subfolder with the
         cluster's name. Default: the cluster's own folder, which the cluster removes when it shuts down.
@@ -757,8 +757,8 @@ class CMLCluster(KeptCluster):
         """Return the hours of the cluster's sessions so far, by worker group, including ended sessions.
 
         A session counts from its launch or, if it waited for room, from the end of its wait. It counts until
-        a manager stops it or notices its end, so hours without any manager are an upper bound. Sizes are
-        those of the options, even if a resource profile in `launch_options` sets others. After
+        a process stops it or the keeper notices its end, so hours without a keeper are an upper bound. Sizes
+        are those of the options, even if a resource profile in `launch_options` sets others. After
         :meth:`close`, the result covers the cluster's whole lifetime.
 
         Returns

@@ -120,7 +120,7 @@ async def test_an_orphan_ended_when_it_closed_and_not_when_it_was_found(it):
     os.utime(sign_of("lab"), (last - 30, last - 30))
     assert await operations.prune() == ({"lab": None}, {})
     found = the_only_one()
-    assert found.why == "orphaned: no manager and no client for 1 s"
+    assert found.why == "orphaned: no process and no client has used it for 1 s"
     assert found.ended == pytest.approx(last - 30, abs=2)
 
 

@@ -320,7 +320,7 @@ async def test_an_orphan_ends_itself(folder, holds):
             await comm.cml_watch(**WATCH)
             await comm.cml_set(orphan_timeout=0.1)
         await asyncio.wait_for(running.finished(), 120)
-        assert "orphaned: no manager and no client for 0.1 s" in str(running.get_logs())
+        assert "orphaned: no process and no client has used it for 0.1 s" in str(running.get_logs())
     # Nothing ends the process of a scheduler that could close.
     await holds(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
 
@@ -469,4 +469,4 @@ def test_the_processes_of_an_orphan_end_after_its_last_client_has_left(cluster, 
             assert scheduler.poll() is worker.poll() is None
         assert scheduler.wait(120) == 0
         assert worker.wait(120) == 0
-    assert "orphaned: no manager and no client for 1 s" in (folder / "scheduler.log").read_text()
+    assert "orphaned: no process and no client has used it for 1 s" in (folder / "scheduler.log").read_text()

@@ -196,7 +196,7 @@ class Options:
 
     @classmethod
     def of_running(cls, name: str, recorded: Mapping[str, Any], **own: Any) -> Options:
-        """Return the options of a running cluster, with this manager's own values of unrecorded options."""
+        """Return the options of a running cluster, with this process's own values of unrecorded options."""
         # The worker groups in this process's configuration are for new clusters.
         return cls.read(recorded, name=name, create_mode="create", worker_groups={}, **own)
 

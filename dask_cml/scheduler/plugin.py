@@ -375,7 +375,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         elif keeper is not None and now > self._keeper_until:
             self._keep(None)
         if self._watchers.is_orphan(now):
-            self._shut_down(f"orphaned: no manager and no client for {self._watchers.timeout:g} s")
+            self._shut_down(
+                f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
+            )
         elif (reason := self._lifetime.look(now)) is not None:
             self._shut_down(reason)
 

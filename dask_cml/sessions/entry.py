@@ -1,14 +1,14 @@
 """The files of a cluster's sessions: each is empty, and its name describes a session, or what became of it.
 
-Managers write a file for each session that they launch, and each session writes its own when it starts. Its
-name is ``<id>,<key>,<owner>,<launched>,<size>,``. See :class:`Launch`. What is unknown is empty. At the
+The keeper writes a file for each session that it launches, and each session writes its own when it starts.
+Its name is ``<id>,<key>,<owner>,<launched>,<size>,``. See :class:`Launch`. What is unknown is empty. At the
 beginning of the key, ``@`` stands for the cluster's name, which may be long. Ambiguous characters in a key
 are percent-encoded.
 
 What is known later are files of their own: ``<id>,waits``, ``<id>,began,<time>`` and
 ``<id>,ended,<time>,<cause>``.
 
-Each operation creates one file, and none is ever changed, moved or removed. So all managers of a cluster
+Each operation creates one file, and none is ever changed, moved or removed. So all processes of a cluster
 write at once without a lock, and a reader that lists the folder once misses no session, even if a writer
 dies.
 """
