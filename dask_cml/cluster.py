@@ -626,6 +626,8 @@ class CMLCluster(KeptCluster):
     def delete_worker_group(self, name: str) -> Any:
         """Delete a worker group, and stop all its sessions after moving their data to other workers.
 
+        The group itself is removed at once. Returns when its sessions have stopped.
+
         Parameters
         ----------
         name : str

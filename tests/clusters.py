@@ -156,7 +156,7 @@ def write_record(record: Record) -> Path:
 
 
 def launch(record: Record, *ids: str, key: str = "a-0", waiting=(), began=None, ended=None) -> None:
-    """Write sessions into a record, as the manager does that has launched them."""
+    """Write sessions into a record, as the keeper does that has launched them."""
     facts = [fact(each, "waits") for each in waiting]
     facts += [fact(each, "began", at) for each, at in (began or {}).items()]
     facts += [fact(each, "ended", at, "") for each, at in (ended or {}).items()]
