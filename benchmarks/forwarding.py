@@ -23,7 +23,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 
 from benchmarks.report import Report, figure, save_figure
-from dask_cml.layout import FOLDER, NUMBER, wanted_file
+from dask_cml.layout import FOLDER, NUMBER, board_file
 from dask_cml.sessions.plan import PRELOAD
 
 REQUESTS = 100
@@ -153,7 +153,7 @@ def ports(folder: Path, security: Security | None):  # type: ignore[no-untyped-d
         for role, part in {"ca-file": "ca_file", "cert": "scheduler_cert", "key": "scheduler_key"}.items():
             command += [f"--tls-{role}", str(folder / part)]
     cluster = {"cluster": "forwarding", "record": "0", "keeper": None, "groups": {"default": {}}}
-    (folder / wanted_file(0)).write_text(json.dumps(cluster))
+    (folder / board_file(0)).write_text(json.dumps(cluster))
     command += ["--preload", PRELOAD]
     environment = {**os.environ, FOLDER: str(folder), NUMBER: "0"}
     with process(*command, stderr=subprocess.DEVNULL, env=environment):

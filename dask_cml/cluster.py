@@ -24,7 +24,7 @@ from distributed.scheduler import Scheduler
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
 
-from dask_cml.checks import check_loop, group_name, message
+from dask_cml.checks import check_loop, check_silence_logs, group_name, message
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.display import describe, escaped, render, status_of
 from dask_cml.errors import CMLError, without_frames
@@ -108,9 +108,9 @@ class CMLCluster(KeptCluster):
     memory_reserve : float or str, optional
         Part of a worker session's memory that its Dask workers leave to the session's other processes, in
         GiB, or a string such as ``"500 MiB"``. Default: 0.25 GiB and 2 % of the memory.
-    scratch : str, optional
-        Local disk of a worker session. Its Dask workers spill at most 80 % of it. ``"none"``: unlimited.
-        Default ``"10 GB"``, as CML's.
+    scratch : float or str, optional
+        Local disk of a worker session, in GiB, or a string such as ``"50 GB"``. Its Dask workers spill at
+        most 80 % of it. ``"none"``: unlimited. Default ``"10 GB"``, as CML's.
     resources : mapping of str to float, optional
         Resources of a worker session, for tasks such as ``client.submit(f, resources={"GPU": 1})``. Its
         processes share them evenly. Default: ``GPU``, as many as `nvidia_gpu`.
@@ -217,7 +217,7 @@ class CMLCluster(KeptCluster):
         nthreads: int | None = None,
         processes: int | None = None,
         memory_reserve: float | str | None = None,
-        scratch: str | None = None,
+        scratch: float | str | None = None,
         resources: Mapping[str, float] | None = None,
         scheduler_cpu: float | None = None,
         scheduler_memory: float | str | None = None,
@@ -250,6 +250,7 @@ class CMLCluster(KeptCluster):
     ) -> None:
         refuse_unexpected(CMLCluster, kwargs)
         check_loop(asynchronous, loop)
+        check_silence_logs(silence_logs)
         given: dict[str, Any] = {
             "n_workers": n_workers,
             "cpu": cpu,
@@ -346,6 +347,7 @@ class CMLCluster(KeptCluster):
         ...     print(cluster.name)
         mine
         """
+        # SpecCluster.from_name (spec.py:679) is not implemented.
         cluster: CMLCluster = cls(
             name=name,
             create_mode="connect",
@@ -377,7 +379,7 @@ class CMLCluster(KeptCluster):
         n : int
             Number of worker sessions. Default 0.
         memory : float or str, optional
-            Minimum total memory, in GiB, or a string such as ``"100 GiB"``. Default: none.
+            Minimum total memory of the sessions, in GiB, or a string such as ``"100 GiB"``. Default: none.
         cores : float, optional
             Minimum total number of threads. Default: none.
         worker_group : str
@@ -393,6 +395,7 @@ class CMLCluster(KeptCluster):
         >>> cluster.scale(2)
         >>> cluster.scale(memory="3 GiB")
         """
+        # SpecCluster.scale (spec.py:515) knows no groups, and closes whichever workers it added last.
         refuse_unexpected(self.scale, kwargs)
         options = self.groups.options(worker_group)
         n = options.sessions_for(n, memory, cores)
@@ -407,7 +410,7 @@ class CMLCluster(KeptCluster):
         self._resize(worker_group, n, adapt=None)
         return NoOpAwaitable() if self.asynchronous else None
 
-    #: SpecCluster's (spec.py:589) is its own `scale`, which knows no groups.
+    # SpecCluster.scale_up (spec.py:589) is its own `scale`.
     scale_up = scale
 
     def _resize(self, group: str, n: int, **change: Any) -> None:
@@ -446,9 +449,9 @@ class CMLCluster(KeptCluster):
         maximum_cores : int, optional
             Maximum total number of threads. Default: unlimited.
         minimum_memory : float or str, optional
-            Minimum total memory, in GiB, or a string such as ``"100 GiB"``. Default: none.
+            Minimum total memory of the sessions, in GiB, or a string such as ``"100 GiB"``. Default: none.
         maximum_memory : float or str, optional
-            Maximum total memory, in GiB or as a string. Default: unlimited.
+            Maximum total memory of the sessions, in GiB or as a string. Default: unlimited.
         worker_group : str
             The worker group. Several can adapt at once. Default: the default group.
         Adaptive : type, optional
@@ -466,6 +469,7 @@ class CMLCluster(KeptCluster):
         --------
         >>> adaptive = cluster.adapt(1, 10)
         """
+        # SpecCluster.adapt (spec.py:615) knows no groups, no limits of a site, and no other process.
         choosing = inspect.signature(Scheduler.workers_to_close).parameters
         refuse_unexpected(self.adapt, kwargs, (arguments_of(Adaptive) | {*choosing}) - {"cluster"})
         least, most = self._bounds(
@@ -535,7 +539,7 @@ class CMLCluster(KeptCluster):
         nthreads: int | None = None,
         processes: int | None = None,
         memory_reserve: float | str | None = None,
-        scratch: str | None = None,
+        scratch: float | str | None = None,
         resources: Mapping[str, float] | None = None,
         worker_class: str | None = None,
         worker_command: Sequence[str] | None = None,
@@ -567,8 +571,8 @@ class CMLCluster(KeptCluster):
             Number of Dask workers in a session.
         memory_reserve : float or str, optional
             Part of a session's memory that its Dask workers leave to other processes, in GiB.
-        scratch : str, optional
-            Local disk of a session, such as ``"10 GB"``.
+        scratch : float or str, optional
+            Local disk of a session, in GiB, or a string such as ``"50 GB"``.
         resources : mapping of str to float, optional
             Resources of a session, for tasks that ask for them.
         worker_class : str, optional
@@ -612,9 +616,9 @@ class CMLCluster(KeptCluster):
             "env": env,
             "launch_options": launch_options,
         }
-        self._check_running(f"worker group {name!r} not added")
         options = self.options.of_group(given)
         group_name("name", name)
+        self._check_running(f"worker group {name!r} not added")
         self._api.check_options(options.launch_options)
         check_room("n_workers", options.n_workers, options.worker, self.groups.others())
         return self.sync(self._add_group, name, options)
@@ -781,8 +785,9 @@ class CMLCluster(KeptCluster):
         return asyncio.to_thread(self._read_usage) if self.asynchronous else self._read_usage()
 
     def _read_usage(self) -> Usage:
-        record_id = "" if self.record is None else self.record.id
-        return self._usage or usage_of(store.read(self.options.name, id=record_id), time.time())
+        if self._usage is not None:
+            return self._usage
+        return usage_of(store.read_again(self.record or self.new_record), time.time())
 
     @property
     def n_pending(self) -> int:
@@ -891,7 +896,7 @@ class CMLCluster(KeptCluster):
             self._say_interrupted()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: float | None = None) -> None:
-        # Cluster._wait_for_workers (cluster.py:289) fails if the scheduler is lost. Another one replaces it.
+        # Cluster._wait_for_workers (cluster.py:582) fails if the scheduler is lost. Another one replaces it.
         deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
         while True:
             try:
@@ -933,7 +938,8 @@ class CMLCluster(KeptCluster):
         CMLError
             If CML did not stop some sessions. The message names them.
         """
-        # Cluster.close (cluster.py:213) returns without words after a RuntimeError, as those of this package.
+        # SpecCluster.close (spec.py:298) leaves errors to Cluster.close (cluster.py:206), which returns
+        # without words after a RuntimeError, as those of this package.
         return self._end(timeout, shutdown=self.shutdown_on_close or self._connects)
 
     def leave(self) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,14 +28,14 @@ LAUNCHED = 1790000000
 WANTED: dict[str, Any] = {"groups": {}}
 
 
-def make(**options: Any) -> CMLCluster:
+def make(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:
     """Return a cluster that starts when it is awaited."""
-    return CMLCluster(**{"platform": "local", "quiet": True, "asynchronous": True, **options})
+    return cls(**{"platform": "local", "quiet": True, "asynchronous": True, **options})
 
 
-def simulate(**options: Any) -> CMLCluster:
+def simulate(cls: type[CMLCluster] = CMLCluster, **options: Any) -> CMLCluster:
     """Return a cluster on the simulated platform, whose schedulers have no keys."""
-    return make(**{"platform": "auto", "security": False, **options})
+    return make(cls, **{"platform": "auto", "security": False, **options})
 
 
 async def create_elsewhere(it: World, **options: Any) -> SimulatedProcess:
@@ -135,15 +135,23 @@ def sessions(**keys: str) -> dict[str, Launch]:
     return {id: Launch(id, key, None, LAUNCHED) for id, key in keys.items()}
 
 
+def new_record(name: str, **fields: Any) -> Record:
+    """Return the record of a new cluster in the state directory of the configuration."""
+    return Record(name, folder=state_directory() / name, **fields)
+
+
 def write_record(record: Record) -> Path:
     """Write a record with what its scheduler and its sessions would have written. Return its folder."""
-    folder = store.claim(record, {"groups": record.scheduler.groups})
+    if record.folder == Path():
+        record = replace(record, folder=state_directory() / record.name)
+    folder = record.folder
+    store.claim(record, {"groups": record.scheduler.groups})
     if record.scheduler.address is not None:
         write_scheduler(record, folder)
     launches = [*record.launches.values()]
     facts = [fact(each.id, "waits") for each in launches if each.waits]
     facts += [fact(each.id, "began", each.began) for each in launches if each.began]
-    store.write_sessions(launches, facts, record.name, id=record.id)
+    store.write_sessions(record, launches, facts)
     return folder
 
 
@@ -153,7 +161,7 @@ def launch(record: Record, *ids: str, key: str = "a-0", waiting=(), began=None, 
     facts += [fact(each, "began", at) for each, at in (began or {}).items()]
     facts += [fact(each, "ended", at, "") for each, at in (ended or {}).items()]
     launched = [Launch(each, key, None, LAUNCHED) for each in ids]
-    store.write_sessions(launched, facts, record.name, id=record.id)
+    store.write_sessions(record, launched, facts)
 
 
 def sign_of(name: str) -> Path:
@@ -163,7 +171,7 @@ def sign_of(name: str) -> Path:
 
 def end(record: Record, *ids: str, at: int = LAUNCHED + 60) -> None:
     """Write into a record that sessions have ended."""
-    store.write_sessions([], [fact(each, "ended", at, "") for each in ids], record.name, id=record.id)
+    store.write_sessions(record, [], [fact(each, "ended", at, "") for each in ids])
 
 
 def write_scheduler(record: Record, folder: Path) -> None:

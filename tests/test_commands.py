@@ -43,7 +43,7 @@ shell.history_manager.enabled = False
 sys.exit(not shell.run_cell(open(sys.argv[1], encoding='utf-8').read(), store_history=False).success)
 """
 
-TERMINATED = 15
+INTERRUPTED = 2
 #: The id of a cluster's record.
 RECORD = "0123456789abcdef"
 
@@ -202,7 +202,7 @@ def test_a_worker_without_an_address_exits_if_no_scheduler_file_appears(program,
     plan = plan_worker(read(scheduler_timeout=0.1, pending_timeout=0.1), Place(folder), "mine-0", None)
     done = run(plan)
     assert done.returncode == 1
-    assert f"exit status -{TERMINATED}" in done.stderr
+    assert f"exit status -{INTERRUPTED}" in done.stderr
     assert values(argv(plan), "--scheduler-file") == [str(folder / scheduler_file(0))]
 
 
@@ -224,7 +224,7 @@ def test_a_worker_waits_for_a_scheduler_that_waits_for_room_until_the_cluster_is
     program(f"time.sleep(1); os.rmdir({str(cluster)!r}); time.sleep(600)")
     options = read(scheduler_timeout=0.1, pending_timeout=900, log_directory=str(folder / "logs"))
     plan = plan_worker(options, Place(cluster), "mine-0", None)
-    assert f"exit status -{TERMINATED}" in run(plan).stderr
+    assert f"exit status -{INTERRUPTED}" in run(plan).stderr
     assert values(argv(plan), "--death-timeout") == ["900.1"]
 
 

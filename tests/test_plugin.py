@@ -19,7 +19,7 @@ from distributed.security import Security
 from schedulers import RECORD, WATCH, prepare, report, scheduler_in
 
 from dask_cml import protocol
-from dask_cml.layout import FOLDER, NUMBER, scheduler_file, wanted_file
+from dask_cml.layout import FOLDER, NUMBER, board_file, scheduler_file
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.state_file import StateFile
@@ -51,7 +51,8 @@ def file_of(folder, number=0):
 # -- start
 
 
-async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folder, monkeypatch):
+async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folder, monkeypatch, holds):
+    monkeypatch.setattr(state_file, "_REST", 0.01)
     calls = []
     for name in ("begin", "write"):
         action = getattr(StateFile, name)
@@ -64,6 +65,7 @@ async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folde
 
         monkeypatch.setattr(StateFile, name, stale_at_first)
     async with scheduler_in(folder) as running:
+        await holds((folder / scheduler_file(0)).exists)
         assert file_of(folder)["address"] == running.address
 
 
@@ -72,7 +74,7 @@ async def test_a_scheduler_without_the_plugin_closes(tmp_path, monkeypatch, capl
     """Nobody else would end it."""
     folder = tmp_path / "mine"
     if exists:
-        (prepare(folder) / wanted_file(0)).write_text("{")
+        (prepare(folder) / board_file(0)).write_text("{")
     monkeypatch.setenv(FOLDER, str(folder))
     monkeypatch.setenv(NUMBER, "0")
     scheduler = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", preload=[PRELOAD])
@@ -120,8 +122,8 @@ async def test_the_file_of_a_scheduler_contains_its_address_and_the_board(
 async def test_the_next_scheduler_begins_with_what_was_wanted(tmp_path):
     limits = {"minimum": 0, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
     groups = {
-        "default": {"options": {}, "target": 2, "adapt": limits, "request": 4},
-        "gpu": {"options": {"cpu": 2}, "target": 1, "adapt": None, "request": 0},
+        "default": {"options": {}, "target": 2, "adapt": limits, "request": 4, "created": 0},
+        "gpu": {"options": {"cpu": 2}, "target": 1, "adapt": None, "request": 0, "created": 7},
     }
     folder = prepare(tmp_path / "mine", number=1, **groups)
     async with scheduler_in(folder, number=1) as running, rpc(running.address) as comm:
@@ -141,17 +143,20 @@ async def test_each_change_ends_the_wait_of_those_who_watch(scheduler, comm):
 
 
 async def test_the_last_one_who_writes_wins_and_others_values_stay(comm):
-    await comm.cml_set(groups={"gpu": {"options": {"cpu": 2}, "target": 1}})
+    answer = await comm.cml_set(groups={"gpu": {"options": {"cpu": 2}, "target": 1}})
+    created = answer["groups"]["gpu"]["created"]
+    assert created > 0
     await comm.cml_set(groups={"default": {"target": 2}})
     limits = {"minimum": 4, "maximum": 5, "interval": 1.0, "wait_count": 3, "target_duration": 5.0}
     answer = await comm.cml_set(groups={"default": {"adapt": limits}, "gpu": {"target": 3}})
     assert answer["groups"] == {
         # Its target is within the limits at once.
-        "default": {"options": {}, "target": 4, "adapt": limits, "request": 2},
-        "gpu": {"options": {"cpu": 2}, "target": 3, "adapt": None, "request": 2},
+        "default": {"options": {}, "target": 4, "adapt": limits, "request": 2, "created": 0},
+        "gpu": {"options": {"cpu": 2}, "target": 3, "adapt": None, "request": 2, "created": created},
     }
     answer = await comm.cml_set(groups={"default": {"target": 1, "adapt": None}, "gpu": None})
-    assert answer["groups"] == {"default": {"options": {}, "target": 1, "adapt": None, "request": 3}}
+    last = {"options": {}, "target": 1, "adapt": None, "request": 3, "created": 0}
+    assert answer["groups"] == {"default": last}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from distributed.objects import SchedulerInfo
 from dask_cml.keeper.groups import Groups
 from dask_cml.keeper.report import Report
 from dask_cml.keeper.retirement import connected_names
-from dask_cml.naming import dask_names
 from dask_cml.remote import BoardState, Remote
 from dask_cml.sessions.session import Session
 
@@ -58,12 +57,7 @@ class Follower:
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""
-        connected, found = connected_names(self._cluster), set()
-        for name in self._groups.workers(group):
-            processes = self._groups.options(self._groups.group_of(name)).processes
-            if not connected.isdisjoint(dask_names(name, processes)):
-                found.add(name)
-        return found
+        return self._groups.arrived(connected_names(self._cluster), group)
 
     def waits(self, group: str | None = None) -> list[float]:
         """Return how long the queued worker sessions have waited for room, in seconds."""

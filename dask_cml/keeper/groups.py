@@ -175,7 +175,7 @@ class Groups:
         """Return the spec of a group's workers, in SpecCluster's form."""
         options = self.options(group)
         arguments = {"api": self._api, "options": options, "place": self._place}
-        # SpecCluster reads these two (spec.py:486).
+        # SpecCluster._threads_per_worker (spec.py:488) and SpecCluster._memory_per_worker (spec.py:498).
         arguments |= {"nthreads": options.nthreads, "memory": f"{options.memory!r} GiB"}
         spec: dict[str, Any] = {"cls": CMLWorker, "options": arguments}
         if group != DEFAULT_GROUP:
@@ -188,8 +188,7 @@ class Groups:
         """Let workers that are not launched yet find another scheduler, or other keys."""
         with self._lock:
             self._place = place
-            self._cluster.new_spec = self.spec(DEFAULT_GROUP)
-            for spec in self._cluster.worker_spec.values():
+            for spec in (self._cluster.new_spec, *self._cluster.worker_spec.values()):
                 if "place" in spec.get("options", {}):  # not that of a subclass
                     spec["options"]["place"] = place
 
@@ -230,6 +229,20 @@ class Groups:
         """Return the names of the wanted workers of a group, or of all, the oldest first."""
         specs = [*self._cluster.worker_spec.items()]
         return [name for name, spec in specs if group in (None, spec.get("worker_group", DEFAULT_GROUP))]
+
+    def dask_workers(self, group: str | None = None) -> dict[str, list[str]]:
+        """Return the names of the Dask workers of the wanted workers of a group, or of all."""
+        specs = [*self._cluster.worker_spec.items()]
+        return {
+            name: [f"{name}{suffix}" for suffix in spec.get("group", ("",))]
+            for name, spec in specs
+            if group in (None, spec.get("worker_group", DEFAULT_GROUP))
+        }
+
+    def arrived(self, connected: Collection[str], group: str | None = None) -> set[str]:
+        """Return the names of the wanted workers of which a Dask worker is connected."""
+        wanted = self.dask_workers(group).items()
+        return {name for name, names in wanted if any(each in connected for each in names)}
 
     def target(self, group: str) -> int:
         """Return how many workers of a group are wanted."""

@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
+from distributed.utils import import_term
+
 from dask_cml import protocol
-from dask_cml.cancellation import cancel, gather_or_cancel, wait_until_set
+from dask_cml.cancellation import cancel, gather_or_cancel, wait_until_set, within
 from dask_cml.display import StartDisplay
 from dask_cml.errors import CMLError, LaunchRefused
 from dask_cml.keeper.adaptive import CMLAdaptive
@@ -23,6 +25,7 @@ from dask_cml.keeper.losses import find_losses, missing, noticed
 from dask_cml.keeper.policy import Snapshot, Supply, unrunnable
 from dask_cml.keeper.report import Report
 from dask_cml.keeper.retirement import Retirements, choose, connected_names, drop
+from dask_cml.layout import SCHEDULER
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.options import setting
 from dask_cml.options.limits import room
@@ -36,7 +39,6 @@ from dask_cml.scheduler.board import BoardGroup
 from dask_cml.scheduler.lifetime import NOTICE
 from dask_cml.sessions.answers import CallFailed
 from dask_cml.sessions.causes import Cause, Loss
-from dask_cml.sessions.plan import Place
 from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import CMLProcess, Session
 from dask_cml.sessions.workers_api import WorkersAPI
@@ -53,6 +55,12 @@ _FIRST_PATIENCE = 300.0
 _LONGEST_CAUSE = 300
 #: Maximum number of events that the scheduler does not know yet.
 _MOST_EVENTS = 10_000
+
+
+def _class_of(spec: Mapping[str, Any]) -> Any:
+    """Return the class of a worker or a scheduler, which SpecCluster allows to be a name."""
+    cls = spec["cls"]
+    return import_term(cls) if isinstance(cls, str) else cls
 
 
 class Keeper:
@@ -73,15 +81,11 @@ class Keeper:
         Launches, lists and stops sessions.
     record : Record
         The cluster's record.
-    place : Place
-        The cluster's folder and keys, and the number of its scheduler.
     log : callable
         Gets each line for the user.
 
     Attributes
     ----------
-    place : Place
-        The same, of the present scheduler.
     requests : dict of str to int
         How many changes of each worker group users have asked for, as far as they are carried out here.
     woken : asyncio.Event
@@ -95,10 +99,8 @@ class Keeper:
         remote: Remote,
         api: WorkersAPI,
         record: Record,
-        place: Place,
         log: Callable[[str], None],
     ) -> None:
-        self.place = place
         self.requests: dict[str, int] = dict.fromkeys(groups.names, 0)
         self.woken = asyncio.Event()
         self._cluster, self._groups, self._remote, self._api = cluster, groups, remote, api
@@ -151,8 +153,7 @@ class Keeper:
 
     def arrived(self, group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""
-        connected = connected_names(self._cluster)
-        return {worker.name for worker in self.wanted(group) if not connected.isdisjoint(worker.dask_names)}
+        return self._groups.arrived(connected_names(self._cluster), group)
 
     def target(self, group: str) -> int:
         """Return how many worker sessions of a group are requested."""
@@ -231,7 +232,7 @@ class Keeper:
     ) -> StartDisplay | None:
         """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
 
-        Return when the scheduler answers. SpecCluster launches them one after the other (spec.py:304).
+        Return when the scheduler answers. SpecCluster._start (spec.py:304) waits for it before.
 
         Parameters
         ----------
@@ -247,12 +248,14 @@ class Keeper:
         LaunchRefused, SessionFailed, SchedulerTimeout
             As in :class:`dask_cml.CMLCluster`.
         """
-        scheduler = self._cluster.scheduler = CMLScheduler(self._api, self._groups.options(), self.place)
-        names = self._groups.workers()
-        left, why = await asyncio.to_thread(left_for_user, self._record.id, 0)
+        spec, names = self._cluster.scheduler_spec, self._groups.workers()
+        scheduler: CMLScheduler = _class_of(spec)(**spec["options"])
+        self._cluster.scheduler = scheduler
+        left, why = await asyncio.to_thread(left_for_user, self._record, 0)
         if strict and left < 1 + len(names):
             raise LaunchRefused(scheduler.name, why, by="dask-cml")
-        workers = [self._make(name) for name in names]
+        made = {name: self._make(name) for name in names}
+        workers = [worker for worker in made.values() if isinstance(worker, CMLWorker)]
         shown = StartDisplay(self._name, [scheduler, *workers], self.arrived) if display else None
         showing = asyncio.create_task(shown.run()) if shown else None
         following: asyncio.Task[None] | None = None
@@ -262,7 +265,7 @@ class Keeper:
             await scheduler.launch()
             await self._journal.write(self.processes)
             following = asyncio.create_task(self._follow(workers))
-            launching = self._launch_strictly(workers) if strict else self._launch_missing(lambda: True)
+            launching = self._launch_strictly(made) if strict else self._launch_missing(lambda: True)
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
             await gather_or_cancel(self._meet(scheduler, join), launching)
             has_started = True
@@ -284,45 +287,42 @@ class Keeper:
                 worker.update(listing)
             await self._journal.write(self.processes)
 
-    async def _launch_strictly(self, workers: Iterable[CMLWorker]) -> None:
-        async def launch(worker: CMLWorker) -> None:
-            await worker
-            await self._attach(worker)
+    async def _launch_strictly(self, workers: Mapping[str, Any]) -> None:
+        async def launch(name: str) -> None:
+            await workers[name]
+            await self._attach(name, workers[name])
 
         await gather_or_cancel(*map(launch, workers))
 
-    def _make(self, name: str) -> CMLWorker:
-        """Return a worker of the spec that is not launched yet."""
+    def _make(self, name: str) -> Any:
+        """Return a worker of the spec that is not launched yet. That of a subclass may be of any class."""
         spec = self._cluster.worker_spec[name]
         address = None if self._cluster.scheduler is None else self._cluster.scheduler.address
-        worker: CMLWorker = spec["cls"](address, **{"name": name, **spec.get("options", {})})
-        return worker
+        return _class_of(spec)(address, **{"name": name, **spec.get("options", {})})
 
-    async def _attach(self, worker: CMLWorker) -> None:
+    async def _attach(self, name: str, worker: Any) -> None:
         """Enter a launched worker into the cluster."""
-        self._groups.given(worker.name)
-        self._cluster.workers[worker.name] = worker
+        self._groups.given(name)
+        self._cluster.workers[name] = worker
         self._cluster._created.add(worker)
-        worker._cluster = ref(self._cluster)  # type: ignore[attr-defined]  # as SpecCluster does
+        worker._cluster = ref(self._cluster)  # as SpecCluster does
         await self._journal.write(self.processes)
 
     async def succeed(self, record: Record) -> None:
         """Take over the recorded sessions from a keeper that has vanished, and want what the board says."""
         self._cluster.workers.clear()
         self._groups.drop(self._groups.workers())
-        recorded = [
-            read_name(self._name, launch.key)
-            for launch in (*record.launches.values(), *record.ended.values())
-        ]
-        for group, number in filter(None, recorded):
-            self._groups.given(session_name(self._name, group, number))
+        recorded = (*record.launches.values(), *record.ended.values())
+        for launch in sorted(recorded, key=lambda launch: launch.launched):
+            if launch.key != SCHEDULER:
+                self._groups.given(launch.key)
         for launch in record.launches.values():
-            found = read_name(self._name, launch.key)
-            if found is None or found[0] not in self._groups:
+            group = self._groups.group_of(launch.key)
+            if launch.key == SCHEDULER or group not in self._groups:
                 if launch.id != record.scheduler.session:
                     self._api.adopt(launch.id, launch.key)  # of a deleted group, so it is stopped
                 continue
-            self._cluster.worker_spec[launch.key] = self._groups.spec(found[0])
+            self._cluster.worker_spec[launch.key] = self._groups.spec(group)
             worker = self._make(launch.key)
             worker.adopt(launch.id, launch)
             self._cluster.workers[launch.key] = worker
@@ -395,18 +395,15 @@ class Keeper:
     async def choose(self, group: str, n: int, **more: Any) -> list[str]:
         """Choose the `n` workers of a group that cost least to close, first those that are not connected."""
         absent = self.absent(group)[:n]
-        workers = {worker.name: worker.dask_names for worker in self.wanted(group)}
-        arrived = [name for name in reversed(self._groups.workers(group)) if name in self.arrived(group)]
-        among = {name: workers[name] for name in arrived if name in workers}
+        workers, arrived = self._groups.dask_workers(group), self.arrived(group)
+        among = {name: workers[name] for name in reversed(workers) if name in arrived}
         processes = self._groups.options(group).processes
         return absent + await choose(self._remote, n - len(absent), among, processes, **more)
 
     async def _close_unwanted(self) -> None:
         """Retire the workers that are not in the spec, and stop the sessions that hold no data any more."""
         cluster, connected = self._cluster, connected_names(self._cluster)
-        for name in [name for name in [*cluster.workers] if name not in cluster.worker_spec]:
-            if not isinstance(cluster.workers[name], CMLWorker):  # of a subclass, which closes as it likes
-                await cluster.workers.pop(name).close()
+        await self.close_others()
         unwanted = [worker for worker in self.workers() if worker.name not in cluster.worker_spec]
         there = [worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)]
         await self._retirements.retire([worker for worker in there if self._retirements.may_retire(worker)])
@@ -423,6 +420,22 @@ class Keeper:
             cluster.workers.pop(worker.name, None)
             await worker.close()
             self._log_event("stopped", worker.name)
+
+    async def close_others(self) -> None:
+        """Close the workers that are no sessions of the platform, but of a subclass, and not in the spec."""
+        workers, wanted = self._cluster.workers, self._cluster.worker_spec
+        others = [name for name in [*workers] if not isinstance(workers[name], CMLWorker)]
+        names = [name for name in others if name not in wanted]
+        if not names:
+            return
+        closing = asyncio.gather(*(workers.pop(name).close() for name in names), return_exceptions=True)
+        try:
+            results = await within(timing.stop, closing)
+        except asyncio.TimeoutError as error:
+            results = [error] * len(names)
+        for name, result in zip(names, results, strict=True):
+            if isinstance(result, BaseException):
+                logger.warning("Worker %s not closed: %r", name, result)
 
     async def _stop(self, ids: Collection[str]) -> None:
         """Stop sessions in a task, so that a call that hangs blocks no other. Wait some seconds for it."""
@@ -450,7 +463,7 @@ class Keeper:
             return
         groups = {name: self._groups.group_of(name) for name in ready}
         backoffs = {group: self.backoff(group) for group in {*groups.values()}}
-        left, why = await asyncio.to_thread(left_for_user, self._record.id, len(self.processes))
+        left, why = await asyncio.to_thread(left_for_user, self._record, len(self.processes))
         errors: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in ready[left:]}
         errors |= await self._launch_some(ready[:left], groups, may_launch)
         for group, backoff in backoffs.items():
@@ -487,7 +500,7 @@ class Keeper:
                     logger.exception("Session %s not launched", name)
                     errors[name] = CMLError(f"{name} not launched: {error!r}")
                 else:
-                    await self._attach(worker)
+                    await self._attach(name, worker)
                     self._log_event("launched", name)
 
         await gather_or_cancel(*[launch() for _ in range(self._api.threads)])
@@ -499,7 +512,7 @@ class Keeper:
         refusal = next((error for error in found if isinstance(error, LaunchRefused)), None)
         if refusal is not None:
             asked = len(self._groups.workers(group))
-            # SpecCluster keeps what was refused as if it ran (spec.py:390).
+            # SpecCluster._correct_state_internal (spec.py:390) keeps what was refused as if it ran.
             self._groups.drop(name for name in names if name not in self._cluster.workers)
             backoff.refused(len(self._groups.workers(group)), asked, refusal.reason)
         elif found and not isinstance(found[0], CallFailed):
@@ -542,7 +555,6 @@ class Keeper:
             await self._cluster._correct_state()
             self._log_states()
             await self._log_lines()
-            await self._tell_url()
             await self.publish()
         except CallFailed:
             pass  # _log_outage does it once
@@ -606,7 +618,7 @@ class Keeper:
         if now < self._next_strays:
             return
         self._next_strays = now + timing.strays
-        record = await asyncio.to_thread(store.find, self._name, id=self._record.id)
+        record = await asyncio.to_thread(store.find_again, self._record)
         if record is None:
             return
         used = {str(process.session_id) for process in self.processes}.union(*self._stops.values())
@@ -631,7 +643,7 @@ class Keeper:
             if key in self._cluster.worker_spec and key not in self._cluster.workers:
                 worker = self._make(key)
                 worker.adopt(session, launch)
-                await self._attach(worker)
+                await self._attach(key, worker)
             else:
                 logger.warning("Session %s of %s stopped: no process has launched it", session, key)
                 self._api.adopt(session, key)  # the step stops what it knows and does not use
@@ -718,20 +730,22 @@ class Keeper:
         if snapshot.restricted:
             for address, info in [*self._cluster.scheduler_info["workers"].items()]:
                 expected |= {address, str(info["name"]), str(info.get("host"))}
-            for name in self._groups.workers():
-                expected |= {
-                    name,
-                    *(f"{name}{suffix}" for suffix in self._cluster.worker_spec[name].get("group", ())),
-                }
+            for name, names in self._groups.dask_workers().items():
+                expected |= {name, *names}
         return unrunnable(snapshot, expected)
 
     async def _tell_url(self) -> None:
         """Tell the scheduler the URL of its session, for processes to which the platform does not list it."""
-        scheduler = self._cluster.scheduler
-        url = None if scheduler is None or scheduler.adopted else scheduler.info.get("app_url")
-        if url and url != self._told_url:
+        if (url := self._url) != self._told_url:
             await self._remote.set(app_url=url)
             self._told_url = url
+
+    @property
+    def _url(self) -> str | None:
+        """The URL of the scheduler's session. As long as the platform does not list it, the one told last."""
+        scheduler = self._cluster.scheduler
+        url = None if scheduler is None or scheduler.adopted else scheduler.info.get("app_url")
+        return url or self._told_url
 
     # -- the board
 
@@ -756,9 +770,11 @@ class Keeper:
                 staying=self.staying,
             ).to_json()
             events = [*self._events]
-            if not (changes or closed or events) and report == self._published:
+            is_known = report == self._published and self._url == self._told_url
+            if is_known and not (changes or closed or events):
                 return
             try:
+                await self._tell_url()
                 answer = await self._remote.report(report, closed, changes, events)
             except CMLError as error:
                 logger.info("Board of cluster %s not written: %s", self._name, error)
@@ -833,7 +849,7 @@ class Keeper:
         """Stop the sessions of a lost scheduler, and of earlier attempts to replace it."""
         await self._retirements.close()
         await self._journal.write(self.processes)
-        now = await asyncio.to_thread(store.find, self._name, id=self._record.id) or record
+        now = await asyncio.to_thread(store.find_again, self._record) or record
         for session, key in now.sessions.items():
             self._api.adopt(session, key)
         try:
@@ -842,9 +858,8 @@ class Keeper:
             logger.warning("Old sessions of cluster %s not stopped yet: %s", self._name, error)
         await self._journal.write(self.processes)
 
-    def renew(self, place: Place) -> None:
-        """Begin anew for another scheduler at this place: no session is left, and all names are new."""
-        self.place = place
+    def renew(self) -> None:
+        """Begin anew for another scheduler: no session is left, and all names are new."""
         self._cluster.workers.clear()
         self._groups.renew()
         self._published = None

@@ -43,7 +43,7 @@ from dask_cml.rpc import NO_ANSWER
 from dask_cml.sessions import here, tls
 from dask_cml.sessions.causes import find_cause
 from dask_cml.sessions.plan import Place
-from dask_cml.sessions.process import CMLScheduler
+from dask_cml.sessions.process import CMLScheduler, CMLWorker
 from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import log_path
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
@@ -108,7 +108,7 @@ class KeptCluster(SpecCluster):
         if not connects:
             self._check_launch_options(options)
         self.place = Place(state_directory() / options.name)
-        self.new_record = Record(options.name, maker=self._maker())
+        self.new_record = Record(options.name, maker=self._maker(), folder=self.place.folder)
         self.record: Record | None = None
         self.groups = Groups(self, options, self._api, self.place)
         self._remote = Remote(secrets.token_hex(8), options.name, counts=self.takes_lease)
@@ -132,7 +132,7 @@ class KeptCluster(SpecCluster):
         self._lock = asyncio.Lock()
         end_at_exit(self)
         super().__init__(
-            scheduler={"cls": CMLScheduler, "options": {"api": self._api, "options": options}},
+            scheduler=self._scheduler_spec(),
             worker=self.groups.spec(DEFAULT_GROUP),
             name=options.name,
             shutdown_on_close=options.shutdown_on_close,
@@ -140,6 +140,10 @@ class KeptCluster(SpecCluster):
         )
         self._name = type(self).__name__  # for Dask's repr, which would show the cluster's name twice
         self._begin()
+
+    def _scheduler_spec(self) -> dict[str, Any]:
+        arguments = {"api": self._api, "options": self.options, "place": self.place}
+        return {"cls": CMLScheduler, "options": arguments}
 
     def _check_launch_options(self, options: Options) -> None:
         self._api.check_options(options.scheduler_launch_options, "scheduler_launch_options")
@@ -242,7 +246,7 @@ class KeptCluster(SpecCluster):
 
     def _say_interrupted(self) -> None:
         """Tell the user, after Ctrl-C, how many sessions were stopped."""
-        n = self._api.n_launched - len(self._api.live)
+        n = len(self._api.launched - self._api.live.keys())
         output.say(f"Interrupted: {n} session{'s' * (n != 1)} stopped", to_stderr=True)
         output.flush()
 
@@ -284,7 +288,6 @@ class KeptCluster(SpecCluster):
             self._name_others()
         await asyncio.to_thread(self._write_files, files)
         self._set_place(replace(self.place, record=record.id, security=security))
-        keeper.place = self.place
         self._role = keeper
         await keeper.launch(self._join, strict=True, display=not self._quiet)
         self._begin_keeping(keeper)
@@ -309,9 +312,10 @@ class KeptCluster(SpecCluster):
         self.place = place
         self.security = place.security or Security()
         self.groups.move(place)
+        self.scheduler_spec["options"]["place"] = place
 
     def _make_keeper(self, record: Record) -> Keeper:
-        return Keeper(self, self.groups, self._remote, self._api, record, self.place, self._log)
+        return Keeper(self, self.groups, self._remote, self._api, record, self._log)
 
     def _begin_keeping(self, keeper: Keeper) -> None:
         """Look at the sessions and adapt from now on."""
@@ -330,7 +334,7 @@ class KeptCluster(SpecCluster):
         """
         self._connects = True
         name, given = self.options.name, self._given
-        record = await asyncio.to_thread(store.read, name)
+        record = await asyncio.to_thread(store.read, name, self.place.folder.parent)
         if record.scheduler.address is None:  # another process creates it
             self._log(f"Cluster {name} is starting: waiting for its scheduler")
             record = await wait_until_running(record)
@@ -352,6 +356,9 @@ class KeptCluster(SpecCluster):
         self._api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
         self._failover = Failover(self, self._remote, self._api)
         self.groups = Groups(self, self.options, self._api, self.place)
+        # A subclass may have chosen other classes.
+        self.scheduler_spec = {**self._scheduler_spec(), "cls": self.scheduler_spec["cls"]}
+        self.new_spec = {**self.groups.spec(DEFAULT_GROUP), "cls": self.new_spec["cls"]}
         self._role = Follower(self, self.groups, self._remote)
         # As long as Dask's clients wait, for a busy scheduler. Without a scheduler this fails at once.
         patience = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"))
@@ -425,7 +432,7 @@ class KeptCluster(SpecCluster):
         return self._watch_worker_status_task is not None and not self._watch_worker_status_task.done()
 
     async def _subscribe(self) -> None:
-        """Follow the scheduler's workers as Dask's clusters do (cluster.py:123), within a time limit.
+        """Follow the scheduler's workers by Cluster._start (cluster.py:123), within a time limit.
 
         The scheduler tells its workers to the last one that subscribes. So only the keeper does.
         """
@@ -445,9 +452,12 @@ class KeptCluster(SpecCluster):
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # SpecCluster._update_worker_status (spec.py:398) closes a worker that has gone for some seconds, and
-        # keeps its spec. The keeper finds out why it has gone, and replaces it.
+        # keeps its spec. The keeper finds out why a session's worker has gone, and replaces it.
         names = [str(info["name"]) for info in msg["workers"].values()] if op == "add" else []
-        if op != "remove" or msg in self.scheduler_info["workers"]:
+        gone = self.scheduler_info["workers"].get(msg) if op == "remove" else None
+        if gone is not None and not isinstance(self.workers.get(gone["name"]), (CMLWorker, type(None))):
+            super()._update_worker_status(op, msg)  # of a subclass
+        elif gone is not None or op != "remove":
             super(SpecCluster, self)._update_worker_status(op, msg)
         if self.keeper is not None:
             self.keeper.note_connected(names)
@@ -500,7 +510,7 @@ class KeptCluster(SpecCluster):
     async def _succeed(self, board: BoardState) -> None:
         """Keep the cluster from now on."""
         assert self.record is not None
-        record = await asyncio.to_thread(store.read, self.record.name, id=self.record.id)
+        record = await asyncio.to_thread(store.read_again, self.record)
         self.groups.take(board.groups)
         await self._subscribe()
         keeper = self._make_keeper(record)
@@ -708,7 +718,7 @@ class KeptCluster(SpecCluster):
                 keeper.want(last.groups)
             await keeper.stop_all(record)
             self._set_place(replace(self.place, number=number))
-            keeper.renew(self.place)
+            keeper.renew()
             self._role = keeper
             await keeper.launch(self._join, strict=False)
         self._begin_keeping(keeper)
@@ -812,7 +822,7 @@ class KeptCluster(SpecCluster):
         record = self.record
         if record is not None:
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
-                last = await asyncio.to_thread(store.read, record.name, id=record.id)
+                last = await asyncio.to_thread(store.read_again, record)
                 self._usage, self._lasted = usage_of(last, time.time()), record.age
         await self._api.close(self._stop_sessions_now)
 
@@ -826,12 +836,14 @@ class KeptCluster(SpecCluster):
     async def _close_dask(self) -> None:
         """Close what Dask's classes have opened, by their own code."""
         await self._unsubscribe()
+        self.worker_spec.clear()
+        if self.keeper is not None:
+            await self.keeper.close_others()
         if isinstance(self.scheduler, CMLScheduler):
             self.scheduler.status = Status.closed
         for worker in [*self.workers.values()]:
             worker.status = Status.closed
         self.workers.clear()
-        self.worker_spec.clear()
         self._forget_workers()
         self._remote.board = BoardState()
         self._role = Follower(self, self.groups, self._remote)

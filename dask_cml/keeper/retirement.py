@@ -134,7 +134,8 @@ class Retirements:
         }
         watching = asyncio.create_task(self._watch(workers, sessions))
         try:
-            # SpecCluster passes names as addresses (spec.py:359), so its workers are closed with their data.
+            # SpecCluster._correct_state_internal (spec.py:359) passes names as addresses, so its workers are
+            # closed with their data.
             retired = await self._remote.ask("retire_workers", _NO_LIMIT, names=sorted(sessions))
         finally:
             await cancel(watching)

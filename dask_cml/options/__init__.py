@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from dask_cml.checks import gibibytes, integer, message, nearest, positive
+from dask_cml.checks import gibibytes, integer, memory_reserve, message, nearest, positive
 from dask_cml.options.configuration import check_keys, inherited
 from dask_cml.options.configuration import setting as setting
 from dask_cml.options.configuration import state_directory as state_directory
@@ -61,7 +61,7 @@ class Options:
     memory: float
     nvidia_gpu: int
     memory_reserve: float
-    scratch: int
+    scratch: float
     worker_command: tuple[str, ...]
     processes: int
     nthreads: int
@@ -180,8 +180,14 @@ class Options:
             if given.get(name) is not None:
                 values[name] = option.checked(name, given[name], values)
             elif any(values[each] != getattr(self, each) for each in option.needs):
-                values[name] = option.checked(name, None if option.default is None else values[name], values)
+                is_kept = option.default is not None or (name == "memory_reserve" and self._reserves_its_own)
+                values[name] = option.checked(name, values[name] if is_kept else None, values)
         return Options(**{**values, "env": {**self.env, **values["env"]}})
+
+    @property
+    def _reserves_its_own(self) -> bool:
+        """Whether the reserved memory is a user's number, not the one that follows from the memory."""
+        return self.memory_reserve != memory_reserve("memory_reserve", None, self.memory)
 
     def group_arguments(self) -> dict[str, Any]:
         """Return arguments from which :meth:`of_group` restores this group's options, for JSON."""
@@ -222,7 +228,7 @@ class Options:
         n : int
             Number of worker sessions.
         memory : float or str, optional
-            Total memory, in GiB or as a string such as ``"100 GiB"``.
+            Total memory of the sessions, in GiB or as a string such as ``"100 GiB"``.
         cores : float, optional
             Total number of threads.
 
@@ -262,7 +268,7 @@ class Options:
             yield integer(limit or "n", n, 0, MOST_SESSIONS)
         for unit, total, check, of_session in (
             ("cores", cores, positive, self.nthreads),
-            ("memory", memory, gibibytes, self.worker_memory),
+            ("memory", memory, gibibytes, self.memory),
         ):
             if total is not None:
                 argument = f"{limit}_{unit}" if limit else unit

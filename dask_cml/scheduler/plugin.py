@@ -100,7 +100,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.FORWARD: self.forward,
             "terminate": self.terminate,
         }
-        await unless_stale(lambda: self._file.write(self._state()))
+        await self._file.save(self._state())
         looks = (self._look, self._look_at_workers, lambda: spread(scheduler), lambda: relieve(scheduler))
         self._periodic = [PeriodicCallback(look, timing.scheduler_look * 1000) for look in looks]
         self._periodic.append(PeriodicCallback(self._note_activity, timing.activity * 1000))

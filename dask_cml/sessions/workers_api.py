@@ -67,8 +67,8 @@ class WorkersAPI:
         without an event loop.
     stopped : set of str
         The ids of the sessions that were stopped here, and whose end is not in the record yet.
-    n_launched : int
-        Number of sessions that were launched or adopted here.
+    launched : set of str
+        The ids of all sessions that were launched or adopted here.
     threads : int
         Maximum number of concurrent calls.
 
@@ -98,7 +98,7 @@ class WorkersAPI:
         self.threads: int = setting("api.threads")
         self.live: dict[str, str] = {}
         self.stopped: set[str] = set()
-        self.n_launched = 0
+        self.launched: set[str] = set()
         self._calls = Calls(self.threads, setting("api.timeout"), setting("api.retries"), modules)
         self._interval = setting("api.poll-interval")
         self._listing: asyncio.Task[dict[str, SessionInfo]] | None = None
@@ -224,7 +224,7 @@ class WorkersAPI:
         _check_id(session_id)
         with self._lock:
             self.live[session_id] = name
-            self.n_launched += 1
+            self.launched.add(session_id)
 
     def forget(self, *ids: str) -> None:
         """Leave sessions to others."""

@@ -533,6 +533,8 @@ class Episode:
                 await self._until_done(actor.close(), "the page's close()")
             elif isinstance(actor, Notebook) and actor.cluster is not None:
                 await self._close(actor, actor.cluster)
+            if isinstance(actor, Notebook) and actor.wrong:
+                self.violate(f"{actor.name} has wrong results: {actor.wrong}")
             over = await self._until(lambda actor=actor: not self._tasks(actor), 60.0)
             if not over:
                 self.violate(f"tasks of {actor.name} are left: {self._tasks(actor)}")
