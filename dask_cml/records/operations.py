@@ -201,7 +201,7 @@ def session_logs(record: Record) -> SessionLogs:
 async def end_all(records: Iterable[Record], user: str | None = None) -> dict[str, CMLError | None]:
     """Delete clusters, running or not: stop all sessions in their records, and remove the records.
 
-    A scheduler that answers first informs its workers, clients and managers. If sessions of a cluster cannot
+    A scheduler that answers first informs its workers and clients. If sessions of a cluster cannot
     be stopped, its record remains.
 
     Parameters

@@ -156,13 +156,13 @@ class SchedulerState:
     closed : str or None
         Why the cluster ended with it. None: it runs, or was lost.
     protocol : int or None
-        The version of its protocol with managers.
+        The version of its protocol with the processes that watch the board.
     revision : int
         The revision of what is wanted.
     restarts : int
         Number of schedulers in a row that replaced lost ones, and have not computed a task yet.
     orphan_timeout : float or None
-        Time without a manager and a client after which it closes, in seconds. None: never.
+        Time without a watcher and a client after which it closes, in seconds. None: never.
     hours : float or None
         Hours from the cluster's creation until its end. None: no limit.
     maker : Maker or None
