@@ -10,8 +10,8 @@ import textwrap
 
 import pytest
 from clusters import simulate
-from extensions import faults
 from simulated.testing import eventually, simulated
+from testbed import faults
 
 from dask_cml import CMLCluster
 from dask_cml.keeper import at_exit
