@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ from typing import Any
 
 import dask
 
-from dask_cml import CMLCluster, local  # noqa: F401  # its defaults are read before others are set
+from dask_cml import CMLCluster  # noqa: F401  # its defaults are read before others are set
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import testbed
 
 _ENDED = ("succeeded", "failed", "stopped", "timedout")
 
@@ -26,14 +30,14 @@ def local_platform(**settings: Any) -> Iterator[tuple[ModuleType, Path]]:
     # A short path, because it becomes part of sockets' names.
     with tempfile.TemporaryDirectory(prefix="cml-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "local").mkdir(mode=0o700)
+        testbed.set_up(folder / "local")
         os.environ[variable] = str(folder / "local")
         try:
-            local.configure(variables={"DASK_CML__STATE_DIRECTORY": name}, **settings)
+            testbed.configure(variables={"DASK_CML__STATE_DIRECTORY": name}, **settings)
             with dask.config.set({"cml.state-directory": name, "cml.platform": "local"}):
-                yield local, folder
+                yield testbed, folder
         finally:
-            local.configure(latency=0.0)
+            testbed.configure(latency=0.0)
             end_all()
             os.environ.pop(variable)
             if before is not None:
@@ -43,8 +47,8 @@ def local_platform(**settings: Any) -> Iterator[tuple[ModuleType, Path]]:
 def end_all() -> None:
     """Stop what lives, and wait until its processes are gone."""
     deadline = time.monotonic() + 30
-    while live := [each["id"] for each in local.list_workers() if each["status"] not in _ENDED]:
+    while live := [each["id"] for each in testbed.list_workers() if each["status"] not in _ENDED]:
         if time.monotonic() > deadline:
             raise RuntimeError(f"sessions do not end: {live}")
-        local.stop_workers(*live)
+        testbed.stop_workers(*live)
         time.sleep(0.1)

@@ -56,7 +56,7 @@ class Peaks:
             self._look()
 
     def _look(self) -> None:
-        for folder in (self._state / "local" / "sessions").iterdir():
+        for folder in (self._state / "local").glob("sessions-*/*"):
             used = 0
             for process, role in _processes(folder):
                 with contextlib.suppress(psutil.Error):
@@ -105,7 +105,7 @@ def shuffle() -> dict[str, Any]:
     import pandas as pd
     from distributed import Client, wait
 
-    with local_platform(scratch=SCRATCH) as (_, folder):
+    with local_platform(scratch=int(SCRATCH * GB)) as (_, folder):
         peaks = Peaks(folder)
         with (
             CMLCluster(n_workers=WORKERS, memory=MEMORY, scratch=f"{SCRATCH} GB", quiet=True) as cluster,

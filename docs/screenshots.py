@@ -19,11 +19,10 @@ import dask
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
+import testbed  # noqa: E402
 from distributed import Client  # noqa: E402
 from lab import JupyterServer, Page, Pane, browser, until  # noqa: E402
 from served import PageServer  # noqa: E402
-
-from dask_cml import local  # noqa: E402
 
 IMAGES = HERE / "images"
 FACTORY = {"n-workers": 2, "cpu": 2, "memory": 8, "forward-dashboard": True}
@@ -55,7 +54,7 @@ def main() -> None:
         os.environ["DASK_CML_LOCAL_DIRECTORY"] = f"{folder}/local"
         os.environ["DASK_CML__STATE_DIRECTORY"] = f"{folder}/state"
         dask.config.refresh()
-        Path(folder, "local").mkdir(mode=0o700)
+        testbed.set_up(Path(folder, "local"))
         chosen = sys.argv[1:] or ["lab", "page"]
         if "lab" in chosen:
             take_lab(chrome, Path(folder, "jupyter"))
@@ -82,8 +81,8 @@ def take_page(chrome: Any, server: PageServer) -> None:
     environment = {**os.environ, "CDSW_CREATOR": "bob"}
     subprocess.run([sys.executable, "-m", "dask", *create], env=environment, check=True)
     # There is room for the third scheduler and for one of its two workers.
-    used = sum(each["cpu"] for each in local.list_workers() if each["status"] in LIVE)
-    local.configure(quota={"cpu": used + 5}, over_quota="wait")
+    used = sum(each["cpu"] for each in testbed.list_workers() if each["status"] in LIVE)
+    testbed.configure(quota={"cpu": used + 5}, over_quota="wait")
     options = {"name": "forecast", "n_workers": 2, "cpu": 4, "memory": 16}
     assert server.ask("POST", "api/clusters", options)[0] in (201, 202)
     with Client("cml://churn-model") as client:
@@ -121,14 +120,14 @@ def start_work(client: Client) -> list[Any]:
 
 def take_start(lab: Page) -> None:
     lab.open()
-    local.configure(start_delay=8)
+    testbed.configure(start_delay=8)
     lab.open_notebook("start.ipynb", MAKE.replace("night", "dawn"), "cluster.close()")
     lab.run_cells()
     cells = lab.notebook.locator(".jp-Cell")
     cells.first.locator("td", has_text="starting").nth(3).wait_for()
     lab.page.mouse.move(0, 0)
     lab.page.screenshot(path=IMAGES / "start.png", clip=cells.first.bounding_box())
-    local.configure(start_delay=0)
+    testbed.configure(start_delay=0)
     cells.first.filter(has_text="Cluster dawn started in").wait_for()
 
 

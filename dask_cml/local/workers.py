@@ -178,13 +178,7 @@ def await_workers(
     waited = 0.0
     while True:
         found = [each for each in list_workers() if each["id"] in wanted]
-        good = [
-            each
-            for each in found
-            if timeout_seconds
-            and each["status"] == goal
-            and (wait_for_completion or each.get("ip_address") != "unknown")
-        ]
+        good = [each for each in found if timeout_seconds and each["status"] == goal]
         settled = {each["id"] for each in found if each["status"] in state.ENDED}
         settled.update(each["id"] for each in good)
         if settled == wanted or timeout_seconds <= waited:
