@@ -132,7 +132,8 @@ def test_the_page_lists_the_errors_about_names(platform, seen, shown, caplog):
         fails(seen, NoSuchCluster, lambda: connect("day"))
         record = store.read("night")
         gone = replace(record.scheduler, id="another")
-        write_record(replace(record, name="dead", id="dead", scheduler=gone))
+        folder = state_directory() / "dead"
+        write_record(replace(record, name="dead", id="dead", folder=folder, scheduler=gone))
         fails(seen, CMLError, lambda: connect("dead"))
     state_directory().chmod(0o775)
     fails(seen, NotPrivate, make)
