@@ -890,8 +890,8 @@ class CMLCluster(KeptCluster):
             return
         try:
             self._end(shutdown=not self._connects)
-        except CMLError as failed:
-            logger.error("%s", failed)
+        except Exception as failed:  # also of Dask's code
+            logger.error("Cluster %s not closed properly: %s", self.options.name, failed or repr(failed))
         if isinstance(error, KeyboardInterrupt):
             self._say_interrupted()
 
@@ -959,6 +959,8 @@ class CMLCluster(KeptCluster):
             with self._close_lock:  # a second thread would wait for a loop that the first one has stopped
                 if self._loop_runs:
                     self.sync(self._close, shutdown, callback_timeout=timeout)
+                else:
+                    self._close_without_loop(shutdown)
                 self._loop_runner.stop()
         return None
 
@@ -975,7 +977,8 @@ class CMLCluster(KeptCluster):
 def close_all() -> None:
     """Close the clusters of this process, and stop their sessions.
 
-    A cluster that was created with ``asynchronous=True`` is closed by its own event loop.
+    A cluster that was created with ``asynchronous=True`` is closed by its own event loop. If this is called
+    there, it returns at once, and errors are logged.
 
     Raises
     ------
@@ -994,8 +997,15 @@ def close_all() -> None:
             if closing is not None:  # in the cluster's own event loop, which goes on when this returns
                 task = asyncio.ensure_future(closing)
                 _closing.add(task)
-                task.add_done_callback(_closing.discard)
+                task.add_done_callback(_closed)
         except CMLError as error:
             errors.append(error)
     if errors:
         raise CMLError("; ".join(map(str, errors)))
+
+
+def _closed(task: asyncio.Future[Any]) -> None:
+    """Log the error of a task of :func:`close_all`, which nobody awaits."""
+    _closing.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s", error)

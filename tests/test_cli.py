@@ -17,10 +17,10 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from clusters import arrived, limits, sessions, target, write_record
-from extensions import faults
 from ports import free_port
 from schedulers import prepare, scheduler_in
 from terminals import STEERING, in_a_terminal
+from testbed import faults
 
 from dask_cml import CMLCluster, cli
 from dask_cml.cli import change, console, show

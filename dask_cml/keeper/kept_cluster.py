@@ -241,8 +241,8 @@ class KeptCluster(SpecCluster):
         """Stop what was launched. Log an error, which must not replace the reason of the failure."""
         try:
             await self._close(shutdown=not self._connects)
-        except CMLError as failed:
-            logger.error("%s", failed)
+        except Exception as failed:  # also of Dask's code
+            logger.error("Cluster %s not closed properly: %s", self.options.name, failed or repr(failed))
 
     def _say_interrupted(self) -> None:
         """Tell the user, after Ctrl-C, how many sessions were stopped."""
@@ -877,11 +877,23 @@ class KeptCluster(SpecCluster):
             raise
         except Exception as error:
             logger.info("Event loop of cluster %s not used to close it: %r", self.options.name, error)
-        # The event loop may have ended, as after asyncio.run.
-        left = self.status != Status.closed
+        try:
+            self._close_without_loop(self.shutdown_on_close)
+        finally:
+            self.status = Status.closed
+
+    def _close_without_loop(self, shutdown: bool) -> None:
+        """Close when the event loop has ended, as after asyncio.run. Blocks."""
+        if self.status == Status.closed:
+            return
+        try:
+            if shutdown:
+                self._stop_sessions_now()
+        except BaseException:
+            self.status = Status.failed
+            raise
         self.status = Status.closed
-        if left and self.shutdown_on_close:
-            self._stop_sessions_now()
+        no_longer_end_at_exit(self)
 
     async def outlive_this_process(self) -> None:
         """Let the cluster run on when this process exits, until the session ends that launched it.
