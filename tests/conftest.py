@@ -39,6 +39,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 TOGETHER = (
     "test_address.py",
     "test_browser.py",
+    "test_dask_local.py",
     "test_jupyter.py",
     "test_panes.py",
     "test_running.py",

@@ -63,13 +63,17 @@ async def test_close_all_in_another_thread_closes_the_clusters_of_an_event_loop(
     all_closed(*clusters, n_sessions=3)
 
 
-@pytest.mark.parametrize("ends", [asyncio.run, lambda main: asyncio.new_event_loop().run_until_complete(main)])
-def test_close_all_closes_clusters_whose_event_loop_has_ended(all_closed, ends):
+@pytest.mark.parametrize("is_loop_closed", [True, False])
+def test_close_all_closes_clusters_whose_event_loop_has_ended(all_closed, is_loop_closed):
     async def main():
         return await make(n_workers=1)
 
-    cluster = ends(main())
+    loop = asyncio.new_event_loop()
+    cluster = loop.run_until_complete(main())
+    if is_loop_closed:
+        loop.close()
     dask_cml.close_all()
+    loop.close()
     all_closed(cluster, n_sessions=2)
 
 

@@ -248,9 +248,7 @@ def test_sigterm_in_the_constructor_leaves_no_session(platform, all_stopped, unt
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_in_the_constructor_counts_although_the_clean_up_fails(
-    platform, all_stopped, until, signum
-):
+def test_a_signal_in_the_constructor_counts_although_the_clean_up_fails(platform, all_stopped, until, signum):
     platform.inject("stuck", times=3)
     code = """
     class Broken(CMLCluster):
@@ -312,9 +310,9 @@ def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
         options = type("", (), {"name": "mine"})
         def end_now(self, timeout):
             together.wait(60)
-            if self is clusters[0]:
-                os.kill(os.getpid(), signal.SIGINT)
-                os.kill(os.getpid(), signal.SIGTERM)
+            if self is clusters[0]:  # as from outside, where the main thread gets them
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
             both.wait(60)
             os.write(1, b"ended\\n")
             raise OSError("no answer")

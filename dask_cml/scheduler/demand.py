@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed.scheduler import Scheduler, TaskState, WorkerState
 
-from dask_cml.naming import read_name
+from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.scheduler.full import is_full
 
 #: Maximum numbers of tasks to look at. Of more, an even sample is enough. Queued tasks need fewer, because
@@ -93,8 +93,9 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
         else:
             _add(work, needs_of(task), weight, weight * duration_of(scheduler, task), weight)
     sessions: dict[str, dict[int, list[WorkerState]]] = {}
+    others: dict[str, int] = {}
     for worker in scheduler.workers.values():
-        if (name := read_name(cluster, str(worker.name))) is not None:
+        if (name := read_name(cluster, str(worker.name)) or _named_otherwise(worker, others)) is not None:
             group, number = name
             sessions.setdefault(group, {}).setdefault(number, []).append(worker)
             _add_processing(work, scheduler, worker)
@@ -109,6 +110,12 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
         "restricted": [{"names": [*names], "tasks": round(n)} for names, n in restricted.items()],
         "groups": {group: _describe(each, addresses) for group, each in sessions.items()},
     }
+
+
+def _named_otherwise(worker: WorkerState, numbers: dict[str, int]) -> tuple[str, int] | None:
+    """Return the group and a number of a session whose workers a subclass of the cluster has named."""
+    session = (worker.extra.get("cml") or {}).get("session")
+    return None if session is None else (DEFAULT_GROUP, numbers.setdefault(session, -1 - len(numbers)))
 
 
 def _add(work: dict[Needs, Work], needs: Needs, tasks: float, seconds: float, unrunnable: float = 0) -> None:

@@ -235,6 +235,8 @@ class RunningSessions:
             )
             for each in ([name] if n == 1 else [f"{name}-{i}" for i in range(n)])
         ]
+        for worker in workers:
+            worker.startup_information["cml"] = lambda _: {"session": session.id}
         self._servers[session.id] = workers
         await asyncio.gather(*workers)
         await asyncio.gather(*(worker.finished() for worker in workers))

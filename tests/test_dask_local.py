@@ -1,0 +1,178 @@
+"""What Dask's tests expect of LocalCluster, and of any cluster, holds for a cluster on sessions.
+
+On purpose, these differ from LocalCluster:
+
+- The constructor returns when the scheduler answers. Workers connect later, as their sessions start.
+- `close()` raises an error that names the sessions that it could not stop. Dask's returns without words.
+- `get_logs()` has the logs of sessions by their names, also of ended ones. Dask's has addresses.
+- An unknown argument is a TypeError before anything is launched.
+- `worker_class` is the name of a class, because the worker runs elsewhere.
+- A worker always has a memory limit: its session's.
+- A cluster prints lines on its sessions unless it is ``quiet``.
+- Its name is part of the address, so a second cluster cannot have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from unittest import mock
+
+import pytest
+from clusters import arrived, make, scheduler_of, simulate
+from distributed import Client
+from distributed.core import Status
+from distributed.deploy.spec import close_clusters
+from simulated.testing import eventually, simulated
+
+from dask_cml import CMLCluster
+
+LIGHT = {"worker_args": ["--no-nanny"], "scheduler_args": ["--no-dashboard"], "quiet": True}
+
+
+# -- a cluster without an event loop of the user's
+
+
+@pytest.fixture(scope="module")
+def cluster(shared_platform):
+    with CMLCluster(n_workers=2, platform="local", **LIGHT) as cluster:
+        cluster.wait_for_workers(2, timeout=120)
+        yield cluster
+
+
+async def is_asynchronous(cluster):
+    return cluster.asynchronous
+
+
+def test_its_event_loop_runs_in_a_thread_that_its_client_shares(cluster):
+    assert cluster.loop.asyncio_loop.is_running()
+    with Client(cluster) as client:
+        assert client.loop is cluster.loop
+        assert not client.asynchronous
+    assert not cluster.asynchronous
+    assert cluster.sync(is_asynchronous, cluster)
+
+
+def test_get_client_returns_the_present_client_of_the_cluster(cluster):
+    with cluster.get_client() as first:
+        assert first.cluster is cluster
+        assert cluster.get_client() is first
+        with Client(cluster) as second:
+            assert cluster.get_client() is second is not first
+
+
+def test_a_client_has_the_keys_of_the_cluster(cluster):
+    with Client(cluster) as client:
+        assert client.security == cluster.security
+        assert client.submit(sum, [1, 2]).result() == 3
+
+
+def test_its_representation_counts_workers_threads_and_memory(cluster):
+    memory = 2 * cluster.options.worker_memory
+    assert f"workers=2, threads=2, memory={memory:.2f} GiB" in repr(cluster)
+    assert cluster.scheduler_address in repr(cluster)
+
+
+def test_the_widget_runs_in_the_clusters_loop(cluster):
+    ipywidgets = pytest.importorskip("ipywidgets")
+
+    async def show():  # another event loop runs here
+        cluster._ipython_display_()
+
+    with mock.patch("IPython.display.display") as display:
+        asyncio.run(show())
+    [shown], _ = display.call_args
+    assert "text/html" in shown
+    assert isinstance(cluster._cached_widget, ipywidgets.Widget)
+    assert cluster.periodic_callbacks["cluster-repr"].io_loop is cluster.loop
+
+
+def test_without_ipywidgets_it_is_shown_as_html(cluster, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.delattr(cluster, "_cached_widget", raising=False)
+    with mock.patch("IPython.display.display") as display:
+        cluster._ipython_display_()
+    [shown], options = display.call_args
+    assert options == {"raw": True}
+    assert shown.keys() >= {"text/plain", "text/html"}
+    monkeypatch.delattr(cluster, "_cached_widget")
+
+
+def test_dasks_own_exit_hook_closes_it(platform):
+    cluster = CMLCluster(n_workers=0, platform="local", **LIGHT)
+    loop = cluster.loop.asyncio_loop
+    close_clusters()
+    assert cluster.status == Status.closed
+    assert not loop.is_running()
+    cluster.close()
+    with pytest.raises(RuntimeError, match="already closed or closing Cluster"):
+        Client(cluster)
+
+
+# -- a cluster in an event loop
+
+
+@simulated
+async def test_its_workers_are_gone_at_the_end_of_the_block(it):
+    async with simulate(n_workers=2) as cluster:
+        workers = cluster.workers
+        assert len(workers) == 2
+    assert workers == {}
+    with pytest.raises(RuntimeError, match="already closed or closing Cluster"):
+        Client(cluster, asynchronous=True)
+
+
+async def test_it_leaves_no_task_in_the_event_loop(platform, holds):
+    before = asyncio.all_tasks()
+    async with make(n_workers=1, **LIGHT) as cluster:
+        cluster.adapt(1, 3, interval="1 s")
+        await holds(lambda: arrived(cluster) == 1)
+        assert asyncio.all_tasks() > before
+    await holds(lambda: asyncio.all_tasks() - before <= {asyncio.current_task()})
+
+
+@simulated
+async def test_clusters_are_equal_if_they_are_the_same(it):
+    async with simulate() as one, simulate(name="mine") as other:
+        assert isinstance(one.name, str)
+        assert other.name == "mine"
+        assert one == one != other  # noqa: PLR0124
+        assert other != "mine"
+
+
+@simulated
+async def test_waiting_for_workers_waits_until_they_run(it):
+    async with simulate(n_workers=1) as cluster:
+        cluster.scale(3)
+        await cluster.wait_for_workers(3)
+        statuses = [worker["status"] for worker in cluster.scheduler_info["workers"].values()]
+        assert statuses == ["running"] * 3
+
+
+@simulated
+async def test_what_the_cluster_says_of_itself_reaches_the_scheduler(it):
+    async with simulate(name="mine") as cluster:
+        scheduler = scheduler_of(it, cluster)
+
+        def known():
+            return scheduler.get_metadata(keys=["cluster-manager-info"], default={})
+
+        await eventually(lambda: known().get("name") == "mine")
+        cluster._cluster_info["foo"] = "bar"
+        await eventually(lambda: known().get("foo") == "bar")
+
+
+class Fixed(CMLCluster):
+    """A cluster that scales down by `scale` only."""
+
+    async def scale_down(self, workers):
+        raise NotImplementedError
+
+
+@simulated
+async def test_scale_does_not_need_scale_down(it):
+    async with simulate(Fixed) as cluster:
+        await cluster.scale(2)
+        await eventually(lambda: arrived(cluster) == 2)
+        await cluster.scale(1)
+        await eventually(lambda: arrived(cluster) == len(cluster.workers) == 1)
