@@ -298,17 +298,18 @@ def test_a_session_written_while_the_cluster_is_removed_is_known_to_its_launcher
 ):
     record = new_record("a")
     claim(record)
-    write_entries, listdir, removed = store.write_entries, os.listdir, []
+    write_entries, listdir, removed, written = store.write_entries, os.listdir, [], []
 
     def during(*arguments):
         if step == "first listing":
             removed.append(remove(record))
         write_entries(*arguments)
+        written.append(arguments)
         if step == "made":
             removed.append(remove(record))
 
     def after(path):
-        if path == state and step == "last look" and not removed:
+        if path == record.folder and step == "last look" and written and not removed:
             removed.append({})
             removed[0] = remove(record)
         return listdir(path)

@@ -131,9 +131,11 @@ def test_the_page_lists_the_errors_about_names(platform, seen, shown, caplog):
         fails(seen, ClusterExists, make)
         fails(seen, NoSuchCluster, lambda: connect("day"))
         record = store.read("night")
-        gone = replace(record.scheduler, id="another")
-        write_record(replace(record, name="dead", id="dead", scheduler=gone))
-        fails(seen, CMLError, lambda: connect("dead"))
+        gone = replace(record.scheduler, address="tls://127.0.0.1:1")  # where nothing listens
+        folder = state_directory() / "dead"
+        write_record(replace(record, name="dead", id="dead", folder=folder, scheduler=gone))
+        with dask.config.set({"distributed.comm.timeouts.connect": "1s"}):
+            fails(seen, CMLError, lambda: connect("dead"))
     state_directory().chmod(0o775)
     fails(seen, NotPrivate, make)
     assert store.records() == []

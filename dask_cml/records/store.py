@@ -167,8 +167,8 @@ def _write_in(record: Record, write: Callable[[], None]) -> None:
 def _has(folder: Path, record: Record) -> bool:
     """Return whether a folder is that of a record's cluster."""
     try:
-        check_folder(folder.parent)
         check_folder(folder)
+        check_folder(folder.parent)  # without the folder, there is nothing to protect
         os.listdir(folder)
         return Record.from_json(read_file(folder / RECORD_FILE)).id == record.id
     except (FileNotFoundError, NotADirectoryError):
