@@ -1,6 +1,6 @@
 """The forwarded dashboard beside the direct connection: requests at once, and open WebSockets.
 
-The scheduler, the manager with its forwarder and the browser are processes of their own, as they are in use,
+The scheduler, the forwarder and the browser are processes of their own, as they are in use,
 though all on one machine.
 """
 
@@ -23,7 +23,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPRequest
 from tornado.websocket import websocket_connect
 
 from benchmarks.report import Report, figure, save_figure
-from dask_cml.layout import FOLDER, NUMBER, wanted_file
+from dask_cml.layout import FOLDER, NUMBER, board_file
 from dask_cml.sessions.plan import PRELOAD
 
 REQUESTS = 100
@@ -36,7 +36,7 @@ PATHS = {
 }
 PANE = "/individual-task-stream"
 
-MANAGER = """
+FORWARDER = """
 import asyncio, functools, sys
 from distributed.security import Security
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
@@ -143,7 +143,7 @@ def process(*command: str, **options: object):  # type: ignore[no-untyped-def]
 
 @contextlib.contextmanager
 def ports(folder: Path, security: Security | None):  # type: ignore[no-untyped-def]
-    """Start a scheduler and a manager, and return the dashboard's own port and the forwarder's."""
+    """Start a scheduler and a forwarder, and return the dashboard's own port and the forwarder's."""
     file = folder / "scheduler.json"
     command = ["-m", "dask", "scheduler", "--scheduler-file", str(file), "--dashboard-address", "127.0.0.1:0"]
     command += ["--host", f"{'tls' if security else 'tcp'}://127.0.0.1:0"]
@@ -152,18 +152,18 @@ def ports(folder: Path, security: Security | None):  # type: ignore[no-untyped-d
             (folder / part).write_text(getattr(security, f"tls_{part}"))
         for role, part in {"ca-file": "ca_file", "cert": "scheduler_cert", "key": "scheduler_key"}.items():
             command += [f"--tls-{role}", str(folder / part)]
-    cluster = {"cluster": "forwarding", "record": "0", "leader": None, "groups": {"default": {}}}
-    (folder / wanted_file(0)).write_text(json.dumps(cluster))
+    cluster = {"cluster": "forwarding", "record": "0", "keeper": None, "groups": {"default": {}}}
+    (folder / board_file(0)).write_text(json.dumps(cluster))
     command += ["--preload", PRELOAD]
     environment = {**os.environ, FOLDER: str(folder), NUMBER: "0"}
     with process(*command, stderr=subprocess.DEVNULL, env=environment):
         while not (file.exists() and file.read_text().endswith("}")):
             time.sleep(0.05)
         scheduler = json.loads(file.read_text())
-        arguments = ("-c", MANAGER, scheduler["address"], str(folder))
+        arguments = ("-c", FORWARDER, scheduler["address"], str(folder))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with process(*arguments, **pipes) as manager:
-            yield scheduler["services"]["dashboard"], int(manager.stdout.readline())
+        with process(*arguments, **pipes) as forwarder:
+            yield scheduler["services"]["dashboard"], int(forwarder.stdout.readline())
 
 
 def one_run() -> dict[str, dict[str, dict[str, float]]]:

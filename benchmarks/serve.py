@@ -74,7 +74,7 @@ class Registered(Platform):
 
 
 async def create_clusters() -> None:
-    """Create all clusters, and leave them without a manager."""
+    """Create all clusters, and leave them without a keeper."""
     slots = asyncio.Semaphore(_STARTS_AT_ONCE)
 
     async def create(name: str) -> None:

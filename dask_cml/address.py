@@ -7,7 +7,6 @@ not import dask-cml.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import shlex
 from typing import Any
@@ -31,11 +30,13 @@ logger = logging.getLogger(__name__)
 _LOOK_INTERVAL = 0.5
 #: Seconds for which a client waits for another scheduler. Dask's default is the time-out of one connection.
 RECONNECT_TIMEOUT = 300.0
-#: Seconds between two looks for the client that connects, and how many.
-_PAUSE, _TRIES = 0.02, 100
+#: Seconds before the first look for the client that connects, and before the last one. Pauses double.
+_FIRST_PAUSE, _LAST_PAUSE = 0.005, 1.5
 _warned: set[str] = set()
 #: The clients that have been connected.
 _tended: WeakSet[Client] = WeakSet()
+#: The last connection to each address.
+_connections: dict[str, object] = {}
 #: The last known address of each scheduler, by its cluster's address.
 _schedulers: dict[str, str] = {}
 
@@ -109,20 +110,26 @@ class CMLConnector(Connector):
             ) from error
 
 
-def _tend_clients(
-    address: str, security: Security | None, connection_args: dict[str, Any], tries: int = _TRIES
-) -> None:
-    """Give this process's clients of an address the keys for workers, and patience with the scheduler."""
-    clients = _clients(address)
-    if tries:  # Dask registers a client after its first connection
-        again = functools.partial(_tend_clients, address, security, connection_args, tries - 1)
-        asyncio.get_running_loop().call_later(_PAUSE, again)
-    for client in clients:
-        if security is not None and not client.connection_args.get("ssl_context"):
-            client.security, client.connection_args = security, connection_args
-            client.rpc.connection_args = connection_args
-        client._timeout = max(client._timeout, RECONNECT_TIMEOUT)
-        _tended.add(client)
+def _tend_clients(address: str, security: Security | None, connection_args: dict[str, Any]) -> None:
+    """Give this process's clients of an address the keys for workers, and patience with the scheduler.
+
+    Dask registers a client after its first connection. So look for it again and again for some seconds.
+    """
+    connection = _connections[address] = object()
+
+    def look(pause: float) -> None:
+        if _connections[address] is not connection:  # a later one looks
+            return
+        for client in _clients(address):
+            if security is not None and not client.connection_args.get("ssl_context"):
+                client.security, client.connection_args = security, connection_args
+                client.rpc.connection_args = connection_args
+            client._timeout = max(client._timeout, RECONNECT_TIMEOUT)
+            _tended.add(client)
+        if pause <= _LAST_PAUSE:
+            asyncio.get_running_loop().call_later(pause, look, 2 * pause)
+
+    look(_FIRST_PAUSE)
 
 
 def _clients(address: str) -> list[Client]:

@@ -111,9 +111,10 @@ def positive(argument: str, value: Any) -> float:
     return _above_0(argument, value, "a number above 0", _real)
 
 
-def gibibytes(argument: str, value: Any) -> float:
-    """Check an amount of memory, and return it in GiB."""
-    expected = 'GiB as a number above 0, or a string such as "16 GiB"'
+def gibibytes(
+    argument: str, value: Any, expected: str = 'GiB as a number above 0, or a string such as "16 GiB"'
+) -> float:
+    """Check an amount of memory or disk, and return it in GiB."""
     number = _above_0(argument, value, expected, _gib)
     if number > _MOST_GIB and not str(value).rstrip()[-1].isalpha():
         from dask.utils import format_bytes
@@ -123,17 +124,17 @@ def gibibytes(argument: str, value: Any) -> float:
 
 
 def _gib(value: Any) -> float:
+    if not isinstance(value, str):
+        return _real(value)
     try:
-        return float(value) if isinstance(value, str) else _real(value)
+        return float(value)
     except ValueError:
         return _bytes(value) / 2**30
 
 
-def _bytes(value: Any) -> float:
+def _bytes(value: str) -> int:
     from dask.utils import parse_bytes
 
-    if not isinstance(value, str):
-        return _real(value)
     # Dask reads a unit without a number as 1 of that unit.
     if not any(map(str.isdigit, value)):
         raise ValueError
@@ -149,11 +150,11 @@ def memory_reserve(argument: str, value: Any, memory: float) -> float:
     return float(_valid(argument, reserve, reserve < memory, f"less than memory={memory:g} GiB"))
 
 
-def scratch(argument: str, value: Any) -> int:
-    """Check a size of local disk, and return it in bytes. Return 0 if it is unlimited."""
+def scratch(argument: str, value: Any) -> float:
+    """Check a size of local disk, and return it in GiB. Return 0 if it is unlimited."""
     if value in (None, "none", 0) and value is not False:
-        return 0
-    return int(_above_0(argument, value, 'a size such as "10 GB", or "none"', _bytes))
+        return 0.0
+    return gibibytes(argument, value, 'GiB as a number above 0, a string such as "10 GB", or "none"')
 
 
 def seconds(argument: str, value: Any) -> float:
@@ -361,7 +362,7 @@ def launch_parameters(argument: str, value: Any, refused: Refused) -> dict[str, 
         if not isinstance(name, str):
             raise TypeError(f"invalid {argument}: expected names of {expected}, got {name!r}")
         _refuse(argument, name, repr(name), refused)
-        try:  # launch what the record contains, so that all managers launch the same
+        try:  # launch what the record contains, so that each keeper launches the same
             checked[_plain(name)] = json.loads(json.dumps(content, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
@@ -381,13 +382,31 @@ def worker_groups(argument: str, value: Any) -> dict[str, dict[str, Any]]:
     return groups
 
 
+# -- arguments of Dask's classes, which would fail with an AttributeError
+
+
 def check_loop(asynchronous: bool, loop: Any) -> None:
-    """Check that an asynchronous cluster has an event loop."""
+    """Check an event loop. An asynchronous cluster needs one."""
     import asyncio
 
-    if asynchronous and loop is None:
+    from tornado.ioloop import IOLoop
+
+    if loop is not None:
+        _typed("loop", loop, IOLoop, "a tornado.ioloop.IOLoop, or None")
+    elif asynchronous:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             expected = "a running event loop; create the cluster in a coroutine, or pass asynchronous=False"
             raise ValueError(message("asynchronous", asynchronous, expected)) from None
+
+
+def check_silence_logs(level: Any) -> None:
+    """Check the logging level below which Dask's logs are not shown."""
+    import logging
+
+    expected = 'a logging level, such as "WARNING", or False'
+    if level is not None:
+        _typed("silence_logs", level, (int, str), expected)
+    if isinstance(level, str):
+        _valid("silence_logs", level, isinstance(getattr(logging, level.upper(), None), int), expected)

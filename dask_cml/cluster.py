@@ -24,7 +24,7 @@ from distributed.scheduler import Scheduler
 from distributed.security import Security
 from distributed.utils import Log, Logs, NoOpAwaitable
 
-from dask_cml.checks import check_loop, group_name, message
+from dask_cml.checks import check_loop, check_silence_logs, group_name, message
 from dask_cml.dashboard.proxy import DashboardForwarder, open_comm
 from dask_cml.display import describe, escaped, render, status_of
 from dask_cml.errors import CMLError, without_frames
@@ -108,9 +108,9 @@ class CMLCluster(KeptCluster):
     memory_reserve : float or str, optional
         Part of a worker session's memory that its Dask workers leave to the session's other processes, in
         GiB, or a string such as ``"500 MiB"``. Default: 0.25 GiB and 2 % of the memory.
-    scratch : str, optional
-        Local disk of a worker session. Its Dask workers spill at most 80 % of it. ``"none"``: unlimited.
-        Default ``"10 GB"``, as CML's.
+    scratch : float or str, optional
+        Local disk of a worker session, in GiB, or a string such as ``"50 GB"``. Its Dask workers spill at
+        most 80 % of it. ``"none"``: unlimited. Default ``"10 GB"``, as CML's.
     resources : mapping of str to float, optional
         Resources of a worker session, for tasks such as ``client.submit(f, resources={"GPU": 1})``. Its
         processes share them evenly. Default: ``GPU``, as many as `nvidia_gpu`.
@@ -146,7 +146,7 @@ class CMLCluster(KeptCluster):
         A running cluster keeps its options. As with :meth:`from_name`, :meth:`close` shuts it down, but it
         keeps running after the ``with`` block or the process, unless ``shutdown_on_close=True`` is given.
     security : bool or distributed.Security, optional
-        True: TLS with the cluster's own keys, which clients, other managers and ``dask cml`` find. False:
+        True: TLS with the cluster's own keys, which clients, other processes and ``dask cml`` find. False:
         anyone who reaches the scheduler can use the cluster. A Security: your own keys. Default True.
     pending_timeout : float or str, optional
         Time limit for the scheduler's session to get room and start, in seconds, or a string such as
@@ -160,8 +160,8 @@ class CMLCluster(KeptCluster):
     idle_timeout : float or str, optional
         Idle time after which the scheduler shuts the cluster down, in seconds or as a string. Default: never.
     orphan_timeout : float or str, optional
-        Time without a connected client or manager after which the cluster shuts down, in seconds or as a
-        string. Ignored with ``shutdown_on_close=False``. Default 5 minutes.
+        Time without a connected client and without a process that uses the cluster, after which it shuts
+        down, in seconds or as a string. Ignored with ``shutdown_on_close=False``. Default 5 minutes.
     log_directory : path, optional
         Folder on the project file system for the sessions' logs, which remain there, in a subfolder with the
         cluster's name. Default: the cluster's own folder, which the cluster removes when it shuts down.
@@ -217,7 +217,7 @@ class CMLCluster(KeptCluster):
         nthreads: int | None = None,
         processes: int | None = None,
         memory_reserve: float | str | None = None,
-        scratch: str | None = None,
+        scratch: float | str | None = None,
         resources: Mapping[str, float] | None = None,
         scheduler_cpu: float | None = None,
         scheduler_memory: float | str | None = None,
@@ -250,6 +250,7 @@ class CMLCluster(KeptCluster):
     ) -> None:
         refuse_unexpected(CMLCluster, kwargs)
         check_loop(asynchronous, loop)
+        check_silence_logs(silence_logs)
         given: dict[str, Any] = {
             "n_workers": n_workers,
             "cpu": cpu,
@@ -378,7 +379,7 @@ class CMLCluster(KeptCluster):
         n : int
             Number of worker sessions. Default 0.
         memory : float or str, optional
-            Minimum total memory, in GiB, or a string such as ``"100 GiB"``. Default: none.
+            Minimum total memory of the sessions, in GiB, or a string such as ``"100 GiB"``. Default: none.
         cores : float, optional
             Minimum total number of threads. Default: none.
         worker_group : str
@@ -448,9 +449,9 @@ class CMLCluster(KeptCluster):
         maximum_cores : int, optional
             Maximum total number of threads. Default: unlimited.
         minimum_memory : float or str, optional
-            Minimum total memory, in GiB, or a string such as ``"100 GiB"``. Default: none.
+            Minimum total memory of the sessions, in GiB, or a string such as ``"100 GiB"``. Default: none.
         maximum_memory : float or str, optional
-            Maximum total memory, in GiB or as a string. Default: unlimited.
+            Maximum total memory of the sessions, in GiB or as a string. Default: unlimited.
         worker_group : str
             The worker group. Several can adapt at once. Default: the default group.
         Adaptive : type, optional
@@ -538,7 +539,7 @@ class CMLCluster(KeptCluster):
         nthreads: int | None = None,
         processes: int | None = None,
         memory_reserve: float | str | None = None,
-        scratch: str | None = None,
+        scratch: float | str | None = None,
         resources: Mapping[str, float] | None = None,
         worker_class: str | None = None,
         worker_command: Sequence[str] | None = None,
@@ -570,8 +571,8 @@ class CMLCluster(KeptCluster):
             Number of Dask workers in a session.
         memory_reserve : float or str, optional
             Part of a session's memory that its Dask workers leave to other processes, in GiB.
-        scratch : str, optional
-            Local disk of a session, such as ``"10 GB"``.
+        scratch : float or str, optional
+            Local disk of a session, in GiB, or a string such as ``"50 GB"``.
         resources : mapping of str to float, optional
             Resources of a session, for tasks that ask for them.
         worker_class : str, optional
@@ -615,15 +616,17 @@ class CMLCluster(KeptCluster):
             "env": env,
             "launch_options": launch_options,
         }
-        self._check_running(f"worker group {name!r} not added")
         options = self.options.of_group(given)
         group_name("name", name)
+        self._check_running(f"worker group {name!r} not added")
         self._api.check_options(options.launch_options)
         check_room("n_workers", options.n_workers, options.worker, self.groups.others())
         return self.sync(self._add_group, name, options)
 
     def delete_worker_group(self, name: str) -> Any:
         """Delete a worker group, and stop all its sessions after moving their data to other workers.
+
+        The group itself is removed at once. Returns when its sessions have stopped.
 
         Parameters
         ----------
@@ -756,8 +759,8 @@ class CMLCluster(KeptCluster):
         """Return the hours of the cluster's sessions so far, by worker group, including ended sessions.
 
         A session counts from its launch or, if it waited for room, from the end of its wait. It counts until
-        a manager stops it or notices its end, so hours without any manager are an upper bound. Sizes are
-        those of the options, even if a resource profile in `launch_options` sets others. After
+        a process stops it or the keeper notices its end, so hours without a keeper are an upper bound. Sizes
+        are those of the options, even if a resource profile in `launch_options` sets others. After
         :meth:`close`, the result covers the cluster's whole lifetime.
 
         Returns
@@ -782,8 +785,9 @@ class CMLCluster(KeptCluster):
         return asyncio.to_thread(self._read_usage) if self.asynchronous else self._read_usage()
 
     def _read_usage(self) -> Usage:
-        record_id = "" if self.record is None else self.record.id
-        return self._usage or usage_of(store.read(self.options.name, id=record_id), time.time())
+        if self._usage is not None:
+            return self._usage
+        return usage_of(store.read_again(self.record or self.new_record), time.time())
 
     @property
     def n_pending(self) -> int:
@@ -886,8 +890,8 @@ class CMLCluster(KeptCluster):
             return
         try:
             self._end(shutdown=not self._connects)
-        except CMLError as failed:
-            logger.error("%s", failed)
+        except Exception as failed:  # also of Dask's code
+            logger.error("Cluster %s not closed properly: %s", self.options.name, failed or repr(failed))
         if isinstance(error, KeyboardInterrupt):
             self._say_interrupted()
 
@@ -955,6 +959,8 @@ class CMLCluster(KeptCluster):
             with self._close_lock:  # a second thread would wait for a loop that the first one has stopped
                 if self._loop_runs:
                     self.sync(self._close, shutdown, callback_timeout=timeout)
+                else:
+                    self._close_without_loop(shutdown)
                 self._loop_runner.stop()
         return None
 
@@ -971,7 +977,8 @@ class CMLCluster(KeptCluster):
 def close_all() -> None:
     """Close the clusters of this process, and stop their sessions.
 
-    A cluster that was created with ``asynchronous=True`` is closed by its own event loop.
+    A cluster that was created with ``asynchronous=True`` is closed by its own event loop. If this is called
+    there, it returns at once, and errors are logged.
 
     Raises
     ------
@@ -990,8 +997,15 @@ def close_all() -> None:
             if closing is not None:  # in the cluster's own event loop, which goes on when this returns
                 task = asyncio.ensure_future(closing)
                 _closing.add(task)
-                task.add_done_callback(_closing.discard)
+                task.add_done_callback(_closed)
         except CMLError as error:
             errors.append(error)
     if errors:
         raise CMLError("; ".join(map(str, errors)))
+
+
+def _closed(task: asyncio.Future[Any]) -> None:
+    """Log the error of a task of :func:`close_all`, which nobody awaits."""
+    _closing.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s", error)

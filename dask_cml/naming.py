@@ -44,7 +44,7 @@ def dask_names(session: str, processes: int) -> list[str]:
     return [f"{session}-{i}" for i in range(processes)] if processes > 1 else [session]
 
 
-# Managers of thousands of sessions read each name in every cycle.
+# The keeper of thousands of sessions reads each name in every look.
 @lru_cache(maxsize=2**16)
 def read_name(cluster: str, name: str) -> tuple[str, int] | None:
     """Return the group and the number of a session, by its name or that of one of its Dask workers.

@@ -13,7 +13,6 @@ import os
 import secrets
 import shlex
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -75,37 +74,8 @@ def check_folder(path: Path) -> None:
     _check(path, about, "700")
 
 
-@contextlib.contextmanager
-def open_folder(path: Path, parent: int | None = None) -> Iterator[int]:
-    """Open a folder that passes :func:`check_folder`, and yield its descriptor.
-
-    Operations by the descriptor affect this folder, even if another folder replaces it at its path.
-
-    Parameters
-    ----------
-    path : Path
-        The path of the folder.
-    parent : int, optional
-        The descriptor of its parent folder.
-    """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
-    try:
-        _check(path, os.fstat(descriptor), "700")
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def open_regular(path: Path, parent: int | None = None) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
     """Open a regular file of this user to read it. Neither follow a link nor wait for a pipe's writer.
-
-    Parameters
-    ----------
-    path : Path
-        The path of the file.
-    parent : int, optional
-        The descriptor of its folder.
 
     Raises
     ------
@@ -115,8 +85,7 @@ def open_regular(path: Path, parent: int | None = None) -> BinaryIO:
         If it is not a regular file.
     """
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             raise ValueError("it is not a regular file") from None
@@ -132,13 +101,8 @@ def open_regular(path: Path, parent: int | None = None) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def read_file(path: Path, parent: int | None = None) -> bytes:
+def read_file(path: Path) -> bytes:
     """Read a regular file of this user, to which others cannot write.
-
-    Parameters
-    ----------
-    path, parent
-        As in :func:`open_regular`.
 
     Raises
     ------
@@ -147,7 +111,7 @@ def read_file(path: Path, parent: int | None = None) -> bytes:
     ValueError
         If it is not a regular file, or larger than a megabyte.
     """
-    with open_regular(path, parent) as file:
+    with open_regular(path) as file:
         _check(path, os.fstat(file.fileno()), "600")
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
@@ -155,37 +119,35 @@ def read_file(path: Path, parent: int | None = None) -> bytes:
     return content
 
 
-def write_file(name: str, content: bytes, folder: int, *, new: bool = False) -> bool:
+def write_file(path: Path, content: bytes, *, new: bool = False) -> bool:
     """Write a file atomically, and wait until the content is on the disk. Return whether it was written.
 
     Parameters
     ----------
-    name : str
-        The name of the file. Its temporary name is ``.<name>-…``.
+    path : Path
+        The path of the file. Its temporary name is ``.<name>-…``.
     content : bytes
         The content of the file.
-    folder : int
-        The descriptor of its folder.
     new : bool
         Whether to leave an existing file alone. If several processes write it at the same time, one succeeds.
     """
-    # By hand: libraries for atomic writes take paths, and another folder may have taken the path meanwhile.
-    temporary = f".{name}-{secrets.token_hex(8)}"
+    # By hand: libraries for atomic writes cannot leave an existing file alone.
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         # The complete file gets its name in one step.
         name_it = os.link if new else os.replace
-        name_it(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        name_it(temporary, path)
     except FileExistsError:
         # NFS may repeat a request whose answer was lost. Then the file has its second name already.
-        return os.stat(temporary, dir_fd=folder).st_nlink > 1
+        return os.stat(temporary).st_nlink > 1
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
+            os.unlink(temporary)
     return True
 
 

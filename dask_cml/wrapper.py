@@ -164,7 +164,7 @@ def _start(folder: str, name: str, entry: str | None) -> str | None:
         owner, launched = os.environ.get("CDSW_MASTER_ID", ""), int(time.time())
         sessions = os.path.join(folder, "sessions")
         try:
-            # Usually, its manager has entered it.
+            # Usually, the keeper has entered it.
             if not any(each.startswith(f"{session},") for each in os.listdir(sessions)):
                 _create(os.path.join(sessions, entry.format(id=session, owner=owner, launched=launched)))
         except OSError as error:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -135,25 +135,33 @@ def sessions(**keys: str) -> dict[str, Launch]:
     return {id: Launch(id, key, None, LAUNCHED) for id, key in keys.items()}
 
 
+def new_record(name: str, **fields: Any) -> Record:
+    """Return the record of a new cluster in the state directory of the configuration."""
+    return Record(name, folder=state_directory() / name, **fields)
+
+
 def write_record(record: Record) -> Path:
     """Write a record with what its scheduler and its sessions would have written. Return its folder."""
-    folder = store.claim(record, {"groups": record.scheduler.groups})
+    if record.folder == Path():
+        record = replace(record, folder=state_directory() / record.name)
+    folder = record.folder
+    store.claim(record, {"groups": record.scheduler.groups})
     if record.scheduler.address is not None:
         write_scheduler(record, folder)
     launches = [*record.launches.values()]
     facts = [fact(each.id, "waits") for each in launches if each.waits]
     facts += [fact(each.id, "began", each.began) for each in launches if each.began]
-    store.write_sessions(launches, facts, record.name, id=record.id)
+    store.write_sessions(record, launches, facts)
     return folder
 
 
 def launch(record: Record, *ids: str, key: str = "a-0", waiting=(), began=None, ended=None) -> None:
-    """Write sessions into a record, as the manager does that has launched them."""
+    """Write sessions into a record, as the keeper does that has launched them."""
     facts = [fact(each, "waits") for each in waiting]
     facts += [fact(each, "began", at) for each, at in (began or {}).items()]
     facts += [fact(each, "ended", at, "") for each, at in (ended or {}).items()]
     launched = [Launch(each, key, None, LAUNCHED) for each in ids]
-    store.write_sessions(launched, facts, record.name, id=record.id)
+    store.write_sessions(record, launched, facts)
 
 
 def sign_of(name: str) -> Path:
@@ -163,7 +171,7 @@ def sign_of(name: str) -> Path:
 
 def end(record: Record, *ids: str, at: int = LAUNCHED + 60) -> None:
     """Write into a record that sessions have ended."""
-    store.write_sessions([], [fact(each, "ended", at, "") for each in ids], record.name, id=record.id)
+    store.write_sessions(record, [], [fact(each, "ended", at, "") for each in ids])
 
 
 def write_scheduler(record: Record, folder: Path) -> None:

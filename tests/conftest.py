@@ -20,9 +20,8 @@ from weakref import WeakKeyDictionary
 import dask
 import psutil
 import pytest
-from extensions import CGROUPS, FAULTS, NETWORKS, cgroups, faults, networks
-
-from dask_cml import local
+import testbed
+from testbed import cgroups, networks
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,14 +90,14 @@ def state(tmp_path: Path) -> Iterator[Path]:
 def platform() -> Iterator[ModuleType]:
     """The local platform with a state of its own. It fails the test that leaves a session live."""
     with local_platform():
-        yield local
+        yield testbed
 
 
 @pytest.fixture(scope="module")
 def shared_platform() -> Iterator[ModuleType]:
     """The same, for all tests of a module together."""
     with local_platform():
-        yield local
+        yield testbed
 
 
 @pytest.fixture
@@ -111,13 +110,8 @@ def namespaces(platform: ModuleType) -> ModuleType:
             subprocess.run(probe, check=True, capture_output=True)
     except (RuntimeError, subprocess.CalledProcessError) as error:
         pytest.skip(str(error))
-    separate_networks()
+    platform.configure(networks=True)
     return platform
-
-
-def separate_networks() -> None:
-    """Give each session that is launched from now on a network of its own."""
-    local.configure(extensions=[*local.settings().extensions, NETWORKS])
 
 
 @contextlib.contextmanager
@@ -129,26 +123,25 @@ def local_platform() -> Iterator[None]:
     # its environment variables as Python, which would warn of "cml-8in", but not of "cml_8in".
     directory = Path(tempfile.mkdtemp(prefix="cml_"))
     state_directory = str(directory / "state")
-    (directory / "local").mkdir(mode=0o700)
+    testbed.set_up(directory / "local")
     with pytest.MonkeyPatch.context() as patch, dask.config.set({"cml.state-directory": state_directory}):
         patch.setenv("DASK_CML_LOCAL_DIRECTORY", str(directory / "local"))
         patch.setenv("DASK_CML__STATE_DIRECTORY", state_directory)
         # A refused launch is tried again if this process has stopped sessions, here those of other tests.
         patch.setattr("dask_cml.sessions.workers_api._stopping", WeakKeyDictionary())
-        local.configure(
+        testbed.configure(
             stop_grace=0.3,
             variables={"DASK_CML__STATE_DIRECTORY": state_directory},
-            extensions=[CGROUPS, FAULTS] if cgroups.place("0" * 16) else [FAULTS],
+            memory_limit=cgroups.place("0" * 16) is not None,
         )
         yield
-        local.configure(latency=0.0)
-        local.clear_faults()
-        faults.clear()
+        testbed.configure(latency=0.0)
+        testbed.clear_faults()
         for thread in threading.enumerate():
             if thread.name == "cml-api":  # a call that hung until now may still write
                 thread.join(PATIENCE)
         unclosed = [each.options.name for each in at_exit.unclosed() if each not in before]
-        leaked = [each for each in local.sessions() if each["status"] not in ENDED]
+        leaked = [each for each in testbed.sessions() if each["status"] not in ENDED]
         leaked = [each for each in leaked if not each["stop_requested"]]
         processes = end_all(directory / "local")
         groups = cgroups_left()
@@ -161,9 +154,9 @@ def local_platform() -> Iterator[None]:
 
 def end_all(directory: Path) -> list[str]:
     """Stop all sessions, and return the processes that are left nevertheless."""
-    live = [each["id"] for each in local.sessions() if each["status"] not in ENDED]
+    live = [each["id"] for each in testbed.sessions() if each["status"] not in ENDED]
     if live:
-        local.stop_workers(*live)
+        testbed.stop_workers(*live)
     deadline = time.monotonic() + PATIENCE
     while left := [*processes_of(directory)]:
         if time.monotonic() > deadline:
@@ -172,13 +165,13 @@ def end_all(directory: Path) -> list[str]:
     described = [str(process.as_dict(["pid", "cmdline", "status"])) for process in left]
     for process in left:
         process.kill()
-    local.sessions()  # frees what killed supervisors leave
+    testbed.sessions()  # frees what killed supervisors leave
     return described
 
 
 def cgroups_left() -> list[Path]:
     """Return the cgroups of this state directory's sessions."""
-    paths = [cgroups.place(each["id"]) for each in local.sessions()]
+    paths = [cgroups.place(each["id"]) for each in testbed.sessions()]
     return [path for path in paths if path and path.exists()]
 
 

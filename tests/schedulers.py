@@ -11,7 +11,7 @@ from typing import Any
 from distributed import Scheduler
 from distributed.security import Security
 
-from dask_cml.layout import wanted_file
+from dask_cml.layout import board_file
 from dask_cml.scheduler.plugin import NAME, CMLSchedulerPlugin
 
 #: The id of the cluster's record.
@@ -41,7 +41,7 @@ def prepare(
         "patience": patience,
         "groups": {"default": {}, **groups},
     }
-    file = folder / wanted_file(number)
+    file = folder / board_file(number)
     file.touch(0o600)
     file.write_text(json.dumps(content))
     return folder

@@ -19,7 +19,7 @@ from distributed import Client, Scheduler
 from distributed.core import rpc
 
 import dask_cml
-from dask_cml import CMLCluster, NoSuchCluster
+from dask_cml import CMLCluster, NoSuchCluster, address
 from dask_cml.address import CMLConnector, load_security
 from dask_cml.layout import scheduler_file
 from dask_cml.options import state_directory
@@ -207,8 +207,8 @@ def test_a_client_without_our_import_sends_data_directly_to_workers(cluster, tmp
 def test_a_clusters_keys_are_found_by_its_addresses_and_by_no_others(cluster):
     keys = cluster.security.tls_client_key
     plain = cluster.scheduler.address
-    for address in plain, ADDRESS:
-        assert load_security({"address": address}).tls_client_key == keys
+    for known in plain, ADDRESS:
+        assert load_security({"address": known}).tls_client_key == keys
     for stranger in plain.replace("tls", "tcp"), plain.split("//")[1], "tls://10.0.0.1:8786", "cml://other":
         assert load_security({"address": stranger}) is None
 
@@ -272,3 +272,31 @@ async def test_a_client_follows_its_cluster_to_another_address(platform, holds):
             lead_to(second, "moves")
             await first.close()
             await holds(lambda: client.scheduler_info().get("id") == second.id)
+
+
+async def test_a_client_that_connects_often_is_looked_for_a_few_times(platform, monkeypatch, holds):
+    connections, looks = [], []
+
+    class Connector(CMLConnector):
+        async def connect(self, *arguments, **more):
+            connections.append(arguments)
+            return await super().connect(*arguments, **more)
+
+    def clients(address):
+        looks.append(address)
+        return of_address(address)
+
+    of_address = address._clients
+    monkeypatch.setattr(address, "CMLConnector", Connector)
+    monkeypatch.setattr(address, "_clients", clients)
+    write_record(Record("busy"))
+    async with scheduler() as running:
+        lead_to(running, "busy")
+        async with Client("cml://busy", asynchronous=True) as client:
+            for _ in range(6):
+                async with rpc("cml://busy") as there:
+                    await there.identity()
+            n = len(looks)
+            await holds(lambda: len(looks) >= n + 5)
+            assert len(looks) <= 10 * len(connections)
+            assert client._timeout == address.RECONNECT_TIMEOUT

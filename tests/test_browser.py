@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import separate_networks
-from extensions import networks
 from lab import JupyterServer, Page, browser, chromium, pictured, until
+from testbed import networks
 
 from dask_cml.records import store
 
@@ -36,7 +35,7 @@ def sessions(shared_platform):
         networks.check()
     except RuntimeError:
         return shared_platform
-    separate_networks()
+    shared_platform.configure(networks=True)
     return shared_platform
 
 

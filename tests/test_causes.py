@@ -12,7 +12,6 @@ import dask
 import pytest
 from clusters import arrived, log_of, make, simulate
 from distributed import Client, KilledWorker, wait
-from extensions import cgroups
 from simulated.testing import eventually, simulated
 
 from dask_cml.records import store
@@ -119,20 +118,17 @@ def test_a_session_that_ran_tasks_ended_because_of_them(last, log):
 # -- on real processes
 
 
-@pytest.fixture(params=["cgroups", pytest.param("watch", marks=pytest.mark.slow)])
-def limited(request, platform):
-    """Let the platform limit the memory of sessions by the kernel, and by a look at their processes."""
-    if request.param == "watch":
-        platform.configure(extensions=[])
-    elif cgroups.place("0" * 16) is None:
+@pytest.fixture
+def limited(platform):
+    """Let the platform limit the memory of sessions."""
+    if not platform.settings().memory_limit:
         pytest.skip("this user may not create memory cgroups")
-    return request.param
 
 
 @pytest.fixture
 async def mine(platform, light):
     """A cluster of one worker session without a nanny, which gives a task up that ends its worker."""
-    platform.configure(scratch="150 MB")
+    platform.configure(scratch=150_000_000)
     with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
         async with make(name="mine", n_workers=1, memory=1, scratch="100 MB") as cluster:
             yield cluster
@@ -188,9 +184,8 @@ async def test_out_of_memory(limited, tmp_path, client, is_told):
     (tmp_path / "more").touch()
     with pytest.raises(KilledWorker):
         await future
-    # The kernel allows no more than the limit, the watch notices it a moment later.
-    amount = r"0\.[789]\d of 1.00 GiB of the session" if limited == "cgroups" else r"[01]\.\d\d of 0.73 GiB"
-    await is_told(rf"lost: out of memory, {amount} while it ran `fills-memory`", "out of memory")
+    words = r"lost: out of memory, 0\.[789]\d of 1.00 GiB of the session while it ran `fills-memory`"
+    await is_told(words, "out of memory")
 
 
 async def test_scratch_full(client, is_told):

@@ -92,7 +92,7 @@ def test_scaling_down_first_closes_sessions_that_are_not_connected(platform, clu
 
 @pytest.fixture
 async def unstarted(platform):
-    cluster = CMLCluster(cpu=2, memory=5, memory_reserve=1, platform="local", asynchronous=True)
+    cluster = CMLCluster(cpu=2, memory=4, memory_reserve=1, platform="local", asynchronous=True)
     yield cluster
     await cluster.close()
     assert platform.sessions() == []
@@ -103,6 +103,7 @@ async def unstarted(platform):
     [
         ({"memory": 8}, 2),
         ({"memory": "9 GiB"}, 3),
+        ({"memory": "12 GiB"}, 3),
         ({"cores": 3}, 2),
         ({"n": 1, "cores": 7, "memory": 1}, 4),
         ({"n": 5, "memory": 8}, 5),

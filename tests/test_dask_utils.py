@@ -13,10 +13,10 @@ import urllib.request
 
 import dask
 import pytest
-from conftest import separate_networks
+import testbed
 from distributed import Client
-from extensions import networks
 from ports import free_port
+from testbed import networks
 
 from dask_cml import LaunchRefused, NotOnCML, SchedulerTimeout, SessionFailed
 from dask_cml.dask_utils import (
@@ -145,7 +145,7 @@ def test_run_dask_cluster_returns_sessions_and_addresses(workers_v1):
 def test_where_each_session_has_an_address_the_schedulers_port_is_dasks(workers_v1):
     try:
         networks.check()
-        separate_networks()
+        testbed.configure(networks=True)
         [probe] = workers_v1.launch_workers(1, cpu=1, memory=1, code="pass")
         stop(workers_v1, probe)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:

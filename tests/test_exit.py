@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections import Counter
 
 import pytest
 from clusters import simulate
-from extensions import faults
 from simulated.testing import eventually, simulated
+from testbed import faults
 
 from dask_cml import CMLCluster
 from dask_cml.keeper import at_exit
@@ -184,7 +183,7 @@ from dask_cml.records import store
 from dask_cml.sessions.entry import Launch
 [session] = local.launch_workers(1, cpu=1, memory=1, code="import time; time.sleep(600)")
 launched = [Launch(session["id"], f"{cluster.name}-7", None, int(time.time()))]
-store.write_sessions(launched, [], cluster.name, id=store.read(cluster.name).id)
+store.write_sessions(store.read(cluster.name), launched, [])
 """
 )
 
@@ -248,6 +247,41 @@ def test_sigterm_in_the_constructor_leaves_no_session(platform, all_stopped, unt
     all_stopped(3)
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_in_the_constructor_counts_although_the_clean_up_fails(platform, all_stopped, until, signum):
+    platform.inject("stuck", times=3)
+    code = """
+    class Broken(CMLCluster):
+        async def _close_dask(self):
+            await super()._close_dask()
+            raise OSError("the clean-up failed")
+    print("ready", flush=True)
+    Broken(n_workers=2, name="mine", quiet=True)
+    """
+    program = Program(code).when_ready()
+    until(lambda: len(platform.sessions()) == 3)
+    program.process.send_signal(signum)
+    returned, _, err = program.ends()
+    line = "Cluster mine not closed properly: the clean-up failed"
+    if signum == signal.SIGTERM:
+        assert returned == 128 + signal.SIGTERM
+        assert {*err.splitlines()} == {line}
+    else:
+        assert returned in (-signal.SIGINT, 130)
+        assert err.splitlines()[0] == line
+        assert err.rstrip().endswith("KeyboardInterrupt")
+    all_stopped(3)
+
+
+@pytest.mark.usefixtures("no_worker_processes")
+def test_a_terminal_that_closes_leaves_no_session(platform, all_stopped):
+    program = Program(SYNC + "while True: time.sleep(0.1)").when_ready()
+    program.process.send_signal(signal.SIGHUP)
+    returned, _, err = program.ends()
+    assert (returned, err) == (128 + signal.SIGHUP, "")
+    all_stopped(2)
+
+
 @pytest.mark.usefixtures("no_worker_processes")
 def test_a_second_sigterm_does_not_interrupt_the_shutdown(platform, all_stopped):
     platform.configure(latency=0.3)
@@ -263,27 +297,37 @@ def test_a_second_sigterm_does_not_interrupt_the_shutdown(platform, all_stopped)
     all_stopped(2)
 
 
-def test_neither_a_signal_nor_an_error_keeps_clusters_from_their_end():
+def test_four_clusters_end_at_once_whatever_signals_and_errors_come():
     code = """
+    import logging
+    class Notices(logging.Handler):
+        def emit(self, record):
+            if "please wait" in record.getMessage():
+                notices.append(record)
+            if len(notices) == 2:
+                both.set()
     class Cluster:
         options = type("", (), {"name": "mine"})
         def end_now(self, timeout):
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)
-            sys.stdout.write("ended\\n")  # both end at the same time
+            together.wait(60)
+            if self is clusters[0]:  # as from outside, where the main thread gets them
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+            both.wait(60)
+            os.write(1, b"ended\\n")
             raise OSError("no answer")
     from dask_cml.keeper import at_exit
-    clusters = [Cluster(), Cluster()]
+    notices, both, together = [], threading.Event(), threading.Barrier(4)
+    at_exit.logger.addHandler(Notices())
+    at_exit.logger.addHandler(logging.StreamHandler())
+    clusters = [Cluster() for _ in range(4)]
     for each in clusters:
         at_exit.end_at_exit(each)
     """
     returned, out, err = Program(code).ends()
-    assert (returned, out) == (0, "ended\nended\n")
-    lines = Counter(err.splitlines())
-    assert lines.pop("no answer") == 2
-    assert lines.pop("Shutting down mine, mine first: please wait") >= 1
-    assert {*lines} <= {"Shutting down mine first: please wait"}
+    assert (returned, out) == (0, "ended\n" * 4)
+    wait = "Shutting down mine, mine, mine, mine first: please wait"
+    assert sorted(err.splitlines()) == [wait] * 2 + ["no answer"] * 4
 
 
 def test_a_thread_uses_its_cluster_to_the_end_after_the_main_thread(platform, all_stopped):

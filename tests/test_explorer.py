@@ -1,4 +1,4 @@
-"""Random schedules of wishes, crashes and faults: in the end, what is wanted runs, and nothing else is left.
+"""Random schedules of requests, crashes and faults: in the end, what was asked for runs, and nothing else.
 
 Each episode has its seed, so a failure names how to repeat it: ``DASK_CML_SEED=<seed> DASK_CML_EPISODES=1``.
 """

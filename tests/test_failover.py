@@ -33,7 +33,7 @@ from simulated.testing import eventually, simulated
 
 from dask_cml import address, cluster, protocol
 from dask_cml.keeper import failover
-from dask_cml.layout import wanted_file
+from dask_cml.layout import board_file
 from dask_cml.observers import ObservedCluster, Observers
 from dask_cml.options import state_directory
 from dask_cml.records import store
@@ -133,7 +133,7 @@ async def test_the_next_scheduler_keeps_the_age_and_the_limit_of_hours(it):
     async with cluster:
         await lose_scheduler(it.platform, eventually)
         await eventually(lambda: store.read("lab").scheduler.hours == 48)
-        wanted = json.loads((state_directory() / "lab" / wanted_file(1)).read_text())
+        wanted = json.loads((state_directory() / "lab" / board_file(1)).read_text())
         assert (wanted["created"], wanted["hours"]) == (store.read("lab").created.isoformat(), 48)
         await eventually(lambda: stands(it, cluster, 0) and "0.0 of 48 h" in repr(cluster))
 

@@ -15,9 +15,9 @@ import dask
 import pytest
 from clusters import log_of, make, simulate, target
 from distributed import Client
-from extensions import faults
 from simulated.faults import HTTPError, JSONDecodeError, Mishap
 from simulated.testing import eventually, simulated
+from testbed import faults
 
 from dask_cml import CMLError, SessionFailed
 

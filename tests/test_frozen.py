@@ -11,9 +11,10 @@ import dask
 import pytest
 from clusters import arrived, live, log_of, make, rebuild, simulate, target
 from distributed import Client, wait
-from extensions import networks
 from simulated.testing import eventually, simulated
+from testbed import networks
 
+from dask_cml import local
 from dask_cml.local import processes
 from dask_cml.protocol import HELD
 from dask_cml.remote import Remote
@@ -133,14 +134,14 @@ async def test_a_cluster_waits_for_a_worker_that_moves_its_data_slowly(
 def listings(platform, monkeypatch):
     """When the sessions were listed."""
     moments = []
-    list_workers = platform.list_workers
+    list_workers = local.list_workers
 
     @functools.wraps(list_workers)
     def noted():
         moments.append(time.monotonic())
         return list_workers()
 
-    monkeypatch.setattr(platform, "list_workers", noted)
+    monkeypatch.setattr(local, "list_workers", noted)
     return moments
 
 

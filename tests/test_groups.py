@@ -324,6 +324,27 @@ def test_groups_in_the_configuration_inherit_the_options_of_the_cluster():
     assert options.env.items() >= {"A": "1", "B": "2"}.items()
 
 
+@pytest.mark.parametrize(
+    ("cluster", "group", "reserve"),
+    [
+        ({"memory": 16, "memory_reserve": 2}, {"memory": 32}, 2),
+        ({"memory": 16, "memory_reserve": 0}, {"memory": 32}, 0),
+        ({"memory": 16, "memory_reserve": 2}, {"memory": 32, "memory_reserve": 3}, 3),
+        ({"memory": 16}, {"memory": 32}, 0.25 + 0.02 * 32),
+    ],
+)
+def test_a_group_with_another_memory_keeps_the_reserve_that_the_cluster_was_given(cluster, group, reserve):
+    options = Options.read(**cluster)
+    assert options.of_group(group).memory_reserve == reserve
+    running = Options.of_running("mine", options.arguments())  # in another process
+    assert running.of_group(group).memory_reserve == reserve
+
+
+def test_a_group_too_small_for_the_reserve_of_the_cluster_is_refused():
+    with pytest.raises(ValueError, match=r"invalid memory_reserve=2.0: expected less than memory=1 GiB"):
+        Options.read(memory=16, memory_reserve=2).of_group({"memory": 1})
+
+
 def test_the_shell_adds_scales_lists_and_deletes_groups(until):
     def run(*arguments, code=0):
         result = CliRunner().invoke(cli.cml, [*map(str, arguments)])

@@ -68,7 +68,7 @@ def leaves_no_session(shared_platform):
     if left:  # or the next tests would have them
         shared_platform.stop_workers(*[session["id"] for session in left])
         for record in store.records():
-            store.remove(record.name)
+            store.remove(record)
     assert left == []
 
 

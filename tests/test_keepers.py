@@ -423,9 +423,9 @@ async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(pl
     write_record(Record("shared", options={"platform": "local"}, launches=sessions(**{early: "shared-0"})))
     remove = store.remove
 
-    def after_the_keeper_has_launched(name, **more):
-        launch(store.read(name), late, key="shared-1")
-        return remove(name, **more)
+    def after_the_keeper_has_launched(record):
+        launch(record, late, key="shared-1")
+        return remove(record)
 
     monkeypatch.setattr(store, "remove", after_the_keeper_has_launched)
     assert await operations.end_all(store.records()) == {"shared": None}
@@ -437,7 +437,7 @@ async def test_a_session_launched_at_the_last_moment_of_a_deletion_is_stopped(pl
 async def test_a_keeper_whose_record_was_removed_stops_its_sessions_when_it_leaves(it, caplog):
     caplog.set_level("INFO")
     cluster = await shared(silence_logs=False)  # which would silence caplog, too
-    assert await asyncio.to_thread(store.remove, "shared") is not None
+    assert await asyncio.to_thread(store.remove, store.read("shared")) is not None
     cluster.scale(1)
     await eventually(lambda: "Record of cluster shared removed" in caplog.text)
     await cluster.leave()
@@ -478,7 +478,7 @@ async def test_the_next_keeper_stops_an_old_session_that_nobody_launched_at_once
     await creator.leave()
     stray = sleeping(it)
     changes = [Launch(stray, "shared-7", None, int(time.time()) - 60)]
-    await asyncio.to_thread(store.write_sessions, changes, [], "shared", id=store.read("shared").id)
+    await asyncio.to_thread(store.write_sessions, store.read("shared"), changes, [])
     async with rebuild("shared") as cluster:
         await eventually(lambda: it.platform.all[stray].stop_requested, seconds=2.0)
         await cluster.close()

@@ -14,13 +14,13 @@ from unittest import mock
 
 import dask
 import pytest
-from clusters import arrived, create_and_kill, launch, lines_of, live, make, rebuild, sign_of, simulate
+from clusters import arrived, create_and_kill, lines_of, live, make, rebuild, sign_of, simulate
 from distributed import Client
 from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
 from dask_cml.discovery import discover
-from dask_cml.layout import RECORD_FILE, REMOVED_FILE, scheduler_file, wanted_file
+from dask_cml.layout import RECORD_FILE, board_file, scheduler_file
 from dask_cml.local import processes
 from dask_cml.options import state_directory
 from dask_cml.records import operations, store
@@ -119,17 +119,6 @@ async def test_the_name_of_a_dead_cluster_is_free_and_its_sessions_are_stopped(i
     it.platform.evict(record.scheduler.session)
     async with simulate(name="made") as cluster:
         assert {*it.platform.running.values()} == {each.id for each in cluster.sessions}
-
-
-@simulated
-async def test_the_name_of_a_cluster_whose_removal_was_interrupted_is_free_and_its_sessions_are_stopped(it):
-    await create_and_kill(it, **MADE)
-    [late] = (each["id"] for each in it.platform.launch_workers(1, cpu=1, memory=1, code=SLEEP))
-    launch(store.read("made"), late, key="made-7")
-    folder = state_directory() / "made"
-    os.rename(folder / RECORD_FILE, folder / REMOVED_FILE)
-    async with simulate(name="made") as cluster:
-        assert {*it.platform.live} == {each.id for each in cluster.sessions}
 
 
 @simulated
@@ -239,7 +228,7 @@ async def test_an_orphan_ends_itself_and_its_sessions(it):
 @simulated
 async def test_a_scheduler_waits_for_its_creator_as_long_as_the_start_may_take(it, options, patience):
     async with simulate(name="made", **options):
-        content = json.loads((state_directory() / "made" / wanted_file(0)).read_text())
+        content = json.loads((state_directory() / "made" / board_file(0)).read_text())
         assert content["patience"] == patience
 
 
@@ -319,3 +308,25 @@ async def test_the_record_holds_every_session_and_is_its_owners_only(it):
         cluster.scale(1)
         await eventually(lambda: len(store.read("recorded").sessions) == 2)
     assert store.records() == []
+
+
+@pytest.mark.parametrize("end", ["leave", "close", "lose"])
+@simulated
+async def test_a_cluster_keeps_its_folder_when_the_configuration_changes(it, end):
+    elsewhere = state_directory().with_name("elsewhere")
+    with dask.config.set({"cml.state-directory": str(elsewhere)}):
+        cluster = await simulate(name="made", n_workers=1)
+    assert store.records() == []
+    [record] = store.records(elsewhere)
+    await eventually(lambda: arrived(cluster) == 1)
+    if end == "lose":
+        it.platform.evict(cluster.scheduler.session_id)
+        await eventually(lambda: cluster.is_connected and arrived(cluster) == 1 and cluster.place.number == 1)
+    elif end == "leave":
+        await cluster.leave()
+        assert len(it.platform.running) == 2
+        assert (await operations.end_all([record])) == {"made": None}
+    await cluster.close()
+    assert not it.platform.running
+    assert store.records(elsewhere) == []
+    assert not (elsewhere / "made").exists()

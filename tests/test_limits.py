@@ -233,7 +233,7 @@ async def test_more_sessions_than_a_user_may_have_are_not_launched_until_others_
             await eventually(lambda: target(mine) == 1)
             assert "launched 1 of 3 workers: user " in log_of(mine)
             assert "has 4 sessions, and cml.limits.user-sessions is 4" in repr(mine)
-            store.remove("other")
+            store.remove(store.read("other"))
             mine.scale(3)
             await eventually(lambda: arrived(mine) == 3)
 

@@ -11,7 +11,7 @@ import time
 
 import dask
 import pytest
-from clusters import make, write_record
+from clusters import make, new_record, write_record
 from distributed.security import Security
 from schedulers import RECORD, prepare, scheduler_in
 
@@ -20,7 +20,7 @@ from dask_cml.layout import scheduler_file
 from dask_cml.protocol import HELLO
 from dask_cml.records import operations
 from dask_cml.records.liveness import State, is_alive, judge, look, silence
-from dask_cml.records.record import Maker, Present, Record, SchedulerState
+from dask_cml.records.record import Maker, Present, SchedulerState
 from dask_cml.records.store import records
 
 GONE = Maker("elsewhere", 1, 1.0, "gone")
@@ -64,7 +64,7 @@ def cluster(state, keys):
             os.utime(sign, (now, now - silence))
         scheduler = SchedulerState(address=address, id="Scheduler-1", session="s", **more)
         options = {"platform": "local"}
-        return Record(name, id=id, maker=maker, scheduler=scheduler, security=security, options=options)
+        return new_record(name, id=id, maker=maker, scheduler=scheduler, security=security, options=options)
 
     return cluster
 
@@ -289,7 +289,7 @@ async def test_a_cluster_whose_creator_runs_is_not_dead(cluster, unreachable):
 def test_a_pipe_in_place_of_a_sign_of_life_blocks_no_process(state):
     (state / "mine").mkdir(parents=True)
     os.mkfifo(state / "mine" / scheduler_file(0))
-    assert silence(Record("mine")) is None
+    assert silence(new_record("mine")) is None
 
 
 # -- clusters without keys: another program may answer at the address
@@ -317,7 +317,7 @@ async def test_a_cluster_without_keys_is_judged_by_its_files_and_sent_nothing(
 async def test_without_keys_and_without_a_sign_of_life_a_program_at_the_address_is_sent_nothing(platform):
     async with impostor() as (address, received):
         scheduler = SchedulerState(address=f"tcp://{address}")
-        record = Record("a", maker=GONE, scheduler=scheduler, options={"platform": "local"})
+        record = new_record("a", maker=GONE, scheduler=scheduler, options={"platform": "local"})
         sign = write_record(record) / scheduler_file(0)
         os.utime(sign, (0, sign.stat().st_mtime - 3600))
         [row] = await operations.describe(records())

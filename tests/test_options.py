@@ -21,6 +21,7 @@ from simulated.platform import SimulatedPlatform
 
 import dask_cml
 from dask_cml import CMLCluster
+from dask_cml.keeper import at_exit
 from dask_cml.options import Options, state_directory
 
 PACKAGE = Path(dask_cml.__file__).parent
@@ -39,7 +40,7 @@ EXAMPLES = {
     "memory": ("16 GiB", "16 GiB", "worker.memory", 16),
     "nvidia_gpu": (1, "1", "worker.nvidia_gpu", 1),
     "memory_reserve": ("512 MiB", "512 MiB", "memory_reserve", 0.5),
-    "scratch": ("20 GB", "20 GB", "scratch", 20 * 10**9),
+    "scratch": ("50 GiB", "50 GiB", "scratch", 50),
     "nthreads": (8, "8", "nthreads", 8),
     "processes": (2, "2", "processes", 2),
     "scheduler_cpu": (0.5, "0.5", "scheduler.cpu", 0.5),
@@ -199,6 +200,16 @@ def test_memory_is_in_gib_unless_it_says_another_unit(memory, gib):
     options = Options.read(memory=memory, scheduler_memory=memory)
     assert options.worker.memory == pytest.approx(gib)
     assert options.scheduler.memory == pytest.approx(gib)
+
+
+@pytest.mark.parametrize(
+    ("scratch", "gib"),
+    [(10, 10), (0.5, 0.5), ("10", 10), ("10 GB", 10e9 / 2**30), ("none", 0), (0, 0)],
+)
+def test_the_scratch_space_is_in_gib_unless_it_says_another_unit(scratch, gib):
+    options = Options.read(scratch=scratch)
+    assert options.scratch == gib
+    assert Options.read(**options.arguments()).scratch == gib
 
 
 @pytest.mark.parametrize(
@@ -397,6 +408,22 @@ def test_an_invalid_value_is_refused_before_a_launch(stub, argument, value, erro
         CMLCluster(**{argument: value})
     assert str(caught.value).startswith(f"invalid {refused_as(argument, value)}")
     assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "allowed"),
+    [
+        ("loop", 5, TypeError, "a tornado.ioloop.IOLoop"),
+        ("loop", "mine", TypeError, "a tornado.ioloop.IOLoop"),
+        ("silence_logs", "quietly", ValueError, "a logging level"),
+        ("silence_logs", [30], TypeError, "a logging level"),
+    ],
+)
+def test_an_invalid_argument_of_dasks_is_refused_alike(stub, argument, value, error, allowed):
+    with pytest.raises(error) as caught:
+        CMLCluster(**{argument: value})
+    assert str(caught.value).startswith(f"invalid {argument}={value!r}: expected {allowed}")
+    assert at_exit.unclosed() == []
 
 
 #: The first of each argument.

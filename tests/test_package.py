@@ -96,7 +96,7 @@ def test_importing_a_cluster_loads_one_package_that_dask_does_not():
 
 
 def test_the_code_of_worker_sessions_and_the_local_platform_do_not_load_msgspec():
-    for module in "wrapper", "worker.process", "local", "local.__main__":
+    for module in "wrapper", "worker.process", "local":
         assert "msgspec" not in loaded(f"import dask_cml.{module}"), module
 
 

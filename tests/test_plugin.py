@@ -19,7 +19,7 @@ from distributed.security import Security
 from schedulers import RECORD, WATCH, prepare, report, scheduler_in
 
 from dask_cml import protocol
-from dask_cml.layout import FOLDER, NUMBER, scheduler_file, wanted_file
+from dask_cml.layout import FOLDER, NUMBER, board_file, scheduler_file
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.plugin import CMLSchedulerPlugin
 from dask_cml.scheduler.state_file import StateFile
@@ -51,7 +51,8 @@ def file_of(folder, number=0):
 # -- start
 
 
-async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folder, monkeypatch):
+async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folder, monkeypatch, holds):
+    monkeypatch.setattr(state_file, "_REST", 0.01)
     calls = []
     for name in ("begin", "write"):
         action = getattr(StateFile, name)
@@ -64,6 +65,7 @@ async def test_a_scheduler_waits_for_a_file_system_whose_handles_are_stale(folde
 
         monkeypatch.setattr(StateFile, name, stale_at_first)
     async with scheduler_in(folder) as running:
+        await holds((folder / scheduler_file(0)).exists)
         assert file_of(folder)["address"] == running.address
 
 
@@ -72,7 +74,7 @@ async def test_a_scheduler_without_the_plugin_closes(tmp_path, monkeypatch, capl
     """Nobody else would end it."""
     folder = tmp_path / "mine"
     if exists:
-        (prepare(folder) / wanted_file(0)).write_text("{")
+        (prepare(folder) / board_file(0)).write_text("{")
     monkeypatch.setenv(FOLDER, str(folder))
     monkeypatch.setenv(NUMBER, "0")
     scheduler = Scheduler(port=0, dashboard=False, dashboard_address="127.0.0.1:0", preload=[PRELOAD])
@@ -318,7 +320,7 @@ async def test_an_orphan_ends_itself(folder, holds):
             await comm.cml_watch(**WATCH)
             await comm.cml_set(orphan_timeout=0.1)
         await asyncio.wait_for(running.finished(), 120)
-        assert "orphaned: no manager and no client for 0.1 s" in str(running.get_logs())
+        assert "orphaned: no process and no client has used it for 0.1 s" in str(running.get_logs())
     # Nothing ends the process of a scheduler that could close.
     await holds(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
 
@@ -467,4 +469,4 @@ def test_the_processes_of_an_orphan_end_after_its_last_client_has_left(cluster, 
             assert scheduler.poll() is worker.poll() is None
         assert scheduler.wait(120) == 0
         assert worker.wait(120) == 0
-    assert "orphaned: no manager and no client for 1 s" in (folder / "scheduler.log").read_text()
+    assert "orphaned: no process and no client has used it for 1 s" in (folder / "scheduler.log").read_text()

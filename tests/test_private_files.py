@@ -9,15 +9,15 @@ import stat
 import subprocess
 
 import pytest
-from clusters import WANTED, write_record
+from clusters import WANTED, new_record, write_record
 
 from dask_cml import dask_utils, private_files
 from dask_cml.errors import CMLError, NoSuchCluster
 from dask_cml.layout import RECORD_FILE, SESSIONS_FOLDER, scheduler_file
 from dask_cml.options import Options, state_directory
-from dask_cml.private_files import MOST_BYTES, NotPrivate, make_folder, open_folder, read_file, write_file
+from dask_cml.private_files import MOST_BYTES, NotPrivate, make_folder, read_file, write_file
 from dask_cml.records import operations, store
-from dask_cml.records.record import Record, SchedulerState
+from dask_cml.records.record import SchedulerState
 from dask_cml.sessions.entry import Launch
 
 STRANGER = 12345
@@ -114,9 +114,8 @@ def test_a_new_file_belongs_to_its_writer_although_the_file_system_repeats_the_r
         link(*arguments, **options)
 
     monkeypatch.setattr(os, "link", repeat)
-    with open_folder(tmp_path) as folder:
-        assert write_file("file", b"mine", folder, new=True)
-        assert not write_file("file", b"another", folder, new=True)
+    assert write_file(tmp_path / "file", b"mine", new=True)
+    assert not write_file(tmp_path / "file", b"another", new=True)
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("file", b"mine")]
 
 
@@ -137,7 +136,7 @@ async def planted():
     connections = []
     async with await asyncio.start_server(lambda *_: connections.append(1), "127.0.0.1", 0) as trap:
         address = f"tcp://127.0.0.1:{trap.sockets[0].getsockname()[1]}"
-        yield Record("planted", scheduler=SchedulerState(address=address)), connections
+        yield new_record("planted", scheduler=SchedulerState(address=address)), connections
 
 
 @pytest.mark.parametrize("part", ["state directory", "folder", "record", "sessions"])
@@ -158,7 +157,7 @@ async def test_a_planted_record_is_skipped_with_one_warning_and_no_connection(
     with pytest.raises(NoSuchCluster):
         store.read("planted")
     with pytest.raises(NotPrivate):
-        store.write_sessions([Launch("session-1", "planted-0", None, 1)], [], "planted", id=record.id)
+        store.write_sessions(record, [Launch("session-1", "planted-0", None, 1)], [])
     assert connections == []
     [warning] = [each.getMessage() for each in caplog.records if each.name == private_files.__name__]
     assert warning.startswith(f"{paths[part]} ignored: it ")
@@ -182,12 +181,12 @@ def test_no_cluster_is_created_in_a_folder_that_others_can_write_to(state, open_
     make_folder(state)
     open_up(state)
     with pytest.raises(NotPrivate):
-        store.claim(Record("a"), WANTED)
+        store.claim(new_record("a"), WANTED)
     assert os.listdir(state) == []
 
 
 def test_a_pipe_in_place_of_a_record_blocks_no_process(state, caplog):
-    folder = store.claim(Record("a"), WANTED)
+    folder = write_record(new_record("a"))
     (folder / RECORD_FILE).unlink()
     os.mkfifo(folder / RECORD_FILE)
     assert store.records() == []
@@ -195,7 +194,7 @@ def test_a_pipe_in_place_of_a_record_blocks_no_process(state, caplog):
 
 
 def test_a_link_to_a_folder_elsewhere_is_no_cluster(state, tmp_path, caplog):
-    folder = store.claim(Record("a"), WANTED)
+    folder = write_record(new_record("a"))
     state.rename(tmp_path / "elsewhere")
     make_folder(state)
     (state / "a").symlink_to(tmp_path / "elsewhere" / folder.name)
@@ -205,7 +204,7 @@ def test_a_link_to_a_folder_elsewhere_is_no_cluster(state, tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_sessions_that_are_not_in_a_folder_of_the_clusters_are_not_read(state, tmp_path, caplog, kind):
-    folder = store.claim(Record("a"), WANTED)
+    folder = write_record(new_record("a"))
     (folder / SESSIONS_FOLDER).rename(tmp_path / "elsewhere")
     if kind == "link":
         (folder / SESSIONS_FOLDER).symlink_to(tmp_path / "elsewhere")

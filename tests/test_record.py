@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -111,19 +112,14 @@ def test_a_record_contains_no_sessions_and_no_state_of_a_scheduler():
     assert Record.from_json(json.dumps({**json.loads(record.to_json()), **others})) == record
 
 
-# -- records of release 0.1, which are only deleted
+# -- records of earlier releases, which are only deleted
 
 
-def test_a_record_of_format_1_is_read_for_its_deletion():
-    content = json.loads(Record("old").to_json()) | {"version": 1, "groups": {}}
-    content |= {
-        "scheduler_address": "tcp://10.0.0.1:8786",
-        "scheduler_id": "x",
-        "scheduler_session": "abcd1234",
-    }
-    record = Record.from_json(json.dumps(content))
-    assert (record.version, record.scheduler.address) == (1, "tcp://10.0.0.1:8786")
-    assert (record.scheduler.id, record.scheduler.session) == ("x", "abcd1234")
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_record_of_an_earlier_format_is_read_for_its_deletion(version):
+    record = Record("old", options={"platform": "local"})
+    content = json.loads(record.to_json()) | {"version": version, "scheduler_address": "tcp://10.0.0.1:8786"}
+    assert Record.from_json(json.dumps(content)) == replace(record, version=version)
 
 
 # -- its creator

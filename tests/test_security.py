@@ -150,7 +150,6 @@ async def test_an_incomplete_security_is_refused_before_anything_is_launched(pla
     assert platform.list_workers() == []
 
 
-@pytest.mark.xfail(reason="docs/security.md still describes managers", strict=True)
 def test_the_tests_that_the_page_on_security_names_exist():
     root = Path(__file__).parent
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root.parent / "docs" / "security.md").read_text())

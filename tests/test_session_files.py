@@ -6,11 +6,10 @@ import os
 from dataclasses import replace
 
 import pytest
-from clusters import LAUNCHED, WANTED, end, launch
+from clusters import LAUNCHED, WANTED, end, launch, new_record
 
 from dask_cml.layout import SESSIONS_FOLDER
 from dask_cml.options import SessionSize
-from dask_cml.records.record import Record
 from dask_cml.records.store import claim, read, remove, write_sessions
 from dask_cml.sessions.entry import Launch, file_name, form, parse
 
@@ -72,8 +71,9 @@ def test_a_session_fills_in_the_form_of_its_file_by_itself(name):
     ],
 )
 def test_a_stray_file_is_reported_once_and_ignored(state, caplog, name):
-    record = Record("a")
-    folder = claim(record, WANTED) / SESSIONS_FOLDER
+    record = new_record("a")
+    claim(record, WANTED)
+    folder = record.folder / SESSIONS_FOLDER
     launch(record, "session-1")
     (folder / name).touch()
     (folder / ".nfs000000000001").touch()
@@ -82,19 +82,19 @@ def test_a_stray_file_is_reported_once_and_ignored(state, caplog, name):
     [warning] = caplog.records
     assert warning.getMessage().startswith(f"{name!a} in {folder} ignored")
     warning.getMessage().encode()
-    assert remove("a") == {"session-1": "a-0"}
+    assert remove(record) == {"session-1": "a-0"}
 
 
 def test_of_two_files_of_one_session_the_first_launch_counts(state):
-    record = Record("a")
+    record = new_record("a")
     claim(record, WANTED)
     launches = [Launch("session-1", "a-0", None, 1790000000 + i) for i in (1, 0)]
-    write_sessions(launches, [], "a", id=record.id)
+    write_sessions(record, launches, [])
     assert read("a").launches["session-1"].launched == 1790000000
 
 
 def test_each_fact_of_a_session_is_a_file_of_its_own(state):
-    record = Record("a")
+    record = new_record("a")
     claim(record, WANTED)
     launch(record, "session-1", "session-2", waiting=["session-1", "session-2"])
     assert [each.waits for each in read("a").launches.values()] == [True, True]
@@ -114,8 +114,9 @@ def test_each_fact_of_a_session_is_a_file_of_its_own(state):
 
 
 def test_a_session_that_ended_while_another_process_notes_its_wait_stays_ended(state):
-    record = Record("a")
-    folder = claim(record, WANTED)
+    record = new_record("a")
+    claim(record, WANTED)
+    folder = record.folder
     launch(record, "session-1")
     end(record, "session-1")
     (folder / SESSIONS_FOLDER / "session-1,waits").touch()
@@ -123,23 +124,24 @@ def test_a_session_that_ended_while_another_process_notes_its_wait_stays_ended(s
 
 
 def test_an_ended_session_keeps_its_last_known_state(state):
-    record = Record("a")
+    record = new_record("a")
     claim(record, WANTED)
     session = Launch("session-1", "a-gpu-0", "ijklmnop12345678", LAUNCHED, SessionSize(4, 16, 1))
-    write_sessions([session], [], "a", id=record.id)
+    write_sessions(record, [session], [])
     end(record, "session-1", at=LAUNCHED + 90)
     assert read("a").ended == {"session-1": replace(session, ended=LAUNCHED + 90)}
     # Two processes may find the same end, each at its time.
-    write_sessions([session], [], "a", id=record.id)
+    write_sessions(record, [session], [])
     end(record, "session-1", at=LAUNCHED + 80)
     (state / "a" / SESSIONS_FOLDER / "stray").touch()
     assert read("a").ended == {"session-1": replace(session, ended=LAUNCHED + 80)}
-    assert remove("a") == {}
+    assert remove(record) == {}
 
 
 def test_a_thousand_sessions_are_listed_by_one_look_at_their_folder(state, monkeypatch):
-    record = Record("a")
-    folder = claim(record, WANTED)
+    record = new_record("a")
+    claim(record, WANTED)
+    folder = record.folder
     launch(record, *(f"session-{i}" for i in range(1000)))
     calls = []
 

@@ -17,13 +17,14 @@ MANY = 10**12
 def test_sessions_have_at_least_the_memory_and_the_threads_in_all():
     assert OPTIONS.sessions_for(3) == 3
     assert OPTIONS.sessions_for(1, cores=5) == 3
-    assert OPTIONS.sessions_for(0, memory=3 * OPTIONS.worker_memory) == 3
-    assert OPTIONS.sessions_for(0, memory=3.1 * OPTIONS.worker_memory, cores=2) == 4
+    assert OPTIONS.sessions_for(0, memory="48 GiB") == 3
+    assert OPTIONS.sessions_for(0, memory=48.1, cores=2) == 4
 
 
 def test_limits_of_adaptive_scaling_may_be_totals():
     assert OPTIONS.bounds(NONE, NONE) == (0, math.inf)
     assert OPTIONS.bounds((1, None, 3), (9, None, 15)) == (2, 7)
+    assert OPTIONS.bounds((None, "32 GiB", None), (None, "48 GiB", None)) == (2, 3)
 
 
 @pytest.mark.parametrize("total", [{"n": MANY}, {"n": 0, "memory": "1000 PiB"}, {"n": 0, "cores": MANY}])

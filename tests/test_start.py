@@ -6,8 +6,8 @@ import traceback
 
 import pytest
 from clusters import name_of, simulate
-from extensions import faults
 from simulated.testing import simulated
+from testbed import faults
 
 import dask_cml
 from dask_cml import CMLCluster, CMLError, LaunchRefused, SchedulerTimeout, SessionFailed

@@ -11,14 +11,14 @@ import threading
 
 import dask
 import pytest
+from clusters import new_record
 from conftest import PATIENCE
 from schedulers import prepare
 
 from dask_cml.cancellation import cancel
-from dask_cml.layout import scheduler_file, scheduler_number, wanted_file
+from dask_cml.layout import board_file, scheduler_file, scheduler_number
 from dask_cml.private_files import NotPrivate
 from dask_cml.records import liveness
-from dask_cml.records.record import Record
 from dask_cml.scheduler import state_file
 from dask_cml.scheduler.state_file import StateFile
 from dask_cml.timing import timing
@@ -49,7 +49,7 @@ def content_of(folder, number=0):
     [
         (scheduler_file(0), 0),
         (scheduler_file(12), 12),
-        (wanted_file(3), None),
+        (board_file(3), None),
         ("scheduler-.json", None),
         ("scheduler--1.json", None),
         ("scheduler-1.json.tmp", None),
@@ -74,7 +74,7 @@ def test_a_scheduler_begins_with_what_its_keeper_wrote(folder):
 
 
 def test_a_scheduler_begins_with_no_file_that_others_can_write(folder):
-    (folder / wanted_file(0)).chmod(0o666)
+    (folder / board_file(0)).chmod(0o666)
     with pytest.raises(NotPrivate):
         StateFile(folder, 0).begin()
 
@@ -94,7 +94,7 @@ def test_the_file_is_replaced_atomically_and_is_its_owners_only(folder):
         assert "10.0.0.1" in old.read()
     assert content_of(folder) == {"address": "tcp://10.0.0.2:8786"}
     assert stat.S_IMODE((folder / scheduler_file(0)).stat().st_mode) == 0o600
-    assert sorted(os.listdir(folder)) == [scheduler_file(0), wanted_file(0)]
+    assert sorted(os.listdir(folder)) == [scheduler_file(0), board_file(0)]
 
 
 async def test_it_is_written_when_something_changes_and_regularly(folder, holds):
@@ -153,10 +153,11 @@ async def test_an_error_is_logged_and_tried_again(folder, holds, monkeypatch, ca
     running.cancel()
 
 
-async def test_it_ends_when_the_clusters_folder_has_been_removed_for_a_while(folder):
+@pytest.mark.parametrize("whole", [False, True], ids=["folder", "state directory"])
+async def test_it_ends_when_the_clusters_folder_has_been_removed_for_a_while(folder, whole):
     file = StateFile(folder, 0)
-    folder.rename(folder.with_name("gone"))
-    await asyncio.wait_for(file.run(dict), 60)
+    shutil.rmtree(folder.parent if whole else folder)
+    assert await asyncio.wait_for(file.run(dict), 60) == "its folder was removed"
     assert not folder.exists()
 
 
@@ -206,14 +207,14 @@ async def test_an_old_scheduler_writes_nothing_into_a_new_cluster_of_its_name_an
     shutil.rmtree(folder)
     prepare(folder, keeper="k2")
     assert await asyncio.wait_for(file.run(dict), 60) == why
-    assert os.listdir(folder) == [wanted_file(0)]
+    assert os.listdir(folder) == [board_file(0)]
 
 
 # -- the sign of life
 
 
 def test_the_sign_of_life_is_the_age_of_the_last_schedulers_file(folder):
-    record = Record(folder.name)
+    record = new_record(folder.name)
     assert liveness.silence(record) is None
     for number in 9, 10:
         StateFile(folder, number).write({})
@@ -225,4 +226,4 @@ def test_the_sign_of_life_is_the_age_of_the_last_schedulers_file(folder):
 
 
 def test_a_folder_that_does_not_exist_has_no_sign_of_life(folder):
-    assert liveness.silence(Record("gone")) is None
+    assert liveness.silence(new_record("gone")) is None

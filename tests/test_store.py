@@ -20,16 +20,15 @@ from pathlib import Path
 
 import dask
 import pytest
-from clusters import LAUNCHED, WANTED, end, launch, write_record, write_scheduler
+from clusters import LAUNCHED, WANTED, end, launch, new_record, write_record, write_scheduler
 
 from dask_cml.errors import ClusterExists, CMLError, NoSuchCluster
 from dask_cml.layout import (
     RECORD_FILE,
-    REMOVED_FILE,
     SESSIONS_FOLDER,
     STARTED_FOLDER,
+    board_file,
     scheduler_file,
-    wanted_file,
 )
 from dask_cml.options import SessionSize, state_directory
 from dask_cml.records import operations, store
@@ -37,11 +36,12 @@ from dask_cml.records.record import Record, SchedulerState
 from dask_cml.records.store import read, records, remove
 from dask_cml.sessions.entry import Launch
 
-FILES = sorted([RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER, wanted_file(0)])
+FILES = sorted([RECORD_FILE, SESSIONS_FOLDER, STARTED_FOLDER, board_file(0)])
 
 
 def claim(record):
-    return store.claim(record, WANTED)
+    store.claim(record, WANTED)
+    return record.folder
 
 
 def mode(path):
@@ -85,7 +85,7 @@ def test_a_record_reads_back_as_it_was_written(state):
         SessionSize(1 / 3, 1e22, 8),
         waits=True,
     )
-    record = Record(
+    record = new_record(
         name='My cluster, "naïve" 雲',
         scheduler=SchedulerState(
             groups={"default": {"options": {}, "target": 2}},
@@ -107,7 +107,7 @@ def test_a_record_reads_back_as_it_was_written(state):
 def test_only_the_owner_can_read_a_clusters_folder(state):
     previous = os.umask(0)
     try:
-        record = Record("a")
+        record = new_record("a")
         folder = claim(record)
         launch(record, "session-1")
     finally:
@@ -115,7 +115,7 @@ def test_only_the_owner_can_read_a_clusters_folder(state):
     folders = [folder / name for name in (SESSIONS_FOLDER, STARTED_FOLDER)]
     assert {mode(each) for each in (state, folder, *folders)} == {0o700}
     [file] = (folder / SESSIONS_FOLDER).iterdir()
-    assert {mode(each) for each in (folder / RECORD_FILE, folder / wanted_file(0), file)} == {0o600}
+    assert {mode(each) for each in (folder / RECORD_FILE, folder / board_file(0), file)} == {0o600}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_only_the_owner_can_read_a_clusters_folder(state):
 )
 def test_options_that_cannot_be_recorded_leave_nothing(state, options, error):
     with pytest.raises(error):
-        claim(Record("a", options=options))
+        claim(new_record("a", options=options))
     assert os.listdir(state) == []
 
 
@@ -138,7 +138,7 @@ def test_a_full_disk_leaves_nothing(state, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        claim(Record("a"))
+        claim(new_record("a"))
     assert os.listdir(state) == []
 
 
@@ -147,12 +147,12 @@ def test_a_full_disk_leaves_nothing(state, monkeypatch):
 
 def test_until_a_scheduler_writes_its_file_the_record_contains_what_was_written_for_it(state):
     groups = {"default": {"options": {}, "target": 3}}
-    store.claim(Record("a"), {"groups": groups, "keeper": "k1"})
+    store.claim(new_record("a"), {"groups": groups, "keeper": "k1"})
     assert read("a").scheduler == SchedulerState(groups=groups)
 
 
 def test_the_last_scheduler_counts(state):
-    record = Record("a")
+    record = new_record("a")
     folder = claim(record)
     for number in 0, 10, 9:
         scheduler = SchedulerState(number, address=f"tcp://10.0.0.{number}:8786")
@@ -163,7 +163,9 @@ def test_the_last_scheduler_counts(state):
 
 def test_a_damaged_file_of_a_scheduler_is_reported_once_and_the_cluster_is_still_found(state, caplog):
     groups = {"default": {"options": {}, "target": 3}}
-    folder = store.claim(Record("a"), {"groups": groups})
+    record = new_record("a")
+    folder = record.folder
+    store.claim(record, {"groups": groups})
     (folder / scheduler_file(0)).write_text('{"address": ')
     for _ in range(2):
         assert read("a").scheduler == SchedulerState(groups=groups)
@@ -176,8 +178,8 @@ def test_a_damaged_file_of_a_scheduler_is_reported_once_and_the_cluster_is_still
 def test_an_unknown_name_raises_an_error_that_lists_the_known_ones(state):
     with pytest.raises(NoSuchCluster, match="no clusters exist"):
         read("a")
-    claim(Record("b"))
-    claim(Record("c"))
+    claim(new_record("b"))
+    claim(new_record("c"))
     with pytest.raises(NoSuchCluster, match="'a'; existing clusters: 'b', 'c'") as error:
         read("a")
     assert error.value.known == ("b", "c")
@@ -186,53 +188,51 @@ def test_an_unknown_name_raises_an_error_that_lists_the_known_ones(state):
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../b", ".hidden", "x/../b", "a\0"])
 def test_a_name_that_leads_elsewhere_is_refused(state, name):
-    claim(Record("b"))
+    claim(new_record("b"))
     with pytest.raises(NoSuchCluster):
         read(name)
     with pytest.raises(ValueError, match="name="):
         claim(Record(name))
-    with pytest.raises(ValueError, match="name="):
-        remove(name)
 
 
 # -- claims
 
 
 def test_a_name_in_use_is_refused(state):
-    first = Record("a")
+    first = new_record("a")
     claim(first)
     with pytest.raises(ClusterExists, match="'a'"):
-        claim(Record("a"))
+        claim(new_record("a"))
     assert read("a") == first
     assert os.listdir(state) == ["a"]
 
 
 def test_one_of_many_processes_that_replace_a_stale_record_gets_the_name(state):
     for _ in range(20):
-        stale = Record("a")
+        stale = new_record("a")
         (claim(stale) / "key.pem").write_text("secret")
         start = threading.Barrier(8)
 
         def take(record, stale=stale, start=start):
             start.wait()
-            remove("a", id=stale.id)
+            remove(stale)
             with contextlib.suppress(ClusterExists):
                 return claim(record)
 
-        rivals = [Record("a") for _ in range(8)]
+        rivals = [new_record("a") for _ in range(8)]
         with ThreadPoolExecutor(8) as pool:
             got = [r for r, folder in zip(rivals, pool.map(take, rivals), strict=True) if folder]
         assert [read("a")] == got
         assert sorted(os.listdir(state / "a")) == FILES
-        remove("a")
+        remove(read("a"))
 
 
 def test_a_cluster_that_took_the_place_of_a_stale_one_is_left_alone(state):
-    stale, new = Record("a"), Record("a")
+    stale, new = new_record("a"), new_record("a")
     claim(stale)
-    remove("a", id=stale.id)
+    remove(stale)
     claim(new)
-    assert remove("a", id=stale.id) is None
+    assert remove(stale) is None
     with pytest.raises(NoSuchCluster):
         launch(stale, "session-1")
     assert read("a") == new
@@ -240,19 +240,19 @@ def test_a_cluster_that_took_the_place_of_a_stale_one_is_left_alone(state):
 
 
 def test_a_cluster_that_takes_the_name_while_another_is_removed_is_left_alone(state, monkeypatch):
-    stale, new = Record("a"), Record("a")
+    stale, new = new_record("a"), new_record("a")
     claim(stale)
     rename = os.rename
 
     def late(*paths, **folders):  # after the look at whose it is
         monkeypatch.setattr(os, "rename", rename)
-        remove("a", id=stale.id)
+        remove(stale)
         claim(new)
         launch(new, "session-1")
         rename(*paths, **folders)
 
     monkeypatch.setattr(os, "rename", late)
-    assert remove("a", id=stale.id) is None
+    assert remove(stale) is None
     assert (read("a").id, [*read("a").sessions]) == (new.id, ["session-1"])
     assert os.listdir(state) == ["a"]
 
@@ -261,16 +261,34 @@ def test_a_cluster_that_takes_the_name_while_another_is_removed_is_left_alone(st
 
 
 def test_a_removed_cluster_leaves_nothing_and_a_late_write_does_not_bring_it_back(state):
-    record = Record("a")
+    record = new_record("a")
     folder = claim(record)
     (folder / "security").mkdir()
     (folder / "security" / "key.pem").write_text("secret")
     launch(record, "session-1", "session-2")
     # Also those that were launched since the last look.
-    assert remove("a", id=record.id) == {"session-1": "a-0", "session-2": "a-0"}
-    assert remove("a") is None
+    assert remove(record) == {"session-1": "a-0", "session-2": "a-0"}
+    assert remove(record) is None
     with pytest.raises(NoSuchCluster):
         launch(record, "session-3")
+    assert os.listdir(state) == []
+
+
+def test_a_cluster_is_removed_on_a_full_disk(state, monkeypatch):
+    record = new_record("a")
+    (claim(record) / "key.pem").write_text("secret")
+    launch(record, "session-1")
+    open_file = os.open
+
+    def full(path, *arguments, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full_for_new(path, flags, *arguments, **more):
+        return (full if flags & os.O_CREAT else open_file)(path, flags, *arguments, **more)
+
+    monkeypatch.setattr(os, "mkdir", full)
+    monkeypatch.setattr(os, "open", full_for_new)
+    assert remove(record) == {"session-1": "a-0"}
     assert os.listdir(state) == []
 
 
@@ -278,21 +296,21 @@ def test_a_removed_cluster_leaves_nothing_and_a_late_write_does_not_bring_it_bac
 def test_a_session_written_while_the_cluster_is_removed_is_known_to_its_launcher_or_the_remover(
     state, monkeypatch, step
 ):
-    record = Record("a")
+    record = new_record("a")
     claim(record)
     write_entries, listdir, removed = store.write_entries, os.listdir, []
 
     def during(*arguments):
         if step == "first listing":
-            removed.append(remove("a", id=record.id))
+            removed.append(remove(record))
         write_entries(*arguments)
         if step == "made":
-            removed.append(remove("a", id=record.id))
+            removed.append(remove(record))
 
     def after(path):
         if path == state and step == "last look" and not removed:
             removed.append({})
-            removed[0] = remove("a", id=record.id)
+            removed[0] = remove(record)
         return listdir(path)
 
     monkeypatch.setattr(store, "write_entries", during)
@@ -304,12 +322,12 @@ def test_a_session_written_while_the_cluster_is_removed_is_known_to_its_launcher
 
 
 @pytest.mark.parametrize(
-    "act", [lambda: claim(Record("b")), lambda: asyncio.run(operations.prune())], ids=["claim", "prune"]
+    "act", [lambda: claim(new_record("b")), lambda: asyncio.run(operations.prune())], ids=["claim", "prune"]
 )
 def test_old_leftovers_of_crashes_are_removed(state, act):
-    claim(Record("a"))
-    old = [state / ".claim-old", state / ".removed-old", state / "emptied"]
-    young = [state / ".claim-young", state / "begun"]
+    claim(new_record("a"))
+    old = [state / ".claim-old", state / ".removed-old"]
+    young = [state / ".claim-young", state / ".removed-young"]
     for path in [*old, *young]:
         path.mkdir(mode=0o700)
     (state / ".removed-old" / "key.pem").write_text("secret")
@@ -325,14 +343,14 @@ def test_old_leftovers_of_crashes_are_removed(state, act):
 
 
 def damages():
-    good = json.loads(Record("bad").to_json())
+    good = json.loads(new_record("bad").to_json())
     yield "empty", b"", "Expecting value"
-    yield "half", Record("bad").to_json().encode()[:90], ""
+    yield "half", new_record("bad").to_json().encode()[:90], ""
     yield "bytes", bytes(range(128, 256)), "codec"
     yield "nested", b"[" * 100_000, "recursion"
     yield "list", b"[1]", "Expected `object`, got `array`"
     yield "other", b'{"address": "tcp://x"}', "not the record"
-    yield "newer", {**good, "version": 3}, "in format 3: upgrade"
+    yield "newer", {**good, "version": 4}, "in format 4: upgrade"
     yield "elsewhere", {**good, "name": "a"}, "the record of another cluster, 'a'"
     yield "lacking", {key: good[key] for key in good if key != "maker"}, "lacks maker"
     yield "number", json.dumps({**good, "options": {"cpu": float("nan")}}).encode(), "it contains NaN"
@@ -346,8 +364,8 @@ def damages():
 
 @pytest.mark.parametrize(("content", "why"), [d[1:] for d in damages()], ids=[d[0] for d in damages()])
 def test_a_damaged_record_is_reported_once_and_ignored(state, caplog, content, why):
-    claim(Record("good"))
-    folder = claim(Record("bad"))
+    claim(new_record("good"))
+    folder = claim(new_record("bad"))
     damaged = content if isinstance(content, bytes) else json.dumps(content).encode()
     (folder / RECORD_FILE).write_bytes(damaged)
     for _ in range(2):
@@ -358,12 +376,11 @@ def test_a_damaged_record_is_reported_once_and_ignored(state, caplog, content, w
     assert str(folder / RECORD_FILE) in caplog.text
     assert why in caplog.text
     with pytest.raises(ClusterExists):  # whose it is cannot be known
-        claim(Record("bad"))
-    assert remove("bad") == {}
+        claim(new_record("bad"))
 
 
 def test_no_process_writes_into_a_damaged_cluster(state):
-    record = Record("bad")
+    record = new_record("bad")
     folder = claim(record)
     for content in (b"[" * 100_000, b"[1]"):
         (folder / RECORD_FILE).write_bytes(content)
@@ -372,13 +389,13 @@ def test_no_process_writes_into_a_damaged_cluster(state):
 
 
 def test_a_record_without_its_folder_of_sessions_is_ignored(state, caplog):
-    (claim(Record("a")) / SESSIONS_FOLDER).rmdir()
+    (claim(new_record("a")) / SESSIONS_FOLDER).rmdir()
     assert records() == []
     assert "its folder lacks sessions" in caplog.text
 
 
 def test_foreign_files_and_folders_are_ignored(state, caplog):
-    claim(Record("a"))
+    claim(new_record("a"))
     (state / "notes.txt").write_text("not ours")
     (state / "logs").mkdir()
     (state / "strange" / RECORD_FILE).mkdir(parents=True)
@@ -389,10 +406,10 @@ def test_foreign_files_and_folders_are_ignored(state, caplog):
 
 
 def test_a_file_that_was_replaced_while_it_was_read_is_read_again(state, monkeypatch):
-    record = Record("a")
+    record = new_record("a")
     claim(record)
     content = store.read_file
-    errors = [OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError()]
+    errors = [OSError(errno.ESTALE, "Stale file handle")] * 3
 
     def read_file(*arguments):
         if errors:
@@ -406,7 +423,7 @@ def test_a_file_that_was_replaced_while_it_was_read_is_read_again(state, monkeyp
 
 def test_a_file_system_that_stays_stale_is_no_removed_cluster(state, monkeypatch, caplog):
     """Otherwise its keeper would believe that another process has deleted it."""
-    record = Record("a")
+    record = new_record("a")
     claim(record)
 
     def stale(*arguments):
@@ -422,7 +439,7 @@ def test_a_file_system_that_stays_stale_is_no_removed_cluster(state, monkeypatch
 
 @pytest.mark.slow
 def test_sessions_are_read_whole_or_not_at_all_whenever_their_writer_is_killed(state, caplog, fork):
-    record = Record("a")
+    record = new_record("a")
     claim(record)
     for life in range(20):
         before = {*read("a").sessions}
@@ -450,7 +467,7 @@ def test_death_before_any_step_leaves_the_old_record_the_new_or_none(state, what
     monkeypatch.setattr(store, "_LEFTOVER_AGE", -1.0)
     seen = []
     for step in range(1, 100):
-        old = Record("a", options={"is": "old"})
+        old = new_record("a", options={"is": "old"})
         (claim(old) / "key.pem").write_text("secret")
         writer = fork(die_at, what, step)
         writer.join()
@@ -462,11 +479,11 @@ def test_death_before_any_step_leaves_the_old_record_the_new_or_none(state, what
         for each in found:
             launch(each, "session-2")
             assert "session-2" in read("a").sessions
-        if not found and os.path.exists(state / "a"):  # who looks next can finish the removal
-            assert [each.id for each in records(removed=True)] in ([], [old.id])
-        remove("a")
-        claim(Record("another"))
-        remove("another")
+        for each in found:
+            remove(each)
+        another = new_record("another")
+        claim(another)
+        remove(another)
         assert os.listdir(state) == []
     assert len(seen) > 5
     assert seen[0] == ["old"]
@@ -491,34 +508,14 @@ def die_at(what, step):
     elif what == "end":
         end(old, "session-1", "session-2")
     elif what == "replace":
-        remove("a", id=old.id)
-        claim(Record("a", options={"is": "new"}))
+        remove(old)
+        claim(new_record("a", options={"is": "new"}))
     else:
-        remove("a", id=old.id)
-
-
-def test_a_removal_whose_process_died_is_finished_by_another_that_knows_the_sessions(state):
-    """The cluster is not found any more. Who takes its name stops the sessions first."""
-    record = Record("a")
-    folder = claim(record)
-    launch(record, "session-1")
-    os.rename(folder / RECORD_FILE, folder / REMOVED_FILE)
-    assert records() == []
-    [half] = records(removed=True)
-    assert (half.id, half.sessions) == (record.id, {"session-1": "a-0"})
-    assert store.find("a", id=record.id) is None
-    assert store.find("a", id=record.id, even_removed=True) == half
-    with pytest.raises(NoSuchCluster):
-        launch(record, "session-2")
-    with pytest.raises(ClusterExists):
-        claim(Record("a"))
-    assert remove("a", id="another") is None
-    assert remove("a", id=record.id) == {"session-1": "a-0"}
-    assert os.listdir(state) == []
+        remove(old)
 
 
 def test_nothing_is_lost_when_two_processes_write_sessions_at_the_same_moment(state, fork):
-    record = Record("a")
+    record = new_record("a")
     claim(record)
     writers = [fork(add_sessions, record, each) for each in "xy"]
     while any(writer.is_alive() for writer in writers):
@@ -533,7 +530,7 @@ def add_sessions(record, prefix):
 
 
 def test_a_session_is_running_or_ended_whenever_the_writer_dies(state, fork):
-    record = Record("a")
+    record = new_record("a")
     seen = []
     for step in range(1, 100):
         claim(record)
@@ -549,7 +546,7 @@ def test_a_session_is_running_or_ended_whenever_the_writer_dies(state, fork):
         end(record, "session-1", "session-2")
         assert not read("a").sessions
         assert len(read("a").ended) == 2
-        remove("a")
+        remove(read("a"))
         if writer.exitcode == 0:
             break
         assert writer.exitcode == -signal.SIGKILL

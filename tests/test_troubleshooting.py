@@ -14,7 +14,7 @@ import dask
 import pytest
 from clusters import log_of, sign_of, write_record
 from distributed import Client, wait
-from extensions import faults
+from testbed import faults
 
 from dask_cml import (
     ClusterExists,

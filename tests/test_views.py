@@ -14,10 +14,10 @@ import nbformat
 import pytest
 from clusters import lines_of, simulate
 from distributed import Client
-from extensions import faults
 from nbclient import NotebookClient
 from simulated.testing import eventually, simulated
 from terminals import STEERING, in_a_terminal
+from testbed import faults
 
 from dask_cml import CMLCluster
 from dask_cml import display as screens

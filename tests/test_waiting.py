@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 from clusters import arrived, log_of, rebuild, target
 from distributed import Client
-from extensions import faults
 from simulated.testing import eventually, simulated
+from testbed import faults
 
 from dask_cml.cli import cml
 from dask_cml.sessions import session

@@ -217,10 +217,7 @@ async def delete(names: Sequence[str], everything: bool) -> None:
 
     if bool(names) == everything:
         raise click.UsageError(f"expected names of clusters, such as `{_delete('night')}`, or --all")
-    if everything:
-        records = [*store.records(), *store.records(removed=True)]
-    else:
-        records = [store.find(name, even_removed=True) or store.read(name) for name in dict.fromkeys(names)]
+    records = store.records() if everything else [store.read(name) for name in dict.fromkeys(names)]
     show(f"Deleting {len(records)} cluster{'s' * (len(records) != 1)}")
     results = await operations.end_all(records)
     _report(results, "No clusters.")

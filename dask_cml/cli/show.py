@@ -33,8 +33,6 @@ async def list_clusters(as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    if removed := ", ".join(sorted({printable(each.name) for each in store.records(removed=True)})):
-        click.echo(f"Deleted in part: {removed}. Stop their sessions: dask cml prune", err=True)
     if not rows:
         click.echo("No clusters. Create one: dask cml create --n-workers 2", err=True)
         return
@@ -63,14 +61,13 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 @as_json
 async def info(name: str, as_json: bool) -> None:
     """Show one cluster: its sessions, worker groups and usage."""
-    from dask_cml.options import state_directory
     from dask_cml.records import operations, store
     from dask_cml.records.usage import usage_of
 
     record = store.read(name)
     usage = usage_of(record, time.time())
     [row] = await operations.describe([record], timeout=_PATIENCE)
-    row["created"], row["folder"] = record.created.isoformat(), str(state_directory() / name)
+    row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
     sessions = dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1])))
     owners = {session: each.owner for session, each in record.launches.items() if each.owner is not None}
     if as_json:
@@ -199,7 +196,7 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
     chosen = session_logs.choose(workers, launched) if workers else None
     shown = None
     while True:
-        lasts = follow and store.find(name, id=record.id) is not None
+        lasts = follow and store.find_again(record) is not None
         for session, line in session_logs.lines(chosen, whole=not lasts):
             if session != shown:
                 click.echo("\n" * bool(shown) + printable(f"==> {session} <=="))

@@ -138,13 +138,13 @@ class CMLAdaptive(Adaptive):
         group : str
             The worker group.
         limits : mapping
-            The limits and options, see :class:`dask_cml.scheduler.board.Limits`.
+            The limits and options, see ``dask_cml.scheduler.board.Limits``.
         """
         return cls(cluster, worker_group=group, **limits)
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The limits for the board, see :class:`dask_cml.scheduler.board.Limits`."""
+        """The limits for the board, see ``dask_cml.scheduler.board.Limits``."""
         return {
             "minimum": int(self.minimum),
             "maximum": int(self.maximum),

@@ -114,7 +114,7 @@ def _end_all() -> None:
     raising = [signum for signum in before if before[signum] in (signal.default_int_handler, _exit)]
     for signum in raising:
         signal.signal(signum, _ask_for_patience)
-    threads = [threading.Thread(target=_end, args=(cluster,), daemon=True) for cluster in _clusters]
+    threads = [threading.Thread(target=_end, args=(cluster,), daemon=True) for cluster in unclosed()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -132,7 +132,7 @@ def _end(cluster: Any) -> None:
 
 
 def _ask_for_patience(*_: Any) -> None:
-    logger.warning("Shutting down %s first: please wait", ", ".join(each.options.name for each in _clusters))
+    logger.warning("Shutting down %s first: please wait", ", ".join(each.options.name for each in unclosed()))
 
 
 def _wait_for_makers() -> None:

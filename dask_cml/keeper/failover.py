@@ -122,7 +122,7 @@ class Failover:
         """
         deadline = time.monotonic() + _UNREADABLE_FOR
         while True:
-            found = await asyncio.to_thread(store.find, record.name, id=record.id)
+            found = await asyncio.to_thread(store.find_again, record)
             if found is not None:
                 break
             with contextlib.suppress(OSError):

@@ -94,8 +94,7 @@ class Journal:
             facts.append(fact(session, "ended", now if ended is None else min(now, ended), cause))
         if launched or facts:
             # A cancellation waits: later facts must not be written before these.
-            name, id = self._record.name, self._record.id
-            await to_the_end(store.write_sessions, launched, facts, name, id=id)
+            await to_the_end(store.write_sessions, self._record, launched, facts)
         self._waiting = (self._waiting | (waiting & sessions.keys())) - begun - stopped
         self._written = (self._written | new.keys()) - stopped
         # A late answer of the platform may enter a stopped session once more; then it is stopped again.

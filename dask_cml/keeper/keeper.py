@@ -251,7 +251,7 @@ class Keeper:
         spec, names = self._cluster.scheduler_spec, self._groups.workers()
         scheduler: CMLScheduler = _class_of(spec)(**spec["options"])
         self._cluster.scheduler = scheduler
-        left, why = await asyncio.to_thread(left_for_user, self._record.id, 0)
+        left, why = await asyncio.to_thread(left_for_user, self._record, 0)
         if strict and left < 1 + len(names):
             raise LaunchRefused(scheduler.name, why, by="dask-cml")
         made = {name: self._make(name) for name in names}
@@ -463,7 +463,7 @@ class Keeper:
             return
         groups = {name: self._groups.group_of(name) for name in ready}
         backoffs = {group: self.backoff(group) for group in {*groups.values()}}
-        left, why = await asyncio.to_thread(left_for_user, self._record.id, len(self.processes))
+        left, why = await asyncio.to_thread(left_for_user, self._record, len(self.processes))
         errors: dict[str, CMLError] = {name: LaunchRefused(name, why, by="dask-cml") for name in ready[left:]}
         errors |= await self._launch_some(ready[:left], groups, may_launch)
         for group, backoff in backoffs.items():
@@ -618,7 +618,7 @@ class Keeper:
         if now < self._next_strays:
             return
         self._next_strays = now + timing.strays
-        record = await asyncio.to_thread(store.find, self._name, id=self._record.id)
+        record = await asyncio.to_thread(store.find_again, self._record)
         if record is None:
             return
         used = {str(process.session_id) for process in self.processes}.union(*self._stops.values())
@@ -849,7 +849,7 @@ class Keeper:
         """Stop the sessions of a lost scheduler, and of earlier attempts to replace it."""
         await self._retirements.close()
         await self._journal.write(self.processes)
-        now = await asyncio.to_thread(store.find, self._name, id=self._record.id) or record
+        now = await asyncio.to_thread(store.find_again, self._record) or record
         for session, key in now.sessions.items():
             self._api.adopt(session, key)
         try:

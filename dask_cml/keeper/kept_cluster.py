@@ -108,7 +108,7 @@ class KeptCluster(SpecCluster):
         if not connects:
             self._check_launch_options(options)
         self.place = Place(state_directory() / options.name)
-        self.new_record = Record(options.name, maker=self._maker())
+        self.new_record = Record(options.name, maker=self._maker(), folder=self.place.folder)
         self.record: Record | None = None
         self.groups = Groups(self, options, self._api, self.place)
         self._remote = Remote(secrets.token_hex(8), options.name, counts=self.takes_lease)
@@ -241,8 +241,8 @@ class KeptCluster(SpecCluster):
         """Stop what was launched. Log an error, which must not replace the reason of the failure."""
         try:
             await self._close(shutdown=not self._connects)
-        except CMLError as failed:
-            logger.error("%s", failed)
+        except Exception as failed:  # also of Dask's code
+            logger.error("Cluster %s not closed properly: %s", self.options.name, failed or repr(failed))
 
     def _say_interrupted(self) -> None:
         """Tell the user, after Ctrl-C, how many sessions were stopped."""
@@ -334,7 +334,7 @@ class KeptCluster(SpecCluster):
         """
         self._connects = True
         name, given = self.options.name, self._given
-        record = await asyncio.to_thread(store.read, name)
+        record = await asyncio.to_thread(store.read, name, self.place.folder.parent)
         if record.scheduler.address is None:  # another process creates it
             self._log(f"Cluster {name} is starting: waiting for its scheduler")
             record = await wait_until_running(record)
@@ -510,7 +510,7 @@ class KeptCluster(SpecCluster):
     async def _succeed(self, board: BoardState) -> None:
         """Keep the cluster from now on."""
         assert self.record is not None
-        record = await asyncio.to_thread(store.read, self.record.name, id=self.record.id)
+        record = await asyncio.to_thread(store.read_again, self.record)
         self.groups.take(board.groups)
         await self._subscribe()
         keeper = self._make_keeper(record)
@@ -822,7 +822,7 @@ class KeptCluster(SpecCluster):
         record = self.record
         if record is not None:
             with contextlib.suppress(OSError, CMLError):  # the usage is removed with the record
-                last = await asyncio.to_thread(store.read, record.name, id=record.id)
+                last = await asyncio.to_thread(store.read_again, record)
                 self._usage, self._lasted = usage_of(last, time.time()), record.age
         await self._api.close(self._stop_sessions_now)
 
@@ -877,11 +877,23 @@ class KeptCluster(SpecCluster):
             raise
         except Exception as error:
             logger.info("Event loop of cluster %s not used to close it: %r", self.options.name, error)
-        # The event loop may have ended, as after asyncio.run.
-        left = self.status != Status.closed
+        try:
+            self._close_without_loop(self.shutdown_on_close)
+        finally:
+            self.status = Status.closed
+
+    def _close_without_loop(self, shutdown: bool) -> None:
+        """Close when the event loop has ended, as after asyncio.run. Blocks."""
+        if self.status == Status.closed:
+            return
+        try:
+            if shutdown:
+                self._stop_sessions_now()
+        except BaseException:
+            self.status = Status.failed
+            raise
         self.status = Status.closed
-        if left and self.shutdown_on_close:
-            self._stop_sessions_now()
+        no_longer_end_at_exit(self)
 
     async def outlive_this_process(self) -> None:
         """Let the cluster run on when this process exits, until the session ends that launched it.

@@ -1,8 +1,8 @@
 """The state that all processes of the local platform share: small files, each written as a whole.
 
 Each session has a folder. Its ``session.json`` describes the launch, and what has become of it since. The
-session's supervisor alone writes it. The file ``end.json`` requests that the session stops, or that it fails.
-The folder ``tmp`` is the session's TMPDIR. The supervisor holds the file ``lock`` while it runs. If it dies,
+session's supervisor alone writes it. The file ``stop`` asks the session to stop. The file ``log`` is its
+output, and the folder ``tmp`` its TMPDIR. The supervisor holds the file ``lock`` while it runs. If it dies,
 the kernel releases the lock, and whoever reads the session next ends it.
 """
 
@@ -23,21 +23,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dask_cml.local import extensions
-from dask_cml.private_files import make_folder, owner_only, report_ignored
+from dask_cml.private_files import make_folder, owner_only
 
 #: A session as ``session.json`` has it.
 Session = dict[str, Any]
+#: What the platform tells of a session.
+SessionInfo = dict[str, Any]
 
 DIRECTORY_VARIABLE = "DASK_CML_LOCAL_DIRECTORY"
 ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
+#: The folder of the sessions. It changes with the content of ``session.json``.
+_SESSIONS = "sessions-5"
 _ALPHABET = string.ascii_lowercase + string.digits
 #: What the platform tells of a session as it is.
 _TOLD = ("id", "status", "name", "app_url", "cpu", "memory", "nvidia_gpu", "kernel", "script")
-#: Why a session failed, in the words of :func:`dask_cml.local.sessions`.
-OUT_OF_MEMORY, SCRATCH_FULL, EVICTED = "out of memory", "scratch full", "evicted"
-#: The version of ``session.json``.
-_VERSION = 4
+#: Seconds for which an ended session and its log are kept.
+_KEPT = 24 * 3600.0
 
 
 def directory() -> Path:
@@ -57,31 +58,13 @@ def directory() -> Path:
     default = Path(tempfile.gettempdir(), f"dask-cml-local-{os.getuid()}")
     path = Path(os.environ.get(DIRECTORY_VARIABLE) or default).absolute()
     make_folder(path)
-    make_folder(path / "sessions")
+    make_folder(path / _SESSIONS)
     return path
 
 
 def folder_of(session_id: str) -> Path:
     """Return the folder of a session."""
-    return directory() / "sessions" / session_id
-
-
-@contextlib.contextmanager
-def lock_if_free(path: Path) -> Iterator[bool]:
-    """Lock a file for the block. Yield False if another process holds the lock.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the file does not exist.
-    """
-    with open(path, "r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_free = True
-        except BlockingIOError:
-            is_free = False
-        yield is_free
+    return directory() / _SESSIONS / session_id
 
 
 def read_json(path: Path) -> Any:
@@ -102,7 +85,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextlib.contextmanager
 def locked() -> Iterator[Path]:
-    """Prevent other processes from changing settings, faults and the set of sessions in the block."""
+    """Prevent other processes from changing the quota and the set of sessions in the block."""
     path = directory()
     with open(path / "lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -126,8 +109,7 @@ def create_session(session: Session) -> int:
     folder.mkdir(mode=0o700)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    # Nobody sees the session before it has this file.
-    write_json(folder / "session.json", {**session, "version": _VERSION})
+    write_json(folder / "session.json", session)  # nobody sees the session before it has this file
     return lock
 
 
@@ -141,47 +123,39 @@ def read_session(session_id: str) -> Session | None:
 
     If the session has not ended but its supervisor has died, end it as failed.
     """
-    return _current(folder_of(session_id)) if session_id.isalnum() else None
+    folder = folder_of(session_id)
+    session = read_json(folder / "session.json") if session_id.isalnum() else None
+    if session is None or not is_live(session):
+        return session
+    with contextlib.suppress(FileNotFoundError), open(folder / "lock", "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # the supervisor has it
+            return session
+        # The supervisor may have written the session's end before it released the lock.
+        session = read_json(folder / "session.json")
+        if session and is_live(session):
+            free(session)
+            session |= {"status": "failed", "finished_at": time.time()}
+            write_json(folder / "session.json", session)
+    return session
 
 
 def read_sessions() -> list[Session]:
     """Return the current states of all sessions, the oldest first."""
-    sessions = [session for session in map(_current, (directory() / "sessions").iterdir()) if session]
-    return sorted(sessions, key=lambda session: session["created_at"])
+    sessions = [read_session(folder.name) for folder in (directory() / _SESSIONS).iterdir()]
+    return sorted(filter(None, sessions), key=lambda session: session["created_at"])
 
 
-def _current(folder: Path) -> Session | None:
-    session = _read(folder)
-    if session is None or not is_live(session):
-        return session
-    try:
-        with lock_if_free(folder / "lock") as is_free:
-            # The supervisor may have written the session's end before it released the lock.
-            if is_free and (session := _read(folder)) and is_live(session):
-                free(session)
-                session |= {"status": "failed", "finished_at": time.time(), "reason": "supervisor lost"}
-                write_json(folder / "session.json", session)
-    except FileNotFoundError:  # the session was removed
-        return None
-    return session
-
-
-def _read(folder: Path) -> Session | None:
-    if not folder.name.isalnum():
-        return None
-    try:
-        session: Session = json.loads((folder / "session.json").read_bytes())
-        # Another release of dask-cml may have launched it.
-        return session if session["version"] == _VERSION and session["status"] else None
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError) as error:
-        report_ignored(f"session {folder.name}", repr(error))
-        return None
+def forget(sessions: list[Session]) -> None:
+    """Remove the sessions that ended long ago."""
+    for session in sessions:
+        if not is_live(session) and session["finished_at"] < time.time() - _KEPT:
+            shutil.rmtree(folder_of(session["id"]), ignore_errors=True)
 
 
 def free(session: Session, group: int | None = None) -> None:
-    """Kill every process of a session, and remove its scratch space.
+    """Kill every process of a session, and remove its TMPDIR.
 
     Parameters
     ----------
@@ -190,43 +164,22 @@ def free(session: Session, group: int | None = None) -> None:
     group : int, optional
         See :func:`processes.find`.
     """
-    from dask_cml.local import processes  # imports psutil, which takes long
+    from dask_cml.local import processes  # imports psutil, which a session need not wait for at its start
 
     processes.kill(session["id"], group)
     shutil.rmtree(folder_of(session["id"]) / "tmp", ignore_errors=True)
-    for remove in extensions.hooks(session["extensions"], "remove"):
-        remove(session)
 
 
-def request_end(
-    session_id: str, how: str = "stopped", reason: str | None = None, notice: bool = True
-) -> Session | None:
-    """Ask a session to end, without waiting for it. Return its last state, or None if it does not exist.
-
-    Parameters
-    ----------
-    session_id : str
-        The session's id.
-    how : str
-        Its last status.
-    reason : str, optional
-        Why it fails.
-    notice : bool
-        Whether its main process gets SIGTERM first.
-    """
+def request_stop(session_id: str) -> bool:
+    """Ask a session to stop, without waiting for it. Return whether it exists."""
     session = read_session(session_id)
     if session and is_live(session):
-        with contextlib.suppress(FileNotFoundError):  # the session has ended, and was removed
-            write_json(folder_of(session_id) / "end.json", {"how": how, "reason": reason, "notice": notice})
-    return session
+        with contextlib.suppress(FileNotFoundError):  # the session was removed
+            (folder_of(session_id) / "stop").touch()
+    return session is not None
 
 
-def stop_requested(session_id: str) -> bool:
-    """Return whether a session was asked to stop."""
-    return (read_json(folder_of(session_id) / "end.json") or {}).get("how") == "stopped"
-
-
-def public(session: Session) -> dict[str, Any]:
+def public(session: Session) -> SessionInfo:
     """Return a session as the platform describes it."""
     created, running, finished = (session.get(f"{event}_at") for event in ("created", "running", "finished"))
     description = {

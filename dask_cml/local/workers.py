@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from dask_cml import checks
-from dask_cml.local import configuration, extensions, launching, state
+from dask_cml.local import platform, state
+from dask_cml.local.state import SessionInfo
 
-#: What the platform tells of a session.
-SessionInfo = dict[str, Any]
 T = TypeVar("T")
 
 _THREADS = 10
@@ -70,8 +68,7 @@ def launch_workers(
     cpu : float
         Virtual CPUs of each session. They count against the quota, but are not enforced.
     memory : float
-        Memory of each session, in GiB. It limits all processes of the session together, see
-        :func:`configure`.
+        Memory of each session, in GiB. It counts against the quota, but is not enforced.
     nvidia_gpu : int
         Number of GPUs of each session. Not enforced.
     kernel : str
@@ -127,10 +124,8 @@ def launch_workers(
         "name": name or "",
     }
 
-    def post(_: int) -> SessionInfo:
-        return _request(lambda: launching.launch(request), "launch_workers", request["name"], request["code"])
-
-    return _in_threads(post, range(checks.integer("n", n, 0)))
+    launch = platform.current().launch
+    return _in_threads(lambda _: launch(request), range(checks.integer("n", n, 0)))
 
 
 def list_workers() -> list[SessionInfo]:
@@ -146,12 +141,7 @@ def list_workers() -> list[SessionInfo]:
     >>> from dask_cml import local
     >>> sessions = {session["id"]: session["status"] for session in local.list_workers()}
     """
-    return _request(_own_sessions, "list_workers")
-
-
-def _own_sessions() -> list[SessionInfo]:
-    launcher = launching.calling_session()
-    return [state.public(each) for each in state.read_sessions() if each["launcher"] == launcher]
+    return platform.current().own_sessions()
 
 
 def await_workers(
@@ -187,7 +177,7 @@ def await_workers(
     goal = "succeeded" if wait_for_completion else "running"
     waited = 0.0
     while True:
-        found = [each for each in _request(_own_sessions, "await_workers") if each["id"] in wanted]
+        found = [each for each in list_workers() if each["id"] in wanted]
         good = [
             each
             for each in found
@@ -232,24 +222,23 @@ def stop_workers(*ids: str | Mapping[str, Any]) -> list[Response] | None:
         mine = [each["id"] for each in list_workers()]
         return stop_workers(*mine) if mine else None
 
-    def put(session_id: str) -> Response:
-        session = state.read_session(session_id) or {"name": "", "code": ""}
-
-        def stop() -> Response:
-            return Response(204 if state.request_end(session_id) else 404)
-
-        return _request(stop, "stop_workers", session["name"], session["code"])
-
-    return _in_threads(put, [each["id"] if isinstance(each, Mapping) else each for each in ids])
+    stop = platform.current().stop
+    return _in_threads(
+        lambda session_id: Response(stop(session_id)),
+        [each["id"] if isinstance(each, Mapping) else each for each in ids],
+    )
 
 
-def _request(do: Callable[[], T], function: str, name: str = "", code: str = "") -> T:
-    """Return the answer to an HTTP request, after its duration."""
-    current = configuration.settings()
-    time.sleep(current.latency)
-    for hook in extensions.hooks(current.extensions, "request"):
-        do = functools.partial(hook, do, function, name, code)
-    return do()
+def shares_host_network() -> bool:
+    """Return whether sessions share this machine's loopback and ports.
+
+    Examples
+    --------
+    >>> from dask_cml import local
+    >>> local.shares_host_network()
+    True
+    """
+    return platform.current().shares_host_network
 
 
 def _in_threads(function: Callable[[Any], T], arguments: Iterable[Any]) -> list[T]:

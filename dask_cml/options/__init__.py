@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from dask_cml.checks import gibibytes, integer, message, nearest, positive
-from dask_cml.naming import DEFAULT_GROUP
+from dask_cml.checks import gibibytes, integer, memory_reserve, message, nearest, positive
 from dask_cml.options.configuration import check_keys, inherited
 from dask_cml.options.configuration import setting as setting
 from dask_cml.options.configuration import state_directory as state_directory
@@ -62,7 +61,7 @@ class Options:
     memory: float
     nvidia_gpu: int
     memory_reserve: float
-    scratch: int
+    scratch: float
     worker_command: tuple[str, ...]
     processes: int
     nthreads: int
@@ -164,13 +163,6 @@ class Options:
                 raise type(error)(f"in worker_groups[{name!r}]: {error}") from None
         return groups
 
-    def first_groups(self) -> dict[str, dict[str, Any]]:
-        """Return what is wanted at first; see :class:`dask_cml.scheduler.wanted.Wanted`."""
-        groups: dict[str, dict[str, Any]] = {DEFAULT_GROUP: {"options": {}, "target": self.n_workers}}
-        for name, each in self.groups().items():
-            groups[name] = {"options": each.group_arguments(), "target": each.n_workers}
-        return groups
-
     def of_group(self, given: Mapping[str, Any]) -> Options:
         """Return the options of a worker group.
 
@@ -194,8 +186,14 @@ class Options:
             if given.get(name) is not None:
                 values[name] = option.checked(name, given[name], values)
             elif any(values[each] != getattr(self, each) for each in option.needs):
-                values[name] = option.checked(name, None if option.default is None else values[name], values)
+                is_kept = option.default is not None or (name == "memory_reserve" and self._reserves_its_own)
+                values[name] = option.checked(name, values[name] if is_kept else None, values)
         return Options(**{**values, "env": {**self.env, **values["env"]}})
+
+    @property
+    def _reserves_its_own(self) -> bool:
+        """Whether the reserved memory is a user's number, not the one that follows from the memory."""
+        return self.memory_reserve != memory_reserve("memory_reserve", None, self.memory)
 
     def group_arguments(self) -> dict[str, Any]:
         """Return arguments from which :meth:`of_group` restores this group's options, for JSON."""
@@ -204,7 +202,7 @@ class Options:
 
     @classmethod
     def of_running(cls, name: str, recorded: Mapping[str, Any], **own: Any) -> Options:
-        """Return the options of a running cluster, with this manager's own values of unrecorded options."""
+        """Return the options of a running cluster, with this process's own values of unrecorded options."""
         # The worker groups in this process's configuration are for new clusters.
         return cls.read(recorded, name=name, create_mode="create", worker_groups={}, **own)
 
@@ -236,7 +234,7 @@ class Options:
         n : int
             Number of worker sessions.
         memory : float or str, optional
-            Total memory, in GiB or as a string such as ``"100 GiB"``.
+            Total memory of the sessions, in GiB or as a string such as ``"100 GiB"``.
         cores : float, optional
             Total number of threads.
 
@@ -276,7 +274,7 @@ class Options:
             yield integer(limit or "n", n, 0, MOST_SESSIONS)
         for unit, total, check, of_session in (
             ("cores", cores, positive, self.nthreads),
-            ("memory", memory, gibibytes, self.worker_memory),
+            ("memory", memory, gibibytes, self.memory),
         ):
             if total is not None:
                 argument = f"{limit}_{unit}" if limit else unit

@@ -23,7 +23,7 @@ from typing import Any
 from dask_cml.checks import is_session_id
 from dask_cml.layout import HISTORY_FOLDER
 from dask_cml.options import setting, state_directory
-from dask_cml.private_files import make_folder, open_folder, read_file, report_ignored, write_file
+from dask_cml.private_files import check_folder, make_folder, read_file, report_ignored, write_file
 from dask_cml.records import liveness, store
 from dask_cml.records.record import Record
 from dask_cml.records.usage import Amount, SessionHours, Usage, read_usage, usage_of
@@ -193,12 +193,11 @@ def remember(record: Record, why: str = UNSEEN) -> None:
         Why it ended, as a clause.
     """
     try:
-        keep, folder = setting("history.keep"), state_directory() / HISTORY_FOLDER
-        if keep and (last := store.find(record.name, id=record.id, even_removed=True)) is not None:
+        keep, folder = setting("history.keep"), record.folder.parent / HISTORY_FOLDER
+        if keep and (last := store.find_again(record)) is not None:
             make_folder(folder)
             content = json.dumps(EndedCluster.of(last, why).to_json()).encode()
-            with open_folder(folder) as descriptor:
-                write_file(f"{record.id}{_SUFFIX}", content, descriptor, new=True)
+            write_file(folder / f"{record.id}{_SUFFIX}", content, new=True)
         _forget(folder, keep, time.time() - setting("history.days") * 24 * 3600)
     except Exception as error:  # the cluster must end, whatever its record contains
         logger.warning("History of cluster %s not written: %r", record.name, error)
@@ -230,8 +229,8 @@ def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
         with contextlib.suppress(ValueError):
             found[record.id] = EndedCluster.of(record)
     try:
-        with open_folder(folder):
-            files = [*folder.glob(f"[!.]*{_SUFFIX}")]
+        check_folder(folder)
+        files = [*folder.glob(f"[!.]*{_SUFFIX}")]
     except OSError as error:
         files = []
         if not isinstance(error, FileNotFoundError):

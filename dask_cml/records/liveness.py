@@ -7,12 +7,10 @@ import enum
 import logging
 import os
 import shlex
-import tempfile
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from dask_cml.layout import scheduler_file, scheduler_number
-from dask_cml.options import state_directory
 from dask_cml.private_files import open_regular
 from dask_cml.protocol import HELLO
 from dask_cml.records.record import Record
@@ -54,15 +52,16 @@ def silence(record: Record) -> float | None:
 
     Return None if none has written any.
     """
-    folder = state_directory() / record.name
+    folder = record.folder
     try:
         # NFS may cache that a file does not exist, so list the folder.
         numbers = {number for name in os.listdir(folder) if (number := scheduler_number(name)) is not None}
-        file = folder / scheduler_file(max(numbers))
-        # The file system's clock dated the file, so use the same clock for now. NFS may cache an old time of
-        # a file, but not of a file that was just opened.
-        with open_regular(file) as sign, tempfile.TemporaryFile(dir=folder.parent) as now:
-            return max(0.0, os.fstat(now.fileno()).st_mtime - os.fstat(sign.fileno()).st_mtime)
+        # NFS may cache an old time of a file, but not of a file that was just opened.
+        with open_regular(folder / scheduler_file(max(numbers))) as file:
+            written = os.fstat(file.fileno()).st_mtime
+        # The file system's clock dated the file, so it says also what time it is now.
+        os.utime(folder.parent)
+        return max(0.0, folder.parent.stat().st_mtime - written)
     except (OSError, ValueError):
         return None
 
@@ -233,7 +232,7 @@ def why_not_contacted(record: Record) -> str | None:
     if record.security is not None or record.maker.lives() or spoke_lately(record):
         return None
     return (
-        "it has no keys, and its scheduler has left no sign of life for two minutes, so another program may "
-        f"have the address {record.scheduler.address}: if the cluster does not run any more, run "
-        f"`dask cml delete {shlex.quote(record.name)}`"
+        "it has no keys, and its scheduler has left no sign of life for two minutes. If it has ended, "
+        f"another program may have its address {record.scheduler.address}; if it runs, the disk may "
+        f"be full. If the cluster does not run any more, run `dask cml delete {shlex.quote(record.name)}`"
     )

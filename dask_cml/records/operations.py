@@ -13,7 +13,7 @@ from typing import Any
 from dask_cml.cancellation import to_the_end
 from dask_cml.checks import seconds
 from dask_cml.errors import ClusterExists, CMLError
-from dask_cml.options import limits, state_directory
+from dask_cml.options import limits
 from dask_cml.records import history, liveness, store
 from dask_cml.records.liveness import Finding, State
 from dask_cml.records.record import Record, cluster_address
@@ -28,16 +28,14 @@ _AT_ONCE = 8
 _LOOK_INTERVAL = 0.5
 
 
-async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) -> None:
-    """Create the folder and the record of a new cluster.
-
-    First delete a dead cluster with its name, or one whose removal was interrupted.
+async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -> None:
+    """Create the folder and the record of a new cluster. First delete a dead cluster with its name.
 
     Parameters
     ----------
     record : Record
         The record.
-    wanted : mapping
+    board : mapping
         What the scheduler begins with, for JSON.
     api : WorkersAPI
         Lists the sessions of a dead cluster.
@@ -52,19 +50,18 @@ async def take_name(record: Record, wanted: Mapping[str, Any], api: WorkersAPI) 
         If the task is cancelled. The record may exist.
     """
     try:
-        await to_the_end(store.claim, record, wanted)  # then it can be removed
+        await to_the_end(store.claim, record, board)  # then it can be removed
         return
     except ClusterExists:
-        old = await asyncio.to_thread(store.find, record.name, even_removed=True)
+        old = await asyncio.to_thread(store.find, record.name, record.folder.parent)
         if old is None:
             raise
-        if not old.removed:
-            finding = (await liveness.judge([old], api=api))[old.name]
-            if finding.state is not State.DEAD:
-                raise ClusterExists(old.name, finding.why) from None
+        finding = (await liveness.judge([old], api=api))[old.name]
+        if finding.state is not State.DEAD:
+            raise ClusterExists(old.name, finding.why) from None
     if (error := (await _end_all([old]))[old.name]) is not None:
         raise error
-    await to_the_end(store.claim, record, wanted)
+    await to_the_end(store.claim, record, board)
 
 
 async def wait_until_running(record: Record) -> Record:
@@ -88,7 +85,7 @@ async def wait_until_running(record: Record) -> Record:
     )
     deadline = time.monotonic() + timeout
     while True:
-        now = await asyncio.to_thread(store.read, name, id=record.id)
+        now = await asyncio.to_thread(store.read_again, record)
         if now.scheduler.address is not None and await liveness.is_alive(now):
             return now
         if await asyncio.to_thread(liveness.is_abandoned, now):
@@ -166,25 +163,24 @@ def _waiting(record: Record) -> dict[str, float | None]:
     return {"waiting": len(since), "waiting_for": max(0.0, time.time() - min(since)) if since else None}
 
 
-def left_for_user(record: str | None, used: int) -> tuple[int, str]:
+def left_for_user(record: Record, used: int) -> tuple[int, str]:
     """Return how many more sessions ``cml.limits.user-sessions`` allows the user of a cluster, and why.
 
     Blocks while it waits for the file system.
 
     Parameters
     ----------
-    record : str or None
-        The id of the cluster's record.
+    record : Record
+        The cluster's record.
     used : int
         Number of the cluster's sessions.
     """
     limit = limits.limits().get("user-sessions")
     if limit is None:
         return sys.maxsize, ""
-    records = {each.id: each for each in store.records()}
-    own = records.pop(str(record), None)
-    user = this_user() if own is None else own.maker.user
-    used += sum(len(each.sessions) for each in records.values() if each.maker.user == user)
+    user = record.maker.user
+    others = [other for other in store.records(record.folder.parent) if other.id != record.id]
+    used += sum(len(other.sessions) for other in others if other.maker.user == user)
     why = f"user {user} has {used} sessions, and {limits.describe('user-sessions')}"
     return max(0, int(limit) - used), f"{why}; to list their clusters, run `dask cml list`"
 
@@ -199,13 +195,13 @@ async def ended_clusters() -> list[history.EndedCluster]:
 
 def session_logs(record: Record) -> SessionLogs:
     """Return the logs of a cluster's sessions."""
-    return SessionLogs(record.name, state_directory() / record.name, record.options.get("log_directory"))
+    return SessionLogs(record.name, record.folder, record.options.get("log_directory"))
 
 
 async def end_all(records: Iterable[Record], user: str | None = None) -> dict[str, CMLError | None]:
     """Delete clusters, running or not: stop all sessions in their records, and remove the records.
 
-    A scheduler that answers first informs its workers, clients and managers. If sessions of a cluster cannot
+    A scheduler that answers first informs its workers and clients. If sessions of a cluster cannot
     be stopped, its record remains.
 
     Parameters
@@ -272,12 +268,12 @@ def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
         stopped.update(sessions)
         api.end()
 
-    now = store.find(record.name, id=record.id)
+    now = store.find_again(record)
     stop({**record.sessions, **(now.sessions if now else {})})
-    while (now := store.find(record.name, id=record.id)) and now.sessions.keys() - stopped:
+    while (now := store.find_again(record)) and now.sessions.keys() - stopped:
         stop(now.sessions)
     history.remember(record, why)
-    if last := store.remove(record.name, id=record.id):
+    if last := store.remove(record):
         stop(last)
 
 
@@ -296,13 +292,10 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     passed_over : dict
         For the name of each cluster that does not answer but may still run, the reason.
     """
-    # Another process may be removing these, which this one can do as well.
-    removed = await asyncio.to_thread(store.records, removed=True)
-    ended = await _end_all(removed)
     records = await asyncio.to_thread(store.records)
     findings = await liveness.judge(records, timeout=timeout)
     dead = [r for r in records if findings[r.name].state is State.DEAD]
     passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
-    ended |= await _end_all(dead)
+    ended = await _end_all(dead)
     await asyncio.to_thread(store.sweep)
     return ended, passed_over

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Annotated, Any, TypedDict
 from urllib.parse import quote
 
@@ -23,7 +24,7 @@ from dask_cml.sessions.here import this_session, this_user
 from dask_cml.sessions.tls import ask
 from dask_cml.validation import validate
 
-VERSION = 2
+VERSION = 3
 #: The scheme of the addresses by which Dask's clients find clusters; see :mod:`dask_cml.address`.
 SCHEME = "cml"
 
@@ -155,13 +156,13 @@ class SchedulerState:
     closed : str or None
         Why the cluster ended with it. None: it runs, or was lost.
     protocol : int or None
-        The version of its protocol with managers.
+        The version of its protocol with the processes that watch the board.
     revision : int
         The revision of what is wanted.
     restarts : int
         Number of schedulers in a row that replaced lost ones, and have not computed a task yet.
     orphan_timeout : float or None
-        Time without a manager and a client after which it closes, in seconds. None: never.
+        Time without a watcher and a client after which it closes, in seconds. None: never.
     hours : float or None
         Hours from the cluster's creation until its end. None: no limit.
     maker : Maker or None
@@ -210,7 +211,7 @@ class Record:
     """All that other processes need to find a cluster, and to manage it.
 
     It contains no secrets of the cluster, only the paths of its keys. The cluster's creator writes the fields
-    up to `version`, once. The last scheduler writes `scheduler`. Managers and the sessions themselves write
+    up to `version`, once. The last scheduler writes `scheduler`. Keepers and the sessions themselves write
     the rest, see :mod:`dask_cml.sessions.entry`.
 
     Parameters
@@ -235,8 +236,8 @@ class Record:
         The sessions that run or wait for room, by id, the oldest first.
     ended : mapping of str to Launch
         The sessions that have ended, if they were read, too.
-    removed : bool
-        Whether the removal of the cluster has begun. Its process may have died meanwhile.
+    folder : Path
+        The cluster's folder.
     """
 
     name: _Text
@@ -249,7 +250,7 @@ class Record:
     scheduler: SchedulerState = field(default_factory=SchedulerState)
     launches: Mapping[str, Launch] = field(default_factory=dict)
     ended: Mapping[str, Launch] = field(default_factory=dict)
-    removed: bool = False
+    folder: Path = field(default_factory=Path)
 
     @property
     def launcher(self) -> Maker:
@@ -300,8 +301,7 @@ class Record:
             raise ValueError(f"a newer dask-cml wrote it, in format {content['version']}: upgrade dask-cml")
         if missing := {*_OWN} - content.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        record = validate({name: content[name] for name in _OWN}, cls, "record")
-        return record if record.version == VERSION else replace(record, scheduler=_of_version_1(content))
+        return validate({name: content[name] for name in _OWN}, cls, "record")
 
     def get_security(self) -> Security | None:
         """Return the cluster's security with the files of its keys. Return None if it has no keys."""
@@ -326,14 +326,6 @@ def _loads(text: str | bytes) -> dict[str, Any]:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"it contains {constant}")
-
-
-def _of_version_1(content: Mapping[str, Any]) -> SchedulerState:
-    """Return what the creator of a cluster of release 0.2 has written, to delete the cluster."""
-    names = {"address": "scheduler_address", "id": "scheduler_id", "session": "scheduler_session"}
-    found = {name: content.get(there) for name, there in {**names, "app_url": "app_url"}.items()}
-    texts: dict[str, Any] = {name: each for name, each in found.items() if isinstance(each, str)}
-    return SchedulerState(**texts)
 
 
 def _maker(content: Any) -> Maker | None:

@@ -100,7 +100,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             protocol.FORWARD: self.forward,
             "terminate": self.terminate,
         }
-        await unless_stale(lambda: self._file.write(self._state()))
+        await self._file.save(self._state())
         looks = (self._look, self._look_at_workers, lambda: spread(scheduler), lambda: relieve(scheduler))
         self._periodic = [PeriodicCallback(look, timing.scheduler_look * 1000) for look in looks]
         self._periodic.append(PeriodicCallback(self._note_activity, timing.activity * 1000))
@@ -375,7 +375,9 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         elif keeper is not None and now > self._keeper_until:
             self._keep(None)
         if self._watchers.is_orphan(now):
-            self._shut_down(f"orphaned: no manager and no client for {self._watchers.timeout:g} s")
+            self._shut_down(
+                f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
+            )
         elif (reason := self._lifetime.look(now)) is not None:
             self._shut_down(reason)
 

@@ -7,7 +7,6 @@ Its time is the scheduler's sign of life for processes that cannot reach the sch
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import logging
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dask_cml.cancellation import to_the_end, wait_until_set
-from dask_cml.layout import scheduler_file, wanted_file
-from dask_cml.private_files import open_folder, read_file, write_file
+from dask_cml.layout import board_file, scheduler_file
+from dask_cml.private_files import read_file, write_file
 from dask_cml.timing import timing
 
 logger = logging.getLogger("distributed.scheduler.dask_cml")
@@ -48,24 +47,21 @@ class StateFile:
         self.folder = folder
         self.number = number
         self._changed = asyncio.Event()
+        self._gone_since: float | None = None
         #: The file with which the scheduler began. Another cluster of this name has another one.
         self._begun: bytes | None = None
 
     def begin(self) -> Mapping[str, Any]:
-        """Return what the manager has written that launched this scheduler. Blocks.
+        """Return what the process has written that launched this scheduler. Blocks.
 
         Raises
         ------
         OSError, ValueError
             If the file cannot be read.
         """
-        with open_folder(self.folder) as descriptor:
-            self._begun = self._read(descriptor)
+        self._begun = read_file(self.folder / board_file(self.number))
         content: Mapping[str, Any] = json.loads(self._begun)
         return content
-
-    def _read(self, descriptor: int) -> bytes:
-        return read_file(self.folder / wanted_file(self.number), descriptor)
 
     def changed(self) -> None:
         """Write the file soon."""
@@ -74,46 +70,57 @@ class StateFile:
     async def run(self, content: Callable[[], Mapping[str, Any]]) -> str:
         """Write the file when something changes, and regularly. Return why the scheduler must close.
 
-        That is when the cluster's folder is removed, or another scheduler replaces this one, or another
-        cluster has its name.
-
         Parameters
         ----------
         content : callable
             Returns the content, for JSON.
         """
-        gone_since: float | None = None
-        while gone_since is None or time.monotonic() - gone_since <= _GONE_FOR:
-            self._changed.clear()
-            try:
-                # A cancellation waits: the scheduler's last state must not be written before this one.
-                if (why := await to_the_end(self.write, content())) is not None:
-                    return why
-                gone_since = None
-            except (FileNotFoundError, NotADirectoryError):
-                if await asyncio.to_thread(self._is_gone):
-                    gone_since = gone_since or time.monotonic()
-            except (OSError, RuntimeError) as error:  # RuntimeError: not private
-                logger.warning("State of the cluster not written: %s", error)
+        while True:
             await asyncio.sleep(_REST)
             await wait_until_set(self._changed, timing.sign_of_life)
-        return "its folder was removed"
+            if (why := await self.save(content())) is not None:
+                return why
+
+    async def save(self, content: Mapping[str, Any]) -> str | None:
+        """Write the file. Return why the scheduler must close, or None. Log errors: :meth:`run` tries again.
+
+        It must close if the cluster's folder is removed, another scheduler replaces this one, or another
+        cluster has its name.
+        """
+        self._changed.clear()
+        try:
+            # A cancellation waits: the scheduler's last state must not be written before this one.
+            why = await to_the_end(self.write, content)
+            self._gone_since = None
+            return why
+        except (FileNotFoundError, NotADirectoryError):
+            self._changed.set()
+            if await asyncio.to_thread(self._is_gone):
+                self._gone_since = self._gone_since or time.monotonic()
+        except (OSError, RuntimeError) as error:  # RuntimeError: not private
+            self._changed.set()
+            logger.warning("State of the cluster not written: %s", error)
+        if self._gone_since is not None and time.monotonic() - self._gone_since > _GONE_FOR:
+            return "its folder was removed"
+        return None
 
     def write(self, content: Mapping[str, Any]) -> str | None:
         """Replace the file atomically. Return why the scheduler must close, or None. Blocks."""
-        with open_folder(self.folder) as descriptor:
-            if self._begun is not None and self._read(descriptor) != self._begun:
-                return "another cluster has its name"
-            write_file(scheduler_file(self.number), json.dumps(content).encode(), descriptor)
-            replaced = wanted_file(self.number + 1) in os.listdir(descriptor)
-        return "another scheduler replaces it" if replaced else None
+        names = os.listdir(self.folder)
+        if self._begun is not None and read_file(self.folder / board_file(self.number)) != self._begun:
+            return "another cluster has its name"
+        write_file(self.folder / scheduler_file(self.number), json.dumps(content).encode())
+        return "another scheduler replaces it" if board_file(self.number + 1) in names else None
 
     def _is_gone(self) -> bool:
         """Return whether the folder is gone, or is that of another cluster, if it can be listed. Blocks."""
-        with contextlib.suppress(OSError):
+        try:
             there = self.folder.name in os.listdir(self.folder.parent)
-            return not there or wanted_file(self.number) not in os.listdir(self.folder)
-        return False
+            return not there or board_file(self.number) not in os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
 
 
 async def unless_stale(action: Callable[[], T]) -> T:

@@ -184,7 +184,7 @@ class ProjectClusters(Observers):
             If no cluster has this name.
         """
         each, cluster = self.find(name), self._connected().get(name)
-        record = await asyncio.to_thread(store.find, name, id=each.record.id) or each.record
+        record = await asyncio.to_thread(store.find_again, each.record) or each.record
         logs = await asyncio.to_thread(operations.session_logs(record).paths)
         has_dashboard = cluster is not None and cluster.has_dashboard
         description = self._describe(each)

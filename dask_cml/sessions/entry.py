@@ -1,14 +1,14 @@
 """The files of a cluster's sessions: each is empty, and its name describes a session, or what became of it.
 
-Managers write a file for each session that they launch, and each session writes its own when it starts. Its
-name is ``<id>,<key>,<owner>,<launched>,<size>,``. See :class:`Launch`. What is unknown is empty. At the
+The keeper writes a file for each session that it launches, and each session writes its own when it starts.
+Its name is ``<id>,<key>,<owner>,<launched>,<size>,``. See :class:`Launch`. What is unknown is empty. At the
 beginning of the key, ``@`` stands for the cluster's name, which may be long. Ambiguous characters in a key
 are percent-encoded.
 
 What is known later are files of their own: ``<id>,waits``, ``<id>,began,<time>`` and
 ``<id>,ended,<time>,<cause>``.
 
-Each operation creates one file, and none is ever changed, moved or removed. So all managers of a cluster
+Each operation creates one file, and none is ever changed, moved or removed. So all processes of a cluster
 write at once without a lock, and a reader that lists the folder once misses no session, even if a writer
 dies.
 """
@@ -28,7 +28,7 @@ from urllib.parse import quote, unquote
 from dask_cml.checks import is_session_id
 from dask_cml.layout import SESSIONS_FOLDER
 from dask_cml.options import SessionSize, exact
-from dask_cml.private_files import open_folder, report_ignored
+from dask_cml.private_files import check_folder, report_ignored
 
 _TIME = "[1-9][0-9]{0,11}"
 _NUMBER = "[0-9.e+-]+"
@@ -155,23 +155,28 @@ def read_fact(name: str) -> tuple[str, dict[str, Any]] | None:
     return session_id, {"waits": True}
 
 
-def read_entries(folder: Path, descriptor: int) -> dict[str, Launch]:
+def read_entries(folder: Path, cluster: str) -> dict[str, Launch]:
     """Return the sessions of a cluster, the oldest first. Ignore files that describe none; warn once.
 
     Parameters
     ----------
     folder : Path
         The cluster's folder.
-    descriptor : int
-        The descriptor of that folder.
+    cluster : str
+        The cluster's name.
 
     Raises
     ------
     NotPrivate
         If others can write to the folder.
+    ValueError
+        If the folder is elsewhere.
     """
-    with open_folder(folder / SESSIONS_FOLDER, descriptor) as own:
-        names = os.listdir(own)
+    sessions_folder = folder / SESSIONS_FOLDER
+    if sessions_folder.is_symlink():
+        raise ValueError(f"{SESSIONS_FOLDER} in its folder is a symbolic link")
+    check_folder(sessions_folder)
+    names = os.listdir(sessions_folder)
     found = []
     facts: dict[str, dict[str, Any]] = {}
     # In this order, the end of a wait counts more than the wait, and the first of two times.
@@ -181,7 +186,7 @@ def read_entries(folder: Path, descriptor: int) -> dict[str, Launch]:
             facts.setdefault(session, {}).update(known)
         elif not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
             try:
-                found.append(parse(name, folder.name))
+                found.append(parse(name, cluster))
             except ValueError:
                 where = f"{name!a} in {folder / SESSIONS_FOLDER}"
                 report_ignored(where, "it is not the name of a session's file")
@@ -191,7 +196,7 @@ def read_entries(folder: Path, descriptor: int) -> dict[str, Launch]:
     return sessions
 
 
-def write_entries(launched: Iterable[Launch], facts: Collection[str], folder: Path, descriptor: int) -> None:
+def write_entries(launched: Iterable[Launch], facts: Collection[str], folder: Path) -> None:
     """Create files of a cluster's sessions, unless they exist.
 
     Parameters
@@ -201,21 +206,22 @@ def write_entries(launched: Iterable[Launch], facts: Collection[str], folder: Pa
     facts : collection of str
         The names of files from :func:`fact`.
     folder : Path
-        The cluster's folder.
-    descriptor : int
-        The descriptor of that folder. If the folder is removed meanwhile, it does not come back.
+        The cluster's folder, which has the cluster's name.
 
     Raises
     ------
     FileNotFoundError
-        If the folder was removed.
+        If the folder was removed. It does not come back.
+    NotPrivate
+        If others can write to the folder.
     """
-    with open_folder(folder / SESSIONS_FOLDER, descriptor) as own:
-        names = [file_name(each, folder.name) for each in launched]
-        if facts:
-            # Some were never in the record, such as the engines of refused launches.
-            known = {name.partition(",")[0] for name in (*os.listdir(own), *names)}
-            names += [name for name in facts if name.partition(",")[0] in known]
-        for name in names:
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=own))
+    sessions = folder / SESSIONS_FOLDER
+    check_folder(sessions)
+    names = [file_name(launch, folder.name) for launch in launched]
+    if facts:
+        # Some were never in the record, such as the engines of refused launches.
+        known = {name.partition(",")[0] for name in (*os.listdir(sessions), *names)}
+        names += [name for name in facts if name.partition(",")[0] in known]
+    for name in names:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(sessions / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))

@@ -151,8 +151,11 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
     address : str or None
         The scheduler's address. None: it is unknown yet, and the worker reads it from the scheduler's file.
     """
-    memory = int(options.memory * 2**30)
-    session: dict[str, Any] = {"passes_notice": True, "memory": memory, "scratch": options.scratch}
+    session: dict[str, Any] = {
+        "passes_notice": True,
+        "memory": int(options.memory * 2**30),
+        "scratch": int(options.scratch * 2**30),
+    }
     patience = options.scheduler_timeout
     arguments: list[str] = []
     if address is None:
@@ -193,7 +196,7 @@ def _limits(options: Options) -> dict[str, str]:
     """Return the environment variables by which Dask workers keep to the session's memory and disk."""
     env = {}
     if options.scratch and not dask.config.get("distributed.worker.memory.max-spill"):
-        env[_MAX_SPILL] = str(int(_SPILLED * options.scratch) // options.processes)
+        env[_MAX_SPILL] = str(int(_SPILLED * options.scratch * 2**30) // options.processes)
     if not options.nvidia_gpu:  # CUDA reserves far more memory than it uses
         slack = _RESERVED + options.nthreads * _RESERVED_BY_THREAD
         env[ALLOCATION_LIMIT] = str(int(options.memory * 2**30) + slack)

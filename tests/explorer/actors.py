@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError
 from types import MappingProxyType
 from typing import Any
 
 import click
-from distributed import Client
+from distributed import Client, KilledWorker
 from distributed.core import Status
 from simulated.faults import UnexpectedError
 from simulated.process import SimulatedProcess
@@ -139,7 +140,10 @@ class Notebook(User):
         #: Whether it has seen a cluster run.
         self.started = False
         self.client: Client | None = None
-        self.futures: list[Any] = []
+        #: What it computes: each future, and the result that it is to have.
+        self.futures: list[tuple[Any, int]] = []
+        #: Results that are wrong.
+        self.wrong: list[str] = []
 
     @property
     def cluster(self) -> CMLCluster | None:
@@ -166,13 +170,19 @@ class Notebook(User):
         self._cluster = make()
         await self._cluster
         self.started = True
-        self.client = client = await Client(self._cluster, asynchronous=True)
+        try:
+            self.client = client = await Client(self._cluster, asynchronous=True)
+        except RuntimeError as error:  # Dask's, if the cluster is closed meanwhile
+            self.errors.append(f"{type(error).__name__}: {error}")
+            return
         # Otherwise, Dask tries to close the client of a process that was killed.
         self.process.on_end.append(lambda: setattr(client, "status", "closed"))
 
     def submit(self, cluster: CMLCluster, n: int, seconds: float) -> None:
         if self.client is not None and self.client.status == "running":
-            self.futures += self.process.call(self.client.map, _work, [seconds] * n, pure=False)
+            numbers = range(len(self.futures), len(self.futures) + n)
+            futures = self.process.call(self.client.map, _work, [seconds] * n, numbers, pure=False)
+            self.futures += zip(futures, numbers, strict=True)
 
     def forget(self, cluster: CMLCluster) -> None:
         self.process.call(self.futures.clear)
@@ -192,16 +202,29 @@ class Notebook(User):
     async def _end(self, end: Callable[[], Any]) -> None:
         client, self.client = self.client, None
         if client is not None:
-            await client.close(timeout=1)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._check_results(), 10.0)
+            with contextlib.suppress(RuntimeError):  # Dask's pool of connections may be closed before
+                await client.close(timeout=1)
         await end()
+
+    async def _check_results(self) -> None:
+        """Compare the results that have been computed with those expected. Some may be lost meanwhile."""
+        for future, expected in [*self.futures]:
+            if future.status != "finished":
+                continue
+            with contextlib.suppress(CancelledError, OSError, KilledWorker, KeyError):
+                result = await future.result()
+                if result != expected:
+                    self.wrong.append(f"{result} instead of {expected}")
 
 
 _QUIET = {"asynchronous": True, "quiet": True, "silence_logs": False}
 
 
-def _work(seconds: float) -> int:
+def _work(seconds: float, number: int) -> int:
     time.sleep(seconds)
-    return 1
+    return number
 
 
 class Page(User):
@@ -247,8 +270,7 @@ class Command(Actor):
         await _program_of(change.delete_group)(NAME, name)
 
     async def _delete(self) -> None:
-        removed = {record.name: record for record in store.records(removed=True)}
-        results = await operations.end_all([removed.get(NAME) or store.read(NAME)])
+        results = await operations.end_all([store.read(NAME)])
         for error in filter(None, results.values()):
             raise error
 

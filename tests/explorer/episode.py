@@ -39,7 +39,7 @@ class Outcome:
     violations : list of str
         What must not be.
     converged : float or None
-        Seconds from the last wish until it was true.
+        Seconds from the last request until it was true.
     leaked : float
         Seconds that sessions ran on, of all of them, which were not wanted any more.
     story : list of str
@@ -259,7 +259,7 @@ class Episode:
         await self._until_done(notebook.close(cluster), f"{notebook.name}'s close()")
         if not notebook.runs:  # it has died on the way, and left the rest to whoever prunes
             await self._prune()
-            if self._keeper() is not None:  # another manager has kept the cluster
+            if self._keeper() is not None:  # another process keeps the cluster
                 await self._run("delete", again=True)
 
     def _keeper(self) -> User | None:
@@ -533,6 +533,8 @@ class Episode:
                 await self._until_done(actor.close(), "the page's close()")
             elif isinstance(actor, Notebook) and actor.cluster is not None:
                 await self._close(actor, actor.cluster)
+            if isinstance(actor, Notebook) and actor.wrong:
+                self.violate(f"{actor.name} has wrong results: {actor.wrong}")
             over = await self._until(lambda actor=actor: not self._tasks(actor), 60.0)
             if not over:
                 self.violate(f"tasks of {actor.name} are left: {self._tasks(actor)}")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,6 +10,9 @@ from typing import Any
 import psutil
 import pytest
 from simulated.platform import SimulatedPlatform
+
+from dask_cml import local
+from dask_cml.local import state
 
 # "cml" runs the contract against the platform itself, from inside one of its sessions.
 PLATFORM = os.environ.get("DASK_CML_TEST_PLATFORM", "local")
@@ -29,9 +31,7 @@ ENDS = {
 
 def supervisor_of(session: dict[str, Any]) -> int:
     """The process id of a session's supervisor."""
-    folder = Path(os.environ["DASK_CML_LOCAL_DIRECTORY"], "sessions", session["id"])
-    status = json.loads((folder / "session.json").read_text())
-    return int(status["supervisor"])
+    return int(state.read_session(session["id"])["supervisor"])
 
 
 def alive(pid: int) -> bool:
@@ -43,13 +43,17 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def workers_v1(request: pytest.FixtureRequest) -> Any:
-    """An implementation of the Workers API."""
-    kind = getattr(request, "param", PLATFORM)
+    """An implementation of the Workers API. The tests' own platform is the default."""
+    kind = getattr(request, "param", None)
     if kind == "cml":
         return importlib.import_module("cml.workers_v1")
     if kind == "simulated":
         return SimulatedPlatform(ends=ENDS.get)
-    return request.getfixturevalue("platform")
+    platform = request.getfixturevalue("platform")
+    if kind == "local":
+        (state.directory() / "platform.py").unlink()
+        return local
+    return platform
 
 
 @pytest.fixture

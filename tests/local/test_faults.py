@@ -5,7 +5,7 @@ import sys
 import threading
 
 import pytest
-from extensions import faults
+from testbed import faults
 
 from .conftest import FOREVER
 
@@ -117,17 +117,3 @@ def test_cleared_faults_hit_nothing(platform, launch):
     platform.clear_faults()
     platform.clear_faults()
     assert "id" in launch(code=FOREVER)[0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "words"),
-    [
-        ("nonsense", {}, "'refused', 'fails'"),
-        ("fails", {"times": 0}, "times"),
-        ("fails", {"skip": -1}, "skip"),
-    ],
-)
-def test_invalid_faults_are_refused(platform, kind, options, words):
-    with pytest.raises(ValueError, match=words):
-        platform.inject(kind, **options)
-    assert platform.list_workers() == []

@@ -7,6 +7,7 @@ import pytest
 from distributed import Client
 from ports import free_port
 
+from dask_cml import local
 from dask_cml.local import workers
 
 _NAMES = ("cml", "cml.workers_v1", "cdsw")
@@ -36,26 +37,26 @@ def real(no_cml, monkeypatch, tmp_path, request):
 def test_installed_platform_is_imported_as_cml_and_as_cdsw(platform, no_cml):
     platform.install()
     platform.install()
-    assert importlib.import_module("cml.workers_v1") is platform
-    assert importlib.import_module("cdsw") is platform
+    assert importlib.import_module("cml.workers_v1") is local
+    assert importlib.import_module("cdsw") is local
     namespace: dict = {}
     exec("from cml import workers_v1", namespace)
-    assert namespace["workers_v1"] is platform
+    assert namespace["workers_v1"] is local
 
 
 def test_a_real_module_is_not_hidden_unless_forced(platform, real):
     with pytest.raises(RuntimeError, match=f"{real.split('.')[0]} is installed.*force"):
         platform.install()
-    assert importlib.import_module(real) is not platform
+    assert importlib.import_module(real) is not local
     platform.install(force=True)
-    assert importlib.import_module(real) is platform
+    assert importlib.import_module(real) is local
 
 
 def test_a_folder_named_cml_without_modules_is_no_real_module(platform, no_cml, monkeypatch, tmp_path):
     (tmp_path / "cml").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     platform.install()
-    assert importlib.import_module("cml.workers_v1") is platform
+    assert importlib.import_module("cml.workers_v1") is local
 
 
 class HandmadeCluster:

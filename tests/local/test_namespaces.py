@@ -5,7 +5,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from extensions import networks
+from testbed import networks
 
 from .conftest import FOREVER
 
@@ -44,7 +44,7 @@ def left() -> list[str]:
 
 
 def test_sessions_have_addresses_of_their_own_and_the_same_ports(platform, launch, reaches, until):
-    assert platform.shares_host_network() is False
+    assert not platform.shares_host_network()
     [first] = launch(code=SERVE.format(answer="first", host="0.0.0.0", port=8786))
     [second] = launch(code=SERVE.format(answer="second", host="0.0.0.0", port=8786))
     for session, answer in ((first, "first"), (second, "second")):

@@ -5,42 +5,34 @@ from pathlib import Path
 
 import pytest
 
+from dask_cml import local
+from dask_cml.local import state
+
 from .conftest import FOREVER
 
 
-def test_configure_changes_only_the_given_settings(platform):
-    platform.configure(start_delay=1.5, quota={"cpu": 2})
-    platform.configure(stop_grace=0.5)
-    now = platform.settings()
-    assert (now.start_delay, now.quota, now.stop_grace) == (1.5, {"cpu": 2}, 0.5)
-    assert platform.configure(quota=None).quota is None
-
-
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
+    ("quota", "over_quota", "error", "words"),
     [
-        ({"start_delay": -1}, ValueError, "start_delay"),
-        ({"latency": "1"}, TypeError, "latency"),
-        ({"stop_grace": float("nan")}, ValueError, "stop_grace"),
-        ({"lifetime": -1}, ValueError, "lifetime"),
-        ({"quota": 3}, TypeError, "quota"),
-        ({"quota": {"gpus": 1}}, ValueError, "gpus"),
-        ({"quota": {"cpu": None}}, TypeError, "cpu"),
-        ({"over_quota": "queue"}, ValueError, "'refuse', 'wait'"),
-        ({"over_memory": "worker"}, ValueError, "'session', 'process', 'nothing'"),
-        ({"scratch": "much"}, ValueError, "scratch='much'"),
-        ({"scratch": 0}, ValueError, "scratch=0"),
-        ({"variables": {"A": 1}}, TypeError, r"variables\['A'\]=1"),
-        ({"variables": {"A=B": "1"}}, ValueError, "A=…"),
-        ({"extensions": ["/absent.py"]}, FileNotFoundError, "absent"),
-        ({"extensions": "/absent.py"}, TypeError, "extensions"),
+        (3, "refuse", TypeError, "quota"),
+        ({"gpus": 1}, "refuse", ValueError, "gpus"),
+        ({"cpu": None}, "refuse", TypeError, "cpu"),
+        ({"cpu": -1}, "refuse", ValueError, "cpu"),
+        ({"memory": float("nan")}, "refuse", ValueError, "memory"),
+        ({"sessions": 2}, "queue", ValueError, "'refuse', 'wait'"),
     ],
 )
-def test_configure_refuses_invalid_settings_and_changes_nothing(platform, changes, error, words):
-    before = platform.settings()
+def test_an_invalid_quota_is_refused_and_changes_nothing(platform, launch, quota, over_quota, error, words):
+    local.configure({"sessions": 0})
     with pytest.raises(error, match=words):
-        platform.configure(**{"start_delay": 9.0, **changes})
-    assert platform.settings() == before
+        local.configure(quota, over_quota)
+    assert "id" not in launch(code=FOREVER)[0]
+
+
+def test_a_quota_can_be_removed(platform, launch):
+    local.configure({"sessions": 0})
+    local.configure()
+    assert "id" in launch(code=FOREVER)[0]
 
 
 @pytest.mark.parametrize(
@@ -106,9 +98,9 @@ def test_session_ends_as_timedout_after_its_lifetime(platform, launch, reaches):
 
 
 def test_secrets_are_readable_by_their_owner_only(platform, launch):
-    launch(code="pass", env={"SECRET": "1"})
-    folder = Path(os.environ["DASK_CML_LOCAL_DIRECTORY"], "sessions")
-    assert folder.stat().st_mode & 0o077 == 0
+    [session] = launch(code="pass", env={"SECRET": "1"})
+    assert (state.folder_of(session["id"]) / "session.json").stat().st_mode & 0o077 == 0
+    assert Path(os.environ["DASK_CML_LOCAL_DIRECTORY"]).stat().st_mode & 0o077 == 0
 
 
 def test_state_directory_that_others_can_write_to_is_refused(platform, tmp_path, monkeypatch):

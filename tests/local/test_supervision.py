@@ -1,4 +1,4 @@
-"""Sessions as processes: they outlive the process that launched them, not its session, and leave nothing."""
+"""Sessions as processes: they outlive the process that launched them, and leave nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from dask_cml.local import launching, processes
+from dask_cml.local import processes, state, supervise
 
 from .conftest import FOREVER, alive, supervisor_of
 
@@ -62,6 +62,7 @@ def test_session_outlives_the_process_that_launched_it(platform, reaches, until)
 
 
 def test_a_session_that_finds_that_its_supervisor_was_killed_ends(platform, launch, directory, until):
+    platform.configure(memory_limit=False)  # the supervisor would have to remove a cgroup
     code = """
 import os, signal, time
 from dask_cml import local
@@ -70,7 +71,7 @@ with open({path!r} + ".new", "w") as file:
 os.rename({path!r} + ".new", {path!r})
 os.kill(os.getppid(), signal.SIGKILL)
 while True:
-    local.sessions()
+    local.list_workers()
     time.sleep(0.05)
 """
     path = directory / "pid"
@@ -88,46 +89,6 @@ def test_all_processes_of_a_user_see_the_same_sessions(platform, launch, reaches
     subprocess.check_call([sys.executable, "-c", stop])
     reaches(here, "stopped")
     platform.stop_workers(there)
-
-
-def statuses(platform):
-    """The status of each session by its owner and name."""
-    return {(session["owner"], session["name"]): session["status"] for session in platform.sessions()}
-
-
-def started(code, **variables):
-    """Start Python code, and wait until it has written a line."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **variables},
-    )
-    assert process.stdout.readline()
-    return process
-
-
-def test_sessions_end_with_the_engine_at_their_root(platform, launch, until):
-    [own] = launch(code=FOREVER)
-    inner = f"from dask_cml import local; local.launch_workers(1, 1, 1, name='inner', code={FOREVER!r})"
-    with platform.engine("other"):
-        platform.launch_workers(1, 1, 1, name="outer", code=inner)
-        # A worker session's end is not the end of what it launched.
-        expected = {("other", "outer"): "succeeded", ("other", "inner"): "running"}
-        until(lambda: statuses(platform).items() >= expected.items())
-    until(lambda: statuses(platform)["other", "inner"] == "stopped")
-    [kept] = [session for session in platform.sessions() if session["id"] == own["id"]]
-    assert kept["status"] == "running"
-
-
-def test_sessions_end_with_the_process_that_is_their_engine(platform, until):
-    code = f"from dask_cml import local\nwith local.engine('mine'): {LAUNCH}; {FOREVER}"
-    with started(code) as mine:
-        until(lambda: statuses(platform) == {("mine", ""): "running"})
-        mine.kill()
-    until(lambda: statuses(platform) == {("mine", ""): "stopped"})
-    with pytest.raises(ValueError, match="'mine'"), platform.engine("mine"):
-        pass
 
 
 def test_stop_leaves_no_process(platform, launch, reaches, daemon):
@@ -231,7 +192,8 @@ def test_session_can_be_stopped_before_it_starts(platform, launch, reaches):
     assert reaches(session, "stopped")["running_at"] is None
 
 
-def test_a_session_without_its_supervisor_fails_and_leaves_no_process(launch, reaches, daemon):
+def test_a_session_without_its_supervisor_fails_and_leaves_no_process(platform, launch, reaches, daemon):
+    platform.configure(memory_limit=False)
     code, pid = daemon
     [session] = launch(code=f"{code}\n{FOREVER}")
     daemon_pid = pid()
@@ -240,6 +202,7 @@ def test_a_session_without_its_supervisor_fails_and_leaves_no_process(launch, re
     reaches(session, "failed")
     assert not alive(daemon_pid)
     assert processes.find(session["id"]) == set()
+    assert not (state.folder_of(session["id"]) / "tmp").exists()
 
 
 def test_evicted_session_fails_and_leaves_no_process(platform, launch, find, daemon):
@@ -263,15 +226,17 @@ def test_a_log_contains_the_output_of_its_session(platform, launch, reaches):
     assert platform.log(python["id"]).startswith("out\nerr\nTraceback")
     assert "ZeroDivisionError" in platform.log(python["id"])
     assert "no-such-command" in platform.log(command["id"])
-    with pytest.raises(LookupError):
-        platform.log("../../lock")
 
 
-def test_prune_removes_ended_sessions_only(platform, launch, reaches):
+def test_a_launch_removes_what_has_ended_long_ago(platform, launch, reaches, monkeypatch):
     [ended], [live] = launch(code="pass"), launch(code=FOREVER)
     reaches(ended, "succeeded")
-    assert platform.prune() == [ended["id"]]
-    assert [session["id"] for session in platform.sessions()] == [live["id"]]
+    [newer] = launch(code=FOREVER)
+    assert ended["id"] in {session["id"] for session in platform.sessions()}
+    monkeypatch.setattr(state, "_KEPT", 0.0)
+    [newest] = launch(code=FOREVER)
+    left = {live["id"], newer["id"], newest["id"]}
+    assert {session["id"] for session in platform.sessions()} == left
 
 
 def test_commands_without_ipython_show_how_to_install_it(platform, monkeypatch):
@@ -281,7 +246,7 @@ def test_commands_without_ipython_show_how_to_install_it(platform, monkeypatch):
     assert platform.sessions() == []
 
 
-def test_the_modules_that_each_session_imports_are_cheap():
-    code = f"import runpy, sys; runpy.run_path({str(launching._SUPERVISOR)!r})['_import_siblings']()"
+def test_the_program_that_runs_each_session_imports_neither_dask_nor_psutil():
+    code = f"import runpy, sys; runpy.run_path({supervise.__file__!r})['import_platform']()"
     code += "; print(*{'IPython', 'distributed', 'dask', 'psutil'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, MutableMapping
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ _CHANGES = ("link", "mkdir", "rename", "replace", "rmdir", "symlink", "unlink")
 
 
 class Files:
-    """Stands in for the module ``os``. Its attributes ``shutil`` and ``tempfile`` do so for these modules.
+    """Stands in for the module ``os``. Its attribute ``shutil`` does so for that module.
 
     A process that is dead changes nothing. One that is to end after a change ends there. Files that are
     replaced are dated by the clock.
@@ -40,7 +39,6 @@ class Files:
         self.environ: Any = _Environment()
         self._loop = loop
         self.shutil = SimpleNamespace(**{**vars(shutil), "rmtree": self._change(shutil.rmtree)})
-        self.tempfile = SimpleNamespace(TemporaryFile=self._temporary)
         for name in _CHANGES:
             setattr(self, name, self._change(getattr(os, name)))
         self.replace = self._change(self._replace)
@@ -55,16 +53,12 @@ class Files:
         descriptor: int = opening(path, flags, *args, **options)
         return descriptor
 
-    def _replace(
-        self, old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
-    ) -> None:
-        os.utime(old, (self._loop.wall_time(),) * 2, dir_fd=src_dir_fd)
-        os.replace(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+    def _replace(self, old: Any, new: Any) -> None:
+        self.utime(old)
+        os.replace(old, new)
 
-    def _temporary(self, **options: Any) -> Any:
-        file = tempfile.TemporaryFile(**options)  # noqa: SIM115  # the caller closes it
-        os.utime(file.fileno(), (self._loop.wall_time(),) * 2)
-        return file
+    def utime(self, path: Any) -> None:
+        os.utime(path, (self._loop.wall_time(),) * 2)
 
     def _exit(self, status: int) -> None:
         process = current()

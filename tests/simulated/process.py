@@ -49,7 +49,7 @@ class SimulatedProcess:
     Attributes
     ----------
     clusters : list
-        The managers that are to end at its exit.
+        The clusters that are to end at its exit.
     at_call, at_write : callable
         Called with a number after each call of the platform, and after each change of a file.
     """

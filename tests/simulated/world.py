@@ -149,7 +149,7 @@ def _patched(it: World) -> contextlib.ExitStack:
         *((module, "os", files) for module in (lifetime, here, plugin, private_files, entry, kept_cluster)),
         *((module, "os", files) for module in (state_file, store, wrapper)),
         (store, "shutil", files.shutil),
-        (liveness, "tempfile", files.tempfile),
+        (liveness, "os", files),
         (record, "psutil", table),
         *(
             (module, "load_platform", lambda _: it.platform)

@@ -46,22 +46,22 @@ def short_name() -> str:
     return "cml" + hashlib.sha256(os.fsencode(state.directory())).hexdigest()[:7]
 
 
-def network(_: dict[str, Any]) -> dict[str, Any]:
+def network() -> dict[str, Any]:
     """Return the network of a new session, and create its bridge."""
     own = _allocate()
     return {"ip": own["ip"], "gateway": own["gateway"], "ports": _PORTS, "network": own}
 
 
-def enter(plan: dict[str, Any]) -> list[str]:
+def enter(session: dict[str, Any]) -> list[str]:
     """Create the namespace of a session, and return the words before a command that run it there."""
-    own = plan["network"]
+    own = session["network"]
     _set_up(own)
     return [own["nsenter"], f"--net={_NAMESPACES / own['namespace']}"]
 
 
 def cut(session_id: str) -> None:
     """Take down a session's link, so that all packets from and to it are lost."""
-    own = state.read_json(state.directory() / "sessions" / session_id / "session.json")["network"]
+    own = state.read_json(state.folder_of(session_id) / "session.json")["network"]
     _batch(own["bridge"], f"link set {own['interface']} down")
 
 
@@ -118,9 +118,9 @@ def _set_up(plan: dict[str, str]) -> None:
     )
 
 
-def remove(plan: dict[str, Any]) -> None:
+def remove(session: dict[str, Any]) -> None:
     """Remove the namespace of a session whose processes have ended. Remove the bridge with the last one."""
-    own = plan["network"]
+    own = session["network"]
     bridge = own["bridge"]
     alias = _host_alias(bridge)
     with _locked():

@@ -11,7 +11,6 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 #: The names of sessions' cgroups, see :func:`place`.
 _NAME = re.compile("cml-[a-z0-9]{16}")
@@ -21,17 +20,19 @@ _REMOVAL_TIMEOUT = 10.0
 
 
 class Cgroup:
-    """The cgroup of a session. It is the memory of the session for the supervisor.
+    """The cgroup of a session.
 
     Parameters
     ----------
-    path : pathlib.Path
-        Its path.
+    session_id : str
+        The session's id.
     whole : bool
         Whether all processes die when they exceed the limit.
     """
 
-    def __init__(self, path: Path, whole: bool = True) -> None:
+    def __init__(self, session_id: str, whole: bool) -> None:
+        path = place(session_id)
+        assert path is not None, "this user may not create memory cgroups"
         self.path, self.whole = path, whole
 
     @property
@@ -39,8 +40,14 @@ class Cgroup:
         """Whether it is of version 2."""
         return (self.path / "cgroup.controllers").exists()
 
-    def create(self, memory: float) -> None:
-        """Create it, with the memory of all processes together, in GiB. They have no swap."""
+    def enter(self, memory: float) -> list[str]:
+        """Create it, and return the words before a command that run it there.
+
+        All processes together have so many GiB of memory, and no swap.
+        """
+        # The session that launched this one may end before it, with all processes in its cgroup.
+        if _NAME.fullmatch(_find()[1].name):
+            (self.path.parent / "cgroup.procs").write_text(str(os.getpid()))
         self.path.mkdir()
         limit = int(memory * 2**30)
         if self._is_unified:
@@ -50,7 +57,8 @@ class Cgroup:
             limits = {**dict.fromkeys(names, limit), "memory.swappiness": 0}
         for name, value in limits.items():
             if name not in _SWAP or (self.path / name).exists():
-                self._write(name, value)
+                (self.path / name).write_text(str(value))
+        return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.path / "cgroup.procs")]
 
     @property
     def oom_kills(self) -> int:
@@ -89,37 +97,6 @@ class Cgroup:
 
     def _read(self, name: str) -> list[str]:
         return (self.path / name).read_text().splitlines()
-
-    def _write(self, name: str, value: object) -> None:
-        (self.path / name).write_text(str(value))
-
-
-def enter(plan: dict[str, Any]) -> list[str]:
-    """Create the cgroup of a session, and return the words before a command that run it there."""
-    if plan["over_memory"] == "nothing":
-        return []
-    path = _path(plan)
-    # The session that launched this one may end before it, with all processes in its cgroup.
-    if _NAME.fullmatch(_find()[1].name):
-        (path.parent / "cgroup.procs").write_text(str(os.getpid()))
-    Cgroup(path, plan["over_memory"] == "session").create(plan["memory"])
-    return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(path / "cgroup.procs")]
-
-
-def memory(plan: dict[str, Any]) -> Cgroup | None:
-    """Return what tells the supervisor that a session's memory is exhausted."""
-    return None if plan["over_memory"] == "nothing" else Cgroup(_path(plan), plan["over_memory"] == "session")
-
-
-def remove(plan: dict[str, Any]) -> None:
-    """Remove the cgroup of a session."""
-    Cgroup(_path(plan)).remove()
-
-
-def _path(plan: dict[str, Any]) -> Path:
-    path = place(plan["id"])
-    assert path is not None
-    return path
 
 
 def place(session_id: str) -> Path | None:

@@ -1,25 +1,24 @@
-"""Faults of HTTP requests, and sessions that the platform shows late, incompletely or with newer statuses."""
+"""Faults of sessions and requests, and sessions that the platform shows late, incompletely or otherwise."""
 
 from __future__ import annotations
 
 import http.client
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dask_cml.local import state
+from dask_cml.local import Response, state
 
-if TYPE_CHECKING:
-    from dask_cml.local import Response
-
+#: Faults that decide what becomes of a launched session.
+FATES = ("refused", "fails", "succeeds", "hangs", "stuck")
 #: Faults that hide something of a launched session from list_workers for some seconds.
 HIDDEN = ("invisible", "unknown_ip", "unknown_status", "stopping")
 #: Faults that replace the answer to a request.
 ENDS = ("key", "error", "answer", "page", "hang")
-FUNCTIONS = ("launch_workers", "list_workers", "await_workers", "stop_workers")
+FUNCTIONS = ("launch_workers", "list_workers", "stop_workers")
 _LOOK_INTERVAL = 0.02
 
 Fault = dict[str, Any]
@@ -28,9 +27,9 @@ Fault = dict[str, Any]
 class HTTPError(OSError):
     """An error of the server, as other releases of the library may raise it."""
 
-    def __init__(self, response: Response) -> None:
-        super().__init__(f"{response.status_code} {_words(response.status_code)}")
-        self.response = response
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status} {_words(status)}")
+        self.response = Response(status)
 
 
 class JSONDecodeError(OSError, ValueError):
@@ -50,9 +49,20 @@ def inject(
 ) -> None:
     """Inject a fault, for all processes that use the state directory.
 
+    Several faults may be injected. Of those that match, the first one applies, and the others wait.
+
     Parameters
     ----------
     kind : str
+        Of a session that is launched:
+
+        - ``"refused"``: the answer is the dict of an exceeded quota. Its ``engineId`` is the id of a session
+          that stays ``scheduling`` until it is stopped.
+        - ``"fails"``: the session runs for a moment, without its code, and ends as ``failed``.
+        - ``"succeeds"``: the same, but it ends as ``succeeded``, as CML reports for a missing command.
+        - ``"hangs"``: it runs until it is stopped, without its code.
+        - ``"stuck"``: its status stays ``scheduling`` until it is stopped.
+
         Of a session that is launched, for `seconds`:
 
         - ``"invisible"``: ``list_workers`` omits it after its launch.
@@ -71,7 +81,7 @@ def inject(
 
         All but the last two have no effect.
     function : str, optional
-        The one function to whose requests the fault applies. ``await_workers`` lists, too.
+        The one function to whose requests the fault applies.
     match : str
         Text in the name or code of the sessions that the fault applies to.
     skip, times : int
@@ -80,42 +90,58 @@ def inject(
         For faults of a request other than ``"slow"``, it replaces `times`: the fault applies to all requests
         that start within this time from now.
     """
-    assert kind in (*HIDDEN, *ENDS, "slow", "unanswered")
+    assert kind in (*FATES, *HIDDEN, *ENDS, "slow", "unanswered")
     assert function in (None, *FUNCTIONS)
-    fault = {**locals(), "injected_at": time.time()}
+    fault = {
+        "kind": kind,
+        "function": function,
+        "match": match,
+        "skip": skip,
+        "times": times,
+        "seconds": seconds,
+        "status": status,
+        "message": message,
+        "injected_at": time.time(),
+    }
     with state.locked() as path:
-        state.write_json(path / "requests.json", [*(state.read_json(path / "requests.json") or []), fault])
+        state.write_json(path / "faults.json", [*left(), fault])
 
 
 def clear() -> None:
-    """Clear all injected faults of requests, and end those that hang."""
+    """Clear all injected faults, and end requests that hang. Sessions keep their fates."""
     with state.locked() as path:
-        (path / "requests.json").unlink(missing_ok=True)
+        (path / "faults.json").unlink(missing_ok=True)
         state.write_json(path / "cleared.json", time.time())
 
 
 def expire() -> None:
     """Let the time be over for which faults last."""
     with state.locked() as path:
-        faults = state.read_json(path / "requests.json") or []
-        state.write_json(path / "requests.json", [each for each in faults if each["seconds"] is None])
+        state.write_json(path / "faults.json", [each for each in left() if each["seconds"] is None])
         (path / "hidden.json").unlink(missing_ok=True)
 
 
 def left() -> list[Fault]:
     """Return the faults that still apply."""
-    faults: list[Fault] = state.read_json(state.directory() / "requests.json") or []
+    faults: list[Fault] = state.read_json(state.directory() / "faults.json") or []
     return faults
 
 
-def request(do: Callable[[], Any], function: str, name: str, code: str) -> Any:
+def take_fate(name: str, code: str) -> str | None:
+    """Return what is to become of a session that is launched. Call this while the state is locked."""
+    return next(iter(_take(FATES, "launch_workers", name, code)), None)
+
+
+def answer(do: Callable[[], Any], function: str, name: str, code: str) -> Any:
     """Answer a request, with the faults that apply to it."""
-    injected = _take(function, name, code)
+    kinds = [*ENDS, "slow", "unanswered", *(HIDDEN if function == "launch_workers" else ())]
+    with state.locked():
+        injected = _take(kinds, function, name, code)
     if "slow" in injected:
         time.sleep(injected["slow"]["seconds"])
     for kind in ENDS:
         if kind in injected:
-            return _end(injected[kind], answers_json=function != "stop_workers")
+            return _end(injected[kind], is_json=function != "stop_workers")
     result = do()
     if "unanswered" in injected:
         _wait(injected["unanswered"])
@@ -124,51 +150,50 @@ def request(do: Callable[[], Any], function: str, name: str, code: str) -> Any:
     return _shown(result) if isinstance(result, list) else result
 
 
-def _take(function: str, name: str, code: str) -> dict[str, Fault]:
-    """Return the faults of a request by kind, and count them as applied. Of each group, the first applies."""
-    if not left():
-        return {}
-    functions = (None, function, "list_workers" if function == "await_workers" else None)
+def _take(kinds: Sequence[str], function: str, name: str, code: str) -> dict[str, Fault]:
+    """Return the faults of these kinds that a request has, and count them as applied.
+
+    Of each group, the first applies. Call this while the state is locked.
+    """
+    faults = left()
     kept: list[Fault] = []
     hit: dict[str, Fault] = {}
-    with state.locked() as path:
-        for fault in left():
-            kind, lasting = fault["kind"], fault["kind"] in (*ENDS, "unanswered") and fault["seconds"]
-            if lasting and time.time() > fault["injected_at"] + fault["seconds"]:
-                continue
-            concerns = fault["function"] in functions and (kind not in HIDDEN or function == "launch_workers")
-            concerns = concerns and (fault["match"] in name or fault["match"] in code)
-            if concerns and _group(kind) not in map(_group, hit):
-                if fault["skip"]:
-                    fault["skip"] -= 1
-                elif kind != "key" or "CDSW_API_KEY" not in os.environ:
-                    hit[kind] = {**fault, "hit_at": time.time()}
-                    fault["times"] -= not lasting
-            if fault["times"]:
-                kept.append(fault)
-        state.write_json(path / "requests.json", kept)
+    for fault in faults:
+        kind, lasting = fault["kind"], fault["kind"] in (*ENDS, "unanswered") and fault["seconds"]
+        if lasting and time.time() > fault["injected_at"] + fault["seconds"]:
+            continue
+        concerns = kind in kinds and fault["function"] in (None, function)
+        concerns = concerns and (fault["match"] in name or fault["match"] in code)
+        if concerns and _group(kind) not in map(_group, hit):
+            if fault["skip"]:
+                fault["skip"] -= 1
+            elif kind != "key" or "CDSW_API_KEY" not in os.environ:
+                hit[kind] = {**fault, "hit_at": time.time()}
+                fault["times"] -= not lasting
+        if fault["times"]:
+            kept.append(fault)
+    if faults:
+        state.write_json(state.directory() / "faults.json", kept)
     return hit
 
 
 def _group(kind: str) -> str:
-    return "end" if kind in ENDS else kind
+    return "end" if kind in ENDS else "fate" if kind in FATES else kind
 
 
-def _end(fault: Fault, answers_json: bool) -> Any:
-    """Answer a request, or raise an error."""
-    from dask_cml.local.workers import Response  # supervisors load this file, too, and need to be fast
-
+def _end(fault: Fault, is_json: bool) -> Any:
+    """Answer a request, or raise an error. An answer that is no JSON is an HTTP status."""
     kind, status = fault["kind"], fault["status"]
     if kind == "key":
         raise RuntimeError("Environment variable CDSW_API_KEY is not set.")
     if kind == "answer":
-        return {"message": fault["message"] or _words(status)} if answers_json else Response(status)
+        return {"message": fault["message"] or _words(status)} if is_json else status
     if kind == "page":
-        if answers_json:
+        if is_json:
             raise JSONDecodeError("Expecting value: line 1 column 1 (char 0)")
-        return Response(502)
+        return 502
     if kind == "error" and status is not None:
-        raise HTTPError(Response(status))
+        raise HTTPError(status)
     if kind == "hang":
         _wait(fault)
     raise ConnectionError("connection to the platform lost (injected fault)")
@@ -221,6 +246,6 @@ def _show(session: dict[str, Any], hidden: Mapping[str, float]) -> dict[str, Any
     if session["status"] == "running" and since("running_at", "unknown_status"):
         session = {**session, "status": "UNKNOWN"}
     ends = not session["finished_at"] or since("finished_at", "stopping")
-    if "stopping" in hidden and state.stop_requested(session["id"]) and ends:
+    if "stopping" in hidden and (state.folder_of(session["id"]) / "stop").exists() and ends:
         session = {**session, "status": "STOPPING", "finished_at": None, "duration": None}
     return session

@@ -1,0 +1,117 @@
+"""Asynchronous clusters that other threads close, and that close_all() closes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+
+import pytest
+from clusters import live, make, simulate
+from simulated.testing import eventually, simulated
+
+import dask_cml
+from dask_cml import CMLCluster
+from dask_cml.keeper import at_exit
+from dask_cml.records import store
+
+pytestmark = pytest.mark.usefixtures("light")
+
+#: Seconds within which everything must have ended.
+PATIENCE = 120
+
+
+@pytest.fixture
+def all_closed(platform):
+    def all_closed(*clusters, n_sessions):
+        assert {cluster.status.name for cluster in clusters} == {"closed"}
+        assert len(platform.sessions()) == n_sessions
+        assert live(platform) == []
+        assert store.records() == []
+        assert CMLCluster.open() == []
+        assert at_exit.unclosed() == []
+
+    return all_closed
+
+
+async def test_another_thread_closes_an_asynchronous_cluster(all_closed):
+    cluster = await make(n_workers=1)
+    await asyncio.wait_for(asyncio.to_thread(cluster.close), PATIENCE)
+    all_closed(cluster, n_sessions=2)
+
+
+async def test_another_thread_leaves_an_asynchronous_cluster(platform, all_closed):
+    cluster = await make(name="mine", n_workers=1)
+    await asyncio.wait_for(asyncio.to_thread(cluster.leave), PATIENCE)
+    assert cluster.status.name == "closed"
+    assert len(live(platform)) == 2
+    again = await CMLCluster.from_name("mine", asynchronous=True, quiet=True)
+    await asyncio.wait_for(asyncio.to_thread(again.close), PATIENCE)
+    all_closed(again, n_sessions=2)
+
+
+async def test_close_all_in_an_event_loop_closes_its_clusters_there(all_closed, holds):
+    clusters = [await make(n_workers=1), await make()]
+    dask_cml.close_all()
+    await holds(lambda: all(cluster.status.name == "closed" for cluster in clusters))
+    all_closed(*clusters, n_sessions=3)
+
+
+async def test_close_all_in_another_thread_closes_the_clusters_of_an_event_loop(all_closed):
+    clusters = [await make(n_workers=1), await make()]
+    await asyncio.wait_for(asyncio.to_thread(dask_cml.close_all), PATIENCE)
+    all_closed(*clusters, n_sessions=3)
+
+
+@pytest.mark.parametrize("is_loop_closed", [True, False])
+def test_close_all_closes_clusters_whose_event_loop_has_ended(all_closed, is_loop_closed):
+    async def main():
+        return await make(n_workers=1)
+
+    loop = asyncio.new_event_loop()
+    cluster = loop.run_until_complete(main())
+    if is_loop_closed:
+        loop.close()
+    dask_cml.close_all()
+    loop.close()
+    all_closed(cluster, n_sessions=2)
+
+
+def test_close_all_in_one_event_loop_closes_the_cluster_of_another(all_closed):
+    async def main():
+        clusters.append(await make(n_workers=1))
+        made.set()
+        while clusters[0].status.name != "closed":
+            await asyncio.sleep(0.01)
+
+    async def close():
+        clusters.append(await make())
+        dask_cml.close_all()
+        while clusters[1].status.name != "closed":
+            await asyncio.sleep(0.01)
+
+    clusters, made = [], threading.Event()
+    thread = threading.Thread(target=asyncio.run, args=[main()])
+    thread.start()
+    assert made.wait(PATIENCE)
+    asyncio.run(asyncio.wait_for(close(), PATIENCE))
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    all_closed(*clusters, n_sessions=3)
+
+
+@simulated
+async def test_close_all_in_an_event_loop_logs_which_sessions_it_could_not_stop(it, caplog):
+    unretrieved = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unretrieved.append(context))
+    cluster = await simulate()
+    session = cluster.sessions[0].id
+    it.platform.answer_stop(*[403] * 1000)
+    dask_cml.close_all()
+    await eventually(lambda: f"CML did not stop {session}, which may still run" in caplog.text)
+    gc.collect()
+    assert unretrieved == []
+    it.platform.heal()
+    dask_cml.close_all()
+    await eventually(lambda: cluster.status.name == "closed")
+    assert not it.platform.running

@@ -1,0 +1,47 @@
+"""What the platform's own pages and nodes do: list all sessions, show their output, evict them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from dask_cml.local import state
+
+
+def sessions() -> list[dict[str, Any]]:
+    """Return the sessions of all launchers, the oldest first.
+
+    Each is as from ``list_workers``, with more entries: ``launcher``, the id of the session that launched it,
+    ``stop_requested``, and ``reason``, why the platform let it fail, see :mod:`testbed.supervisor`.
+    """
+    return [
+        {
+            **state.public(session),
+            "launcher": session["launcher"],
+            "stop_requested": (state.folder_of(session["id"]) / "stop").exists(),
+            "reason": session.get("reason"),
+        }
+        for session in state.read_sessions()
+    ]
+
+
+def log(session_id: str) -> str:
+    """Return the output of a session so far, of both standard output and standard error."""
+    path = state.folder_of(session_id) / "log"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def evict(session_id: str, *, notice: bool = False) -> None:
+    """Let a session fail, and return when all its processes have ended.
+
+    By default, they are killed at once, as by the failure of their node. With `notice`, the main process gets
+    SIGTERM first, and ``stop_grace`` seconds, as when a node is drained.
+    """
+    session = state.read_session(session_id)
+    if session is None:
+        raise LookupError(f"no session {session_id!r}")
+    if state.is_live(session):
+        state.write_json(state.folder_of(session_id) / "evict.json", {"notice": notice})
+    while state.is_live(session):
+        time.sleep(0.01)
+        session = state.read_session(session_id)
