@@ -136,7 +136,7 @@ async def test_clusters_are_equal_if_they_are_the_same(it):
     async with simulate() as one, simulate(name="mine") as other:
         assert isinstance(one.name, str)
         assert other.name == "mine"
-        assert one == one != other  # noqa: PLR0124
+        assert one == one != other
         assert other != "mine"
 
 

@@ -175,9 +175,7 @@ class Groups:
         """Return the spec of a group's workers, in SpecCluster's form."""
         options = self.options(group)
         arguments = {"api": self._api, "options": options, "place": self._place}
-        # SpecCluster._threads_per_worker (spec.py:488) and SpecCluster._memory_per_worker (spec.py:498).
-        arguments |= {"nthreads": options.nthreads, "memory": f"{options.memory!r} GiB"}
-        spec: dict[str, Any] = {"cls": CMLWorker, "options": arguments}
+        spec: dict[str, Any] = {"cls": CMLWorker, "options": arguments | options.per_session}
         if group != DEFAULT_GROUP:
             spec["worker_group"] = group
         if options.processes > 1:  # SpecCluster's suffixes of the Dask workers' names

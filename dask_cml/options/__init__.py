@@ -104,6 +104,12 @@ class Options:
         return self.memory - self.memory_reserve
 
     @property
+    def per_session(self) -> dict[str, Any]:
+        """The threads and the memory of a worker session, as SpecCluster finds them in a spec."""
+        # SpecCluster._threads_per_worker (spec.py:488) and SpecCluster._memory_per_worker (spec.py:498).
+        return {"nthreads": self.nthreads, "memory": f"{self.memory!r} GiB"}
+
+    @property
     def scheduler(self) -> SessionSize:
         """The size of the scheduler's session."""
         return SessionSize(self.scheduler_cpu, self.scheduler_memory, self.scheduler_nvidia_gpu)

@@ -183,7 +183,9 @@ class CMLWorker(CMLProcess):
     def __init__(
         self, scheduler: str | None, name: str, *, api: WorkersAPI, options: Options, place: Place, **own: Any
     ) -> None:
-        options = options.of_group(own) if own else options
+        usual = options.per_session
+        if own := {name: value for name, value in own.items() if value != usual.get(name)}:
+            options = options.of_group(own)
         super().__init__(api, options, plan_worker(options, place, name, scheduler))
         self.seen: set[str] = set()
         self.has_arrived = False
