@@ -81,16 +81,17 @@ def test_close_all_in_one_event_loop_closes_the_cluster_of_another(all_closed):
     async def main():
         clusters.append(await make(n_workers=1))
         made.set()
-        while clusters[0].status.name != "closed":
+        while not closed.is_set():
             await asyncio.sleep(0.01)
 
     async def close():
         clusters.append(await make())
         dask_cml.close_all()
+        closed.set()
         while clusters[1].status.name != "closed":
             await asyncio.sleep(0.01)
 
-    clusters, made = [], threading.Event()
+    clusters, made, closed = [], threading.Event(), threading.Event()
     thread = threading.Thread(target=asyncio.run, args=[main()])
     thread.start()
     assert made.wait(PATIENCE)

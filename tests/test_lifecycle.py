@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from unittest import mock
@@ -16,6 +17,7 @@ import dask
 import pytest
 from clusters import arrived, create_and_kill, lines_of, live, make, rebuild, sign_of, simulate
 from distributed import Client
+from distributed.core import Status
 from simulated.testing import eventually, simulated
 
 from dask_cml import ClusterExists, CMLCluster, CMLError, NoSuchCluster
@@ -29,6 +31,7 @@ from dask_cml.timing import timing
 pytestmark = pytest.mark.usefixtures("light")
 
 MAKER = """
+import threading
 import time
 from dask_cml import CMLCluster
 
@@ -207,6 +210,53 @@ async def test_leave_leaves_the_cluster_running_at_the_end_of_the_block(it, conn
         await cluster.leave()
     assert len(it.platform.running) == 2
     await (await rebuild("left")).close()
+
+
+@pytest.mark.parametrize("connect", [False, True])
+@simulated
+async def test_close_while_the_cluster_is_being_left_shuts_it_down(it, connect):
+    async with simulate(name="left", n_workers=1) as creator:
+        await eventually(lambda: arrived(creator) == 1)
+        cluster = await rebuild("left") if connect else creator
+        leaving = asyncio.create_task(cluster.leave())
+        while cluster.status == Status.running:
+            await asyncio.sleep(0)
+        assert cluster.status == Status.closing
+        await cluster.close()
+        await leaving
+        assert cluster.status == Status.closed
+        assert not it.platform.running
+        assert it.clusters == []
+
+
+@pytest.mark.parametrize("connect", [False, True])
+@simulated
+async def test_close_of_a_cluster_that_was_left_ends_nothing(it, connect):
+    creator = await simulate(name="left")
+    cluster = await rebuild("left") if connect else creator
+    await cluster.leave()
+    await cluster.close()
+    assert len(it.platform.running) == 1
+    await (await rebuild("left")).close()
+    await creator.close()
+
+
+def test_close_in_another_thread_while_the_cluster_is_being_left_shuts_it_down(platform):
+    cluster = CMLCluster(n_workers=1, platform="local", quiet=True)
+    closing = threading.Thread(target=cluster.close)
+    leave_dask = cluster._close_dask
+
+    async def close_dask():
+        closing.start()
+        await leave_dask()
+
+    cluster._close_dask = close_dask
+    cluster.leave()
+    closing.join(120)
+    assert not closing.is_alive()
+    assert cluster.status == Status.closed
+    assert all(session["stop_requested"] for session in platform.sessions())
+    assert store.records() == []
 
 
 @simulated

@@ -884,8 +884,9 @@ class KeptCluster(SpecCluster):
 
     def _close_without_loop(self, shutdown: bool) -> None:
         """Close when the event loop has ended, as after asyncio.run. Blocks."""
-        if self.status == Status.closed:
+        if self.status == Status.closed and (self._shuts_down or not shutdown):
             return
+        self._shuts_down = shutdown
         try:
             if shutdown:
                 self._stop_sessions_now()
