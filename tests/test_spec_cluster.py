@@ -1,4 +1,18 @@
-"""CMLCluster is a SpecCluster: what Dask documents and tests of it holds."""
+"""CMLCluster is a SpecCluster: what Dask documents and tests of it holds.
+
+On purpose, these differ from SpecCluster:
+
+- `CMLCluster` has no arguments ``workers``, ``worker`` and ``scheduler``: sizes and worker groups make the
+  specs. A subclass changes ``worker_spec``, ``new_spec`` and ``scheduler_spec`` afterwards.
+- The names in the spec begin with the cluster's name. A replacement has a new name: Dask's has the old one.
+- A lost worker is replaced at once. SpecCluster waits for somebody to await it.
+- `scale` to fewer removes entries once the scheduler has chosen them. SpecCluster removes the last at once.
+- After the start, a launch that fails is tried again, and told by ``problem``. No error is raised.
+- The status is ``created`` until the cluster runs, not ``starting``. The representation says "starting".
+- A failed start raises the error of its cause, and not a RuntimeError that contains its text.
+- ``shutdown_scheduler`` does not exist: ``shutdown_on_close=False`` and `leave` keep workers and scheduler.
+- `workers` of a process that does not keep the cluster is empty.
+"""
 
 from __future__ import annotations
 
