@@ -45,10 +45,6 @@ _OF_THE_IMAGE = (
     "traitlets",
 )
 
-OLDEST_BOKEH = "3.1"
-#: First broken bokeh, first fixed distributed, and the part of the dashboard that breaks between them.
-BREAKS = ("3.7", "2025.3.0", "the profile panes"), ("3.9", "2026.3.0", "performance reports")
-
 #: Packages with strict requirements, which Dask imports only when it needs them.
 _IMPORTED = ("bokeh", "numba", "pandas", "pyarrow")
 
@@ -191,14 +187,15 @@ def version(package: str) -> str | None:
 
 
 def unmet(package: str, extra: str = "") -> dict[str, str]:
-    """Return the unmet requirements of a package or one of its extras, each with what is installed."""
+    """Return the unmet requirements of a package, or of an extra, each with what is installed."""
     from packaging.requirements import Requirement
 
     found = {}
     for each in map(Requirement, metadata.requires(package) or ()):
         there = version(each.name)
         fits = there is not None and each.specifier.contains(there, prereleases=True)
-        if not fits and (each.marker is None or each.marker.evaluate({"extra": extra})):
+        applies = each.marker.evaluate({"extra": extra}) if each.marker else not extra
+        if applies and not fits:
             found[f"{each.name}{each.specifier}"] = (
                 f"{each.name} {f'{there} is' if there else 'is not'} installed"
             )
@@ -248,22 +245,12 @@ def _copies(package: str) -> dict[Path, str]:
 
 
 def dashboard() -> Finding:
-    """Check that bokeh is installed, and works with the installed distributed."""
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
-
-    distributed, bokeh = version("distributed") or "0", version("bokeh")
-    breaks = {since: part for since, until, part in BREAKS if Version(distributed) < Version(until)}
-    supported = SpecifierSet(",".join([f">={OLDEST_BOKEH}", *(f"<{since}" for since in [*breaks][:1])]))
-    if bokeh and supported.contains(bokeh, prereleases=True):
-        return Finding("ok", f"bokeh {bokeh} works with distributed {distributed}.")
-    if not bokeh:
-        words = "bokeh is not installed. Without it, schedulers have no dashboard."
-    elif broken := [part for since, part in breaks.items() if Version(bokeh) >= Version(since)]:
-        words = f"bokeh {bokeh} is too new for distributed {distributed}: {' and '.join(broken)} fail."
-    else:
-        words = f"bokeh {bokeh} is too old. Schedulers have no dashboard before bokeh {OLDEST_BOKEH}."
-    return Finding("warning", words, pip_command("install", f"bokeh{supported}"))
+    """Check that what dask-cml requires for the scheduler's dashboard is installed."""
+    if missing := unmet("dask-cml", "dashboard"):
+        lacks = "; ".join(missing.values())
+        words = f"The dashboard needs {', '.join(missing)}; {lacks}. Otherwise, parts of it fail."
+        return Finding("warning", words, pip_command("install", *missing))
+    return Finding("ok", "What the dashboard needs is installed.")
 
 
 def imports(timeout: float) -> Finding:
