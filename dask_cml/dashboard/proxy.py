@@ -120,7 +120,7 @@ def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) 
     guard : HostGuard
         Checks the requests.
     **settings
-        What its handlers need besides.
+        Other settings of its handlers.
     """
     return Application(routes, guard=guard, log_function=lambda _: None, **settings)
 
@@ -149,16 +149,16 @@ class DashboardProxy(RequestHandler):
         if why is not None:
             self.refuse(403, why)
 
-    def refuse(self, status: int, words: str) -> None:
+    def refuse(self, status: int, message: str) -> None:
         """Answer with the reason of a refusal or failure, unless the answer has begun."""
         if self._headers_written or self._finished:
             self._hang_up()
             return
-        logger.info("Request for a dashboard refused: %s", words)
+        logger.info("Request for a dashboard refused: %s", message)
         self.clear()  # of the headers of an answer that broke off
         self.set_status(status)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(f"{words}\n")
+        self.finish(f"{message}\n")
 
     async def forward(self, open_comm: OpenComm, path: str) -> None:
         """Answer the request by the dashboard.
@@ -288,7 +288,12 @@ def _is_served(path: str) -> bool:
 
 
 def _allowed(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    return {each: headers[each] for each in names if each in headers and _HEADER.fullmatch(headers[each])}
+    allowed = {}
+    for name in names:
+        value = headers.get(name)
+        if value is not None and _HEADER.fullmatch(value):
+            allowed[name] = value
+    return allowed
 
 
 async def carry(one: IOStream, other: IOStream) -> None:
