@@ -2,7 +2,7 @@
 
 The scheduler's plugin holds it. Whoever changes a cluster writes on the board, and whoever watches a cluster
 reads the whole board. There is no I/O and no clock in it: the order of the calls alone decides, and the last
-one wins.
+call wins.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BoardGroup:
     request : int
         How many changes users have asked for.
     created : int
-        The revision of the board at which it was added. A group that is deleted and added again is another.
+        The revision of the board at which it was added. A group that is deleted and added again has another.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Board:
 
     def _change(self, name: str, change: GroupChange) -> None:
         group = self.groups.setdefault(name, BoardGroup(created=self.revision))
-        if change.request is UNSET:  # a user asks
+        if change.request is UNSET:  # a user has asked
             group.request += 1
         elif change.request != group.request:
             return
@@ -181,7 +181,7 @@ class Board:
             group.target = min(max(group.target, group.adapt["minimum"]), group.adapt["maximum"])
 
     def close_workers(self, names: Iterable[str]) -> None:
-        """Ask the keeper to close workers, and to launch no others instead."""
+        """Ask the keeper to close workers without a replacement."""
         new = [name for name in names if name not in self.closing]
         if new:
             self.closing += new
