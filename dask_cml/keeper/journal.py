@@ -13,7 +13,7 @@ from dask_cml.layout import SCHEDULER
 from dask_cml.output import Logger
 from dask_cml.records import store
 from dask_cml.records.record import Record
-from dask_cml.sessions.answers import moment
+from dask_cml.sessions.answers import time_of
 from dask_cml.sessions.entry import Launch, fact
 from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
@@ -84,7 +84,7 @@ class Journal:
             if processes[session].is_listed and not processes[session].is_scheduling
         }
         for session, process in processes.items():
-            if process.loss is not None or moment(process.info, "finished_at") is not None:
+            if process.loss is not None or time_of(process.info, "finished_at") is not None:
                 self._ends[session] = _end_of(process)
         stopped = {*self._api.stopped}
         facts = [fact(session, "waits") for session in (waiting & sessions.keys()) - self._waiting]
@@ -118,5 +118,5 @@ class Journal:
 
 def _end_of(process: CMLProcess) -> tuple[int | None, str]:
     """Return when a session ended, by the platform, and the cause if nobody asked for it."""
-    finished = moment(process.info, "finished_at")
+    finished = time_of(process.info, "finished_at")
     return None if finished is None else int(finished.timestamp()), (process.loss or "").replace(" ", "-")

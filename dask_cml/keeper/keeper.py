@@ -186,8 +186,12 @@ class Keeper:
     @property
     def staying(self) -> list[str]:
         """The workers that cannot be stopped now, because no other worker can take their data."""
-        unwanted = [worker for worker in self.workers() if worker.name not in self._cluster.worker_spec]
-        return [worker.name for worker in unwanted if worker.stays is not None and not worker.retired]
+        staying = []
+        for worker in self.workers():
+            is_unwanted = worker.name not in self._cluster.worker_spec
+            if is_unwanted and worker.cannot_move_to is not None and not worker.retired:
+                staying.append(worker.name)
+        return staying
 
     @property
     def gave_up(self) -> dict[str, str]:

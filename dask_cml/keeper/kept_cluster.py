@@ -48,7 +48,7 @@ from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import log_path
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
-from dask_cml.words import printable_lines, span
+from dask_cml.words import format_duration, printable_lines
 
 logger = Logger(__name__)
 
@@ -304,7 +304,7 @@ class KeptCluster(SpecCluster):
         """Name the user's other clusters in this process. A cell that runs again may have left them."""
         for other in unclosed():
             if other is not self and getattr(other, "takes_lease", False) and other.sessions:
-                name, age = other.options.name, span(other.sessions[0].age)
+                name, age = other.options.name, format_duration(other.sessions[0].age)
                 close = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).close()"
                 self._log(f"This process has another cluster, open for {age}. To close it, run: {close}")
 

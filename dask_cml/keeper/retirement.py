@@ -70,22 +70,23 @@ class Retirements:
     def words(self) -> str | None:
         """The workers whose retirement takes long, or is not possible now. None if there are none."""
         now, connected = time.monotonic(), connected_names(self._cluster)
-        late = sorted(
-            name
-            for name, worker in [*self._cluster.workers.items()]
-            if name not in self._cluster.worker_spec
-            and isinstance(worker, CMLWorker)
-            and connected.intersection(worker.dask_names)
-            and (worker.stays is not None or now - (worker.retiring_since or now) > timing.long_retirement)
-        )
-        return f"waiting for the data of {', '.join(late)}" if late else None
+        late = []
+        for name, worker in [*self._cluster.workers.items()]:
+            if name in self._cluster.worker_spec or not isinstance(worker, CMLWorker):
+                continue
+            is_late = now - (worker.retiring_since or now) > timing.long_retirement
+            if connected.intersection(worker.dask_names) and (is_late or worker.cannot_move_to is not None):
+                late.append(name)
+        return f"waiting for the data of {', '.join(sorted(late))}" if late else None
 
     def may_retire(self, worker: CMLWorker) -> bool:
         """Return whether to retire a worker now, or again because others have connected since."""
         if worker.retired or worker.retiring_since is not None:
             return False
+        if worker.cannot_move_to is None or not self._cluster.worker_spec:
+            return True
         others = connected_names(self._cluster).difference(worker.dask_names)
-        return worker.stays is None or not others <= worker.stays or not self._cluster.worker_spec
+        return not others <= worker.cannot_move_to
 
     async def retire(self, workers: Sequence[CMLWorker]) -> None:
         """Start to retire workers, and wait for some seconds: most move their data in less."""
@@ -102,13 +103,13 @@ class Retirements:
         await cancel(*self._tasks)
 
     async def _retire(self, workers: Sequence[CMLWorker]) -> None:
-        """Retire workers. Those stay that hold data that no other worker can take."""
+        """Retire workers. A worker stays if it holds data that no other worker can take."""
         try:
             staying = await self._hand_over(workers)
             if not self._cluster.worker_spec:  # with scale(0), the last worker stops even if its data is lost
                 staying = set()
         except NO_ANSWER as error:
-            # The next look tries again, because the data may still be in these workers.
+            # The next step tries again, because the data may still be in these workers.
             logger.info("Workers %s not retired yet: %r", [worker.name for worker in workers], error)
         except Exception:
             logger.exception("Workers %s not retired yet", [worker.name for worker in workers])
@@ -118,9 +119,9 @@ class Retirements:
                 worker.retired = worker.name not in staying
                 if worker.retired:
                     continue
-                if worker.stays is None:
+                if worker.cannot_move_to is None:
                     self._log(f"Worker {worker.name} stays until other workers can take its data")
-                worker.stays = connected.difference(worker.dask_names)
+                worker.cannot_move_to = connected.difference(worker.dask_names)
             self._woken.set()
         finally:
             for worker in workers:
