@@ -77,13 +77,12 @@ class Journal:
         sessions, now = self._api.live.copy(), int(time.time())
         new = {session: name for session, name in sessions.items() if session not in self._written}
         launched = [self._launch(session, name, processes.get(session)) for session, name in new.items()]
-        waiting = {session for session, process in processes.items() if process.waits_for is not None}
-        begun = {
-            session
-            for session in self._waiting & processes.keys()
-            if processes[session].is_listed and not processes[session].is_scheduling
-        }
+        waiting, begun = set(), set()
         for session, process in processes.items():
+            if process.waits_for is not None:
+                waiting.add(session)
+            if session in self._waiting and process.is_listed and not process.is_scheduling:
+                begun.add(session)
             if process.loss is not None or time_of(process.info, "finished_at") is not None:
                 self._ends[session] = _end_of(process)
         stopped = {*self._api.stopped}
@@ -93,11 +92,11 @@ class Journal:
             ended, cause = self._ends.get(session, (None, ""))
             facts.append(fact(session, "ended", now if ended is None else min(now, ended), cause))
         if launched or facts:
-            # A cancellation waits: later facts must not be written before these.
+            # A cancellation waits: later facts must not be written before these facts.
             await to_the_end(store.write_sessions, self._record, launched, facts)
         self._waiting = (self._waiting | (waiting & sessions.keys())) - begun - stopped
         self._written = (self._written | new.keys()) - stopped
-        # A late answer of the platform may enter a stopped session once more; then it is stopped again.
+        # A late answer of the platform may enter a stopped session once more. Then it is stopped again.
         self._api.stopped.difference_update(stopped)
         for session in stopped:
             self._ends.pop(session, None)

@@ -1,4 +1,4 @@
-"""Which workers to close, and their retirement: they move their data to others first."""
+"""Which workers to close, and their retirement: first they move their data to other workers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Retirements:
     api : WorkersAPI
         Lists the sessions.
     log : callable
-        Gets each line for the user.
+        Called with every line for the user.
     woken : asyncio.Event
         Set when workers are retired.
     """
@@ -128,11 +128,12 @@ class Retirements:
                 worker.retiring_since = None
 
     async def _hand_over(self, workers: Sequence[CMLWorker]) -> set[str]:
-        """Move the data of workers to others. Return the names of those whose data no other can take."""
+        """Move the data of workers to others. Return the workers whose data no other worker can take."""
         connected = connected_names(self._cluster)
-        sessions = {
-            name: worker.name for worker in workers for name in connected.intersection(worker.dask_names)
-        }
+        sessions = {}
+        for worker in workers:
+            for name in connected.intersection(worker.dask_names):
+                sessions[name] = worker.name
         watching = asyncio.create_task(self._watch(workers, sessions))
         try:
             # SpecCluster._correct_state_internal (spec.py:359) passes names as addresses, so its workers are
@@ -151,7 +152,7 @@ class Retirements:
         return holding
 
     async def _watch(self, workers: Sequence[CMLWorker], sessions: Mapping[str, str]) -> None:
-        """Tell of workers that move their data slowly, and abandon those that fall silent.
+        """Log which workers move their data slowly, and abandon workers that fall silent.
 
         Wait for a slow worker as long as it answers. The data of a frozen worker is out of reach, and its
         session uses quota: two minutes of silence are enough, also of the scheduler. Dask itself would wait
@@ -167,7 +168,7 @@ class Retirements:
         while True:
             with contextlib.suppress(*NO_ANSWER, CMLError):
                 held = await self._remote.ask(protocol.HELD, names=sorted(sessions))
-                before, heard = heard, {name: about["last_seen"] for name, about in held.items()}
+                before, heard = heard, {name: state["last_seen"] for name, state in held.items()}
                 silent = {name for name in heard if heard[name] == before.get(name)}
                 for session in sorted({sessions[name] for name in silent}):
                     self._log(f"Worker {session} abandoned: no answer for {self._limit:g} s")
@@ -194,7 +195,7 @@ async def choose(
     workers: Mapping[str, Sequence[str]],
     processes: int,
     worker_key: Callable[[WorkerState], Hashable] | None = None,
-    **more: Any,
+    **arguments: Any,
 ) -> list[str]:
     """Choose the `n` connected workers that cost least to close.
 
@@ -210,19 +211,25 @@ async def choose(
         Number of Dask workers in a session.
     worker_key : callable, optional
         Groups workers that are closed together or not at all. Then the result may be fewer than `n`.
-    **more
+    **arguments
         Arguments of ``Scheduler.workers_to_close``.
     """
     if n <= 0:
         return []
-    # All, because the scheduler may name the workers of other groups and retiring ones first.
-    among = n * processes if worker_key else 10**6
+    # All, because the scheduler may name workers of other groups and retiring workers first.
+    n_dask_workers = n * processes if worker_key else 10**6
     key = pickle.dumps(worker_key) if worker_key else None
-    named: Iterable[str] = ()  # without an answer
+    answer: Iterable[str] = ()  # if the scheduler does not answer
     with contextlib.suppress(*NO_ANSWER, CMLError):
-        named = await remote.ask("workers_to_close", n=among, key=key, attribute="name", **more)
-    costs = {str(worker): cost for cost, worker in enumerate(named)}
-    # The Dask worker of a session that costs most counts.
-    cost = {name: max(costs.get(worker, math.inf) for worker in dask) for name, dask in workers.items()}
-    order = sorted(workers, key=cost.__getitem__)
-    return [name for name in order if not (worker_key and math.isinf(cost[name]))][:n]
+        answer = await remote.ask(
+            "workers_to_close", n=n_dask_workers, key=key, attribute="name", **arguments
+        )
+    costs = {str(worker): cost for cost, worker in enumerate(answer)}
+    # Of the Dask workers of a session, the worker that costs most counts.
+    session_costs = {}
+    for name, dask_names in workers.items():
+        session_costs[name] = max(costs.get(worker, math.inf) for worker in dask_names)
+    chosen = sorted(workers, key=session_costs.__getitem__)
+    if worker_key:
+        chosen = [name for name in chosen if not math.isinf(session_costs[name])]
+    return chosen[:n]
