@@ -63,11 +63,11 @@ def run_dask_cluster(
     num_workers : int
         Number of worker sessions.
     cpu : float
-        Virtual CPUs of each worker session.
+        Virtual CPUs of a worker session.
     memory : float
-        Memory of each worker session, in GiB.
+        Memory of a worker session, in GiB.
     nvidia_gpu : int
-        Number of GPUs of each worker session. Default 0.
+        Number of GPUs of a worker session. Default 0.
     dashboard_port : int or str, optional
         Port of the dashboard on the scheduler's loopback. Default: ``CDSW_READONLY_PORT`` of the calling
         session or, outside of sessions, the port of the scheduler's session.
@@ -206,11 +206,11 @@ def run_dask_workers(
     num_workers : int
         Number of worker sessions.
     cpu : float
-        Virtual CPUs of each worker session.
+        Virtual CPUs of a worker session.
     memory : float
-        Memory of each worker session, in GiB.
+        Memory of a worker session, in GiB.
     nvidia_gpu : int
-        Number of GPUs of each worker session. Default 0.
+        Number of GPUs of a worker session. Default 0.
 
     Returns
     -------

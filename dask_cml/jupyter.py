@@ -1,7 +1,7 @@
 """A Jupyter server extension that lists all clusters of the project in dask-labextension's sidebar.
 
-By itself, the sidebar lists the clusters that it created. This adds those in the project's records: from
-notebooks, ``dask cml`` and other Jupyter servers. The Jupyter server is connected to each of them.
+By itself, the sidebar lists the clusters that it created. This adds the clusters in the project's records:
+from notebooks, ``dask cml`` and other Jupyter servers. The Jupyter server is connected to all of them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.
     Parameters
     ----------
     rows : sequence of sequences of str
-        The cells of each row.
+        The cells of the rows.
     align : callable
         Aligns a cell of another column to a width, such as ``str.rjust``.
     """

@@ -112,7 +112,8 @@ def run(
     RuntimeError
         If the program fails.
     """
-    if name is not None and (why := _start(folder, name, entry)):
+    why = None if name is None else _start(folder, name, entry)
+    if why is not None:
         print(f"{program} not started: {why}", flush=True)
         return
     command = [*command]
@@ -134,7 +135,8 @@ def run(
         arguments = (process, folder, scheduler_file, time.monotonic() + timeout)
         threading.Thread(target=_wait_for_file, args=arguments, daemon=True).start()
     _handle_sigterm(process, output, passes_notice, temporary, scratch)
-    if memory and (files := _memory_files(memory)):
+    files = _memory_files(memory) if memory else None
+    if files is not None:
         threading.Thread(target=_watch_memory, args=(output, memory, *files), daemon=True).start()
     # CML shows a session's output in the console of the session that launched it, so it goes to a log.
     with process:

@@ -229,7 +229,7 @@ async def delete(names: Sequence[str], everything: bool) -> None:
 
 @cml.command()
 async def prune() -> None:
-    """Delete dead clusters, and skip those that may be alive.
+    """Delete dead clusters, and skip clusters that may be alive.
 
     A cluster is dead if the platform lists its scheduler's session as ended, or if its scheduler has been
     silent for two minutes.

@@ -95,7 +95,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     columns : sequence of str
         The headings.
     rows : sequence of sequences of str
-        The cells of each row.
+        The cells of the rows.
     """
     head, *lines = table([columns, *([printable(cell) for cell in row] for row in rows)])
     click.echo("\n".join([click.style(head, bold=True), *lines]))

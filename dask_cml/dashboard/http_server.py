@@ -82,7 +82,7 @@ class LocalServer(HTTPServer):
         self._listen()
 
     async def close(self) -> None:
-        """Stop listening, and close all connections, also those that are not HTTP any more."""
+        """Stop listening, and close all connections, including WebSockets."""
         if self._is_listening():
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()

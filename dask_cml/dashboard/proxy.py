@@ -1,7 +1,7 @@
 """Answers requests of browsers by a scheduler's dashboard, and trusts neither side.
 
-Only GET requests and WebSockets pass. Of the headers of requests and of answers, those of an allow-list pass:
-no cookies, no passwords, no service workers. Each request gets one answer, which ends where its length says.
+Only GET requests and WebSockets pass. Only headers on an allow-list pass, of requests and of answers: no
+cookies, no passwords, no service workers. A request gets one answer, which ends where its length says.
 
 The dashboard listens on the loopback of the scheduler's session, which only the platform's https entry
 reaches. So the scheduler's plugin also serves it on a comm, through the scheduler's own comm port.
@@ -263,7 +263,8 @@ class _Answer(HTTPMessageDelegate):
         self._handler.set_status(start_line.code)
         for name, value in _allowed(headers, _ANSWER_HEADERS).items():
             self._handler.set_header(name, value)
-        if _RELATIVE.fullmatch(location := headers.get("Location", "")):
+        location = headers.get("Location", "")
+        if _RELATIVE.fullmatch(location):
             self._handler.set_header("Location", location)
 
     async def data_received(self, chunk: bytes) -> None:
@@ -281,7 +282,8 @@ class _Answer(HTTPMessageDelegate):
 
 def _is_served(path: str) -> bool:
     for _ in range(_MOST_ENCODED):
-        if (decoded := unquote(path)) == path:
+        decoded = unquote(path)
+        if decoded == path:
             return not _CLOSED & {*path.replace("\\", "/").lower().split("/")}
         path = decoded
     return False

@@ -133,7 +133,8 @@ class Keeper:
     @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        return [session for process in self.processes if (session := process.session) is not None]
+        sessions = [process.session for process in self.processes]
+        return [session for session in sessions if session is not None]
 
     @property
     def processes(self) -> list[CMLProcess]:
@@ -671,7 +672,7 @@ class Keeper:
                 self._log_event(state, worker.name)
 
     async def _log_lines(self) -> None:
-        """Log each line about the cluster when it becomes true."""
+        """Log lines about the cluster when they become true."""
         board, waits = self._remote.board, self.waits()
         lines = {}
         if waits:

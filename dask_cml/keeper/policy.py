@@ -214,7 +214,7 @@ def sessions_wanted(
     useful = _useful_sessions(snapshot, group, duration, arrived)
     if useful <= arrived:
         return useful
-    # Present sessions, and those that start before a session launched now, do some of the work.
+    # Present sessions, and sessions that start before a session launched now, do some of the work.
     working = max(0, arrived - snapshot.supply(group).full)
     done_meanwhile = working * start_time + sum(min(age, start_time) for age in underway)
     needed = useful - math.ceil(done_meanwhile / duration)

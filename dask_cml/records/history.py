@@ -1,6 +1,6 @@
-"""The history of clusters: one small file remains of each cluster that has ended.
+"""The history of clusters: one small file remains of a cluster that has ended.
 
-Each file is named after the id of the cluster's record. The process that removes the record writes the file
+The file is named after the id of the cluster's record. The process that removes the record writes the file
 first. No process changes it.
 
 Functions block while they wait for the file system.
@@ -166,8 +166,9 @@ def _iso(seconds: float) -> str:
 def cost_of(used: SessionHours) -> float | None:
     """Return the cost of sessions by the prices below ``cml.prices``. Return None if all are missing."""
     amounts = {"cpu": used.vcpu_hours, "memory": used.gib_hours, "gpu": used.gpu_hours}
-    prices = {name: price for name in amounts if (price := setting(f"prices.{name}")) is not None}
-    return sum(price * amounts[name] for name, price in prices.items()) if prices else None
+    prices = {name: setting(f"prices.{name}") for name in amounts}
+    costs = [price * amounts[name] for name, price in prices.items() if price is not None]
+    return sum(costs) if costs else None
 
 
 def _end_of(record: Record) -> float:
@@ -197,9 +198,10 @@ def remember(record: Record, why: str = UNSEEN) -> None:
     """
     try:
         keep, folder = setting("history.keep"), record.folder.parent / HISTORY_FOLDER
-        if keep and (last := store.find_again(record)) is not None:
+        latest = store.find_again(record) if keep else None
+        if latest is not None:
             make_folder(folder)
-            content = json.dumps(EndedCluster.of(last, why).to_json()).encode()
+            content = json.dumps(EndedCluster.of(latest, why).to_json()).encode()
             write_file(folder / f"{record.id}{_SUFFIX}", content, new=True)
         _forget(folder, keep, time.time() - setting("history.days") * 24 * 3600)
     except Exception as error:  # the cluster must end, whatever its record contains

@@ -108,7 +108,7 @@ async def judge(
     records : iterable of Record
         The records of the clusters.
     timeout : float
-        Time limit for all schedulers to answer, in seconds. The platform gets the same time again.
+        Time limit for all schedulers to answer, in seconds. The platform gets as long again.
     patience : float, optional
         Longer time limit for schedulers that left a sign of life lately, in seconds. Default: `timeout`.
     api : WorkersAPI, optional

@@ -60,7 +60,8 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
         if finding.state is not State.DEAD:
             raise ClusterExists(old.name, finding.why) from None
     errors = await _end_all([old])
-    if (error := errors[old.name]) is not None:
+    error = errors[old.name]
+    if error is not None:
         raise error
     await to_the_end(store.claim, record, board)
 
@@ -111,7 +112,7 @@ async def describe(
     records : iterable of Record
         The records of the clusters.
     timeout : float
-        Time limit for all schedulers to answer, in seconds. The platform gets the same time again.
+        Time limit for all schedulers to answer, in seconds. The platform gets as long again.
     patience : float
         Longer time limit for schedulers that left a sign of life lately, in seconds.
 
@@ -284,7 +285,7 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     Parameters
     ----------
     timeout : float
-        Time limit for all schedulers to answer, in seconds. The platform gets the same time again.
+        Time limit for all schedulers to answer, in seconds. The platform gets as long again.
 
     Returns
     -------

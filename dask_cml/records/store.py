@@ -54,7 +54,7 @@ _PAUSE = 0.01
 def claim(record: Record, board: Mapping[str, Any]) -> None:
     """Create the folder of a new cluster, with its record.
 
-    If several processes claim a name at the same time, one succeeds.
+    If several processes claim a name at once, one succeeds.
 
     Parameters
     ----------
@@ -215,16 +215,16 @@ def read_again(record: Record) -> Record:
     NoSuchCluster
         If the cluster does not exist any more, or another one has its name.
     """
-    found = find_again(record)
-    if found is None:
+    latest = find_again(record)
+    if latest is None:
         raise NoSuchCluster(record.name, tuple(other.name for other in records(record.folder.parent)))
-    return found
+    return latest
 
 
 def find_again(record: Record) -> Record | None:
     """Read the record of a known cluster as it is now. Return None if the cluster does not exist any more."""
-    found = _load(record.folder)
-    return found if found is not None and found.id == record.id else None
+    latest = _load(record.folder)
+    return latest if latest is not None and latest.id == record.id else None
 
 
 def records(directory: Path | None = None) -> list[Record]:
@@ -244,8 +244,8 @@ def records(directory: Path | None = None) -> list[Record]:
         return []
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = (_load(directory / name) for name in names)
-    return [record for record in found if record is not None]
+    loaded = (_load(directory / name) for name in names)
+    return [record for record in loaded if record is not None]
 
 
 def remove(record: Record) -> dict[str, str] | None:

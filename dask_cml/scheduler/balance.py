@@ -26,7 +26,7 @@ def balance(scheduler: Scheduler) -> None:
     Parameters
     ----------
     scheduler : Scheduler
-        The scheduler. Its work stealing moves the tasks, except those that run already.
+        The scheduler. Its work stealing moves the tasks, except running tasks.
     """
     stealing = scheduler.extensions.get("stealing")
     offering = [worker for worker in scheduler.running if worker.resources]
@@ -67,7 +67,7 @@ def unload_full_workers(scheduler: Scheduler) -> None:
     Parameters
     ----------
     scheduler : Scheduler
-        The scheduler. Its work stealing moves the tasks, except those that run already.
+        The scheduler. Its work stealing moves the tasks, except running tasks.
     """
     stealing = scheduler.extensions.get("stealing")
     if stealing is None:

@@ -177,7 +177,7 @@ class Board:
         if change.adapt is not UNSET:
             group.adapt = None if change.adapt is None else msgspec.structs.asdict(change.adapt)
         if group.adapt is not None and change.request is UNSET:
-            # At once: the keeper looks at the work later.
+            # At once: the keeper adapts to the work later.
             group.target = min(max(group.target, group.adapt["minimum"]), group.adapt["maximum"])
 
     def close_workers(self, names: Iterable[str]) -> None:

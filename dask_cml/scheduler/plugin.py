@@ -75,7 +75,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._full: str | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Add the handlers to the scheduler, and start to look for watchers and clients."""
+        """Add the handlers to the scheduler, and start to track watchers and clients."""
         begin = await unless_stale(self._file.begin)
         self._scheduler = scheduler
         self._cluster, self._record = begin["cluster"], begin["record"]
@@ -383,8 +383,10 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             self._shut_down(
                 f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
             )
-        elif (reason := self._lifetime.check(now)) is not None:
-            self._shut_down(reason)
+        else:
+            reason = self._lifetime.check(now)
+            if reason is not None:
+                self._shut_down(reason)
 
     def _check_workers(self) -> None:
         """Tell watchers which Dask workers are full, and whether any have connected or left."""

@@ -78,7 +78,8 @@ class StateFile:
         while True:
             await asyncio.sleep(_REST)
             await wait_until_set(self._changed, timing.sign_of_life)
-            if (why := await self.save(content())) is not None:
+            why = await self.save(content())
+            if why is not None:
                 return why
 
     async def save(self, content: Mapping[str, Any]) -> str | None:

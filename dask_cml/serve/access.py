@@ -78,7 +78,8 @@ class Access:
 
     def user(self, request: HTTPServerRequest) -> User | None:
         """Return the user that CML's ingress names, or the user with the token, or None."""
-        if self.behind_entry and (name := request.headers.get("REMOTE-USER")):
+        name = request.headers.get("REMOTE-USER")
+        if self.behind_entry and name:
             return User(name, request.headers.get("REMOTE-USER-PERM") == _MAY_CHANGE)
         cookie = request.cookies.get(self.cookie)
         for token in (bearer(request), cookie.value if cookie else None):

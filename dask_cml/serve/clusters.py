@@ -56,8 +56,8 @@ class ServedCluster(CMLCluster):
 class ProjectClusters(Observers):
     """The clusters that users create on the page, and the other clusters of the project.
 
-    The page keeps the clusters that were created there, also by an earlier page that was killed, and those
-    that are meant to live without their creator. The others it only shows.
+    The page keeps the clusters that were created there, also by an earlier page that was killed, and the
+    clusters that are meant to live without their creator. It only shows the other clusters.
 
     Parameters
     ----------
@@ -315,6 +315,7 @@ class ProjectClusters(Observers):
             await cluster.close()
         else:
             errors = await operations.end_all([observed.record], user)
-            if (error := errors[name]) is not None:
+            error = errors[name]
+            if error is not None:
                 raise error
         self.observed.pop(observed.record.id, None)

@@ -1,4 +1,4 @@
-"""Calls of functions that may never return: each runs in a thread of its own, with a time limit."""
+"""Calls of functions that may never return. A call runs in a thread of its own, with a time limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_HANGING = 64
 
 
 class Calls:
-    """Makes calls in threads, and abandons those that do not return in time.
+    """Makes calls in threads, and abandons calls that do not return in time.
 
     Abandoned threads block nothing: new calls get new threads, and the interpreter exits without waiting for
     them.

@@ -191,7 +191,7 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
 
 
 def _preloads(kind: str, argument: str, module: str) -> list[str]:
-    """Return the arguments that preload a module, and those that Dask's configuration names."""
+    """Return the arguments that preload a module and the modules in Dask's configuration."""
     configured = dask.config.get(f"distributed.{kind}.preload")  # the argument takes its place
     modules = [module, *([configured] if isinstance(configured, str) else configured)]
     arguments = []

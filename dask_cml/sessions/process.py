@@ -1,4 +1,4 @@
-"""A scheduler and a worker, each in a CML session of its own."""
+"""A scheduler and a worker in CML sessions of their own."""
 
 from __future__ import annotations
 
