@@ -236,7 +236,7 @@ class CMLAdaptive(Adaptive):
             if self._pauses.checks < self._least_wait_count or self._pauses.last <= start_time:
                 self.wait_count += math.ceil(start_time / self.interval)
         self._busy = snapshot.supply(self._group).busy
-        numbers = snapshot.lent(self._group)
+        numbers = snapshot.borrowed(self._group)
         self._borrowed = [session_name(self.cluster.options.name, self._group, number) for number in numbers]
         plan = self.plan
         launched = [workers[name].launched_at for name in plan - arrived if name in workers]

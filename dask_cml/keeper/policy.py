@@ -45,7 +45,7 @@ class Supply:
         Number of sessions that the scheduler knows.
     busy : int
         Number of these sessions that process tasks.
-    lent : sequence of int
+    borrowed : sequence of int
         The numbers of busy sessions that only process tasks without needs, and would lose little.
     full : int
         Number of sessions that run nothing, because their memory and their disk are full.
@@ -63,7 +63,7 @@ class Supply:
     target: int = 0
     sessions: int = 0
     busy: int = 0
-    lent: Sequence[int] = ()
+    borrowed: Sequence[int] = ()
     full: int = 0
     managed: int = 0
     limit: int = 0
@@ -110,16 +110,16 @@ class Snapshot:
         """Return the work that scales up a group."""
         return [work for work in self.work if self._group_for(work.resources) == group]
 
-    def lent(self, group: str) -> Sequence[int]:
+    def borrowed(self, group: str) -> Sequence[int]:
         """Return the numbers of the sessions that only process tasks of another group."""
         plain_group = self._group_for({})
         if plain_group in (group, None) or not self.supply(plain_group).sessions:
             return ()
-        return self.supply(group).lent
+        return self.supply(group).borrowed
 
     def engaged(self, group: str) -> int:
         """Return how many sessions are needed because they are busy."""
-        return self.supply(group).busy - len(self.lent(group))
+        return self.supply(group).busy - len(self.borrowed(group))
 
     def has_work(self, group: str) -> bool:
         """Return whether a group has work, or processes any."""

@@ -26,9 +26,9 @@ _LEAST = 3
 _MOST_NEEDS, _MOST_RESTRICTIONS = 100, 20
 #: Maximum number of workers and hosts to name for one restriction.
 _MOST_NAMES = 3
-#: A session is lent if it processes at most this many tasks, which need none of its resources, for less than
-#: this many seconds.
-_MOST_LENT, _LENT_SECONDS = 100, 10.0
+#: A session is borrowed if it processes at most this many tasks, which need none of its resources, for less
+#: than this many seconds.
+_MOST_BORROWED, _BORROWED_SECONDS = 100, 10.0
 #: Tolerance for rounding errors.
 _ROUNDING = 1e-6
 
@@ -75,10 +75,10 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
         ``restricted`` lists unrunnable tasks that only certain workers may run, which are not in ``work``:
         ``names`` of some of these workers or hosts, and the number of ``tasks``.
         ``groups`` describes the worker groups with sessions: the number of ``sessions``; the number of
-        ``busy`` sessions, which process tasks or take part in a shuffle; the numbers in the names of ``lent``
-        sessions, which only process a few short tasks without needs; the number of ``full`` sessions, which
-        run nothing because their memory and their disk are full; the ``managed`` bytes and the memory
-        ``limit`` in bytes.
+        ``busy`` sessions, which process tasks or take part in a shuffle; the numbers in the names of
+        ``borrowed`` sessions, which only process a few short tasks without needs; the number of ``full``
+        sessions, which run nothing because their memory and their disk are full; the ``managed`` bytes and
+        the memory ``limit`` in bytes.
     """
     work: dict[Needs, Work] = {}
     restricted: dict[tuple[str, ...], float] = {}
@@ -138,32 +138,32 @@ def _add_processing(work: dict[Needs, Work], scheduler: Scheduler, worker: Worke
 
 
 def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dict[str, Any]:
-    busy, lent = [], []
+    busy, borrowed = [], []
     for number, workers in sorted(sessions.items()):
         if any(worker.processing or worker.address not in closable for worker in workers):
             busy.append(number)
-            if all(_is_lent(worker, closable) for worker in workers):
-                lent.append(number)
+            if all(_is_borrowed(worker, closable) for worker in workers):
+                borrowed.append(number)
     all_workers = [worker for workers in sessions.values() for worker in workers]
     return {
         "sessions": len(sessions),
         "busy": len(busy),
-        "lent": lent,
+        "borrowed": borrowed,
         "full": sum(any(map(is_full, workers)) for workers in sessions.values()),
         "managed": sum(worker.nbytes for worker in all_workers),
         "limit": sum(worker.memory_limit for worker in all_workers),
     }
 
 
-def _is_lent(worker: WorkerState, closable: set[str]) -> bool:
+def _is_borrowed(worker: WorkerState, closable: set[str]) -> bool:
     return bool(
         worker.resources
         and worker.address in closable
         and not worker.long_running
         and not worker.actors
-        and len(worker.processing) <= _MOST_LENT
+        and len(worker.processing) <= _MOST_BORROWED
         and not any(task.resource_restrictions or restriction_of(task) for task in worker.processing)
-        and all(seconds <= _LENT_SECONDS for seconds in worker.executing.values())
+        and all(seconds <= _BORROWED_SECONDS for seconds in worker.executing.values())
     )
 
 
