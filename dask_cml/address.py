@@ -27,17 +27,17 @@ from dask_cml.sessions import tls
 
 logger = logging.getLogger(__name__)
 
-_LOOK_INTERVAL = 0.5
+_POLL_INTERVAL = 0.5
 #: Seconds for which a client waits for another scheduler. Dask's default is the time-out of one connection.
 RECONNECT_TIMEOUT = 300.0
-#: Seconds before the first look for the client that connects, and before the last one. Pauses double.
+#: Seconds before the first search for the client that connects, and before the last search. Pauses double.
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 1.5
 _warned: set[str] = set()
 #: The clients that have been connected.
-_tended: WeakSet[Client] = WeakSet()
-#: The last connection to each address.
+_connected: WeakSet[Client] = WeakSet()
+#: The last connections by address.
 _connections: dict[str, object] = {}
-#: The last known address of each scheduler, by its cluster's address.
+#: The schedulers' last known addresses, by their clusters' addresses.
 _schedulers: dict[str, str] = {}
 
 
@@ -86,7 +86,7 @@ class CMLConnector(Connector):
         except NoSuchCluster:
             for client in _clients(address):
                 # It was connected before. Otherwise, it would try until its long time-out.
-                if client.status == "connecting" and client in _tended and client.loop:
+                if client.status == "connecting" and client in _connected and client.loop:
                     client.loop.add_callback(client._close, fast=True)
             raise
         scheduler = record.scheduler.address
@@ -94,13 +94,14 @@ class CMLConnector(Connector):
         if why := await asyncio.to_thread(liveness.why_not_contacted, record):
             raise OSError(f"not connected to cluster {record.name!r}: {why}")
         _schedulers[address] = scheduler
-        if (security := record.get_security()) is not None:
+        security = record.get_security()
+        if security is not None:
             connection_args |= await asyncio.to_thread(tls.connection_args, security)
         scheme, location = parse_address(scheduler)
         connector = get_backend(scheme).get_connector()
         try:
             comm = await connector.connect(location, deserialize=deserialize, **connection_args)
-            _tend_clients(address, security, connection_args)
+            _prepare_clients(address, security, connection_args)
             return comm
         except FatalCommClosedError:
             raise
@@ -110,32 +111,33 @@ class CMLConnector(Connector):
             ) from error
 
 
-def _tend_clients(address: str, security: Security | None, connection_args: dict[str, Any]) -> None:
+def _prepare_clients(address: str, security: Security | None, connection_args: dict[str, Any]) -> None:
     """Give this process's clients of an address the keys for workers, and patience with the scheduler.
 
-    Dask registers a client after its first connection. So look for it again and again for some seconds.
+    Dask registers a client after its first connection. So search for it repeatedly for some seconds.
     """
     connection = _connections[address] = object()
 
-    def look(pause: float) -> None:
-        if _connections[address] is not connection:  # a later one looks
+    def search(pause: float) -> None:
+        if _connections[address] is not connection:  # a later connection has its own search
             return
         for client in _clients(address):
             if security is not None and not client.connection_args.get("ssl_context"):
                 client.security, client.connection_args = security, connection_args
                 client.rpc.connection_args = connection_args
             client._timeout = max(client._timeout, RECONNECT_TIMEOUT)
-            _tended.add(client)
+            _connected.add(client)
         if pause <= _LAST_PAUSE:
-            asyncio.get_running_loop().call_later(pause, look, 2 * pause)
+            asyncio.get_running_loop().call_later(pause, search, 2 * pause)
 
-    look(_FIRST_PAUSE)
+    search(_FIRST_PAUSE)
 
 
 def _clients(address: str) -> list[Client]:
     """Return the clients of this process whose scheduler has this address."""
-    there = f"{SCHEME}://{address}"
-    return [each for each in [*Client._instances] if getattr(each.scheduler, "address", None) == there]
+    url = f"{SCHEME}://{address}"
+    clients = [*Client._instances]
+    return [client for client in clients if getattr(client.scheduler, "address", None) == url]
 
 
 async def _running(name: str) -> Record:
@@ -144,8 +146,8 @@ async def _running(name: str) -> Record:
         try:
             record = await asyncio.to_thread(store.read, name)
         except errors.NoSuchCluster as error:
-            where = f"{error}; searched in {state_directory()}"
-            raise NoSuchCluster(where, error.name, error.known) from None
+            text = f"{error}; searched in {state_directory()}"
+            raise NoSuchCluster(text, error.name, error.known) from None
         if record.scheduler.address is not None:
             return record
         if await asyncio.to_thread(liveness.is_abandoned, record):
@@ -157,9 +159,9 @@ async def _running(name: str) -> Record:
         scheduler = f"{record.id} {record.scheduler.number}"
         if scheduler not in _warned:  # Dask's error after the time-out does not say why
             _warned.add(scheduler)
-            what = "starting" if not record.scheduler.number else "launching another scheduler"
-            logger.warning("Cluster %s is %s: its scheduler has no address yet", name, what)
-        await asyncio.sleep(_LOOK_INTERVAL)
+            state = "launching another scheduler" if record.scheduler.number else "starting"
+            logger.warning("Cluster %s is %s: its scheduler has no address yet", name, state)
+        await asyncio.sleep(_POLL_INTERVAL)
 
 
 class CMLBackend(Backend):
@@ -202,17 +204,18 @@ def load_security(info: dict[str, Any]) -> Security | None:
         None if no cluster of the project has this address and keys.
     """
     scheme, location = parse_address(info["address"])
-    if scheme not in ("tls", SCHEME):  # others need no keys, so read no records
+    if scheme not in ("tls", SCHEME):  # other addresses need no keys, so read no records
         return None
     try:
         if scheme == SCHEME:
-            named = store.find(unquote(location))
-            records = [named] if named else []  # without one, connecting raises the error
+            record = store.find(unquote(location))
+            records = [] if record is None else [record]  # without a record, connecting raises the error
         else:
-            records = [each for each in store.records() if each.scheduler.address == info["address"]]
+            records = store.records()
+            records = [record for record in records if record.scheduler.address == info["address"]]
     except (OSError, ValueError, TypeError) as error:
         logger.warning("Keys for %s not found: %s", info["address"], error)
         return None
     # Another cluster may have had the address before. A cluster's keys are written before its address.
-    found = [record for record in records if record.security and record.scheduler.address]
-    return max(found, key=lambda record: record.created).get_security() if found else None
+    records = [record for record in records if record.security and record.scheduler.address]
+    return max(records, key=lambda record: record.created).get_security() if records else None

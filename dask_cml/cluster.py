@@ -65,13 +65,13 @@ class WorkerGroup:
     n_arrived : int
         Number of worker sessions of which a Dask worker is connected.
     size : SessionSize
-        Virtual CPUs, memory in GiB, and GPUs of each session.
+        Virtual CPUs, memory in GiB, and GPUs of a session.
     nthreads : int
-        Number of threads in each session.
+        Number of threads in a session.
     processes : int
-        Number of Dask workers in each session.
+        Number of Dask workers in a session.
     resources : dict of str to float
-        Resources of each session. Its Dask workers share them evenly.
+        Resources of a session. Its Dask workers share them evenly.
     """
 
     name: str
@@ -137,7 +137,7 @@ class CMLCluster(KeptCluster):
     scheduler_launch_options : mapping, optional
         Additional parameters of CML's ``launch_workers`` for the scheduler's session. Default: none.
     worker_groups : mapping of str to mapping, optional
-        Additional worker groups by name, each with arguments of :meth:`add_worker_group`. Default: none.
+        Additional worker groups by name, with their arguments of :meth:`add_worker_group`. Default: none.
     name : str, optional
         Name of the cluster. Default: a random name.
     create_mode : {"create", "connect", "create-or-connect"}, optional
@@ -415,7 +415,7 @@ class CMLCluster(KeptCluster):
     scale_up = scale
 
     def _resize(self, group: str, n: int, **change: Any) -> None:
-        """Want `n` workers of a group here, and tell the board, see :class:`GroupChange` for the change."""
+        """Want `n` workers of a group here, and write a :class:`GroupChange` on the board."""
         absent = [*reversed(self.groups.workers(group))]
         if self.keeper is not None:
             absent = self.keeper.absent(group)
@@ -471,16 +471,16 @@ class CMLCluster(KeptCluster):
         >>> adaptive = cluster.adapt(1, 10)
         """
         # SpecCluster.adapt (spec.py:615) knows no groups, no limits of a site, and no other process.
-        choosing = inspect.signature(Scheduler.workers_to_close).parameters
-        refuse_unexpected(self.adapt, kwargs, (arguments_of(Adaptive) | {*choosing}) - {"cluster"})
+        allowed = arguments_of(Adaptive) | {*inspect.signature(Scheduler.workers_to_close).parameters}
+        refuse_unexpected(self.adapt, kwargs, allowed - {"cluster"})
         least, most = self._bounds(
             worker_group,
             (minimum, minimum_memory, minimum_cores),
             (None if maximum == math.inf else maximum, maximum_memory, maximum_cores),
         )
         self._check_open(f"worker group {worker_group!r} not adapted")
-        ours = issubclass(Adaptive, CMLAdaptive)
-        if ours:
+        is_cml_adaptive = issubclass(Adaptive, CMLAdaptive)
+        if is_cml_adaptive:
             kwargs["worker_group"] = worker_group
         elif worker_group != DEFAULT_GROUP:
             raise ValueError(message("Adaptive", Adaptive, f"a CMLAdaptive for the group {worker_group!r}"))
@@ -491,7 +491,9 @@ class CMLCluster(KeptCluster):
             return adaptive
         self.groups.adapt(worker_group, adaptive)
         target = self.target(worker_group)
-        self._resize(worker_group, min(max(target, least), most) if ours else target, adapt=limits)
+        if is_cml_adaptive:
+            target = min(max(target, least), most)
+        self._resize(worker_group, target, adapt=limits)
         if isinstance(adaptive, CMLAdaptive) and self.keeper is not None:
             self._soon(adaptive.begin)
         return adaptive
@@ -505,7 +507,7 @@ class CMLCluster(KeptCluster):
         least, most = options.bounds(minimum, maximum)
         check_room("minimum", least, options.worker, self.groups.others(group))
         if math.isinf(most):
-            # At least one, so that adapting tells it if not even one fits.
+            # At least one, so that adaptive scaling logs the limit if no session fits.
             most = max(1, room(options.worker, [(self.options.scheduler, 1)])[0])
         if math.isinf(most):
             most, name = max(least, _MAXIMUM), self.options.name
@@ -728,13 +730,13 @@ class CMLCluster(KeptCluster):
         -------
         dict of str to str
             The logs by ``"Cluster"``, ``"Scheduler"`` and the names of worker sessions, the oldest line
-            first. They contain the output of the sessions, including that of tasks. Of each log, the last
-            MiB.
+            first. They contain the output of the sessions, including the output of tasks. Only the last MiB
+            of a log is returned.
 
         Raises
         ------
         ValueError
-            If a worker does not exist. The message lists the existing ones.
+            If a worker does not exist. The message lists the existing workers.
 
         Examples
         --------
@@ -746,22 +748,22 @@ class CMLCluster(KeptCluster):
     async def _get_logs(
         self, cluster: bool = True, scheduler: bool = True, workers: bool | Iterable[str] = True
     ) -> Logs:
-        reported = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
+        own = {"Cluster": [line for _, line in self._cluster_manager_logs]} if cluster else {}
         names = {address: info["name"] for address, info in self.scheduler_info["workers"].items()}
         if not isinstance(workers, bool):
             workers = [workers] if isinstance(workers, str) else workers
             workers = [names.get(worker, worker) for worker in workers]
         logs = SessionLogs(self.options.name, self.place.folder, self.options.log_directory)
         launched = [session.name for session in self.sessions if session.role == "worker"]
-        found = await asyncio.to_thread(logs.read, scheduler, workers, launched)
-        return Logs({name: Log("\n".join(lines)) for name, lines in (reported | found).items()})
+        read = await asyncio.to_thread(logs.read, scheduler, workers, launched)
+        return Logs({name: Log("\n".join(lines)) for name, lines in (own | read).items()})
 
     def usage(self) -> Any:
         """Return the hours of the cluster's sessions so far, by worker group, including ended sessions.
 
         A session counts from its launch or, if it waited for room, from the end of its wait. It counts until
         a process stops it or the keeper notices its end, so hours without a keeper are an upper bound. Sizes
-        are those of the options, even if a resource profile in `launch_options` sets others. After
+        are taken from the options, even if a resource profile in `launch_options` sets others. After
         :meth:`close`, the result covers the cluster's whole lifetime.
 
         Returns
@@ -796,21 +798,23 @@ class CMLCluster(KeptCluster):
         return max(0, sum(self.target(group) for group in self.groups.names) - len(self.arrived()))
 
     def __repr__(self) -> str:
-        about = describe(self)
+        description = describe(self)
         text = super().__repr__()
         head, workers, rest = text.partition(", workers=")
         n, threads, rest = rest.partition(", threads=")
-        if about.pending:
-            n += f" ({about.pending})"
-        words = [about.age, about.scheduler, "" if about.status == "running" else about.status]
-        if about.problem:
-            words.append(f"problem: {printable(first_line(about.problem))}")
-        return ", ".join([f"{head}{workers}{n}{threads}{rest[:-1]}", *filter(None, words)]) + ")"
+        if description.pending:
+            n += f" ({description.pending})"
+        parts = [f"{head}{workers}{n}{threads}{rest[:-1]}", description.age, description.scheduler]
+        if description.status != "running":
+            parts.append(description.status)
+        if description.problem:
+            parts.append(f"problem: {printable(first_line(description.problem))}")
+        return ", ".join(filter(None, parts)) + ")"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        about = describe(self)
-        rows = render("cml_sessions.html.j2", cluster=self, about=about, status_of=status_of)
-        # Dask's template escapes neither the cluster's name nor those of workers.
+        description = describe(self)
+        rows = render("cml_sessions.html.j2", cluster=self, description=description, status_of=status_of)
+        # Dask's template escapes neither the cluster's name nor its workers' names.
         shown = {
             "name": escaped(self.name),
             "dashboard_link": escaped(self.dashboard_link) if self.status != Status.closed else "",
@@ -825,14 +829,16 @@ class CMLCluster(KeptCluster):
 
         Examples
         --------
-        >>> [each.name for each in CMLCluster.open()]
+        >>> [cluster.name for cluster in CMLCluster.open()]
         ['mine']
         """
-        known = [cluster for cluster in [*SpecCluster._instances] if isinstance(cluster, cls)]
-        own = [cluster for cluster in known if cluster.takes_lease]  # a page shows the others
-        return [
-            cluster for cluster in own if cluster._starting is not None and cluster.status != Status.closed
-        ]
+        clusters = []
+        for cluster in [*SpecCluster._instances]:
+            if not isinstance(cluster, cls) or not cluster.takes_lease:  # a page only shows clusters
+                continue
+            if cluster._starting is not None and cluster.status != Status.closed:
+                clusters.append(cluster)
+        return clusters
 
     def job_script(self) -> str:
         """Return the code, size and environment of the scheduler's session and of a worker session.
@@ -885,7 +891,7 @@ class CMLCluster(KeptCluster):
         await super()._start_once()
 
     def _end_failed_start(self, error: BaseException) -> None:
-        """Stop what a constructor has launched that fails. Log an error, which must not replace the first."""
+        """Stop what a failed constructor has launched. Log an error, which must not replace the first."""
         if not hasattr(self, "_loop_runner"):  # Dask's classes have refused an argument
             no_longer_end_at_exit(self)
             return
@@ -901,8 +907,8 @@ class CMLCluster(KeptCluster):
         deadline = math.inf if timeout is None else time.monotonic() + parse_timedelta(timeout, "s")
         while True:
             try:
-                left = None if timeout is None else max(0.01, deadline - time.monotonic())
-                await super()._wait_for_workers(n_workers, left)
+                time_left = None if timeout is None else max(0.01, deadline - time.monotonic())
+                await super()._wait_for_workers(n_workers, time_left)
                 return
             except WorkerStartTimeoutError as error:
                 raise WorkerStartTimeoutError(error.available_workers, n_workers, timeout or 0) from None
@@ -959,7 +965,7 @@ class CMLCluster(KeptCluster):
         if self.asynchronous:
             return self.sync(self._close, shutdown, callback_timeout=timeout)
         if not self.is_forks_copy:
-            with self._close_lock:  # a second thread would wait for a loop that the first one has stopped
+            with self._close_lock:  # a second thread would wait for a loop that the first thread has stopped
                 if self._loop_runs:
                     self.sync(self._close, shutdown, callback_timeout=timeout)
                 else:

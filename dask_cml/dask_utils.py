@@ -56,18 +56,18 @@ def run_dask_cluster(
     nvidia_gpu: int = 0,
     dashboard_port: int | str | None = None,
 ) -> dict[str, Any]:
-    """Launch a scheduler and workers, each in a session of its own, and wait until all are connected.
+    """Launch a scheduler and workers in sessions of their own, and wait until all are connected.
 
     Parameters
     ----------
     num_workers : int
         Number of worker sessions.
     cpu : float
-        Virtual CPUs of each worker session.
+        Virtual CPUs of a worker session.
     memory : float
-        Memory of each worker session, in GiB.
+        Memory of a worker session, in GiB.
     nvidia_gpu : int
-        Number of GPUs of each worker session. Default 0.
+        Number of GPUs of a worker session. Default 0.
     dashboard_port : int or str, optional
         Port of the dashboard on the scheduler's loopback. Default: ``CDSW_READONLY_PORT`` of the calling
         session or, outside of sessions, the port of the scheduler's session.
@@ -75,8 +75,8 @@ def run_dask_cluster(
     Returns
     -------
     dict
-        ``"scheduler"`` and ``"workers"``: lists of the platform's information on each session, with its
-        ``"id"`` and ``"app_url"``; ``"scheduler_address"``; ``"dashboard_address"``.
+        ``"scheduler"`` and ``"workers"``: lists of the platform's information on the sessions, with ``"id"``
+        and ``"app_url"``; ``"scheduler_address"``; ``"dashboard_address"``.
 
     Raises
     ------
@@ -197,7 +197,7 @@ def get_dashboard_url(dask_scheduler: Sequence[Mapping[str, Any]]) -> str:
 def run_dask_workers(
     scheduler_url: str, num_workers: int, cpu: float, memory: float, nvidia_gpu: int = 0
 ) -> list[dict[str, Any]]:
-    """Launch workers, each in a session of its own, and wait until they are connected.
+    """Launch workers in sessions of their own, and wait until they are connected.
 
     Parameters
     ----------
@@ -206,11 +206,11 @@ def run_dask_workers(
     num_workers : int
         Number of worker sessions.
     cpu : float
-        Virtual CPUs of each worker session.
+        Virtual CPUs of a worker session.
     memory : float
-        Memory of each worker session, in GiB.
+        Memory of a worker session, in GiB.
     nvidia_gpu : int
-        Number of GPUs of each worker session. Default 0.
+        Number of GPUs of a worker session. Default 0.
 
     Returns
     -------
@@ -245,8 +245,8 @@ def run_dask_workers(
 
 
 def _options(**arguments: Any) -> Options:
-    # A new name, even if one is configured: the folder must not be another cluster's. The caller stops the
-    # cluster, and passes only its address to clients.
+    # A new name, even if a name is configured: the folder must not be another cluster's. The caller stops
+    # the cluster, and passes only its address to clients.
     name = f"dask-{secrets.token_hex(4)}"
     return Options.read(name=name, shutdown_on_close=False, security=False, **arguments).inheriting()
 
@@ -284,7 +284,7 @@ async def _start_scheduler(scheduler: CMLScheduler) -> list[dict[str, Any]]:
 async def _start_workers(
     api: WorkersAPI, options: Options, place: Place, url: str, n: int, *others: CMLProcess
 ) -> list[dict[str, Any]]:
-    """Launch workers, and wait until they are connected. None of the other sessions may end meanwhile."""
+    """Launch workers, and wait until they are connected. The other sessions must not end meanwhile."""
     names = [f"{options.name}-{i}" for i in range(n)]
     workers = [CMLWorker(url, name, api=api, options=options, place=place) for name in names]
     await gather_or_cancel(*[worker.start() for worker in workers])
@@ -295,8 +295,9 @@ async def _start_workers(
             if process.update(listing):
                 raise SessionFailed(await process.failure("ended while the workers started"))
         for worker in missing.values():
-            if what := worker.late("connect", options.worker_timeout):
-                raise CMLError(await worker.failure(what))
+            failure = worker.late("connect", options.worker_timeout)
+            if failure is not None:
+                raise CMLError(await worker.failure(failure))
         with contextlib.suppress(*NO_ANSWER, CMLError):
             identity = await ask(url, None, "identity", _ANSWER_TIMEOUT)
             for worker in identity["workers"].values():

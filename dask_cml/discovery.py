@@ -10,7 +10,7 @@ from dask_cml.records import liveness, store
 
 
 async def discover() -> AsyncIterator[tuple[str, type[CMLCluster]]]:
-    """Yield the names of the clusters whose schedulers answer, each with the class that connects to them.
+    """Yield the names of the clusters whose schedulers answer, with the class that connects to them.
 
     Examples
     --------

@@ -23,7 +23,7 @@ from distributed.core import Status
 from distributed.utils import is_kernel
 
 from dask_cml.sessions.session import CMLProcess, Session
-from dask_cml.words import printable, span, table, waiting, waiting_workers
+from dask_cml.words import format_duration, printable, table, waiting, waiting_workers
 
 # Dask looks for the templates of HTML representations here.
 TEMPLATE_PATHS.append(str(Path(__file__).with_name("templates")))
@@ -49,12 +49,12 @@ def render(template: str, **values: Any) -> str:
 def escaped(value: Any) -> Any:
     """Return a copy of a value in which all strings are escaped for HTML."""
     if isinstance(value, dict):
-        return {escaped(key): escaped(each) for key, each in value.items()}
+        return {escaped(key): escaped(item) for key, item in value.items()}
     return html.escape(value) if isinstance(value, str) else value
 
 
 def status_of(session: Session, connected: Collection[str]) -> str:
-    """Return the status of a session, or "connected" if its name is one of these. A wait shows its time."""
+    """Return the status of a session, or "connected" if its name is among these. A wait shows its time."""
     if session.name in connected:
         return "connected"
     return session.status if session.waits_for is None else waiting(session.waits_for)
@@ -71,7 +71,7 @@ class Description:
     age : str
         Its age and its limit, such as ``12.3 of 48 h``. Empty without a limit.
     scheduler : str
-        A scheduler that waits for room, or that has replaced a lost one. Else empty.
+        A scheduler that waits for room, or that has replaced a lost scheduler. Else empty.
     pending : str
         Worker sessions that are not connected yet. Empty if there are none.
     problem : str or None
@@ -88,14 +88,15 @@ class Description:
 def describe(cluster: Any) -> Description:
     """Describe a cluster for users."""
     board = cluster.board
-    age, most = board.age / 3600, board.most_age / 3600
+    age, most_age = board.age / 3600, board.most_age / 3600
     waits = cluster.waits()
-    n = cluster.n_pending - len(waits)
+    n_pending = cluster.n_pending - len(waits)
+    pending = [f"{n_pending} pending" if n_pending > 0 else "", waiting_workers(waits)]
     return Description(
         status=_status_words(cluster),
-        age=f"{age:.1f} of {most:g} h" if most else "",
+        age=f"{age:.1f} of {most_age:g} h" if most_age else "",
         scheduler=_scheduler_words(cluster),
-        pending=", ".join(filter(None, [f"{n} pending" if n > 0 else "", waiting_workers(waits)])),
+        pending=", ".join(filter(None, pending)),
         problem=cluster.problem,
     )
 
@@ -108,8 +109,9 @@ def _status_words(cluster: Any) -> str:
     if cluster.status != Status.closed or cluster._lasted is None:
         return str(cluster.status.name)
     used = cluster._read_usage().total
-    noun = f"session{'s' * (used.sessions != 1)}"
-    return f"closed after {span(cluster._lasted)}; {used.sessions} {noun}, {used.vcpu_hours:.2f} vCPU hours"
+    noun = "session" if used.sessions == 1 else "sessions"
+    hours = f"{used.sessions} {noun}, {used.vcpu_hours:.2f} vCPU hours"
+    return f"closed after {format_duration(cluster._lasted)}; {hours}"
 
 
 def _scheduler_words(cluster: Any) -> str:
@@ -121,7 +123,7 @@ def _scheduler_words(cluster: Any) -> str:
         return f"scheduler {waiting(session.waits_for)}"
     if not cluster.place.number or not cluster.is_connected:
         return ""
-    return f"scheduler restarted {span(session.age)} ago"
+    return f"scheduler restarted {format_duration(session.age)} ago"
 
 
 class StartDisplay:
@@ -155,7 +157,7 @@ class StartDisplay:
     async def run(self) -> None:
         """Show the sessions until cancelled."""
         while True:
-            title = f"Starting cluster {self._name}, {span(time.monotonic() - self._started)}"
+            title = f"Starting cluster {self._name}, {format_duration(time.monotonic() - self._started)}"
             await asyncio.to_thread(self._show, title, self.rows())
             await asyncio.sleep(_INTERVAL)
 
@@ -193,24 +195,26 @@ class StartDisplay:
         if others := processes[n:]:
             statuses = [self._row(process, connected)[2] for process in others]
             counts = Counter(status.partition(",")[0] for status in statuses)  # without the time
-            words = ", ".join(f"{n} {word}" for word, n in counts.most_common())
-            rows.append((f"{len(others)} more", "", words, ""))
+            summary = ", ".join(f"{n} {status}" for status, n in counts.most_common())
+            rows.append((f"{len(others)} more", "", summary, ""))
         return rows
 
     def _row(self, process: CMLProcess, connected: Collection[str]) -> Row:
         session = process.session
         if session is None or process.launched_at is None:
             return process.name, "", "not launched yet", ""
-        took = time.monotonic() - process.launched_at
+        duration = time.monotonic() - process.launched_at
         if session.status == "running":
-            took = self._ran_after.setdefault(session.id, took)
-        return session.name, session.id, status_of(session, connected), span(took)
+            duration = self._ran_after.setdefault(session.id, duration)
+        return session.name, session.id, status_of(session, connected), format_duration(duration)
 
     def _summary(self) -> str:
-        text = f"Cluster {self._name} started in {span(time.monotonic() - self._started)}"
+        text = f"Cluster {self._name} started in {format_duration(time.monotonic() - self._started)}"
         n = sum(process.role == "worker" for process in self._processes)
-        noun = f"worker session{'s' * (n != 1)}"
-        return f"{text}; {len(self._connected())} of {n} {noun} connected" if n else text
+        if n == 0:
+            return text
+        noun = "worker session" if n == 1 else "worker sessions"
+        return f"{text}; {len(self._connected())} of {n} {noun} connected"
 
 
 def open_screen() -> Line | Notebook:
@@ -219,9 +223,9 @@ def open_screen() -> Line | Notebook:
         return Notebook()
     out = sys.stderr
     is_terminal = out is not None and out.isatty() and os.environ.get("TERM") != "dumb"
-    if not (is_terminal and _terminal.acquire(blocking=False)):
-        return Line(out)
-    return Terminal(out)
+    if is_terminal and _terminal.acquire(blocking=False):
+        return Terminal(out)
+    return Line(out)
 
 
 def as_lines(title: str, rows: Sequence[Row]) -> list[str]:
@@ -236,7 +240,7 @@ class Line:
     Parameters
     ----------
     out : text file or None
-        The file. None: a process without standard error.
+        The file. None if the process has no standard error.
     """
 
     def __init__(self, out: TextIO | None) -> None:

@@ -1,7 +1,7 @@
 """A Jupyter server extension that lists all clusters of the project in dask-labextension's sidebar.
 
-By itself, the sidebar lists the clusters that it created. This adds those in the project's records: from
-notebooks, ``dask cml`` and other Jupyter servers. The Jupyter server is connected to each of them.
+By itself, the sidebar lists the clusters that it created. This adds the clusters in the project's records:
+from notebooks, ``dask cml`` and other Jupyter servers. The Jupyter server is connected to all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dask_cml.observers import Observed, ObservedCluster, Observers
 from dask_cml.records.record import Record
 from dask_cml.sessions.here import this_user
 
-#: The sidebar identifies a cluster by an id, which should be the same after the server restarts.
+#: The sidebar identifies a cluster by an id, which should not change when the server restarts.
 _IDS = uuid.UUID("c1a8f7d2-3f0e-5b3c-9a53-6f0c0d5f4e1b")
 
 
@@ -33,7 +33,7 @@ class SidebarExtension(ExtensionApp):
     """The extension that the Jupyter server loads and stops."""
 
     name = "dask_cml"
-    interval = Float(2.0, help="Time between two looks at the clusters' records, in seconds.").tag(
+    interval = Float(2.0, help="Time between two reads of the clusters' records, in seconds.").tag(
         config=True
     )
 
@@ -108,7 +108,7 @@ class Sidebar(Observers):
     manager : DaskClusterManager
         The result of `find_manager`.
     interval : float
-        Time between two looks at the records, in seconds.
+        Time between two reads of the records, in seconds.
 
     Examples
     --------
@@ -120,7 +120,7 @@ class Sidebar(Observers):
     def __init__(self, manager: Any, interval: float = 2.0) -> None:
         super().__init__(interval)
         self._manager = manager
-        #: The clusters that were closed at the last look. They stay listed until the next one, because the
+        #: The clusters that were closed at the last poll. They stay listed until the next poll, because the
         #: sidebar removes them itself after SHUTDOWN.
         self._closed: set[str] = set()
 
@@ -132,37 +132,37 @@ class Sidebar(Observers):
 
     def joined(self, observed: Observed) -> None:
         """Add a cluster to the list."""
-        listed = _id(observed.record)
-        self._manager._clusters[listed] = observed.cluster
-        self._manager._cluster_names[listed] = observed.record.name
+        id = _sidebar_id(observed.record)
+        self._manager._clusters[id] = observed.cluster
+        self._manager._cluster_names[id] = observed.record.name
 
     async def close(self) -> None:
         """Stop observing. Clusters that the sidebar created stay listed, so that the server ends them."""
-        for each in self.observed.values():
-            self._drop(_id(each.record))
+        for observed in self.observed.values():
+            self._drop(_sidebar_id(observed.record))
         await super().close()
 
-    async def looked(self) -> None:
+    async def polled(self) -> None:
         """Remove closed clusters, and adaptive scaling that has stopped because another process scales."""
         listed, adaptives = self._manager._clusters, self._manager._adaptives
-        clusters = {key: each for key, each in listed.items() if isinstance(each, CMLCluster)}
-        closed = {key for key, each in clusters.items() if each.status == Status.closed}
-        for key in self._closed & closed:
-            self._drop(key)
+        clusters = {id: cluster for id, cluster in listed.items() if isinstance(cluster, CMLCluster)}
+        closed = {id for id, cluster in clusters.items() if cluster.status == Status.closed}
+        for id in self._closed & closed:
+            self._drop(id)
         self._closed = closed
-        for key, adaptive in [*adaptives.items()]:
-            if key in clusters and isinstance(adaptive, CMLAdaptive):
+        for id, adaptive in [*adaptives.items()]:
+            if id in clusters and isinstance(adaptive, CMLAdaptive):
                 with contextlib.suppress(CMLError):
-                    await clusters[key].written()
-                if clusters[key].limits() is None:
-                    adaptives.pop(key, None)
+                    await clusters[id].written()
+                if clusters[id].limits() is None:
+                    adaptives.pop(id, None)
 
-    def _drop(self, cluster_id: str) -> None:
+    def _drop(self, id: str) -> None:
         manager = self._manager
-        for part in (manager._clusters, manager._cluster_names, manager._adaptives):
-            part.pop(cluster_id, None)
+        for listing in (manager._clusters, manager._cluster_names, manager._adaptives):
+            listing.pop(id, None)
 
 
-def _id(record: Record) -> str:
+def _sidebar_id(record: Record) -> str:
     """Return the id of a cluster in the sidebar."""
     return str(uuid.uuid5(_IDS, record.id))

@@ -28,7 +28,7 @@ EXPECTED = (CMLError, OSError, asyncio.TimeoutError, ValueError, TypeError)
 
 
 class ObservedCluster(CMLCluster):
-    """A cluster of another process, which this process shows. It is an orphan all the same."""
+    """A cluster of another process, which this process shows. The cluster can still become an orphan."""
 
     takes_lease = False
 
@@ -44,7 +44,7 @@ class Observed:
     cluster : CMLCluster or None
         The cluster itself. None while its scheduler does not answer, and if it has no keys.
     finding : Finding or None
-        The result of the last look at a cluster that is not connected.
+        What was last found out about a cluster that is not connected.
     failure : Exception or None
         Why a cluster that a subclass creates did not start.
     task : asyncio.Task or None
@@ -67,12 +67,12 @@ class Observed:
 class Observers:
     """Observes all clusters in the project's records. A subclass shows them, and may own some.
 
-    Each cluster has a task of its own, so that none waits for another one's scheduler.
+    Each cluster has a task of its own, so that no cluster waits for the scheduler of another.
 
     Parameters
     ----------
     interval : float
-        Time between two looks at the records, in seconds.
+        Time between two reads of the records, in seconds.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class Observers:
     def __init__(self, interval: float = 2.0) -> None:
         self.observed: dict[str, Observed] = {}
         self._interval = interval
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
 
     # -- for subclasses
 
@@ -94,14 +94,14 @@ class Observers:
     def joined(self, observed: Observed) -> None:
         """Show a cluster, which is connected now."""
 
-    async def looked(self) -> None:
-        """React to a look at the records."""
+    async def polled(self) -> None:
+        """React after the records were read."""
 
-    # -- the looks
+    # -- polling
 
     def start(self) -> None:
         """Start to observe. Call this in the event loop."""
-        self._looking = asyncio.create_task(self._look_for_ever())
+        self._polling = asyncio.create_task(self._poll_for_ever())
 
     async def close(self) -> None:
         """Stop observing, and shut down the owned clusters. The others keep running.
@@ -111,52 +111,52 @@ class Observers:
         CMLError
             If CML did not stop some sessions in time. The message names their clusters.
         """
-        await cancel(self._looking)
-        await cancel(*(each.task for each in self.observed.values()))
-        ending = {
-            key: asyncio.ensure_future(each.cluster.close() if each.owned else each.cluster.leave())
-            for key, each in self.observed.items()
-            if each.cluster is not None
-        }
+        await cancel(self._polling)
+        await cancel(*(observed.task for observed in self.observed.values()))
+        ending = {}
+        for id, observed in self.observed.items():
+            cluster = observed.cluster
+            if cluster is not None:
+                ending[id] = asyncio.ensure_future(cluster.close() if observed.owned else cluster.leave())
         if ending:
             await asyncio.wait(ending.values(), timeout=_GRACE)
-        failed = [key for key, task in ending.items() if not task.done() or task.exception() is not None]
+        failed = [id for id, task in ending.items() if not task.done() or task.exception() is not None]
         await cancel(*ending.values())
-        if left := [self.observed[key].record.name for key in failed if self.observed[key].owned]:
+        if left := [self.observed[id].record.name for id in failed if self.observed[id].owned]:
             raise CMLError(f"some sessions of these clusters were not stopped: {', '.join(left)}")
 
-    async def _look_for_ever(self) -> None:
+    async def _poll_for_ever(self) -> None:
         while True:
             try:
-                await self._look()
+                await self._poll()
             except EXPECTED as error:
                 logger.warning("Records of clusters not read: %s", error)
             except Exception:
                 logger.exception("List of clusters not updated")
             await asyncio.sleep(self._interval)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         records = {record.id: record for record in await asyncio.to_thread(store.records)}
         used = {cluster.options.name for cluster in unclosed()}
-        for key, record in records.items():
-            known = self.observed.get(key)
+        for id, record in records.items():
+            known = self.observed.get(id)
             if known is None and record.name not in used:
-                self.observed[key] = Observed(record)
+                self.observed[id] = Observed(record)
             elif known is not None and known.failure is None and known.record != record:
                 known.record, known.not_before = record, 0.0
-        for key, each in self.observed.items():
-            if each.failure is None and (each.task is None or each.task.done()):
-                each.task = asyncio.create_task(self._tend(each, there=key in records))
-        await self.looked()
+        for id, observed in self.observed.items():
+            if observed.failure is None and (observed.task is None or observed.task.done()):
+                observed.task = asyncio.create_task(self._join_or_leave(observed, exists=id in records))
+        await self.polled()
 
-    async def _tend(self, observed: Observed, there: bool) -> None:
+    async def _join_or_leave(self, observed: Observed, exists: bool) -> None:
         """Connect to a cluster that runs. Leave a cluster that has ended."""
         cluster = observed.cluster
         try:
             # An owned cluster closes by itself, as its record may be unreadable for a moment.
-            if cluster is not None and (cluster.status == Status.closed or not (there or observed.owned)):
+            if cluster is not None and (cluster.status == Status.closed or not (exists or observed.owned)):
                 await self._leave(observed, cluster)
-            if observed.cluster is None and not there:
+            if observed.cluster is None and not exists:
                 self.observed.pop(observed.record.id, None)
             elif observed.cluster is None and time.monotonic() >= observed.not_before:
                 await self._join(observed)

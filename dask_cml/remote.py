@@ -1,6 +1,6 @@
 """The one client of a cluster's scheduler: it watches the board, writes on it, and asks questions.
 
-The keeper and everybody else use it. Each answer has a time limit, which covers Dask's handshake, too.
+The keeper and all other processes use it. An answer has a time limit, which covers Dask's handshake, too.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class BoardState:
     keeper : str or None
         The id of the process that keeps the cluster.
     groups : mapping of str to BoardGroup
-        What is wanted of each worker group.
+        The worker groups by name, with what is wanted of them.
     closing, leaving : sequence of str
         Workers that the keeper is to close, and Dask workers whose session the platform is about to stop.
     report : mapping
-        What the keeper says of the sessions, see :class:`dask_cml.keeper.report.Report`.
+        What the keeper reports of the sessions, see :class:`dask_cml.keeper.report.Report`.
     moves : int
         Counts the Dask workers that have connected or left.
     full : str or None
@@ -171,7 +171,7 @@ class Remote:
         return await call(self._watching, protocol.WATCH, **arguments)
 
     def _take(self, answer: Mapping[str, Any]) -> BoardState:
-        """Take the board of an answer, unless a newer one is known. Return that of the answer."""
+        """Take the board of an answer, unless a newer board is known. Return the answer's board."""
         board = validate(dict(answer), BoardState, "board of a cluster")
         self.heard = time.monotonic()
         if not self.connected or board.revision >= self.board.revision:
@@ -198,15 +198,15 @@ class Remote:
         groups: Mapping[str, Any],
         events: Sequence[Mapping[str, str]],
     ) -> BoardState:
-        """Write what the keeper says of the sessions, and return the board.
+        """Write what the keeper reports of the sessions, and return the board.
 
         Raises
         ------
         CMLError
             If the scheduler does not answer.
         """
-        about = {"report": report, "closed": closed, "groups": groups, "events": events}
-        return await self._write(protocol.REPORT, keeper=self.id, **about)
+        arguments = {"report": report, "closed": closed, "groups": groups, "events": events}
+        return await self._write(protocol.REPORT, keeper=self.id, **arguments)
 
     async def lease(self, take: bool) -> BoardState:
         """Take the keeper's lease, if nobody has it, or give it back. Return the board.

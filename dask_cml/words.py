@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timezone
 
-#: Control characters except the tab, characters that change the direction of text, and what stands for bytes
-#: of file names that are no text.
+#: Control characters except the tab, characters that change the direction of text, and surrogates, which
+#: stand for bytes of file names that are no text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -30,7 +30,7 @@ def table(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.
     Parameters
     ----------
     rows : sequence of sequences of str
-        The cells of each row.
+        The cells of the rows.
     align : callable
         Aligns a cell of another column to a width, such as ``str.rjust``.
     """
@@ -51,11 +51,11 @@ def first_line(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a text of several lines, each as :func:`printable` returns it."""
+    """Return a text of several lines as :func:`printable` returns single lines."""
     return "\n".join(map(printable, text.splitlines()))
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a time span in words, such as ``3 min``."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -63,14 +63,14 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def moment(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
+def format_time(seconds: float, form: str = "%Y-%m-%d %H:%M") -> str:
     """Return a time since 1970 in words, in UTC."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime(form)
 
 
 def waiting(seconds: float) -> str:
     """Return the text for a session that has waited for room for so many seconds."""
-    return f"waiting for room, {span(seconds)}"
+    return f"waiting for room, {format_duration(seconds)}"
 
 
 def waiting_workers(waits: Collection[float]) -> str:
@@ -79,7 +79,7 @@ def waiting_workers(waits: Collection[float]) -> str:
     Parameters
     ----------
     waits : collection of float
-        How long each has waited, in seconds.
+        How long the sessions have waited, in seconds.
 
     Returns
     -------

@@ -20,9 +20,9 @@ from typing import Any
 
 #: Bytes of the output's end that are printed if the program fails, and their lines.
 _KEPT, _LINES = 8192, 15
-_LOOK_INTERVAL = 0.2
+_POLL_INTERVAL = 0.2
 #: The shares of the session's memory and scratch space above which the log says so, and seconds between two
-#: looks at the memory. Another share by which the memory grows until the log says so again.
+#: reads of the memory. Another share by which the memory grows until the log says so again.
 _FULL, _SCRATCH_FULL, _MEMORY_INTERVAL, _STEP = 0.85, 0.9, 0.02, 0.05
 #: Seconds from the notice for the program to move its data, and then to end. The platform waits for 30.
 _GRACE, _END = 20.0, 5.0
@@ -32,7 +32,7 @@ _WRITE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 class Log:
     """The file for a program's output on the project file system, which only its owner can read.
 
-    NFS shows a file to other sessions when it is closed, and only then reports a full disk. So each part is
+    NFS shows a file to other sessions when it is closed, and only then reports a full disk. So every part is
     written separately. If that fails, the program goes on: otherwise, tasks that print would fail.
 
     Parameters
@@ -52,8 +52,8 @@ class Log:
         self.end = (self.end + output)[-_KEPT:]
         try:
             with self._writing, open(os.open(self._path, _WRITE | os.O_APPEND, 0o600), "ab") as file:
-                about = os.fstat(file.fileno())
-                if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                     raise OSError("it is not a regular file of this user")
                 if self._missing:
                     file.write(b"\n[%d bytes of output lost: the log could not be written]\n" % self._missing)
@@ -90,7 +90,7 @@ def run(
     folder : str
         The cluster's folder.
     name : str, optional
-        The file in ``started``, which the first session with this name creates. Other ones end at once.
+        The file in ``started``, which the first session with this name creates. Other sessions end at once.
     entry : str, optional
         The file in ``sessions`` that describes this session, with ``{id}``, ``{owner}`` and ``{launched}``.
     scheduler_file : str, optional
@@ -102,17 +102,18 @@ def run(
     passes_notice : bool
         Whether the program moves its data when the platform is about to stop the session.
     memory : int
-        The session's memory in bytes. If it is nearly full, the log says so. 0: do not look.
+        The session's memory in bytes. If it is nearly full, the log says so. 0: do not check.
     scratch : int
         The session's scratch space in bytes. If the session must stop because the program's temporary files
-        fill it, the log says so, and no data is moved. 0: do not look.
+        fill it, the log says so, and no data is moved. 0: do not check.
 
     Raises
     ------
     RuntimeError
         If the program fails.
     """
-    if name is not None and (why := _start(folder, name, entry)):
+    why = None if name is None else _start(folder, name, entry)
+    if why is not None:
         print(f"{program} not started: {why}", flush=True)
         return
     command = [*command]
@@ -122,9 +123,8 @@ def run(
         port = os.environ.get("CDSW_APP_PORT") or os.environ.get("CDSW_READONLY_PORT") or "8787"
         command += ["--dashboard-address", f"127.0.0.1:{port}"]
     output = Log(log)
-    temporary = tempfile.mkdtemp(
-        prefix="dask-cml-"
-    )  # where Dask workers spill, unless they are told otherwise
+    # Dask workers spill there, unless an option names another folder.
+    temporary = tempfile.mkdtemp(prefix="dask-cml-")
     env = {**os.environ, "TMPDIR": temporary}
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
@@ -132,10 +132,11 @@ def run(
         output.write(f"{error!r}\n".encode())
         raise
     if scheduler_file is not None:
-        meeting = (process, folder, scheduler_file, time.monotonic() + timeout)
-        threading.Thread(target=_meet, args=meeting, daemon=True).start()
+        arguments = (process, folder, scheduler_file, time.monotonic() + timeout)
+        threading.Thread(target=_wait_for_file, args=arguments, daemon=True).start()
     _handle_sigterm(process, output, passes_notice, temporary, scratch)
-    if memory and (files := _memory_files(memory)):
+    files = _memory_files(memory) if memory else None
+    if files is not None:
         threading.Thread(target=_watch_memory, args=(output, memory, *files), daemon=True).start()
     # CML shows a session's output in the console of the session that launched it, so it goes to a log.
     with process:
@@ -165,7 +166,7 @@ def _start(folder: str, name: str, entry: str | None) -> str | None:
         sessions = os.path.join(folder, "sessions")
         try:
             # Usually, the keeper has entered it.
-            if not any(each.startswith(f"{session},") for each in os.listdir(sessions)):
+            if not any(file.startswith(f"{session},") for file in os.listdir(sessions)):
                 _create(os.path.join(sessions, entry.format(id=session, owner=owner, launched=launched)))
         except OSError as error:
             print(f"Session not entered into the record: {error!r}", flush=True)
@@ -230,8 +231,10 @@ def _memory_files(memory: int) -> tuple[str, str] | None:
             ("/sys/fs/cgroup", "", "memory.current", "memory.max"),
             ("/sys/fs/cgroup/memory", "memory", "memory.usage_in_bytes", "memory.limit_in_bytes"),
         ):
+            if names not in controllers.split(","):
+                continue
             # In a container, its own group is the root.
-            for folder in (root + path, root) if names in controllers.split(",") else ():
+            for folder in (root + path, root):
                 # Otherwise, the group includes other programs.
                 if _number(os.path.join(folder, limit)) < 2 * memory:
                     return os.path.join(folder, usage), os.path.join(folder, "memory.stat")
@@ -250,9 +253,9 @@ def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
     """Write into the log when the session's memory is nearly full: its end may leave no time for more.
 
     It opens the files once, because the kernel counts an open file as memory of the session. While the
-    kernel ends a worker's process at the limit, a process that needs memory may let it end another one, too.
+    kernel ends a worker's process at the limit, a process that needs memory may let it end another, too.
     """
-    told = 0
+    logged = 0
     with contextlib.suppress(OSError, ValueError), open(usage) as usage_file, open(parts) as parts_file:
         while True:
             usage_file.seek(0)
@@ -263,32 +266,32 @@ def _watch_memory(log: Log, memory: int, usage: str, parts: str) -> None:
                 # Without the cache of files, which the kernel frees before it kills.
                 used = int(stat.get("anon") or stat.get("total_rss") or used)
             if used <= _FULL * memory:
-                told = 0
-            elif used > told + _STEP * memory:
-                told = used
+                logged = 0
+            elif used > logged + _STEP * memory:
+                logged = used
                 log.write(b"[memory: %d of %d bytes]\n" % (used, memory))
             time.sleep(_MEMORY_INTERVAL)
 
 
-def _meet(process: subprocess.Popen[bytes], folder: str, file: str, deadline: float) -> None:
+def _wait_for_file(process: subprocess.Popen[bytes], folder: str, file: str, deadline: float) -> None:
     """End the program if the file does not appear.
 
     The scheduler's session may wait for room. If the cluster closes meanwhile, its folder disappears, and no
     scheduler starts. NFS may cache for long that a file does not exist. Listing the folder refreshes the
     cache.
     """
-    seen = False
+    has_existed = False
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if file in os.listdir(folder):
                 return
-            seen = True
+            has_existed = True
         except FileNotFoundError:
-            if seen:
+            if has_existed:
                 break
         except OSError:
             pass
-        time.sleep(_LOOK_INTERVAL)
+        time.sleep(_POLL_INTERVAL)
     _end(process)
 
 

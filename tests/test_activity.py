@@ -11,7 +11,7 @@ BEGIN = 1_790_000_000
 
 def watched(activity, seconds, step=5, **now):
     for second in range(0, seconds + 1, step):
-        activity.look(BEGIN + second, **{"wanted": 2, "connected": 2, "busy": 1, "tasks_done": 0, **now})
+        activity.note(BEGIN + second, **{"wanted": 2, "connected": 2, "busy": 1, "tasks_done": 0, **now})
     return asdict(activity)
 
 
@@ -38,6 +38,6 @@ def test_the_next_scheduler_continues_the_sums_of_this_one():
 
 def test_a_clock_that_is_set_back_does_not_reduce_the_sums():
     activity = Activity()
-    activity.look(BEGIN + 100, 1, 1, 1, 0)
-    activity.look(BEGIN, 1, 1, 1, 0)
+    activity.note(BEGIN + 100, 1, 1, 1, 0)
+    activity.note(BEGIN, 1, 1, 1, 0)
     assert activity.session_seconds == 0

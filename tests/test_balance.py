@@ -9,7 +9,7 @@ import pytest
 from distributed import Client, Event, Worker
 from schedulers import prepare, scheduler_in
 
-from dask_cml.scheduler.balance import spread
+from dask_cml.scheduler.balance import balance
 
 
 class Task:
@@ -41,9 +41,9 @@ class Scheduling:
         thief.processing.append(task)
         self.moved.append(task.key)
 
-    def spread(self):
+    def balance(self):
         """Return how many tasks each worker has then."""
-        spread(self)
+        balance(self)
         return [len(worker.processing) for worker in self.running]
 
 
@@ -70,7 +70,7 @@ class Offering:
     ],
 )
 def test_tasks_go_where_their_resources_are_free(workers, after):
-    assert Scheduling(*workers).spread() == after
+    assert Scheduling(*workers).balance() == after
 
 
 def test_those_that_would_run_last_go_and_none_that_runs():
@@ -78,7 +78,7 @@ def test_those_that_would_run_last_go_and_none_that_runs():
     victim = scheduling.running[0]
     victim.executing = {victim.processing[5]: 1.0}
     scheduling.in_flight = {victim.processing[4]: "to another"}
-    scheduling.spread()
+    scheduling.balance()
     assert scheduling.moved == [3]
 
 
@@ -89,20 +89,20 @@ def test_tasks_for_certain_workers_and_plain_ones_stay():
         task.worker_restrictions = {"tcp://10.0.0.7:1"}
     for task in victim.processing[3:]:
         task.resource_restrictions = None
-    assert scheduling.spread() == [6, 0]
+    assert scheduling.balance() == [6, 0]
 
 
 def test_a_task_whose_move_costs_more_than_its_wait_stays():
-    assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}, cost=7.0).spread() == [6, 0]
-    assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}, cost=5.0).spread() == [3, 3]
+    assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}, cost=7.0).balance() == [6, 0]
+    assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}, cost=5.0).balance() == [3, 3]
 
 
 def test_disabled_work_stealing_stays_disabled():
     with dask.config.set({"distributed.scheduler.work-stealing": False}):
-        assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}).spread() == [6, 0]
+        assert Scheduling({"n": 6, "GPU": 1}, {"GPU": 1}).balance() == [6, 0]
     scheduling = Scheduling({"n": 6, "GPU": 1}, {"GPU": 1})
     scheduling.extensions = {}
-    assert scheduling.spread() == [6, 0]
+    assert scheduling.balance() == [6, 0]
 
 
 async def test_workers_that_come_later_get_their_share_while_other_tasks_are_queued(tmp_path, holds):

@@ -29,7 +29,7 @@ from dask_cml.options import Options, state_directory
 from dask_cml.records import operations, store
 from dask_cml.records.record import Maker, Record, SchedulerState
 from dask_cml.sessions import tls
-from dask_cml.words import printable, span
+from dask_cml.words import format_duration, printable
 
 NOBODY = Maker("elsewhere", 1, 1.0, "gone")
 DESCRIBE = operations.describe
@@ -594,4 +594,4 @@ def test_names_are_completed():
     ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (3600, "60 min"), (90000, "25 h"), (1e6, "11 d")]
 )
 def test_ages_have_one_unit(seconds, text):
-    assert span(seconds) == text
+    assert format_duration(seconds) == text

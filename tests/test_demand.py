@@ -130,17 +130,17 @@ async def test_sessions_that_only_run_tasks_of_other_groups_are_lent(scheduler, 
         plain = client.map(wait_for, [event] * 2, range(2))
         await holds(lambda: one.processing and other.processing)
 
-        def lent():
-            return known_demand(scheduler, "mine")["groups"]["gpu"]["lent"]
+        def borrowed():
+            return known_demand(scheduler, "mine")["groups"]["gpu"]["borrowed"]
 
-        assert lent() == [0, 1]
+        assert borrowed() == [0, 1]
         [task] = one.processing
-        one.executing[task] = demand._LENT_SECONDS + 1
-        assert lent() == [1]
+        one.executing[task] = demand._BORROWED_SECONDS + 1
+        assert borrowed() == [1]
         one.executing.clear()
         gpu = client.submit(wait_for, event, resources={"GPU": 1}, workers=[other.address])
         await holds(lambda: len(other.processing) == 2)
-        assert lent() == [0]
+        assert borrowed() == [0]
     del plain, gpu
 
 
@@ -154,7 +154,7 @@ async def test_a_session_that_a_plugin_keeps_is_busy(scheduler, client):
     async with workers(scheduler, mine_0={}, mine_1={}):
         scheduler.add_plugin(Keeps())
         group = known_demand(scheduler, "mine")["groups"]["default"]
-        assert (group["busy"], group["lent"]) == (1, [])
+        assert (group["busy"], group["borrowed"]) == (1, [])
 
 
 async def test_a_session_of_several_processes_counts_once(scheduler, client, holds):

@@ -39,9 +39,9 @@ async def found():
     return families(answer.body.decode())
 
 
-def look(starts, *sessions, connected=()):
+def count(starts, *sessions, connected=()):
     """Count the start times of a cluster with these sessions."""
-    starts.look([SimpleNamespace(arrived=lambda: {*connected}, sessions=sessions)])
+    starts.count([SimpleNamespace(arrived=lambda: {*connected}, sessions=sessions)])
 
 
 def worker(name, age):
@@ -51,7 +51,7 @@ def worker(name, age):
 def started(*ages):
     starts, sessions = StartTimes(), [worker(str(i), age) for i, age in enumerate(ages)]
     for connected in ([], [session.name for session in sessions]):
-        look(starts, *sessions, connected=connected)
+        count(starts, *sessions, connected=connected)
     return starts
 
 
@@ -84,10 +84,10 @@ async def test_start_times_are_a_histogram(found):
 
 def test_only_sessions_that_the_page_saw_starting_get_a_start_time():
     starts = StartTimes()
-    look(starts, worker("known", 900), connected=["known"])
-    look(starts, worker("known", 900), connected=["known"])
-    look(starts, worker("lost", 900))
-    look(starts)
+    count(starts, worker("known", 900), connected=["known"])
+    count(starts, worker("known", 900), connected=["known"])
+    count(starts, worker("lost", 900))
+    count(starts)
     assert starts.buckets[-1] == ("+Inf", 0)
 
 

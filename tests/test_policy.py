@@ -141,17 +141,18 @@ def test_busy_sessions_stay():
 
 
 def test_sessions_that_only_do_the_work_of_another_group_go():
-    lent = gpus(sessions=3, busy=3, lent=[0, 2])
-    snapshot = Snapshot([work(9)], [supply(sessions=1, busy=1), lent])
+    borrowed = gpus(sessions=3, busy=3, borrowed=[0, 2])
+    snapshot = Snapshot([work(9)], [supply(sessions=1, busy=1), borrowed])
     assert wanted(snapshot, "gpu", arrived=3) == 1
-    assert (snapshot.lent("gpu"), snapshot.has_work("gpu")) == ([0, 2], True)
-    assert not Snapshot([work(9)], [snapshot.supplies[0], gpus(sessions=1, busy=1, lent=[0])]).has_work("gpu")
+    assert (snapshot.borrowed("gpu"), snapshot.has_work("gpu")) == ([0, 2], True)
+    snapshot = Snapshot([work(9)], [snapshot.supplies[0], gpus(sessions=1, busy=1, borrowed=[0])])
+    assert not snapshot.has_work("gpu")
 
 
 def test_sessions_stay_that_do_the_work_of_a_group_without_sessions_or_of_their_own():
-    lent = gpus(sessions=3, busy=3, lent=[0, 2])
-    assert wanted(Snapshot([work(9)], [supply(), lent]), "gpu", arrived=3) == 3
-    assert wanted(Snapshot([work(9)], [supply(adapts=False), lent]), "gpu", arrived=3) == 3
+    borrowed = gpus(sessions=3, busy=3, borrowed=[0, 2])
+    assert wanted(Snapshot([work(9)], [supply(), borrowed]), "gpu", arrived=3) == 3
+    assert wanted(Snapshot([work(9)], [supply(adapts=False), borrowed]), "gpu", arrived=3) == 3
 
 
 def test_busy_sessions_that_are_no_longer_wanted_launch_no_others():

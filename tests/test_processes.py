@@ -31,7 +31,7 @@ NOWHERE = "tcp://127.0.0.1:1"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(process, "_LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr(process, "_POLL_INTERVAL", 0.01)
     monkeypatch.setattr(process, "_ANSWER_TIMEOUT", 1)
     monkeypatch.setattr(calls, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(calls, "_LONGEST_PAUSE", 0.004)

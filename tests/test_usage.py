@@ -203,7 +203,7 @@ async def test_a_session_still_waits_for_a_keeper_that_has_just_taken_it_over(it
     maker.scale(1)
     await eventually(waiting)
     await maker.leave()
-    with mock.patch("dask_cml.sessions.session._MOMENT", 1000.0):
+    with mock.patch("dask_cml.sessions.session._WAITS_AFTER", 1000.0):
         async with rebuild("mine") as other:
             await eventually(lambda: [worker.is_listed for worker in other.workers.values()] == [True])
             assert (await other.usage())["default"] == SessionHours(1)

@@ -59,7 +59,7 @@ class World:
                 self.hear(name, self.comms[name][1])
             for name in self.clients.keys() - self.silent:
                 self.clients[name].last_seen += step
-            self.watchers.look(self.now)
+            self.watchers.update(self.now)
             if self.watchers.is_orphan(self.now):
                 return self.now - start
         return None
@@ -69,7 +69,7 @@ class World:
 def world(monkeypatch):
     world = World()
     monkeypatch.setattr(module, "time", world)
-    world.watchers.look(world.now)
+    world.watchers.update(world.now)
     return world
 
 

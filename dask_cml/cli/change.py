@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dask_cml.cluster import CMLCluster
 
 _DELETED = "another process has deleted it"
-#: Seconds between two looks at what a command waits for.
+#: Seconds between two polls of what a command waits for.
 _INTERVAL = 0.2
 #: The option that names the worker group of a command.
 _in_group = click.option(
@@ -75,7 +75,8 @@ async def adapt(name: str, minimum: int, maximum: int | None, group: str) -> Non
             await cluster.written()
             adapts_here = cluster.keeps
             bounds = f"{adaptive.minimum} and {_n_workers(adaptive.maximum, group)}"
-            click.echo(f"Cluster {name} adapts between {bounds}{' until Ctrl-C' * adapts_here}")
+            until = " until Ctrl-C" if adapts_here else ""
+            click.echo(f"Cluster {name} adapts between {bounds}{until}")
             while cluster.keeps and cluster.limits(group) == adaptive.limits:
                 show(_present(cluster, cluster.target(group), group))
                 await asyncio.sleep(_INTERVAL)
@@ -101,7 +102,7 @@ def connected(name: str) -> CMLCluster:
 
 
 def _n_workers(n: int, group: str = DEFAULT_GROUP) -> str:
-    """Return a number of workers with its noun; of another group than the default one, with its name."""
+    """Return a number of workers with its noun, and with its group unless that is the default one."""
     noun = "worker" if n == 1 else "workers"
     return f"{n} {noun}" if group == DEFAULT_GROUP else f"{n} {noun} in worker group {group}"
 
@@ -144,9 +145,11 @@ async def wait_for_scale(cluster: CMLCluster, n: int, group: str, timeout: float
         problem = cluster.problem
         if cluster.status != Status.running:
             raise CMLError(f"the cluster {name} has shut down: {problem or _DELETED}")
-        if (target := cluster.target(group)) != n:
-            other = f"another process scales the cluster {name}: {_n_workers(target, group)} wanted"
-            raise CMLError(f"the cluster {name} has {problem}" if problem else other)
+        target = cluster.target(group)
+        if target != n:
+            if problem:
+                raise CMLError(f"the cluster {name} has {problem}")
+            raise CMLError(f"another process scales the cluster {name}: {_n_workers(target, group)} wanted")
         if group in cluster.gave_up:
             raise CMLError(f"the cluster {name} launches {cluster.gave_up[group]}")
         if time.monotonic() > deadline:
@@ -198,13 +201,13 @@ async def list_groups(name: str, as_json: bool) -> None:
     async with ObservedCluster.from_name(name, asynchronous=True, quiet=True) as cluster:
         groups = [*cluster.worker_groups.values()]
     if as_json:
-        print_json([asdict(each) for each in groups])
+        print_json([asdict(group) for group in groups])
         return
     rows = []
-    for each in groups:
-        resources = " ".join(f"{key}={amount:g}" for key, amount in each.resources.items())
-        size = [f"{each.size.cpu:g}", f"{each.size.memory:g} GiB", str(each.size.nvidia_gpu)]
-        rows.append([each.name, f"{each.n_arrived} of {each.n_workers}", *size, resources or "-"])
+    for group in groups:
+        resources = " ".join(f"{name}={amount:g}" for name, amount in group.resources.items())
+        size = [f"{group.size.cpu:g}", f"{group.size.memory:g} GiB", str(group.size.nvidia_gpu)]
+        rows.append([group.name, f"{group.n_arrived} of {group.n_workers}", *size, resources or "-"])
     print_table(["group", "workers", "cpu", "memory", "gpus", "resources"], rows)
 
 
@@ -218,14 +221,15 @@ async def delete(names: Sequence[str], everything: bool) -> None:
     if bool(names) == everything:
         raise click.UsageError(f"expected names of clusters, such as `{_delete('night')}`, or --all")
     records = store.records() if everything else [store.read(name) for name in dict.fromkeys(names)]
-    show(f"Deleting {len(records)} cluster{'s' * (len(records) != 1)}")
+    noun = "cluster" if len(records) == 1 else "clusters"
+    show(f"Deleting {len(records)} {noun}")
     results = await operations.end_all(records)
     _report(results, "No clusters.")
 
 
 @cml.command()
 async def prune() -> None:
-    """Delete dead clusters, and skip those that may be alive.
+    """Delete dead clusters, and skip clusters that may be alive.
 
     A cluster is dead if the platform lists its scheduler's session as ended, or if its scheduler has been
     silent for two minutes.
@@ -233,9 +237,9 @@ async def prune() -> None:
     from dask_cml.records import operations
 
     show("Looking for dead clusters")
-    results, passed_over = await operations.prune()
+    results, skipped = await operations.prune()
     show()
-    for name, why in passed_over.items():
+    for name, why in skipped.items():
         click.echo(f"Cluster {name} skipped: {why}. To delete it all the same: `{_delete(name)}`", err=True)
     _report(results, "No dead clusters.")
 
@@ -251,8 +255,8 @@ def _report(results: dict[str, Any], none: str) -> None:
         if error is None:
             click.echo(f"Cluster {name} deleted")
         else:
-            again = f"To try again: `{_delete(name)}`"
-            click.echo(f"Error: cluster {name} not deleted: {first_line_of(error)}. {again}", err=True)
+            retry = f"To try again: `{_delete(name)}`"
+            click.echo(f"Error: cluster {name} not deleted: {first_line_of(error)}. {retry}", err=True)
     if not results:
         click.echo(none, err=True)
     if any(results.values()):

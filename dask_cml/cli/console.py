@@ -52,7 +52,8 @@ def complete_names(context: click.Context, parameter: click.Parameter, incomplet
     from dask_cml.records import store
 
     given = context.params.get(str(parameter.name)) or ()
-    return [r.name for r in store.records() if r.name.startswith(incomplete) and r.name not in given]
+    names = [record.name for record in store.records()]
+    return [name for name in names if name.startswith(incomplete) and name not in given]
 
 
 #: The argument of a command on one cluster.
@@ -67,15 +68,15 @@ def first_line_of(error: object) -> str:
 
 
 class _Progress:
-    """Shows what a command waits for in one line of a terminal, instead of the words before."""
+    """Shows what a command waits for in one line of a terminal, instead of the text before."""
 
-    shown = ""
+    text = ""
 
-    def __call__(self, words: str = "") -> None:
-        if words != self.shown and sys.stderr.isatty():
-            line = printable(words)[: get_terminal_size().columns - 1]
+    def __call__(self, text: str = "") -> None:
+        if text != self.text and sys.stderr.isatty():
+            line = printable(text)[: get_terminal_size().columns - 1]
             click.echo(f"\r\x1b[2K{line}", err=True, nl=False)
-            self.shown = words
+            self.text = text
 
 
 show = _Progress()
@@ -94,7 +95,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     columns : sequence of str
         The headings.
     rows : sequence of sequences of str
-        The cells of each row.
+        The cells of the rows.
     """
     head, *lines = table([columns, *([printable(cell) for cell in row] for row in rows)])
     click.echo("\n".join([click.style(head, bold=True), *lines]))

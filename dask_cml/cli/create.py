@@ -40,7 +40,8 @@ class OptionsCommand(click.Command):
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             # Newer releases of click have records of arguments, too.
-            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
                 sections.setdefault(headings.get(param, "This command"), []).append(record)
         for heading, records in sections.items():
             with formatter.section(heading):
@@ -52,7 +53,8 @@ def _cluster_options(grouped: bool) -> dict[click.Parameter, str]:
     """Return an option of the command line for each option of a cluster, with its heading."""
     from dask_cml.options.unattended import offered_options
 
-    return {_option(each, grouped): each.heading for each in offered_options() if each.grouped or not grouped}
+    options = [option for option in offered_options() if option.grouped or not grouped]
+    return {_option(option, grouped): option.heading for option in options}
 
 
 def _option(option: Option, grouped: bool) -> click.Option:
@@ -137,11 +139,11 @@ async def serve(port: int | None, dashboard_port: int, open_browser: bool) -> No
     """
     from dask_cml.serve.servers import serve as serve_page
 
-    await serve_page(port, _tell, open_browser, dashboard_port)
+    await serve_page(port, _print_link, open_browser, dashboard_port)
     click.echo("The page is closed; the clusters created there are stopped.", err=True)
 
 
-def _tell(link: str, behind_entry: bool) -> None:
+def _print_link(link: str, behind_entry: bool) -> None:
     if behind_entry:
         click.echo(f"The page listens at {link}, and CML forwards requests to it.")
     else:

@@ -11,13 +11,13 @@ import click
 
 from dask_cml.cli.console import as_json, cml, complete_names, of_cluster, print_json, print_table
 from dask_cml.errors import CMLError
-from dask_cml.words import moment, printable, span, waiting
+from dask_cml.words import format_duration, format_time, printable, waiting
 
 if TYPE_CHECKING:
     from dask_cml.records.history import EndedCluster
     from dask_cml.records.usage import SessionHours, Usage
 
-#: Every log is opened at each look, which is a call of the file server.
+#: Seconds between two reads of the logs. A read opens every log, which is a call of the file server.
 _FOLLOW_INTERVAL = 0.5
 _PATIENCE = 5.0
 _COLUMNS = ("name", "address", "status", "workers", "threads", "memory", "age", "dashboard")
@@ -43,7 +43,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a cluster's row, with the sessions that wait for room."""
     from dask.utils import format_bytes
 
-    shown = row | {"age": span(row["age"])}
+    shown = row | {"age": format_duration(row["age"])}
     if row["memory"] is not None:
         shown["memory"] = format_bytes(row["memory"])
     cells = {column: "-" if shown[column] is None else str(shown[column]) for column in _COLUMNS}
@@ -68,8 +68,8 @@ async def info(name: str, as_json: bool) -> None:
     usage = usage_of(record, time.time())
     [row] = await operations.describe([record], timeout=_PATIENCE)
     row["created"], row["folder"] = record.created.isoformat(), str(record.folder)
-    sessions = dict(sorted(record.sessions.items(), key=lambda each: (each[1] != "scheduler", each[1])))
-    owners = {session: each.owner for session, each in record.launches.items() if each.owner is not None}
+    sessions = dict(sorted(record.sessions.items(), key=lambda item: (item[1] != "scheduler", item[1])))
+    owners = {id: launch.owner for id, launch in record.launches.items() if launch.owner is not None}
     if as_json:
         row |= {
             "usage": usage.to_json(),
@@ -78,7 +78,7 @@ async def info(name: str, as_json: bool) -> None:
         }
         print_json(row | {"sessions": sessions, "owners": owners})
         return
-    about = _cells(row) | {
+    values = _cells(row) | {
         "problem": row["problem"],
         "scheduler": row["scheduler"],
         "created": row["created"],
@@ -86,13 +86,12 @@ async def info(name: str, as_json: bool) -> None:
         "security": "none" if record.security is None else "TLS with its own keys",
         "creator": f"process {record.maker.pid} on {record.maker.host}",
     }
-    lines = [*about.items()]
+    lines = [*values.items()]
     for group, options in record.groups.items():
-        size = {each: options.get(each) for each in ("cpu", "memory", "nvidia_gpu")}
-        sizes = [f"{each}={amount:g}" for each, amount in size.items() if isinstance(amount, (int, float))]
-        present = (row["groups"] or {}).get(group, "-")
-        words = f"{group}  {present} Dask workers connected, {' '.join(sizes)}"
-        lines.append(("group", words))
+        amounts = {name: options.get(name) for name in ("cpu", "memory", "nvidia_gpu")}
+        sizes = [f"{name}={n:g}" for name, n in amounts.items() if isinstance(n, (int, float))]
+        connected = (row["groups"] or {}).get(group, "-")
+        lines.append(("group", f"{group}  {connected} Dask workers connected, {' '.join(sizes)}"))
     for session, role in sessions.items():
         owner = f"  ends with the session {owners[session]}" if session in owners else ""
         lines.append(("session", f"{session}  {role}{owner}"))
@@ -107,38 +106,39 @@ async def info(name: str, as_json: bool) -> None:
 async def ended(name: str | None, since: str | None, by: str | None, as_json: bool) -> None:
     """List the clusters of the project that have ended, or show the last one called NAME.
 
-    Times are in UTC. The hours are those of all sessions. Costs appear if the site has set prices.
+    Times are in UTC. The hours are sums over all sessions. Costs appear if the site has set prices.
     """
     from dask_cml.checks import seconds
     from dask_cml.records import operations
 
     after = 0.0 if since is None else time.time() - seconds("since", since)
-    found = [
-        each
-        for each in await operations.ended_clusters()
-        if each.ended >= after and name in (None, each.name) and by in (None, each.user)
-    ]
+    clusters = [cluster for cluster in await operations.ended_clusters() if cluster.ended >= after]
+    if name is not None:
+        clusters = [cluster for cluster in clusters if cluster.name == name]
+    if by is not None:
+        clusters = [cluster for cluster in clusters if cluster.user == by]
     if as_json:
-        print_json([each.describe(samples=name is not None) for each in found])
+        print_json([cluster.describe(samples=name is not None) for cluster in clusters])
     elif name is None:
-        _print_ended(found)
-    elif found:
-        _print_one(found[0])
+        _print_ended(clusters)
+    elif clusters:
+        _print_one(clusters[0])
     else:
         raise CMLError(f"no ended cluster named {name!r}: to list all, run `dask cml history`")
 
 
-def _print_ended(found: Sequence[EndedCluster]) -> None:
+def _print_ended(clusters: Sequence[EndedCluster]) -> None:
     from dask_cml.records.usage import SessionHours
 
-    if not found:
+    if not clusters:
         click.echo("No ended clusters.", err=True)
         return
     rows = []
-    for each in found:
-        about = [each.name, each.user or "-", moment(each.ended), span(each.duration)]
-        rows.append([*about, *_hours(each.usage.total), each.why])
-    total = sum((each.usage.total for each in found), SessionHours())
+    for cluster in clusters:
+        ended, duration = format_time(cluster.ended), format_duration(cluster.duration)
+        hours = _hours(cluster.usage.total)
+        rows.append([cluster.name, cluster.user or "-", ended, duration, *hours, cluster.why])
+    total = sum((cluster.usage.total for cluster in clusters), SessionHours())
     rows.append(["total", "", "", "", *_hours(total), ""])
     columns = ["name", "by", "ended", "duration", "sessions", "vCPU hours", "GiB hours", "GPU hours"]
     print_table([*columns, *["cost"] * (len(rows[0]) - len(columns) - 1), "why"], rows)
@@ -149,25 +149,25 @@ def _hours(used: SessionHours) -> list[str]:
     from dask_cml.records.history import cost_of
 
     amounts = [used.vcpu_hours, used.gib_hours, used.gpu_hours, cost_of(used)]
-    return [str(used.sessions), *(f"{each:,.2f}" for each in amounts if each is not None)]
+    return [str(used.sessions), *(f"{amount:,.2f}" for amount in amounts if amount is not None)]
 
 
-def _print_one(one: EndedCluster) -> None:
+def _print_one(cluster: EndedCluster) -> None:
     from dask_cml.records.history import cost_of
 
-    cost = cost_of(one.usage.total)
-    about = {
-        "name": one.name,
-        "by": one.user,
-        "session": one.session,
-        "created": moment(one.created),
-        "ended": f"{moment(one.ended)}, after {span(one.duration)}",
-        "why": one.why,
-        "tasks": f"{one.tasks_done:,} done",
-        "workers": f"{one.most_workers} at most; {one.idle_words}",
+    cost = cost_of(cluster.usage.total)
+    values = {
+        "name": cluster.name,
+        "by": cluster.user,
+        "session": cluster.session,
+        "created": format_time(cluster.created),
+        "ended": f"{format_time(cluster.ended)}, after {format_duration(cluster.duration)}",
+        "why": cluster.why,
+        "tasks": f"{cluster.tasks_done:,} done",
+        "workers": f"{cluster.most_workers} at most; {cluster.idle_words}",
         "cost": None if cost is None else f"{cost:,.2f}",
     }
-    _print(about.items(), one.usage)
+    _print(values.items(), cluster.usage)
 
 
 def _print(lines: Iterable[tuple[str, str | None]], usage: Usage) -> None:
@@ -192,20 +192,22 @@ def logs(name: str, workers: Sequence[str], follow: bool) -> None:
 
     record = store.read(name)
     session_logs = operations.session_logs(record)
-    launched = [each for each in record.sessions.values() if each != "scheduler"]
+    launched = [key for key in record.sessions.values() if key != "scheduler"]
     chosen = session_logs.choose(workers, launched) if workers else None
-    shown = None
+    last_session = None
     while True:
-        lasts = follow and store.find_again(record) is not None
-        for session, line in session_logs.lines(chosen, whole=not lasts):
-            if session != shown:
-                click.echo("\n" * bool(shown) + printable(f"==> {session} <=="))
-                shown = session
+        follows = follow and store.find_again(record) is not None
+        for session, line in session_logs.lines(chosen, whole=not follows):
+            if session != last_session:
+                if last_session is not None:
+                    click.echo()
+                click.echo(printable(f"==> {session} <=="))
+                last_session = session
             click.echo(printable(line))
-        if not lasts:
+        if not follows:
             break
         time.sleep(_FOLLOW_INTERVAL)
-    if shown is None:
+    if last_session is None:
         click.echo(f"No logs of cluster {name} yet", err=True)
     if follow:
         click.echo(f"Cluster {name} shut down", err=True)

@@ -25,7 +25,7 @@ from dask_cml.options import setting
 
 logger = logging.getLogger(__name__)
 
-#: The variables with the ports of this session that CML serves, each with the beginning of its host there.
+#: The variables with the ports of this session that CML serves, and the beginnings of their hosts.
 SERVED_PORTS = {"CDSW_APP_PORT": "", "CDSW_READONLY_PORT": "read-only-"}
 #: Seconds without a request, and for its body.
 _IDLE_TIMEOUT, _BODY_TIMEOUT = 60.0, 30.0
@@ -82,8 +82,8 @@ class LocalServer(HTTPServer):
         self._listen()
 
     async def close(self) -> None:
-        """Stop listening, and close all connections, also those that are not HTTP any more."""
-        if self._listener.fileno() >= 0:  # it is not closed
+        """Stop listening, and close all connections, including WebSockets."""
+        if self._is_listening():
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
         for stream in self._streams:
@@ -92,16 +92,20 @@ class LocalServer(HTTPServer):
 
     def handle_stream(self, stream: IOStream, address: Any) -> None:
         """Serve a connection."""
-        self._streams = [each for each in self._streams if not each.closed()]
+        self._streams = [known for known in self._streams if not known.closed()]
         if len(self._streams) >= self._most:
-            next((each for each in self._streams if each.reading()), stream).close()
+            idle = (known for known in self._streams if known.reading())
+            next(idle, stream).close()
         if not stream.closed():
             self._streams.append(stream)
             super().handle_stream(stream, address)
 
     def _listen(self) -> None:
-        if self._listener.fileno() >= 0:  # it is not closed
+        if self._is_listening():
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _is_listening(self) -> bool:
+        return bool(self._listener.fileno() >= 0)
 
     def _accept(self) -> None:
         # Tornado's own way logs a traceback, without a pause, for each connection that lacks a descriptor.
@@ -182,8 +186,8 @@ class HostGuard:
         default = _DEFAULT_PORTS.get(scheme)
         if default is None or name is None:
             return False
-        asked, at, _ = _split(f"//{host}")
-        return name in self._pages or (name, port or default) == (asked, at or default)
+        host_name, host_port, _ = _split(f"//{host}")
+        return name in self._pages or (name, port or default) == (host_name, host_port or default)
 
 
 def _split(url: str) -> tuple[str | None, int | None, str]:

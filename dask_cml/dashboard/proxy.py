@@ -1,7 +1,7 @@
 """Answers requests of browsers by a scheduler's dashboard, and trusts neither side.
 
-Only GET requests and WebSockets pass. Of the headers of requests and of answers, those of an allow-list pass:
-no cookies, no passwords, no service workers. Each request gets one answer, which ends where its length says.
+Only GET requests and WebSockets pass. Only headers on an allow-list pass, of requests and of answers: no
+cookies, no passwords, no service workers. A request gets one answer, which ends where its length says.
 
 The dashboard listens on the loopback of the scheduler's session, which only the platform's https entry
 reaches. So the scheduler's plugin also serves it on a comm, through the scheduler's own comm port.
@@ -120,7 +120,7 @@ def dashboard_application(routes: list[Any], guard: HostGuard, **settings: Any) 
     guard : HostGuard
         Checks the requests.
     **settings
-        What its handlers need besides.
+        Other settings of its handlers.
     """
     return Application(routes, guard=guard, log_function=lambda _: None, **settings)
 
@@ -149,16 +149,16 @@ class DashboardProxy(RequestHandler):
         if why is not None:
             self.refuse(403, why)
 
-    def refuse(self, status: int, words: str) -> None:
+    def refuse(self, status: int, message: str) -> None:
         """Answer with the reason of a refusal or failure, unless the answer has begun."""
         if self._headers_written or self._finished:
             self._hang_up()
             return
-        logger.info("Request for a dashboard refused: %s", words)
+        logger.info("Request for a dashboard refused: %s", message)
         self.clear()  # of the headers of an answer that broke off
         self.set_status(status)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(f"{words}\n")
+        self.finish(f"{message}\n")
 
     async def forward(self, open_comm: OpenComm, path: str) -> None:
         """Answer the request by the dashboard.
@@ -263,7 +263,8 @@ class _Answer(HTTPMessageDelegate):
         self._handler.set_status(start_line.code)
         for name, value in _allowed(headers, _ANSWER_HEADERS).items():
             self._handler.set_header(name, value)
-        if _RELATIVE.fullmatch(location := headers.get("Location", "")):
+        location = headers.get("Location", "")
+        if _RELATIVE.fullmatch(location):
             self._handler.set_header("Location", location)
 
     async def data_received(self, chunk: bytes) -> None:
@@ -281,14 +282,20 @@ class _Answer(HTTPMessageDelegate):
 
 def _is_served(path: str) -> bool:
     for _ in range(_MOST_ENCODED):
-        if (decoded := unquote(path)) == path:
+        decoded = unquote(path)
+        if decoded == path:
             return not _CLOSED & {*path.replace("\\", "/").lower().split("/")}
         path = decoded
     return False
 
 
 def _allowed(headers: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    return {each: headers[each] for each in names if each in headers and _HEADER.fullmatch(headers[each])}
+    allowed = {}
+    for name in names:
+        value = headers.get(name)
+        if value is not None and _HEADER.fullmatch(value):
+            allowed[name] = value
+    return allowed
 
 
 async def carry(one: IOStream, other: IOStream) -> None:

@@ -26,40 +26,40 @@ logger = Logger(__name__)
 _LAST_STARTS = 20
 
 
-class _Lull:
+class _Pauses:
     """Pauses without any work.
 
     Attributes
     ----------
-    looks : int
-        Number of looks in a row that found no work.
+    checks : int
+        Number of checks in a row that found no work.
     last : float
         Duration of the last pause that has ended, in seconds. Infinite if there was none.
     """
 
     def __init__(self) -> None:
-        self.looks, self.last = 0, math.inf
+        self.checks, self.last = 0, math.inf
         # The time before the first work does not count as a pause.
         self._since = -math.inf
         self._worked = False
 
-    def look(self, has_work: bool, now: float) -> None:
+    def note(self, has_work: bool, now: float) -> None:
         """Record whether work exists now."""
         if has_work:
-            if self.looks:
+            if self.checks:
                 self.last = now - self._since
-            self.looks, self._worked = 0, True
+            self.checks, self._worked = 0, True
         else:
-            if not self.looks and self._worked:
+            if not self.checks and self._worked:
                 self._since = now
-            self.looks += 1
+            self.checks += 1
 
 
 class CMLAdaptive(Adaptive):
     """Dask's Adaptive for resources, and for sessions that take seconds to minutes to start.
 
-    It scales one worker group by the tasks that need it: those that ask for its resources, or those that ask
-    for none. It counts worker sessions, not their Dask workers, and so do ``minimum`` and ``maximum``. Its
+    It scales one worker group by the tasks that need it: tasks that ask for its resources, or for no
+    resources. It counts worker sessions, not their Dask workers, and so do ``minimum`` and ``maximum``. Its
     decisions depend on the *start time* of a session: from its launch until its Dask worker connects. It
     takes the start time from the scheduler's session at first, and then from the group's own sessions.
 
@@ -71,8 +71,8 @@ class CMLAdaptive(Adaptive):
       ``target_duration`` plus half of the start time, or at least twice ``target_duration``.
     - It closes no starting session while work waits. When work decreases, it keeps unneeded sessions for
       ``wait_count`` times ``interval`` plus the start time.
-    - Without any work, it keeps them for ``wait_count`` times ``interval`` only, unless the last such pause
-      was shorter than the start time.
+    - Without any work, it keeps them for ``wait_count`` times ``interval`` only, unless the last pause
+      without work was shorter than the start time.
 
     The process that keeps the cluster adapts it. Elsewhere, this object only says between which limits.
 
@@ -83,7 +83,7 @@ class CMLAdaptive(Adaptive):
     worker_group : str
         The worker group to scale. Default: the default group.
     interval : str, float or timedelta, optional
-        Time between two looks. Default: ``distributed.adaptive.interval``.
+        Time between two checks of the work. Default: ``distributed.adaptive.interval``.
     **kwargs
         Arguments of :class:`distributed.deploy.Adaptive`, with its defaults.
 
@@ -116,7 +116,7 @@ class CMLAdaptive(Adaptive):
         self.interval = seconds("interval", interval)
         seconds("target_duration", self.target_duration)
         integer("wait_count", self.wait_count, 0)
-        self._lull = _Lull()
+        self._pauses = _Pauses()
         self._least_wait_count = self.wait_count
         self._starts: deque[float] = deque(maxlen=_LAST_STARTS)
         self._seen: set[str] | None = None
@@ -156,20 +156,20 @@ class CMLAdaptive(Adaptive):
     # -- begin and end
 
     def begin(self) -> None:
-        """Look regularly from now on, in the event loop of the process that keeps the cluster."""
+        """Adapt regularly from now on, in the event loop of the process that keeps the cluster."""
         if self.interval and self.periodic_callback is None and not self._released:
-            self.periodic_callback = PeriodicCallback(self._look, self.interval * 1000)
+            self.periodic_callback = PeriodicCallback(self._adapt, self.interval * 1000)
             self.periodic_callback.start()
             self.state = "running"
 
-    async def _look(self) -> None:
+    async def _adapt(self) -> None:
         try:
             await self.adapt()
         except Exception:
             logger.warning("Adaptive scaling of cluster %s failed", self.cluster.name, exc_info=True)
 
     def release(self) -> None:
-        """Look no more, because something else scales the group."""
+        """Adapt no more, because something else scales the group."""
         self._released = True
         if self.periodic_callback is not None:
             self.periodic_callback.stop()
@@ -195,7 +195,7 @@ class CMLAdaptive(Adaptive):
     # -- for Dask's AdaptiveCore
 
     async def adapt(self) -> None:
-        """Look at the work and scale, if this process keeps the cluster."""
+        """Scale by the work, if this process keeps the cluster."""
         if self.cluster.keeps and not self._released:
             await super().adapt()
 
@@ -207,7 +207,7 @@ class CMLAdaptive(Adaptive):
             return set()
         return {*groups.workers(self._group)[: groups.target(self._group)]}
 
-    # Sessions that are not launched yet are closed like starting ones.
+    # Sessions that are not launched yet are closed like starting sessions.
     requested = plan
 
     @property
@@ -225,17 +225,18 @@ class CMLAdaptive(Adaptive):
 
     async def target(self) -> int:
         """Return how many sessions the known work needs."""
-        # Groups that adapt share one answer.
+        # Groups that adapt share one answer of the scheduler.
         snapshot = await self.cluster.keeper.snapshot(max_age=(self.interval or 0.0) / 2)
         arrived, workers, now = self.observed, self.cluster.workers, monotonic()
         self._learn(arrived, now)
-        start = self.start_time
-        self._lull.look(snapshot.has_work(self._group), now)
+        start_time = self.start_time
+        self._pauses.note(snapshot.has_work(self._group), now)
         if self.interval:
-            soon = self._lull.looks < self._least_wait_count or self._lull.last <= start
-            self.wait_count = self._least_wait_count + (math.ceil(start / self.interval) if soon else 0)
+            self.wait_count = self._least_wait_count
+            if self._pauses.checks < self._least_wait_count or self._pauses.last <= start_time:
+                self.wait_count += math.ceil(start_time / self.interval)
         self._busy = snapshot.supply(self._group).busy
-        numbers = snapshot.lent(self._group)
+        numbers = snapshot.borrowed(self._group)
         self._borrowed = [session_name(self.cluster.options.name, self._group, number) for number in numbers]
         plan = self.plan
         launched = [workers[name].launched_at for name in plan - arrived if name in workers]
@@ -244,8 +245,8 @@ class CMLAdaptive(Adaptive):
             self._group,
             arrived=len(arrived),
             planned=len(plan),
-            underway=[now - at for at in launched if at is not None],
-            start_time=start,
+            underway=[now - launched_at for launched_at in launched if launched_at is not None],
+            start_time=start_time,
             target_duration=self.target_duration,
             minimum=self.minimum,
         )
@@ -263,7 +264,8 @@ class CMLAdaptive(Adaptive):
 
     def _learn(self, arrived: set[str], now: float) -> None:
         """Learn how long sessions took from their launch until they connected."""
-        for name in arrived - (arrived if self._seen is None else self._seen):
+        new = set() if self._seen is None else arrived - self._seen
+        for name in new:
             worker = self.cluster.workers.get(name)
             if worker is not None and worker.launched_at is not None and not worker.adopted:
                 self._starts.append(now - worker.launched_at)
@@ -271,13 +273,13 @@ class CMLAdaptive(Adaptive):
 
     async def workers_to_close(self, target: int) -> list[str]:
         """Return the sessions to close so that `target` remain."""
-        plan, more = self.plan, self._workers_to_close_kwargs
+        plan, arguments = self.plan, self._workers_to_close_kwargs
         n = len(plan) - target
-        # The scheduler does not know which busy sessions run another group's tasks. Close idle ones first.
-        idle = max(0, len(plan) - self._busy)
-        borrowed = [name for name in self._borrowed if name in plan][: max(0, n - idle)]
+        # The scheduler does not know which busy sessions run other groups' tasks. Idle sessions close first.
+        n_idle = max(0, len(plan) - self._busy)
+        borrowed = [name for name in self._borrowed if name in plan][: max(0, n - n_idle)]
         chosen = await self.cluster.keeper.choose(
-            self._group, n - len(borrowed), worker_key=self.worker_key, **more
+            self._group, n - len(borrowed), worker_key=self.worker_key, **arguments
         )
         return [*dict.fromkeys([*borrowed, *chosen])]
 

@@ -22,12 +22,12 @@ _STEP_TIMEOUT = 1.0
 
 #: By default, these end the program at once. A terminal that is closed sends SIGHUP.
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-#: The clusters that are to close, each with the thread that created it.
+#: The clusters that are to close, and the threads that created them.
 _clusters: dict[Any, weakref.ref[threading.Thread]] = {}
 #: Added to the number of a signal, it is the exit status of a program that the signal ended.
 _BY_SIGNAL = 128
 _is_over = False
-#: Repeats the signal to exit if the event loop does not come to it.
+#: Repeats the signal to exit if the event loop does not handle it in time.
 _leaving: threading.Timer | None = None
 _fork = threading.local()
 
@@ -106,12 +106,12 @@ def _wait_and_end() -> None:
 
 
 def _end_all() -> None:
-    """Shut down all clusters at the same time."""
+    """Shut down all clusters at once."""
     global _is_over
     _is_over = True
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, *_SIGNALS)}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, *_SIGNALS)}
     # Neither a second Ctrl-C nor a second SIGTERM interrupts it.
-    raising = [signum for signum in before if before[signum] in (signal.default_int_handler, _exit)]
+    raising = [signum for signum in handlers if handlers[signum] in (signal.default_int_handler, _exit)]
     for signum in raising:
         signal.signal(signum, _ask_for_patience)
     threads = [threading.Thread(target=_end, args=(cluster,), daemon=True) for cluster in unclosed()]
@@ -120,7 +120,7 @@ def _end_all() -> None:
     for thread in threads:
         thread.join()
     for signum in raising:
-        signal.signal(signum, before[signum])
+        signal.signal(signum, handlers[signum])
 
 
 def _end(cluster: Any) -> None:
@@ -132,7 +132,8 @@ def _end(cluster: Any) -> None:
 
 
 def _ask_for_patience(*_: Any) -> None:
-    logger.warning("Shutting down %s first: please wait", ", ".join(each.options.name for each in unclosed()))
+    names = ", ".join(cluster.options.name for cluster in unclosed())
+    logger.warning("Shutting down %s first: please wait", names)
 
 
 def _wait_for_makers() -> None:

@@ -19,14 +19,14 @@ _SETTLED = 30.0
 class Backoff:
     """Counts failures in a row of one worker group, and keeps how many sessions the platform launched for it.
 
-    A user who scales the group begins with a new one.
+    When a user scales the group, a new Backoff replaces this one.
 
     Parameters
     ----------
     name : str
         The group's name in the log, such as ``cluster mine``.
     log : callable
-        Gets each line for the user.
+        Called with every line for the user.
     limit : int, optional
         Number of failures in a row after which no workers are launched. Default: ``cml.failure-limit``.
     quota_pause : float, optional
@@ -60,7 +60,7 @@ class Backoff:
         self._ceiling: tuple[int, float] | None = None
         self._failure: str | None = None
         self._shortage: str | None = None
-        self._told_limit = False
+        self._logged_limit = False
 
     @property
     def words(self) -> str | None:
@@ -84,32 +84,32 @@ class Backoff:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether no failure has followed the last connection for a while, so that earlier ones are over."""
+        """Whether no failure has followed the last connection for a while. Earlier failures are over then."""
         return self._arrived is not None and time.monotonic() - self._arrived > _SETTLED
 
     def lost(self, losses: Mapping[str, Loss]) -> None:
         """Record workers that were lost together, by their names, which counts as one failure.
 
-        A worker that was closed or evicted is no failure. One that ended while it ran a task makes the next
-        launches wait, but never stops them: the scheduler gives a task up that ends several workers.
+        A worker that was closed or evicted is no failure. A worker that ended while it ran a task makes the
+        next launches wait, but never stops them: the scheduler gives a task up that ends several workers.
         """
         failures = {name: loss for name, loss in losses.items() if loss.cause not in _NO_FAILURES}
         counts = not all(loss.of_task for loss in failures.values())
         if failures:
             name, loss = next(iter(failures.items()))
             self._fail(f"worker {name} lost: {loss.words}", len(failures), counts)
-        rest = "" if self.gave_up else "; launching a replacement"
+        replacement = "" if self.gave_up else "; launching a replacement"
         for name, loss in losses.items():
             verb = "" if loss.cause in _NO_FAILURES else "lost: "
-            self._log(f"Worker {name} {verb}{loss.words}{rest}")
+            self._log(f"Worker {name} {verb}{loss.words}{replacement}")
         if counts:
-            self._tell_end()
+            self._log_giving_up()
 
     def failed(self, reason: str, n: int) -> None:
         """Record that `n` launches failed together, which counts as one failure."""
         self._log(f"Worker failed: {reason}{_and_more(n)}")
         self._fail(reason, n)
-        self._tell_end()
+        self._log_giving_up()
 
     def _fail(self, reason: str, n: int, counts: bool = True) -> None:
         if self._is_settled:
@@ -124,17 +124,17 @@ class Backoff:
         if counts and self.gave_up:
             self._failure = f"no new workers after {self._failures} failures in a row: {reason}"
 
-    def _tell_end(self) -> None:
+    def _log_giving_up(self) -> None:
         if self.gave_up:
             self._log(f"{self._name} launches {self._failure}. To try again, call cluster.scale(n)")
 
-    def refused(self, granted: int, asked: int, reason: str) -> None:
+    def refused(self, granted: int, requested: int, reason: str) -> None:
         """Record that the platform launched only some of the requested sessions."""
-        known = self._ceiling is not None and self._ceiling[0] == granted
+        is_known = self._ceiling is not None and self._ceiling[0] == granted
         self._ceiling = (granted, time.monotonic())
-        self._shortage = f"{granted} of {asked} workers launched: {reason}"
-        if not known:
-            self._log(f"{self._name} launched {granted} of {asked} workers: {reason}")
+        self._shortage = f"{granted} of {requested} workers launched: {reason}"
+        if not is_known:
+            self._log(f"{self._name} launched {granted} of {requested} workers: {reason}")
 
     def granted(self, n: int) -> None:
         """Record that the platform has launched `n` sessions in total."""
@@ -143,15 +143,15 @@ class Backoff:
 
     def limited(self, n: int, fit: int, limit: str) -> None:
         """Record that only `fit` of `n` sessions fit into a limit of the site."""
-        if not self._told_limit:
+        if not self._logged_limit:
             self._log(f"{self._name} adapts to {fit} of {n} workers, because {describe(limit)}")
-        self._told_limit = True
+        self._logged_limit = True
 
     def affordable(self, n: int, wanted: int, waits: Collection[float]) -> int:
         """Return how many of `n` sessions to ask for, given how many the platform launched lately.
 
         After ``cml.quota-retry``, ask for one more than were launched. If sessions have waited for room for
-        longer than that, ask for no more than exist.
+        longer than ``cml.quota-retry``, ask for no more than exist.
 
         Parameters
         ----------

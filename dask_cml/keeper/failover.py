@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 logger = Logger(__name__)
 
-#: Seconds before the first, the second and each later scheduler in a row.
+#: Seconds before the first, the second and any later scheduler in a row.
 _PAUSES = (0.0, 10.0, 30.0)
 #: Seconds for which a record may be unreadable while the cluster's folder exists.
 _UNREADABLE_FOR = 30.0
 
 
 class SchedulerLost(Exception):
-    """The cluster has no other scheduler, or this process leaves it alone. The message says why, as a clause.
+    """The cluster has no other scheduler, or this process does not launch one. The message is the reason.
 
     Parameters
     ----------
@@ -122,17 +122,17 @@ class Failover:
         """
         deadline = time.monotonic() + _UNREADABLE_FOR
         while True:
-            found = await asyncio.to_thread(store.find_again, record)
-            if found is not None:
+            latest = await asyncio.to_thread(store.find_again, record)
+            if latest is not None:
                 break
             with contextlib.suppress(OSError):
                 exists = await asyncio.to_thread(self._cluster.place.folder.is_dir)
                 if not exists or time.monotonic() > deadline:
                     raise SchedulerLost(why)
             await asyncio.sleep(timing.retry)
-        if found.scheduler.closed is not None:
-            raise SchedulerLost(found.scheduler.closed)
-        return found
+        if latest.scheduler.closed is not None:
+            raise SchedulerLost(latest.scheduler.closed)
+        return latest
 
     async def _connect_to_next(self, record: Record, why: str) -> None:
         """Connect to the scheduler that replaces the lost one.
@@ -140,10 +140,10 @@ class Failover:
         Raises
         ------
         SchedulerLost
-            If there is none.
+            If no other scheduler replaces it.
         """
         cluster = self._cluster
-        begun = since = time.monotonic()
+        begin = since = time.monotonic()
         number, refused = -1, False
         while True:
             record = await self._read(record, why)
@@ -171,7 +171,7 @@ class Failover:
                         return
                     refused = False
             except LaunchRefused as error:
-                why, refused = str(error), time.monotonic() - begun < cluster.options.pending_timeout
+                why, refused = str(error), time.monotonic() - begin < cluster.options.pending_timeout
             except CMLError as error:
                 why, refused = str(error), False
                 logger.info("Scheduler %d of cluster %s not reached: %s", number + 1, record.name, why)
@@ -183,14 +183,14 @@ class Failover:
             await asyncio.sleep(timing.retry)
 
     async def _answers(self, record: Record) -> bool:
-        """Return whether the scheduler answers all the same, although its session seems to have ended."""
+        """Return whether the scheduler answers, although its session seems to have ended."""
         with contextlib.suppress(*NO_ANSWER):
             hello = await self._remote.ask(protocol.HELLO, timing.retry)
             return {"record": record.id, "number": record.scheduler.number}.items() <= dict(hello).items()
         return False
 
     async def _may_answer(self, record: Record, waited: float) -> bool:
-        """Return whether the scheduler that another process launches answers, or has time left to begin."""
+        """Return whether the scheduler that another process launches answers, or has time left to start."""
         last = record.scheduler
         if last.address is not None:
             return await liveness.is_alive(record)

@@ -24,7 +24,7 @@ _DESCRIPTIONS = 500
 class Follower:
     """Follows the board of a cluster that another process keeps, and writes on it what is changed here.
 
-    It has what :class:`~dask_cml.keeper.keeper.Keeper` has for users to look at.
+    It has the properties of :class:`~dask_cml.keeper.keeper.Keeper` that users see.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Follower:
         self._known = {*known}
         #: How many moves of Dask workers are known, and when they were read.
         self._moves = -1
-        self._looked_at_workers = 0.0
+        self._read_workers_at = 0.0
 
     # -- what is
 
@@ -67,13 +67,13 @@ class Follower:
 
     def target(self, group: str) -> int:
         """Return how many worker sessions of a group are requested."""
-        about = self._remote.board.groups.get(group)
-        return self._groups.target(group) if about is None else about.target
+        board_group = self._remote.board.groups.get(group)
+        return self._groups.target(group) if board_group is None else board_group.target
 
     def limits(self, group: str) -> Mapping[str, Any] | None:
         """Return the limits of a group's adaptive scaling. None: it has a fixed size."""
-        about = self._remote.board.groups.get(group)
-        return self._groups.limits(group) if about is None else about.adapt
+        board_group = self._remote.board.groups.get(group)
+        return self._groups.limits(group) if board_group is None else board_group.adapt
 
     @property
     def staying(self) -> Sequence[str]:
@@ -108,12 +108,13 @@ class Follower:
         if is_written:
             self._cluster.worker_spec.clear()
             for name in self._report.wanted:
-                if (group := self._groups.group_of(name)) in self._groups:  # an older report
+                group = self._groups.group_of(name)
+                if group in self._groups:  # an older report may name workers of a deleted group
                     self._cluster.worker_spec[name] = self._groups.spec(group)
             self._known = {*self._cluster.worker_spec}
-        n = len(self._cluster.scheduler_info["workers"])
-        if board.moves != self._moves and time.monotonic() - self._looked_at_workers > n / _DESCRIPTIONS:
-            self._looked_at_workers = time.monotonic()
+        pause = len(self._cluster.scheduler_info["workers"]) / _DESCRIPTIONS
+        if board.moves != self._moves and time.monotonic() - self._read_workers_at > pause:
+            self._read_workers_at = time.monotonic()
             self._cluster.scheduler_info = SchedulerInfo(await self._remote.ask("identity"))
             self._moves = board.moves
 

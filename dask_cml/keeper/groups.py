@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Groups:
     """The worker groups of a cluster, and which entries of its ``worker_spec`` belong to them.
 
-    Users scale from any thread, and the keeper works in the event loop: each method holds the one lock from
-    its check to its end. No method waits.
+    Users scale from any thread, and the keeper works in the event loop: a method holds the one lock from its
+    check to its end. No method waits.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Groups:
         #: Number of workers that a group has above its target, because the scheduler has not chosen yet
         #: which ones cost least to close.
         self._excess: dict[str, int] = {}
-        #: The number of the next session of each group but the default one, whose number is SpecCluster's.
+        #: The number of a group's next session. SpecCluster has the number of the default group's.
         self._numbers: dict[str, int] = {}
         self._adaptives: dict[str, Adaptive] = {}
 
@@ -102,16 +102,16 @@ class Groups:
         self.adapt(group, None)
 
     def take(self, groups: Mapping[str, BoardGroup]) -> list[str]:
-        """Have the groups of the board. Return those that were removed, also to be added again."""
+        """Have the groups of the board. Return the removed groups, including any that are added again."""
         removed = []
-        for group in self.names:
-            about = groups.get(group)
-            if about is None or about.created != self._created.get(group, 0):
-                self.remove(group)
-                removed.append(group)
-        for group, about in groups.items():
-            if group not in self:
-                self.add(group, self.options().of_group(about.options), about.created)
+        for name in self.names:
+            group = groups.get(name)
+            if group is None or group.created != self._created.get(name, 0):
+                self.remove(name)
+                removed.append(name)
+        for name, group in groups.items():
+            if name not in self:
+                self.add(name, self.options().of_group(group.options), group.created)
         return removed
 
     def to_json(self, requests: Mapping[str, int]) -> dict[str, dict[str, Any]]:
@@ -125,43 +125,43 @@ class Groups:
         groups = {}
         for group in self.names:
             options = {} if group == DEFAULT_GROUP else self.options(group).group_arguments()
-            about = BoardGroup(
+            board_group = BoardGroup(
                 options=options,
                 target=self.target(group),
                 adapt=self.limits(group),
                 request=requests.get(group, 0),
                 created=self._created.get(group, 0),
             )
-            groups[group] = asdict(about)
+            groups[group] = asdict(board_group)
         return groups
 
     # -- adaptive scaling
 
     def adapt(self, group: str, adaptive: Adaptive | None) -> None:
-        """Let something scale a group, instead of what did before. None: nothing does."""
-        before = self._adaptives.pop(group, None)
-        if isinstance(before, CMLAdaptive):
-            before.release()
-        elif before is not None:
-            before.stop()
+        """Let an Adaptive scale a group, instead of the one before. None: the group does not adapt."""
+        previous = self._adaptives.pop(group, None)
+        if isinstance(previous, CMLAdaptive):
+            previous.release()
+        elif previous is not None:
+            previous.stop()
         if adaptive is not None:
             self._adaptives[group] = adaptive
         if group == DEFAULT_GROUP:
             self._cluster._adaptive = adaptive  # Dask's widget shows it
 
     def begin_adapting(self) -> None:
-        """Look at the work regularly from now on, in the event loop."""
+        """Adapt regularly from now on, in the event loop."""
         for adaptive in [*self._adaptives.values()]:
             if isinstance(adaptive, CMLAdaptive):
                 adaptive.begin()
 
     def stop_adapting(self) -> None:
-        """Let nothing scale the groups any more."""
+        """Stop adaptive scaling of all groups."""
         for group in [*self._adaptives]:
             self.adapt(group, None)
 
     def adapts(self, group: str) -> bool:
-        """Return whether something scales a group."""
+        """Return whether a group adapts."""
         return group in self._adaptives
 
     def limits(self, group: str) -> Mapping[str, Any] | None:
@@ -187,7 +187,7 @@ class Groups:
         with self._lock:
             self._place = place
             for spec in (self._cluster.new_spec, *self._cluster.worker_spec.values()):
-                if "place" in spec.get("options", {}):  # not that of a subclass
+                if "place" in spec.get("options", {}):  # a subclass may have specs of other workers
                     spec["options"]["place"] = place
 
     def new(self, group: str) -> dict[str, Any]:
@@ -203,8 +203,7 @@ class Groups:
     def given(self, name: str) -> None:
         """Never give the name of a session again: a second session with it would exit."""
         with self._lock:
-            found = read_name(self._prefix, name)
-            group, number = found or (DEFAULT_GROUP, -1)
+            group, number = read_name(self._prefix, name) or (DEFAULT_GROUP, -1)
             if group != DEFAULT_GROUP:
                 self._numbers[group] = max(self._numbers.get(group, 0), number + 1)
             elif name == self._cluster._new_worker_name(self._cluster._i):
@@ -213,13 +212,13 @@ class Groups:
                 self._cluster._i = max(self._cluster._i, number + 1)
 
     def group_of(self, name: str) -> str:
-        """Return the group of a worker. One that is not wanted any more belongs to the group in its name."""
+        """Return the group of a worker: of its spec or, if it is not wanted any more, of its name."""
         spec = self._cluster.worker_spec.get(name)
         if spec is not None:
             group: str = spec.get("worker_group", DEFAULT_GROUP)
             return group
-        found = read_name(self._prefix, name)
-        return found[0] if found else DEFAULT_GROUP
+        group, _ = read_name(self._prefix, name) or (DEFAULT_GROUP, -1)
+        return group
 
     # -- wanted workers
 
@@ -230,17 +229,16 @@ class Groups:
 
     def dask_workers(self, group: str | None = None) -> dict[str, list[str]]:
         """Return the names of the Dask workers of the wanted workers of a group, or of all."""
-        specs = [*self._cluster.worker_spec.items()]
-        return {
-            name: [f"{name}{suffix}" for suffix in spec.get("group", ("",))]
-            for name, spec in specs
-            if group in (None, spec.get("worker_group", DEFAULT_GROUP))
-        }
+        workers = {}
+        for name, spec in [*self._cluster.worker_spec.items()]:
+            if group in (None, spec.get("worker_group", DEFAULT_GROUP)):
+                workers[name] = [f"{name}{suffix}" for suffix in spec.get("group", ("",))]
+        return workers
 
     def arrived(self, connected: Collection[str], group: str | None = None) -> set[str]:
         """Return the names of the wanted workers of which a Dask worker is connected."""
         wanted = self.dask_workers(group).items()
-        return {name for name, names in wanted if any(each in connected for each in names)}
+        return {name for name, dask_names in wanted if any(worker in connected for worker in dask_names)}
 
     def target(self, group: str) -> int:
         """Return how many workers of a group are wanted."""
@@ -255,14 +253,11 @@ class Groups:
     def others(self, group: str | None = None) -> Sessions:
         """Return the sizes and numbers of all wanted sessions, with the scheduler's, without a group's."""
         with self._lock:
-            return [
-                (self.options().scheduler, 1),
-                *(
-                    (options.worker, self.target(name))
-                    for name, options in self._options.items()
-                    if name != group
-                ),
-            ]
+            sessions = [(self.options().scheduler, 1)]
+            for name, options in self._options.items():
+                if name != group:
+                    sessions.append((options.worker, self.target(name)))
+            return sessions
 
     def resize(self, group: str, n: int, absent: Collection[str]) -> None:
         """Want `n` workers of a group.
@@ -274,7 +269,7 @@ class Groups:
         n : int
             Number of workers.
         absent : collection of str
-            The names of the workers that are not connected: these go first, in this order.
+            The names of the workers that are not connected. They are dropped first, in this order.
         """
         with self._lock:
             wanted = self.workers(group)
@@ -290,7 +285,7 @@ class Groups:
                 self._cluster.worker_spec.update(self.new(group))
 
     def close(self, group: str, names: Iterable[str]) -> None:
-        """Want the workers no longer that the scheduler has chosen, as many as there are too many."""
+        """Drop surplus workers that the scheduler has chosen."""
         with self._lock:
             wanted, excess = {*self.workers(group)}, self.excess(group)
             chosen = [name for name in names if name in wanted][:excess]
@@ -304,7 +299,7 @@ class Groups:
             group = self.group_of(name)
             if self._cluster.worker_spec.pop(name, None) is None:
                 return False
-            if self._excess.get(group, 0) > 0:  # one had to go anyway
+            if self._excess.get(group, 0) > 0:  # one worker too many was wanted anyway
                 self._excess[group] -= 1
             else:
                 self.given(name)
@@ -312,7 +307,7 @@ class Groups:
             return True
 
     def drop(self, names: Iterable[str]) -> None:
-        """Want workers no longer that the platform has refused, or that a user has closed."""
+        """Drop workers that the platform has refused, or that a user has closed."""
         with self._lock:
             for name in names:
                 self._cluster.worker_spec.pop(name, None)

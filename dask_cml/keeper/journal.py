@@ -13,7 +13,7 @@ from dask_cml.layout import SCHEDULER
 from dask_cml.output import Logger
 from dask_cml.records import store
 from dask_cml.records.record import Record
-from dask_cml.sessions.answers import moment
+from dask_cml.sessions.answers import time_of
 from dask_cml.sessions.entry import Launch, fact
 from dask_cml.sessions.here import this_owner
 from dask_cml.sessions.plan import SessionPlan
@@ -77,14 +77,13 @@ class Journal:
         sessions, now = self._api.live.copy(), int(time.time())
         new = {session: name for session, name in sessions.items() if session not in self._written}
         launched = [self._launch(session, name, processes.get(session)) for session, name in new.items()]
-        waiting = {session for session, process in processes.items() if process.waits_for is not None}
-        begun = {
-            session
-            for session in self._waiting & processes.keys()
-            if processes[session].is_listed and not processes[session].is_scheduling
-        }
+        waiting, begun = set(), set()
         for session, process in processes.items():
-            if process.loss is not None or moment(process.info, "finished_at") is not None:
+            if process.waits_for is not None:
+                waiting.add(session)
+            if session in self._waiting and process.is_listed and not process.is_scheduling:
+                begun.add(session)
+            if process.loss is not None or time_of(process.info, "finished_at") is not None:
                 self._ends[session] = _end_of(process)
         stopped = {*self._api.stopped}
         facts = [fact(session, "waits") for session in (waiting & sessions.keys()) - self._waiting]
@@ -93,11 +92,11 @@ class Journal:
             ended, cause = self._ends.get(session, (None, ""))
             facts.append(fact(session, "ended", now if ended is None else min(now, ended), cause))
         if launched or facts:
-            # A cancellation waits: later facts must not be written before these.
+            # A cancellation waits: later facts must not be written before these facts.
             await to_the_end(store.write_sessions, self._record, launched, facts)
         self._waiting = (self._waiting | (waiting & sessions.keys())) - begun - stopped
         self._written = (self._written | new.keys()) - stopped
-        # A late answer of the platform may enter a stopped session once more; then it is stopped again.
+        # A late answer of the platform may enter a stopped session once more. Then it is stopped again.
         self._api.stopped.difference_update(stopped)
         for session in stopped:
             self._ends.pop(session, None)
@@ -118,5 +117,5 @@ class Journal:
 
 def _end_of(process: CMLProcess) -> tuple[int | None, str]:
     """Return when a session ended, by the platform, and the cause if nobody asked for it."""
-    finished = moment(process.info, "finished_at")
+    finished = time_of(process.info, "finished_at")
     return None if finished is None else int(finished.timestamp()), (process.loss or "").replace(" ", "-")

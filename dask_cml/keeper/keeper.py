@@ -1,4 +1,4 @@
-"""Keeps a cluster: SpecCluster's step on CML sessions, and a look at them once a second."""
+"""Keeps a cluster: SpecCluster's step on CML sessions, and a check of them once a second."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _class_of(spec: Mapping[str, Any]) -> Any:
 class Keeper:
     """Makes the sessions of a cluster what its ``worker_spec`` says.
 
-    :meth:`step` is the body of SpecCluster's ``_correct_state_internal``. :meth:`run` looks once a second for
-    what was lost, replaces it in the spec, and lets the cluster take a step.
+    :meth:`step` is the body of SpecCluster's ``_correct_state_internal``. Once a second, :meth:`run` finds
+    lost workers, replaces them in the spec, and lets the cluster take a step.
 
     Parameters
     ----------
@@ -82,14 +82,14 @@ class Keeper:
     record : Record
         The cluster's record.
     log : callable
-        Gets each line for the user.
+        Called with every line for the user.
 
     Attributes
     ----------
     requests : dict of str to int
-        How many changes of each worker group users have asked for, as far as they are carried out here.
+        How many changes of a worker group users have asked for, as far as they are carried out here.
     woken : asyncio.Event
-        Set to look again at once.
+        Set to check the sessions again at once.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Keeper:
         self._strays: dict[str, float] = {}
         self._next_strays = 0.0
         #: Changes of groups that users of this process have made, and that the board does not know yet.
-        self._asked: dict[str, dict[str, Any]] = {}
+        self._own_changes: dict[str, dict[str, Any]] = {}
         self._closed: set[str] = set()
         self._publishing = asyncio.Lock()
         self._published: dict[str, Any] | None = None
@@ -122,24 +122,26 @@ class Keeper:
         self._events: deque[dict[str, str]] = deque(maxlen=_MOST_EVENTS)
         self._demand: asyncio.Task[dict[str, Any]] | None = None
         self._demanded = 0.0
-        #: What the last lines were about, which are still true.
+        #: The subjects of logged lines that are still true.
         self._logged: set[str] = set()
         self._outage: str | None = None
         self._unrunnable: str | None = None
-        self._told_url: str | None = None
+        self._sent_url: str | None = None
 
     # -- what is
 
     @property
     def sessions(self) -> list[Session]:
         """The cluster's sessions by their last known state, the scheduler's first."""
-        return [session for process in self.processes if (session := process.session) is not None]
+        sessions = [process.session for process in self.processes]
+        return [session for session in sessions if session is not None]
 
     @property
     def processes(self) -> list[CMLProcess]:
         """The scheduler and the workers that were launched."""
         scheduler = self._cluster.scheduler
-        processes = ([scheduler] if isinstance(scheduler, CMLProcess) else []) + self.workers()
+        processes: list[CMLProcess] = [scheduler] if isinstance(scheduler, CMLProcess) else []
+        processes += self.workers()
         return [process for process in processes if process.session_id]
 
     def workers(self) -> list[CMLWorker]:
@@ -164,7 +166,7 @@ class Keeper:
         return self._groups.limits(group)
 
     def absent(self, group: str) -> list[str]:
-        """Return the wanted workers that are not connected: queued ones first, then the newest."""
+        """Return the wanted workers that are not connected: queued workers first, then the newest."""
         arrived = self.arrived(group)
         workers = self._cluster.workers
         absent = [name for name in reversed(self._groups.workers(group)) if name not in arrived]
@@ -186,35 +188,38 @@ class Keeper:
     @property
     def staying(self) -> list[str]:
         """The workers that cannot be stopped now, because no other worker can take their data."""
-        unwanted = [worker for worker in self.workers() if worker.name not in self._cluster.worker_spec]
-        return [worker.name for worker in unwanted if worker.stays is not None and not worker.retired]
+        staying = []
+        for worker in self.workers():
+            is_unwanted = worker.name not in self._cluster.worker_spec
+            if is_unwanted and worker.cannot_move_to is not None and not worker.retired:
+                staying.append(worker.name)
+        return staying
 
     @property
     def gave_up(self) -> dict[str, str]:
         """Why no more workers of some groups are launched, until a user scales them."""
-        found = {group: backoff for group, backoff in self._backoffs.items() if backoff.gave_up}
-        return {group: backoff.words or "" for group, backoff in found.items() if group in self._groups}
+        reasons = {}
+        for group, backoff in self._backoffs.items():
+            if backoff.gave_up and group in self._groups:
+                reasons[group] = backoff.words or ""
+        return reasons
 
     @property
     def problem(self) -> str | None:
         """The present problem, as a clause. None if there is none."""
-        return next(
-            filter(None, (self._outage, self._failures, self._retirements.words, self._unrunnable)),
-            None,
-        )
+        return self._outage or self._failures or self._retirements.words or self._unrunnable or None
 
     @property
     def _failures(self) -> str | None:
-        failures = {group: self.backoff(group).words for group in self._groups.names}
-        words = [
-            words if group == DEFAULT_GROUP else f"{group}: {words}"
-            for group, words in failures.items()
-            if words
-        ]
-        return "; ".join(words) or None
+        failures = []
+        for group in self._groups.names:
+            words = self.backoff(group).words
+            if words:
+                failures.append(words if group == DEFAULT_GROUP else f"{group}: {words}")
+        return "; ".join(failures) or None
 
     def within_limits(self, n: int, group: str) -> int:
-        """Return how many of `n` workers of a group fit into the limits of the site, beside other groups."""
+        """Return how many of `n` workers of a group fit into the site's limits, with the other groups."""
         fit, limit = room(self._groups.options(group).worker, self._groups.others(group))
         if n > fit:
             self.backoff(group).limited(n, int(fit), limit)
@@ -254,8 +259,8 @@ class Keeper:
         left, why = await asyncio.to_thread(left_for_user, self._record, 0)
         if strict and left < 1 + len(names):
             raise LaunchRefused(scheduler.name, why, by="dask-cml")
-        made = {name: self._make(name) for name in names}
-        workers = [worker for worker in made.values() if isinstance(worker, CMLWorker)]
+        by_name = {name: self._make(name) for name in names}
+        workers = [worker for worker in by_name.values() if isinstance(worker, CMLWorker)]
         shown = StartDisplay(self._name, [scheduler, *workers], self.arrived) if display else None
         showing = asyncio.create_task(shown.run()) if shown else None
         following: asyncio.Task[None] | None = None
@@ -265,9 +270,9 @@ class Keeper:
             await scheduler.launch()
             await self._journal.write(self.processes)
             following = asyncio.create_task(self._follow(workers))
-            launching = self._launch_strictly(made) if strict else self._launch_missing(lambda: True)
+            launching = self._launch_strictly(by_name) if strict else self._launch_missing(lambda: True)
             # Then the workers at once, because sessions start slowly. They wait for the scheduler's file.
-            await gather_or_cancel(self._meet(scheduler, join), launching)
+            await gather_or_cancel(self._wait_and_join(scheduler, join), launching)
             has_started = True
         finally:
             await cancel(following, showing)
@@ -275,7 +280,7 @@ class Keeper:
                 await shown.end(has_started)
         return shown
 
-    async def _meet(self, scheduler: CMLScheduler, join: Callable[[str], Any]) -> None:
+    async def _wait_and_join(self, scheduler: CMLScheduler, join: Callable[[str], Any]) -> None:
         await scheduler
         await join(str(scheduler.address))
 
@@ -295,7 +300,7 @@ class Keeper:
         await gather_or_cancel(*map(launch, workers))
 
     def _make(self, name: str) -> Any:
-        """Return a worker of the spec that is not launched yet. That of a subclass may be of any class."""
+        """Return a worker of the spec that is not launched yet. A subclass may use any class."""
         spec = self._cluster.worker_spec[name]
         address = None if self._cluster.scheduler is None else self._cluster.scheduler.address
         return _class_of(spec)(address, **{"name": name, **spec.get("options", {})})
@@ -317,12 +322,12 @@ class Keeper:
             if launch.key != SCHEDULER:
                 self._groups.given(launch.key)
         for launch in record.launches.values():
-            group = self._groups.group_of(launch.key)
-            if launch.key == SCHEDULER or group not in self._groups:
+            group_name = self._groups.group_of(launch.key)
+            if launch.key == SCHEDULER or group_name not in self._groups:
                 if launch.id != record.scheduler.session:
                     self._api.adopt(launch.id, launch.key)  # of a deleted group, so it is stopped
                 continue
-            self._cluster.worker_spec[launch.key] = self._groups.spec(group)
+            self._cluster.worker_spec[launch.key] = self._groups.spec(group_name)
             worker = self._make(launch.key)
             worker.adopt(launch.id, launch)
             self._cluster.workers[launch.key] = worker
@@ -330,53 +335,54 @@ class Keeper:
         last = await self._remote.ask(protocol.LAST, names=names)
         for worker in self.workers():
             worker.seen.update(name for name in worker.dask_names if name in last)
-        for group, about in self._remote.board.groups.items():
-            self.requests[group] = about.request
-            self._groups.resize(group, about.target, ())
-            self._adapt(group, about.adapt)
+        for name, group in self._remote.board.groups.items():
+            self.requests[name] = group.request
+            self._groups.resize(name, group.target, ())
+            self._adapt(name, group.adapt)
         self._journal = Journal(self._api, record)
 
     # -- requests of users
 
     async def take(self, board: BoardState) -> None:
-        """Want what others have written on the board.
+        """Want what other processes have written on the board.
 
-        A group is left alone that users of this process have changed meanwhile: the last one to reach the
+        A group that users of this process have changed meanwhile is left alone: the last change to reach the
         board wins.
         """
         changed = False
-        for group in self._groups.take(board.groups):
-            self._backoffs.pop(group, None)
-            self.requests.pop(group, None)
+        for name in self._groups.take(board.groups):
+            self._backoffs.pop(name, None)
+            self.requests.pop(name, None)
             changed = True
-        for group, about in board.groups.items():
-            if group in self._asked or self.requests.get(group) == about.request:
+        for name, group in board.groups.items():
+            if name in self._own_changes or self.requests.get(name) == group.request:
                 continue
-            self.requests[group] = about.request
-            self._backoffs.pop(group, None)  # it begins anew
-            self._groups.resize(group, about.target, self.absent(group))
-            self._adapt(group, about.adapt)
+            self.requests[name] = group.request
+            self._backoffs.pop(name, None)  # it begins anew
+            self._groups.resize(name, group.target, self.absent(name))
+            self._adapt(name, group.adapt)
             self._groups.begin_adapting()
             changed = True
-        if names := [name for name in board.closing if name not in self._closed]:
-            self.close_workers(names)
-        if changed or names or board.leaving:
+        closing = [name for name in board.closing if name not in self._closed]
+        if closing:
+            self.close_workers(closing)
+        if changed or closing or board.leaving:
             self.woken.set()
 
     def _adapt(self, group: str, limits: Mapping[str, Any] | None) -> None:
-        """Let a group adapt between the limits on the board. None: nothing scales it."""
+        """Let a group adapt between the limits on the board. None: it has a fixed size."""
         adaptive = None if limits is None else CMLAdaptive.of(self._cluster, group, limits)
         self._groups.adapt(group, adaptive)
 
     def close_workers(self, names: Iterable[str]) -> None:
-        """Want workers no longer that a user has closed, by the names of sessions or Dask workers."""
+        """Drop workers that a user has closed, by the names of sessions or Dask workers."""
         sessions = {name: worker.name for worker in self.workers() for name in worker.dask_names}
         self._groups.drop(sessions.get(name, name) for name in names)
         self._closed.update(names)
 
     def ask(self, group: str, **change: Any) -> None:
         """Note for the board what a user of this process has changed, see ``GroupChange``."""
-        self._asked[group] = {**self._asked.get(group, {}), **change}
+        self._own_changes[group] = {**self._own_changes.get(group, {}), **change}
         self._backoffs.pop(group, None)  # it begins anew
 
     # -- the step
@@ -392,28 +398,29 @@ class Keeper:
         await self._launch_missing(lambda: self._remote.keeps)
         await self.publish()
 
-    async def choose(self, group: str, n: int, **more: Any) -> list[str]:
-        """Choose the `n` workers of a group that cost least to close, first those that are not connected."""
+    async def choose(self, group: str, n: int, **arguments: Any) -> list[str]:
+        """Choose the `n` workers of a group that cost least to close. Workers that are absent come first."""
         absent = self.absent(group)[:n]
         workers, arrived = self._groups.dask_workers(group), self.arrived(group)
-        among = {name: workers[name] for name in reversed(workers) if name in arrived}
+        candidates = {name: workers[name] for name in reversed(workers) if name in arrived}
         processes = self._groups.options(group).processes
-        return absent + await choose(self._remote, n - len(absent), among, processes, **more)
+        return absent + await choose(self._remote, n - len(absent), candidates, processes, **arguments)
 
     async def _close_unwanted(self) -> None:
         """Retire the workers that are not in the spec, and stop the sessions that hold no data any more."""
         cluster, connected = self._cluster, connected_names(self._cluster)
         await self.close_others()
         unwanted = [worker for worker in self.workers() if worker.name not in cluster.worker_spec]
-        there = [worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)]
-        await self._retirements.retire([worker for worker in there if self._retirements.may_retire(worker)])
-        over = [worker for worker in unwanted if worker.retired or worker not in there]
-        ids = {str(worker.session_id) for worker in over}
+        holding = [worker for worker in unwanted if not connected.isdisjoint(worker.dask_names)]
+        await self._retirements.retire([worker for worker in holding if self._retirements.may_retire(worker)])
+        done = [worker for worker in unwanted if worker.retired or worker not in holding]
+        done_ids = {str(worker.session_id) for worker in done}
         # Also sessions without a worker, such as the engine of a refused launch that was not stopped before.
         used = {str(process.session_id) for process in self.processes}
-        await self._stop({session for session in {*self._api.live} if session in ids or session not in used})
+        unused = {*self._api.live} - used
+        await self._stop(unused | (done_ids & {*self._api.live}))
         await self._journal.write(self.processes)
-        for worker in [worker for worker in over if worker.session_id not in self._api.live]:
+        for worker in [worker for worker in done if worker.session_id not in self._api.live]:
             # With scale(0), the last worker is connected until its session has ended.
             with contextlib.suppress(*NO_ANSWER, CMLError):
                 await drop(cluster, self._remote, worker.dask_names)
@@ -422,10 +429,10 @@ class Keeper:
             self._log_event("stopped", worker.name)
 
     async def close_others(self) -> None:
-        """Close the workers that are no sessions of the platform, but of a subclass, and not in the spec."""
+        """Close a subclass's workers that are no sessions of the platform, and not in the spec."""
         workers, wanted = self._cluster.workers, self._cluster.worker_spec
-        others = [name for name in [*workers] if not isinstance(workers[name], CMLWorker)]
-        names = [name for name in others if name not in wanted]
+        names = [name for name in [*workers] if not isinstance(workers[name], CMLWorker)]
+        names = [name for name in names if name not in wanted]
         if not names:
             return
         closing = asyncio.gather(*(workers.pop(name).close() for name in names), return_exceptions=True)
@@ -439,17 +446,17 @@ class Keeper:
 
     async def _stop(self, ids: Collection[str]) -> None:
         """Stop sessions in a task, so that a call that hangs blocks no other. Wait some seconds for it."""
-        left = {*ids}.difference(*self._stops.values())
-        if not left:
+        new = {*ids}.difference(*self._stops.values())
+        if not new:
             return
-        task = asyncio.create_task(self._api.stop(*sorted(left)))
-        self._stops[task] = left
+        task = asyncio.create_task(self._api.stop(*sorted(new)))
+        self._stops[task] = new
         task.add_done_callback(self._stopped)
         await asyncio.wait([task], timeout=timing.stop)
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         del self._stops[task]
-        if not task.cancelled() and (error := task.exception()) is not None:  # the next look tries again
+        if not task.cancelled() and (error := task.exception()) is not None:  # the next step tries again
             logger.info("Sessions not stopped yet: %s", error)
         else:
             self.woken.set()
@@ -468,16 +475,17 @@ class Keeper:
         errors |= await self._launch_some(ready[:left], groups, may_launch)
         for group, backoff in backoffs.items():
             if self._backoffs.get(group) is backoff:  # else a user has changed the group meanwhile
-                own = [name for name in ready if groups[name] == group]
-                self._count_launches(group, own, {name: errors[name] for name in own if name in errors})
+                in_group = [name for name in ready if groups[name] == group]
+                of_group = {name: errors[name] for name in in_group if name in errors}
+                self._count_launches(group, in_group, of_group)
 
     async def _launch_some(
         self, names: Sequence[str], groups: Mapping[str, str], may_launch: Callable[[], bool]
     ) -> dict[str, CMLError]:
-        """Launch workers, as many at once as the API allows. Return the errors of those that failed.
+        """Launch workers, as many at once as the API allows. Return the errors by the workers' names.
 
-        After a refusal, no further ones of the worker group are tried: so an exhausted quota refuses only a
-        few of a hundred launches. After an error of the platform that may pass, no further ones at all.
+        After a refusal, no further workers of the group are tried: so an exhausted quota refuses only a few
+        of a hundred launches. After an error of the platform that may pass, no further workers at all.
         """
         errors: dict[str, CMLError] = {}
         refused: set[str] = set()
@@ -507,23 +515,23 @@ class Keeper:
         return errors
 
     def _count_launches(self, group: str, names: Sequence[str], errors: Mapping[str, CMLError]) -> None:
-        """Let failed or refused launches of a group delay the next ones."""
-        backoff, found = self.backoff(group), [*errors.values()]
-        refusal = next((error for error in found if isinstance(error, LaunchRefused)), None)
+        """Let failed or refused launches of a group delay its next launches."""
+        backoff, failures = self.backoff(group), [*errors.values()]
+        refusal = next((error for error in failures if isinstance(error, LaunchRefused)), None)
         if refusal is not None:
-            asked = len(self._groups.workers(group))
+            requested = len(self._groups.workers(group))
             # SpecCluster._correct_state_internal (spec.py:390) keeps what was refused as if it ran.
             self._groups.drop(name for name in names if name not in self._cluster.workers)
-            backoff.refused(len(self._groups.workers(group)), asked, refusal.reason)
-        elif found and not isinstance(found[0], CallFailed):
-            backoff.failed(str(found[0]), len(found))
-        elif not found:
+            backoff.refused(len(self._groups.workers(group)), requested, refusal.reason)
+        elif failures and not isinstance(failures[0], CallFailed):
+            backoff.failed(str(failures[0]), len(failures))
+        elif not failures:
             backoff.granted(len(self.wanted(group)))
 
-    # -- the look
+    # -- the check
 
     def note_connected(self, names: Iterable[str]) -> None:
-        """Note Dask workers that have connected. Some may be gone before the next look."""
+        """Note Dask workers that have connected. Some may be gone before the next check."""
         workers = self._cluster.workers
         for name in names:
             worker = workers.get(name) or workers.get(name.rpartition("-")[0])
@@ -531,7 +539,7 @@ class Keeper:
                 worker.seen.add(name)
 
     async def run(self) -> NoReturn:
-        """Look at the sessions until the scheduler is lost.
+        """Check the sessions until the scheduler is lost.
 
         Raises
         ------
@@ -539,13 +547,13 @@ class Keeper:
             When nobody waits for it any more.
         """
         while True:
-            await self._look()
+            await self._check()
             starting = any(worker.waits_for is None and not worker.has_arrived for worker in self.wanted())
-            pauses = [pause for group in self._groups.names if (pause := self.backoff(group).pause)]
             interval = timing.starting_look if starting else timing.look
-            await wait_until_set(self.woken, min([interval, *pauses]))
+            pauses = [self.backoff(group).pause for group in self._groups.names]
+            await wait_until_set(self.woken, min([interval, *filter(None, pauses)]))
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         self.woken.clear()
         if not self._remote.connected:
             return
@@ -575,9 +583,9 @@ class Keeper:
     async def _find_losses(self) -> dict[str, Loss]:
         now, connected = time.monotonic(), connected_names(self._cluster)
         wanted = self.wanted()
-        lacking = missing(wanted, connected)
+        incomplete = missing(wanted, connected)
         for worker in wanted:
-            if not worker.has_arrived and worker not in lacking:
+            if not worker.has_arrived and worker not in incomplete:
                 worker.has_arrived = True
                 self.backoff(self._groups.group_of(worker.name)).arrived(now)
         if losses := noticed(wanted, self._remote.board.leaving):
@@ -585,17 +593,20 @@ class Keeper:
         # A node that fails closes no connections: the scheduler notices it only after
         # ``distributed.comm.timeouts.tcp``, the platform within a second.
         is_due = now - self._listed >= setting("api.watch-interval")
-        if not (lacking or is_due or any(not worker.is_known_to_run for worker in wanted)):
+        if not (incomplete or is_due or any(not worker.is_known_to_run for worker in wanted)):
             return {}
         listing = await self._api.sessions()
         self._listed = time.monotonic()
-        ended = [process for process in self.processes if process.update(listing)]
-        dead = {name for worker in ended if isinstance(worker, CMLWorker) for name in worker.dask_names}
-        if dead := dead & connected_names(self._cluster):
+        dead: set[str] = set()
+        for process in self.processes:
+            if process.update(listing) and isinstance(process, CMLWorker):
+                dead.update(process.dask_names)
+        dead &= connected_names(self._cluster)
+        if dead:
             logger.info("Workers %s dropped from the scheduler: their sessions have ended", sorted(dead))
             await drop(self._cluster, self._remote, dead)
-        lacking = missing(self.wanted(), connected_names(self._cluster) - dead)
-        return await find_losses(lacking, listing, self._remote)
+        incomplete = missing(self.wanted(), connected_names(self._cluster) - dead)
+        return await find_losses(incomplete, listing, self._remote)
 
     async def _replace(self, losses: Mapping[str, Loss]) -> None:
         """Want other workers instead of lost ones. Their sessions are stopped by the next step."""
@@ -610,7 +621,7 @@ class Keeper:
                 await workers[name].note_loss(loss)
 
     async def _find_strays(self) -> None:
-        """Take over or stop sessions of the cluster that are in no part of it, as after a crash.
+        """Take over or stop sessions of the cluster that no process of it uses, as after a crash.
 
         A session enters itself into the record, and a Dask worker says in which session it runs.
         """
@@ -625,19 +636,17 @@ class Keeper:
         strays = {session: key for session, key in record.sessions.items() if session not in used}
         for info in [*self._cluster.scheduler_info["workers"].values()]:
             session = (info.get("cml") or {}).get("session")
-            found = read_name(self._name, str(info["name"]))
-            if session and found and session not in used:
-                strays[session] = session_name(self._name, *found)
+            group_and_number = read_name(self._name, str(info["name"]))
+            if session and group_and_number and session not in used:
+                strays[session] = session_name(self._name, *group_and_number)
         self._strays = {session: self._strays.get(session, now) for session in strays}
-        wall = time.time()
+        date = time.time()
         for session, key in strays.items():
             launch = record.launches.get(session)
-            # One that was launched long ago is late at once: a command that looks may leave soon.
-            age = (
-                now - self._strays[session]
-                if launch is None
-                else max(now - self._strays[session], wall - launch.launched)
-            )
+            age = now - self._strays[session]
+            # A session that was launched long ago is late at once: a command may keep the cluster shortly.
+            if launch is not None:
+                age = max(age, date - launch.launched)
             if age < timing.stray:
                 continue
             if key in self._cluster.worker_spec and key not in self._cluster.workers:
@@ -648,47 +657,46 @@ class Keeper:
                 logger.warning("Session %s of %s stopped: no process has launched it", session, key)
                 self._api.adopt(session, key)  # the step stops what it knows and does not use
 
-    def _log_event(self, action: str, session: str, **more: str) -> None:
+    def _log_event(self, action: str, session: str, **fields: str) -> None:
         """Note what has become of a session, for the scheduler's log of events."""
-        self._events.append({"action": action, "session": session, **more})
+        self._events.append({"action": action, "session": session, **fields})
 
     def _log_states(self) -> None:
         """Note which sessions wait for room, and which run."""
         for worker in self.wanted():
-            state = (
-                "waiting" if worker.waits_for is not None else "running" if worker.is_known_to_run else None
-            )
+            state = "running" if worker.is_known_to_run else None
+            if worker.waits_for is not None:
+                state = "waiting"
             if state is not None and state != worker.logged:
                 worker.logged = state
                 self._log_event(state, worker.name)
 
     async def _log_lines(self) -> None:
-        """Log each line about the cluster when it becomes true."""
+        """Log lines about the cluster when they become true."""
         board, waits = self._remote.board, self.waits()
         lines = {}
         if waits:
-            lines["room"] = (
-                f" waiting for room for {len(waits)} of {len(self._groups.workers())} worker sessions"
-            )
+            n_wanted = len(self._groups.workers())
+            lines["room"] = f" waiting for room for {len(waits)} of {n_wanted} worker sessions"
         if board.full:
             lines["memory"] = f": {board.full}"
         left = board.most_age - board.age
         if board.most_age and left <= NOTICE:
             age = f"{board.age / 3600:.1f} of {board.most_age / 3600:g} h"
             lines["end"] = f" shuts down in {math.ceil(left / 60)} min: its age is {age}"
-        found = await self._find_unrunnable()
-        self._unrunnable = "; ".join(found.values()) or None
-        # The numbers of tasks change often, so each reason is logged once.
-        lines |= {reason: f" cannot run all tasks: {words}" for reason, words in found.items()}
-        for what, line in lines.items():
-            if what not in self._logged:
+        unrunnable_tasks = await self._find_unrunnable()
+        self._unrunnable = "; ".join(unrunnable_tasks.values()) or None
+        # The numbers of tasks change often, so a reason is logged once.
+        lines |= {reason: f" cannot run all tasks: {text}" for reason, text in unrunnable_tasks.items()}
+        for subject, line in lines.items():
+            if subject not in self._logged:
                 self._log(f"Cluster {self._name}{line}")
         self._logged = {*lines}
 
     async def snapshot(self, max_age: float = 0.0) -> Snapshot:
         """Return what the scheduler knows of the work, and what the groups can do.
 
-        Those who ask at the same time share one question.
+        Callers that wait for each other share one question.
 
         Parameters
         ----------
@@ -700,15 +708,15 @@ class Keeper:
         OSError, asyncio.TimeoutError, CMLError
             If the scheduler does not answer.
         """
-        asked = self._demand
-        if asked is not None and asked.done():
-            failed = asked.cancelled() or asked.exception() is not None
+        question = self._demand
+        if question is not None and question.done():
+            failed = question.cancelled() or question.exception() is not None
             if failed or time.monotonic() - self._demanded >= max_age:
-                asked = None
-        if asked is None:
+                question = None
+        if question is None:
             self._demanded = time.monotonic()
-            asked = self._demand = asyncio.create_task(self._remote.ask(protocol.DEMAND))
-        answer = await asyncio.shield(asked)
+            question = self._demand = asyncio.create_task(self._remote.ask(protocol.DEMAND))
+        answer = await asyncio.shield(question)
         return Snapshot.of(answer, [self._supply(group) for group in self._groups.names])
 
     def _supply(self, group: str) -> Supply:
@@ -730,22 +738,23 @@ class Keeper:
         if snapshot.restricted:
             for address, info in [*self._cluster.scheduler_info["workers"].items()]:
                 expected |= {address, str(info["name"]), str(info.get("host"))}
-            for name, names in self._groups.dask_workers().items():
-                expected |= {name, *names}
+            for name, dask_names in self._groups.dask_workers().items():
+                expected |= {name, *dask_names}
         return unrunnable(snapshot, expected)
 
-    async def _tell_url(self) -> None:
-        """Tell the scheduler the URL of its session, for processes to which the platform does not list it."""
-        if (url := self._url) != self._told_url:
+    async def _send_url(self) -> None:
+        """Send the scheduler the URL of its session, for processes to which the platform does not list it."""
+        url = self._url
+        if url != self._sent_url:
             await self._remote.set(app_url=url)
-            self._told_url = url
+            self._sent_url = url
 
     @property
     def _url(self) -> str | None:
-        """The URL of the scheduler's session. As long as the platform does not list it, the one told last."""
+        """The URL of the scheduler's session. As long as the platform does not list it, the last URL sent."""
         scheduler = self._cluster.scheduler
         url = None if scheduler is None or scheduler.adopted else scheduler.info.get("app_url")
-        return url or self._told_url
+        return url or self._sent_url
 
     # -- the board
 
@@ -754,13 +763,15 @@ class Keeper:
         async with self._publishing:
             if not self._remote.connected:
                 return
-            asked, board = dict(self._asked), self._remote.board
-            changes = dict(asked)
+            own_changes, board = dict(self._own_changes), self._remote.board
+            changes = dict(own_changes)
             for group in self._groups.names:
-                if group not in asked and group in board.groups and self.requests.get(group) is not None:
-                    target = self._groups.target(group)
-                    if target != board.groups[group].target:
-                        changes[group] = {"target": target, "request": self.requests[group]}
+                request = self.requests.get(group)
+                if group in own_changes or group not in board.groups or request is None:
+                    continue
+                target = self._groups.target(group)
+                if target != board.groups[group].target:
+                    changes[group] = {"target": target, "request": request}
             closed = [name for name in board.closing if name in self._closed]
             report = Report.of(
                 self.sessions,
@@ -770,11 +781,11 @@ class Keeper:
                 staying=self.staying,
             ).to_json()
             events = [*self._events]
-            is_known = report == self._published and self._url == self._told_url
+            is_known = report == self._published and self._url == self._sent_url
             if is_known and not (changes or closed or events):
                 return
             try:
-                await self._tell_url()
+                await self._send_url()
                 answer = await self._remote.report(report, closed, changes, events)
             except CMLError as error:
                 logger.info("Board of cluster %s not written: %s", self._name, error)
@@ -783,9 +794,9 @@ class Keeper:
             for _ in events:
                 self._events.popleft()
             self._closed.intersection_update(answer.closing)
-            for group, change in asked.items():
-                if self._asked.get(group) is change:  # a user may have changed it again meanwhile
-                    del self._asked[group]
+            for group, change in own_changes.items():
+                if self._own_changes.get(group) is change:  # a user may have changed it again meanwhile
+                    del self._own_changes[group]
                 if group in answer.groups:
                     self.requests[group] = answer.groups[group].request
 
@@ -812,16 +823,16 @@ class Keeper:
     # -- another scheduler
 
     def first_board(
-        self, groups: Mapping[str, Mapping[str, Any]] | None = None, **more: Any
+        self, groups: Mapping[str, Mapping[str, Any]] | None = None, **fields: Any
     ) -> dict[str, Any]:
         """Return what the next scheduler begins with, see :mod:`dask_cml.scheduler.plugin`.
 
         Parameters
         ----------
         groups : mapping of str to mapping, optional
-            The worker groups, see :class:`dask_cml.scheduler.board.BoardGroup`. Default: those here.
-        **more
-            What else it is to know.
+            The worker groups, see :class:`dask_cml.scheduler.board.BoardGroup`. Default: the groups here.
+        **fields
+            Other fields of the scheduler's file.
         """
         options = self._groups.options()
         return {
@@ -832,15 +843,15 @@ class Keeper:
             # The keeper connects after it has launched all workers.
             "patience": max(options.orphan_timeout or _FIRST_PATIENCE, options.scheduler_timeout),
             "groups": self._groups.to_json(self.requests) if groups is None else groups,
-            **more,
+            **fields,
         }
 
     def want(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
         """Want what the last scheduler has written of the groups, because its keeper has vanished."""
         self._cluster.worker_spec.clear()
-        known = {name: BoardGroup(**group) for name, group in groups.items()}
-        self._groups.take(known)
-        for name, group in known.items():
+        board_groups = {name: BoardGroup(**group) for name, group in groups.items()}
+        self._groups.take(board_groups)
+        for name, group in board_groups.items():
             self.requests[name] = group.request
             self._groups.resize(name, group.target, ())
             self._adapt(name, group.adapt)
@@ -849,8 +860,8 @@ class Keeper:
         """Stop the sessions of a lost scheduler, and of earlier attempts to replace it."""
         await self._retirements.close()
         await self._journal.write(self.processes)
-        now = await asyncio.to_thread(store.find_again, self._record) or record
-        for session, key in now.sessions.items():
+        latest = await asyncio.to_thread(store.find_again, self._record) or record
+        for session, key in latest.sessions.items():
             self._api.adopt(session, key)
         try:
             await self._stop({*self._api.live})
@@ -863,4 +874,4 @@ class Keeper:
         self._cluster.workers.clear()
         self._groups.renew()
         self._published = None
-        self._told_url = None
+        self._sent_url = None

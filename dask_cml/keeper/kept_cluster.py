@@ -48,7 +48,7 @@ from dask_cml.sessions.session import Session
 from dask_cml.sessions.session_logs import log_path
 from dask_cml.sessions.workers_api import WorkersAPI, load_platform
 from dask_cml.timing import timing
-from dask_cml.words import printable_lines, span
+from dask_cml.words import format_duration, printable_lines
 
 logger = Logger(__name__)
 
@@ -62,15 +62,15 @@ class KeptCluster(SpecCluster):
     """A SpecCluster whose sessions one process keeps.
 
     The process that launches the scheduler has the *lease* on the scheduler's board: it is the *keeper*, and
-    SpecCluster's machinery runs in it. All others are *remotes*: they follow the board, and write on it. If
-    the keeper vanishes, the next process gets the lease, and takes over the sessions.
+    SpecCluster's machinery runs in it. All other processes are *remotes*: they follow the board, and write on
+    it. If the keeper vanishes, the next process gets the lease, and takes over the sessions.
 
     Parameters
     ----------
     options : Options
         The cluster's options, as far as they are known: a running cluster keeps its own.
     given : mapping
-        The options that a user gave, unchecked, to name those that a running cluster does not have.
+        The options that a user gave, unchecked, to name the options that a running cluster does not have.
     quiet : bool
         Whether to print no messages about the sessions.
     **arguments
@@ -173,7 +173,7 @@ class KeptCluster(SpecCluster):
 
     @property
     def may_keep(self) -> bool:
-        """Whether this process keeps the cluster if nobody does. One that shows it does after a change."""
+        """Whether this process may keep the cluster. A process that only shows it may after a change."""
         return self.takes_lease or self._remote.has_written
 
     @property
@@ -209,8 +209,8 @@ class KeptCluster(SpecCluster):
     async def _start(self) -> None:
         """Create the cluster or connect to it. Return when its scheduler answers.
 
-        SpecCluster._start (spec.py:304) launches the workers after the scheduler has answered, turns each
-        error into a RuntimeError, and lets a second caller look again and again.
+        SpecCluster._start (spec.py:304) launches the workers after the scheduler has answered, turns every
+        error into a RuntimeError, and lets a second caller poll.
         """
         if self.status not in (Status.created, Status.running):
             raise CMLError(f"cluster {self.options.name} is closed")
@@ -247,7 +247,8 @@ class KeptCluster(SpecCluster):
     def _say_interrupted(self) -> None:
         """Tell the user, after Ctrl-C, how many sessions were stopped."""
         n = len(self._api.launched - self._api.live.keys())
-        output.say(f"Interrupted: {n} session{'s' * (n != 1)} stopped", to_stderr=True)
+        noun = "session" if n == 1 else "sessions"
+        output.say(f"Interrupted: {n} {noun} stopped", to_stderr=True)
         output.flush()
 
     async def _start_once(self) -> None:
@@ -274,7 +275,7 @@ class KeptCluster(SpecCluster):
         return Maker.this_process()
 
     async def _create(self) -> None:
-        """Create the cluster: claim its name, and launch the scheduler and all workers at the same moment."""
+        """Create the cluster: claim its name, and launch the scheduler and all workers at once."""
         options = self.options
         security, files = await asyncio.to_thread(tls.as_files, options.security, self.place.folder)
         record = replace(self.new_record, options=options.arguments(), security=tls.paths(security))
@@ -304,7 +305,7 @@ class KeptCluster(SpecCluster):
         """Name the user's other clusters in this process. A cell that runs again may have left them."""
         for other in unclosed():
             if other is not self and getattr(other, "takes_lease", False) and other.sessions:
-                name, age = other.options.name, span(other.sessions[0].age)
+                name, age = other.options.name, format_duration(other.sessions[0].age)
                 close = f"from dask_cml import CMLCluster; CMLCluster.from_name({name!r}).close()"
                 self._log(f"This process has another cluster, open for {age}. To close it, run: {close}")
 
@@ -318,7 +319,7 @@ class KeptCluster(SpecCluster):
         return Keeper(self, self.groups, self._remote, self._api, record, self._log)
 
     def _begin_keeping(self, keeper: Keeper) -> None:
-        """Look at the sessions and adapt from now on."""
+        """Check the sessions and adapt from now on."""
         self.groups.begin_adapting()
         self._keeping = asyncio.create_task(keeper.run())
 
@@ -350,7 +351,7 @@ class KeptCluster(SpecCluster):
         self.shutdown_on_close = shutdown = bool(given.get("shutdown_on_close"))
         own = {"shutdown_on_close": shutdown, "forward_dashboard": self.options.forward_dashboard}
         self.options = Options.of_running(name, record.options, **own)
-        # What was asked of a cluster that was not created does not apply to the running one.
+        # What a user wanted of a cluster that was not created does not apply to the running cluster.
         self.groups.stop_adapting()
         self.worker_spec.clear()
         self._api = WorkersAPI(load_platform(record.options.get("platform", "auto")))
@@ -398,7 +399,7 @@ class KeptCluster(SpecCluster):
         Raises
         ------
         SchedulerTimeout
-            If it does not answer within so many seconds.
+            If it does not answer within `timeout` seconds.
         CMLError
             If it belongs to another cluster, or has another protocol.
         """
@@ -434,7 +435,7 @@ class KeptCluster(SpecCluster):
     async def _subscribe(self) -> None:
         """Follow the scheduler's workers by Cluster._start (cluster.py:123), within a time limit.
 
-        The scheduler tells its workers to the last one that subscribes. So only the keeper does.
+        The scheduler describes its workers to its last subscriber only. So only the keeper subscribes.
         """
         await self._unsubscribe()
         await within(timing.answer, super(SpecCluster, self)._start())
@@ -451,8 +452,8 @@ class KeptCluster(SpecCluster):
         self.scheduler_info = SchedulerInfo({**self.scheduler_info, "workers": {}, "n_workers": 0})
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
-        # SpecCluster._update_worker_status (spec.py:398) closes a worker that has gone for some seconds, and
-        # keeps its spec. The keeper finds out why a session's worker has gone, and replaces it.
+        # SpecCluster._update_worker_status (spec.py:398) closes a worker that has been gone for some seconds,
+        # and keeps its spec. The keeper finds out why a session's worker is gone, and replaces it.
         names = [str(info["name"]) for info in msg["workers"].values()] if op == "add" else []
         gone = self.scheduler_info["workers"].get(msg) if op == "remove" else None
         if gone is not None and not isinstance(self.workers.get(gone["name"]), (CMLWorker, type(None))):
@@ -498,7 +499,7 @@ class KeptCluster(SpecCluster):
             await self._remote.lease(take=True)
             board = self._remote.board
             if board.keeper == self._remote.id and self.keeper is not None:
-                await self._subscribe()  # somebody else may have been told of the workers meanwhile
+                await self._subscribe()  # another process may have subscribed meanwhile
         if board.keeper == self._remote.id and self.keeper is None:
             await self._succeed(board)
         elif board.keeper != self._remote.id and self.keeper is not None:
@@ -549,7 +550,7 @@ class KeptCluster(SpecCluster):
         return task
 
     async def written(self) -> None:
-        """Wait until the board has what was asked for in this event loop.
+        """Wait until the board has what was changed in this event loop.
 
         Raises
         ------
@@ -569,7 +570,7 @@ class KeptCluster(SpecCluster):
 
     async def _correct_state_internal(self) -> None:
         # SpecCluster._correct_state_internal (spec.py:352) retires workers by their names as addresses
-        # (359), waits for each launch and end (365, 389), and keeps what was refused as if it ran (390).
+        # (359), waits for every launch and end (365, 389), and keeps what was refused as if it ran (390).
         self._correct_state_waiting = None
         if self._starting is None or not self._starting.done():  # the start launches all
             return
@@ -598,8 +599,8 @@ class KeptCluster(SpecCluster):
         self._check_running(f"worker group {name!r} not added")
         if name in self.groups:
             raise ValueError(message("name", name, "a name that no worker group of the cluster has"))
-        about = {"options": options.group_arguments(), "target": options.n_workers}
-        await self._remote.set(groups={name: about})
+        group = {"options": options.group_arguments(), "target": options.n_workers}
+        await self._remote.set(groups={name: group})
         await self._take_changes()
 
     async def _take_changes(self) -> None:
@@ -611,17 +612,18 @@ class KeptCluster(SpecCluster):
         self._check_running(f"worker group {name!r} not deleted")
         if name == DEFAULT_GROUP or name not in self.groups:
             raise ValueError(message("name", name, "a worker group of the cluster other than 'default'"))
-        going = {*self.workers_of(name)}
+        workers = {*self.workers_of(name)}
         await self._remote.set(groups={name: None})
         await self._take_changes()
-        what = f"worker group {name!r} of cluster {self.options.name} deleted, but"
-        while left := [worker for worker in self.workers_of(name) if worker in going]:
-            self._check_running(f"{what} {', '.join(left)} not stopped")
-            if staying := [worker for worker in left if worker in self._role.staying]:
-                words = "until other workers can take their data: cluster.scale(n) launches some"
-                raise CMLError(f"{what} {', '.join(staying)} stay {words}")
+        deleted = f"worker group {name!r} of cluster {self.options.name} deleted, but"
+        while left := [worker for worker in self.workers_of(name) if worker in workers]:
+            self._check_running(f"{deleted} {', '.join(left)} not stopped")
+            staying = [worker for worker in left if worker in self._role.staying]
+            if staying:
+                until = "until other workers can take their data: cluster.scale(n) launches some"
+                raise CMLError(f"{deleted} {', '.join(staying)} stay {until}")
             if self._api.problem:
-                raise CMLError(f"{what} {', '.join(left)} not stopped yet: {self._api.problem}")
+                raise CMLError(f"{deleted} {', '.join(left)} not stopped yet: {self._api.problem}")
             await self._correct_state()
             await asyncio.sleep(timing.collect)
 
@@ -687,7 +689,7 @@ class KeptCluster(SpecCluster):
 
     async def launch_next(self, record: Record, why: str, restarts: int, limit: int) -> bool:
         """Launch the next scheduler and all workers. Return False if another process does."""
-        begun, last = time.monotonic(), record.scheduler
+        begin, last = time.monotonic(), record.scheduler
         keeper = self.keeper or self._make_keeper(record)
         board = keeper.first_board(
             # If the keeper has vanished, what the lost scheduler wrote last is wanted.
@@ -701,7 +703,8 @@ class KeptCluster(SpecCluster):
         number = last.number + 1
         if not await asyncio.to_thread(store.claim_scheduler, record, number, board):
             return False
-        if isinstance(lost := self.scheduler, CMLScheduler) and last.number == self.place.number:
+        lost = self.scheduler
+        if isinstance(lost, CMLScheduler) and last.number == self.place.number:
             log = await lost.last_lines()
             loss = find_cause(None, log, connected=True, noticed=False, closed=False, said=lost.reported)
             await lost.note_loss(loss)
@@ -723,7 +726,7 @@ class KeptCluster(SpecCluster):
             await keeper.launch(self._join, strict=False)
         self._begin_keeping(keeper)
         self._log(
-            f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begun:.0f} s"
+            f"Cluster {record.name} connected to another scheduler after {time.monotonic() - begin:.0f} s"
         )
         return True
 
@@ -762,17 +765,17 @@ class KeptCluster(SpecCluster):
             closing = self._closing = asyncio.create_task(self._close_once(shutdown, closing))
         await asyncio.shield(closing)
 
-    async def _close_once(self, shutdown: bool, before: asyncio.Task[None] | None) -> None:
-        if before is not None and not before.done():  # this object leaves the cluster, which is to end
-            await asyncio.wait([before])
+    async def _close_once(self, shutdown: bool, earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None and not earlier.done():  # this object leaves the cluster, which is to end
+            await asyncio.wait([earlier])
         self.status = Status.closing
-        if not shutdown and before is None:
+        if not shutdown and earlier is None:
             await self._write_last()
         self.groups.stop_adapting()
         try:
             await cancel(self._starting, self._following, self._keeping, self._correct_state_waiting)
             await (self._say_goodbye() if shutdown else self._hand_over())
-        except Exception:  # whatever fails before, the sessions are stopped
+        except Exception:  # the sessions are stopped even so
             logger.exception("Cluster %s not closed properly", self.options.name)
         self._remote.close()
         try:
@@ -788,7 +791,7 @@ class KeptCluster(SpecCluster):
         await asyncio.to_thread(output.flush)
 
     async def _write_last(self) -> None:
-        """Write on the board what was asked for here, before this process leaves."""
+        """Write on the board what users of this process have changed, before it leaves."""
         try:
             await self.written()
         except Exception as error:  # the scheduler does not answer, or refuses a change
@@ -805,15 +808,15 @@ class KeptCluster(SpecCluster):
                 logger.debug("Scheduler of cluster %s gave no answer: %r", self.options.name, error)
 
     async def _hand_over(self) -> None:
-        """Leave the sessions to other processes. Those that nobody can find are stopped."""
+        """Leave the sessions to other processes. Sessions that no other process can find are stopped."""
         keeper = self.keeper
         if keeper is None:
             self._api.forget(*self._api.live)
             return
         await keeper.close()
-        left = [str(process.session_id) for process in keeper.processes]
+        ids = [str(process.session_id) for process in keeper.processes]
         if not keeper.gone:
-            self._api.forget(*left)
+            self._api.forget(*ids)
         with contextlib.suppress(CMLError):
             await self._remote.lease(take=False)
 
@@ -827,7 +830,7 @@ class KeptCluster(SpecCluster):
         await self._api.close(self._stop_sessions_now)
 
     def _stop_sessions_now(self) -> None:
-        """Do the same as :meth:`_stop_sessions` by blocking calls."""
+        """Stop all sessions and remove the record, like :meth:`_stop_sessions`. Blocks."""
         if self.record is None:
             self._api.end()
         else:
@@ -869,7 +872,8 @@ class KeptCluster(SpecCluster):
             If the platform did not stop some sessions. The message names them.
         """
         try:
-            if self._starting is not None and (loop := self._starting.get_loop()).is_running():
+            loop = None if self._starting is None else self._starting.get_loop()
+            if loop is not None and loop.is_running():
                 closing = self._close(self.shutdown_on_close)
                 asyncio.run_coroutine_threadsafe(closing, loop).result(timeout)
         except CMLError:

@@ -25,31 +25,28 @@ logger = Logger(__name__)
 
 def noticed(workers: Collection[CMLWorker], leaving: Collection[str]) -> dict[str, Loss]:
     """Return the workers whose session the platform is about to stop, by its notice."""
-    return {
-        worker.name: Loss(Cause.EVICTED, "evicted, with notice")
-        for worker in workers
-        if any(name in leaving for name in worker.dask_names)
-    }
+    evicted = [worker for worker in workers if any(name in leaving for name in worker.dask_names)]
+    return {worker.name: Loss(Cause.EVICTED, "evicted, with notice") for worker in evicted}
 
 
 def missing(workers: Collection[CMLWorker], connected: Collection[str]) -> list[CMLWorker]:
-    """Note which Dask workers are connected now, and return the workers that lack one."""
-    found, now = [], time.monotonic()
+    """Note which Dask workers are connected now, and return the workers that lack a Dask worker."""
+    incomplete, now = [], time.monotonic()
     for worker in workers:
-        there = {name for name in worker.dask_names if name in connected}
-        worker.seen |= there
-        is_complete = len(there) == len(worker.dask_names)
+        present = {name for name in worker.dask_names if name in connected}
+        worker.seen |= present
+        is_complete = len(present) == len(worker.dask_names)
         is_gone = not is_complete and len(worker.seen) == len(worker.dask_names)
         worker.gone_since = (worker.gone_since or now) if is_gone else None
         if not is_complete:
-            found.append(worker)
-    return found
+            incomplete.append(worker)
+    return incomplete
 
 
 async def find_losses(
     workers: Collection[CMLWorker], listing: Mapping[str, SessionInfo], remote: Remote
 ) -> dict[str, Loss]:
-    """Return why workers that lack a Dask worker are lost, by their names. Others may still connect.
+    """Return why workers that lack a Dask worker are lost, by their names. Other workers may still connect.
 
     Parameters
     ----------
@@ -89,16 +86,16 @@ async def _cause(worker: CMLWorker, listing: Mapping[str, SessionInfo], last: Ma
             limit = worker.options.worker_timeout
             return Loss(Cause.NEVER_CONNECTED, f"it did not connect within {limit:g} s")
         gone = f"a Dask worker has been gone for {_patience():g} s, but its session runs"
-    # Of several Dask workers of a session, the one that ran tasks counts.
-    known = [last[name] for name in worker.dask_names if name in last]
-    known.sort(key=lambda about: not about["tasks"])
+    # Of several Dask workers of a session, the worker that ran tasks counts.
+    states = [last[name] for name in worker.dask_names if name in last]
+    states.sort(key=lambda state: not state["tasks"])
     # A session that succeeds after it was connected was closed on purpose, for example by a client.
     closed = worker.was_closed or (bool(worker.seen) and worker.info.get("status") == "succeeded")
     return find_cause(
-        known[0] if known else None,
+        states[0] if states else None,
         await worker.last_lines() if gone is None else [],
         connected=bool(worker.seen),
-        noticed=any(about["noticed"] for about in known),
+        noticed=any(state["noticed"] for state in states),
         closed=closed,
         said=worker.reported if gone is None else "running",
         gone=gone,

@@ -1,6 +1,6 @@
 """The number of sessions that each worker group needs for the known work, as functions of a snapshot.
 
-Tasks with the same needs scale up one group, the one that offers the least beyond their needs. So tasks that
+Tasks with equal needs scale up one group: the group that offers the least beyond their needs. So tasks that
 need no GPU launch no sessions with GPUs.
 """
 
@@ -16,8 +16,8 @@ from dask_cml.scheduler.demand import Work, slots
 #: Dask's rules for memory. If more than this share of the limit is managed, it asks for twice the workers.
 #: The remaining workers must have a limit of this many times the managed bytes.
 _FULL, _MEMORY_RATIO = 0.6, 2
-#: The least work that makes a session worth its launch, in start times: of the first sessions, and in
-#: addition to ``target_duration`` of further ones, because the first ones work meanwhile.
+#: The least work that makes a session worth its launch, in start times: for the first sessions, and, in
+#: addition to ``target_duration``, for further sessions, because the first sessions work meanwhile.
 _FIRST, _MORE = 0.25, 0.5
 #: Tolerance for rounding errors.
 _ROUNDING = 1e-6
@@ -45,7 +45,7 @@ class Supply:
         Number of sessions that the scheduler knows.
     busy : int
         Number of these sessions that process tasks.
-    lent : sequence of int
+    borrowed : sequence of int
         The numbers of busy sessions that only process tasks without needs, and would lose little.
     full : int
         Number of sessions that run nothing, because their memory and their disk are full.
@@ -63,7 +63,7 @@ class Supply:
     target: int = 0
     sessions: int = 0
     busy: int = 0
-    lent: Sequence[int] = ()
+    borrowed: Sequence[int] = ()
     full: int = 0
     managed: int = 0
     limit: int = 0
@@ -76,7 +76,7 @@ class Supply:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of the scheduler and the fleet at one moment.
+    """The state of the scheduler and of the worker groups at one time.
 
     Parameters
     ----------
@@ -85,7 +85,8 @@ class Snapshot:
     supplies : sequence of Supply
         The worker groups, the default group first.
     restricted : mapping
-        For the names of workers of which none is connected, the number of tasks that only they may run.
+        Numbers of tasks that only certain workers may run, of which none is connected, by these workers'
+        names.
     """
 
     work: Sequence[Work] = ()
@@ -94,7 +95,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, answer: Mapping[str, Any], supplies: Iterable[Supply]) -> Snapshot:
-        """Return the snapshot of a scheduler's answer, see ``known_demand``, and of the groups without it."""
+        """Return the snapshot of a scheduler's answer, see ``known_demand``, with the groups' own values."""
         return cls(
             work=[Work(**work) for work in answer["work"]],
             supplies=[replace(supply, **answer["groups"].get(supply.name, {})) for supply in supplies],
@@ -103,33 +104,38 @@ class Snapshot:
 
     def supply(self, group: str) -> Supply:
         """Return the supply of a group. It is empty if the group does not exist."""
-        return next((each for each in self.supplies if each.name == group), Supply(group))
+        return next((supply for supply in self.supplies if supply.name == group), Supply(group))
 
     def work_of(self, group: str) -> list[Work]:
         """Return the work that scales up a group."""
         return [work for work in self.work if self._group_for(work.resources) == group]
 
-    def lent(self, group: str) -> Sequence[int]:
+    def borrowed(self, group: str) -> Sequence[int]:
         """Return the numbers of the sessions that only process tasks of another group."""
-        home = self._group_for({})
-        return self.supply(group).lent if home not in (group, None) and self.supply(home).sessions else ()
+        plain_group = self._group_for({})
+        if plain_group in (group, None) or not self.supply(plain_group).sessions:
+            return ()
+        return self.supply(group).borrowed
 
     def engaged(self, group: str) -> int:
         """Return how many sessions are needed because they are busy."""
-        return self.supply(group).busy - len(self.lent(group))
+        return self.supply(group).busy - len(self.borrowed(group))
 
     def has_work(self, group: str) -> bool:
         """Return whether a group has work, or processes any."""
         return bool(self.work_of(group) or self.engaged(group))
 
     def able(self, needs: Mapping[str, float]) -> list[Supply]:
-        """Return the groups that can run tasks with these needs, the one that fits best first."""
-        able = [each for each in self.supplies if each.slots(needs)]
-        return sorted(able, key=lambda each: _excess(each, needs))
+        """Return the groups that can run tasks with these needs, the best fit first."""
+        able = [supply for supply in self.supplies if supply.slots(needs)]
+        return sorted(able, key=lambda supply: _excess(supply, needs))
 
     def _group_for(self, needs: Mapping[str, float]) -> str | None:
         """Return the group that tasks with these needs scale up. Return None if no group can run them."""
-        return next((each.name for each in self.able(needs) if each.adapts or each.target), None)
+        for supply in self.able(needs):
+            if supply.adapts or supply.target:
+                return supply.name
+        return None
 
 
 def _excess(supply: Supply, needs: Mapping[str, float]) -> tuple[int, bool, float]:
@@ -140,7 +146,7 @@ def _excess(supply: Supply, needs: Mapping[str, float]) -> tuple[int, bool, floa
 
 
 def sessions_to_finish(supply: Supply, work: Iterable[Work], duration: float) -> int:
-    """Return how many sessions finish the work within a duration. Each of them has something to do.
+    """Return how many sessions finish the work within a duration. All of them have something to do.
 
     Parameters
     ----------
@@ -157,16 +163,16 @@ def sessions_to_finish(supply: Supply, work: Iterable[Work], duration: float) ->
     >>> sessions_to_finish(supply, [Work({"GPU": 1}, tasks=12, seconds=600)], 10)
     6
     """
-    #: Tasks that run at the same time: by each need, and in total by threads and by resources.
-    at_once = [(each, min(each.tasks, each.seconds / duration)) for each in work]
+    # Numbers of tasks that must run at once, by their needs.
+    at_once = [(entry, min(entry.tasks, entry.seconds / duration)) for entry in work]
     # No other task can use the remainder of a Dask worker's share.
-    sessions = [n / supply.slots(each.resources) for each, n in at_once]
+    sessions = [n / supply.slots(entry.resources) for entry, n in at_once]
     sessions.append(sum(n for _, n in at_once) / supply.slots({}))
     for name, offered in supply.resources.items():
         if offered > 0:
-            sessions.append(sum(n * each.resources.get(name, 0.0) for each, n in at_once) / offered)
+            sessions.append(sum(n * entry.resources.get(name, 0.0) for entry, n in at_once) / offered)
     # Any work needs a session, however short it is.
-    return max(math.ceil(max(sessions) - _ROUNDING), any(each.tasks for each, _ in at_once))
+    return max(math.ceil(max(sessions) - _ROUNDING), any(entry.tasks for entry, _ in at_once))
 
 
 def sessions_wanted(
@@ -193,13 +199,13 @@ def sessions_wanted(
     planned : int
         Number of all wanted sessions.
     underway : collection of float
-        For each launched session that is not connected, the time since its launch, in seconds.
+        Times since the launches of the sessions that are not connected yet, in seconds.
     start_time : float
         Time from a launch until the session is connected, in seconds.
     target_duration : float
         Time within which the work should be finished, in seconds.
     minimum : int
-        Minimum number of sessions. These need not be worth their start.
+        Minimum number of sessions, which need not be worth their start.
     """
     if planned <= minimum:
         duration = max(target_duration, _FIRST * start_time)
@@ -208,11 +214,11 @@ def sessions_wanted(
     useful = _useful_sessions(snapshot, group, duration, arrived)
     if useful <= arrived:
         return useful
-    # Present sessions, and those that start before a session launched now, do some of the work.
+    # Present sessions, and sessions that start before a session launched now, do some of the work.
     working = max(0, arrived - snapshot.supply(group).full)
     done_meanwhile = working * start_time + sum(min(age, start_time) for age in underway)
     needed = useful - math.ceil(done_meanwhile / duration)
-    # The number of sessions never exceeds that of tasks. This is for a few long tasks.
+    # There are never more sessions than tasks. This is for a few long tasks.
     needed = max(needed, _useful_sessions(snapshot, group, start_time + duration, arrived))
     return max(planned, min(useful, needed))
 
@@ -231,17 +237,17 @@ def _useful_sessions(snapshot: Snapshot, group: str, duration: float, arrived: i
 
 def _sessions_to_keep(snapshot: Snapshot, group: str) -> int:
     """Return how many sessions of a group must be kept, for their tasks or for their data."""
-    held: float = _MEMORY_RATIO * sum(each.managed for each in snapshot.supplies)
-    # All groups must find the same in this snapshot, so that no two of them count on the same memory.
-    for each in sorted(snapshot.supplies, key=lambda each: each.adapts):
-        stay = each.sessions
-        if each.adapts and held <= 0:
-            stay = 0
-        elif each.adapts and each.limit:
-            stay = min(stay, math.ceil(held * each.sessions / each.limit))
-        if each.name == group:
-            return max(stay, snapshot.engaged(group))
-        held -= each.limit * stay / (each.sessions or 1)
+    held: float = _MEMORY_RATIO * sum(supply.managed for supply in snapshot.supplies)
+    # All groups must reckon alike from this snapshot, so that no two of them count on one group's memory.
+    for supply in sorted(snapshot.supplies, key=lambda supply: supply.adapts):
+        kept = supply.sessions
+        if supply.adapts and held <= 0:
+            kept = 0
+        elif supply.adapts and supply.limit:
+            kept = min(kept, math.ceil(held * supply.sessions / supply.limit))
+        if supply.name == group:
+            return max(kept, snapshot.engaged(group))
+        held -= supply.limit * kept / (supply.sessions or 1)
     return 0
 
 
@@ -261,22 +267,23 @@ def unrunnable(snapshot: Snapshot, expected: Collection[str]) -> dict[str, str]:
     >>> [*unrunnable(snapshot, []).values()]
     ['3 tasks need FPGA=1, which no worker group offers']
     """
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for work in snapshot.work:
-        if work.unrunnable and work.resources and (why := _why_unrunnable(snapshot, work.resources)):
-            needs = ", ".join(f"{name}={need:g}" for name, need in work.resources.items())
+        why = _why_unrunnable(snapshot, work.resources) if work.unrunnable and work.resources else None
+        if why:
             n = work.unrunnable
-            found[f"{needs}{why}"] = f"{_tasks(n)} {'needs' if n == 1 else 'need'} {needs}{why}"
+            reason = ", ".join(f"{name}={need:g}" for name, need in work.resources.items()) + why
+            descriptions[reason] = f"{_tasks(n)} {'needs' if n == 1 else 'need'} {reason}"
     for names, n in snapshot.restricted.items():
         if not any(name in expected for name in names):
-            to = f"restricted to {' or '.join(names)}, which the cluster does not have"
-            found[to] = f"{_tasks(n)} {'is' if n == 1 else 'are'} {to}"
-    return found
+            reason = f"restricted to {' or '.join(names)}, which the cluster does not have"
+            descriptions[reason] = f"{_tasks(n)} {'is' if n == 1 else 'are'} {reason}"
+    return descriptions
 
 
 def _why_unrunnable(snapshot: Snapshot, needs: Mapping[str, float]) -> str | None:
     able = snapshot.able(needs)
-    if any(each.adapts or each.target for each in able):
+    if any(supply.adapts or supply.target for supply in able):
         return None
     if not able:
         return ", which no worker group offers"

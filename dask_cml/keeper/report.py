@@ -1,4 +1,4 @@
-"""What a keeper says of the sessions on the board, so that everybody who watches it sees them."""
+"""What a keeper reports of the sessions on the board, for all who watch the cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dask_cml.validation import validate
 
 @dataclass(frozen=True)
 class Report:
-    """What a keeper says of the sessions.
+    """What a keeper reports of the sessions.
 
     Parameters
     ----------
@@ -38,9 +38,9 @@ class Report:
     staying: Sequence[str] = ()
 
     @classmethod
-    def of(cls, sessions: Sequence[Session], **about: Any) -> Report:
-        """Return what to say of these sessions, and more."""
-        return cls(sessions=[_to_json(session) for session in sessions], **about)
+    def of(cls, sessions: Sequence[Session], **fields: Any) -> Report:
+        """Return the report of these sessions, with its other fields."""
+        return cls(sessions=[_to_json(session) for session in sessions], **fields)
 
     @classmethod
     def read(cls, content: Any) -> Report:
@@ -64,7 +64,7 @@ class Report:
 
 def _to_json(session: Session) -> dict[str, Any]:
     content = asdict(session)
-    # A session waits since its launch. The time of the wait would change with each look.
+    # A session waits since its launch. The time of its wait would change with every report.
     return {
         **content,
         "since": session.since.timestamp(),

@@ -1,4 +1,4 @@
-"""Which workers to close, and their retirement: they move their data to others first."""
+"""Which workers to close, and their retirement: first they move their data to other workers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Retirements:
     api : WorkersAPI
         Lists the sessions.
     log : callable
-        Gets each line for the user.
+        Called with every line for the user.
     woken : asyncio.Event
         Set when workers are retired.
     """
@@ -70,22 +70,23 @@ class Retirements:
     def words(self) -> str | None:
         """The workers whose retirement takes long, or is not possible now. None if there are none."""
         now, connected = time.monotonic(), connected_names(self._cluster)
-        late = sorted(
-            name
-            for name, worker in [*self._cluster.workers.items()]
-            if name not in self._cluster.worker_spec
-            and isinstance(worker, CMLWorker)
-            and connected.intersection(worker.dask_names)
-            and (worker.stays is not None or now - (worker.retiring_since or now) > timing.long_retirement)
-        )
-        return f"waiting for the data of {', '.join(late)}" if late else None
+        late = []
+        for name, worker in [*self._cluster.workers.items()]:
+            if name in self._cluster.worker_spec or not isinstance(worker, CMLWorker):
+                continue
+            is_late = now - (worker.retiring_since or now) > timing.long_retirement
+            if connected.intersection(worker.dask_names) and (is_late or worker.cannot_move_to is not None):
+                late.append(name)
+        return f"waiting for the data of {', '.join(sorted(late))}" if late else None
 
     def may_retire(self, worker: CMLWorker) -> bool:
         """Return whether to retire a worker now, or again because others have connected since."""
         if worker.retired or worker.retiring_since is not None:
             return False
+        if worker.cannot_move_to is None or not self._cluster.worker_spec:
+            return True
         others = connected_names(self._cluster).difference(worker.dask_names)
-        return worker.stays is None or not others <= worker.stays or not self._cluster.worker_spec
+        return not others <= worker.cannot_move_to
 
     async def retire(self, workers: Sequence[CMLWorker]) -> None:
         """Start to retire workers, and wait for some seconds: most move their data in less."""
@@ -102,13 +103,13 @@ class Retirements:
         await cancel(*self._tasks)
 
     async def _retire(self, workers: Sequence[CMLWorker]) -> None:
-        """Retire workers. Those stay that hold data that no other worker can take."""
+        """Retire workers. A worker stays if it holds data that no other worker can take."""
         try:
             staying = await self._hand_over(workers)
             if not self._cluster.worker_spec:  # with scale(0), the last worker stops even if its data is lost
                 staying = set()
         except NO_ANSWER as error:
-            # The next look tries again, because the data may still be in these workers.
+            # The next step tries again, because the data may still be in these workers.
             logger.info("Workers %s not retired yet: %r", [worker.name for worker in workers], error)
         except Exception:
             logger.exception("Workers %s not retired yet", [worker.name for worker in workers])
@@ -118,20 +119,21 @@ class Retirements:
                 worker.retired = worker.name not in staying
                 if worker.retired:
                     continue
-                if worker.stays is None:
+                if worker.cannot_move_to is None:
                     self._log(f"Worker {worker.name} stays until other workers can take its data")
-                worker.stays = connected.difference(worker.dask_names)
+                worker.cannot_move_to = connected.difference(worker.dask_names)
             self._woken.set()
         finally:
             for worker in workers:
                 worker.retiring_since = None
 
     async def _hand_over(self, workers: Sequence[CMLWorker]) -> set[str]:
-        """Move the data of workers to others. Return the names of those whose data no other can take."""
+        """Move the data of workers to others. Return the workers whose data no other worker can take."""
         connected = connected_names(self._cluster)
-        sessions = {
-            name: worker.name for worker in workers for name in connected.intersection(worker.dask_names)
-        }
+        sessions = {}
+        for worker in workers:
+            for name in connected.intersection(worker.dask_names):
+                sessions[name] = worker.name
         watching = asyncio.create_task(self._watch(workers, sessions))
         try:
             # SpecCluster._correct_state_internal (spec.py:359) passes names as addresses, so its workers are
@@ -150,7 +152,7 @@ class Retirements:
         return holding
 
     async def _watch(self, workers: Sequence[CMLWorker], sessions: Mapping[str, str]) -> None:
-        """Tell of workers that move their data slowly, and abandon those that fall silent.
+        """Log which workers move their data slowly, and abandon workers that fall silent.
 
         Wait for a slow worker as long as it answers. The data of a frozen worker is out of reach, and its
         session uses quota: two minutes of silence are enough, also of the scheduler. Dask itself would wait
@@ -166,7 +168,7 @@ class Retirements:
         while True:
             with contextlib.suppress(*NO_ANSWER, CMLError):
                 held = await self._remote.ask(protocol.HELD, names=sorted(sessions))
-                before, heard = heard, {name: about["last_seen"] for name, about in held.items()}
+                before, heard = heard, {name: state["last_seen"] for name, state in held.items()}
                 silent = {name for name in heard if heard[name] == before.get(name)}
                 for session in sorted({sessions[name] for name in silent}):
                     self._log(f"Worker {session} abandoned: no answer for {self._limit:g} s")
@@ -193,7 +195,7 @@ async def choose(
     workers: Mapping[str, Sequence[str]],
     processes: int,
     worker_key: Callable[[WorkerState], Hashable] | None = None,
-    **more: Any,
+    **arguments: Any,
 ) -> list[str]:
     """Choose the `n` connected workers that cost least to close.
 
@@ -209,19 +211,25 @@ async def choose(
         Number of Dask workers in a session.
     worker_key : callable, optional
         Groups workers that are closed together or not at all. Then the result may be fewer than `n`.
-    **more
+    **arguments
         Arguments of ``Scheduler.workers_to_close``.
     """
     if n <= 0:
         return []
-    # All, because the scheduler may name the workers of other groups and retiring ones first.
-    among = n * processes if worker_key else 10**6
+    # All, because the scheduler may name workers of other groups and retiring workers first.
+    n_dask_workers = n * processes if worker_key else 10**6
     key = pickle.dumps(worker_key) if worker_key else None
-    named: Iterable[str] = ()  # without an answer
+    answer: Iterable[str] = ()  # if the scheduler does not answer
     with contextlib.suppress(*NO_ANSWER, CMLError):
-        named = await remote.ask("workers_to_close", n=among, key=key, attribute="name", **more)
-    costs = {str(worker): cost for cost, worker in enumerate(named)}
-    # The Dask worker of a session that costs most counts.
-    cost = {name: max(costs.get(worker, math.inf) for worker in dask) for name, dask in workers.items()}
-    order = sorted(workers, key=cost.__getitem__)
-    return [name for name in order if not (worker_key and math.isinf(cost[name]))][:n]
+        answer = await remote.ask(
+            "workers_to_close", n=n_dask_workers, key=key, attribute="name", **arguments
+        )
+    costs = {str(worker): cost for cost, worker in enumerate(answer)}
+    # Of the Dask workers of a session, the worker that costs most counts.
+    session_costs = {}
+    for name, dask_names in workers.items():
+        session_costs[name] = max(costs.get(worker, math.inf) for worker in dask_names)
+    chosen = sorted(workers, key=session_costs.__getitem__)
+    if worker_key:
+        chosen = [name for name in chosen if not math.isinf(session_costs[name])]
+    return chosen[:n]

@@ -1,6 +1,6 @@
-"""The history of clusters: one small file remains of each cluster that has ended.
+"""The history of clusters: one small file remains of a cluster that has ended.
 
-Each file is named after the id of the cluster's record. The process that removes the record writes the file
+The file is named after the id of the cluster's record. The process that removes the record writes the file
 first. No process changes it.
 
 Functions block while they wait for the file system.
@@ -58,11 +58,11 @@ class EndedCluster:
     tasks_done : float
         Number of tasks that it has completed.
     most_workers : float
-        The largest number of worker sessions that were connected at the same time.
+        The largest number of worker sessions that were connected at once.
     session_seconds, busy_seconds : float
         Sums of the times for which worker sessions were connected, and had tasks.
     samples : sequence of tuples
-        Times in seconds since 1970, each with the numbers of requested, connected and busy worker sessions.
+        Times in seconds since 1970, with the numbers of requested, connected and busy worker sessions.
     """
 
     name: str
@@ -81,7 +81,7 @@ class EndedCluster:
 
     @classmethod
     def of(cls, record: Record, why: str = UNSEEN) -> EndedCluster:
-        """Return what remains of a cluster that does not run any more.
+        """Return the history of a cluster that does not run any more.
 
         Parameters
         ----------
@@ -91,7 +91,7 @@ class EndedCluster:
             Why it ended, if the scheduler has written no reason.
         """
         ended = _end_of(record)
-        own = {
+        content = {
             "name": record.name,
             "id": record.id,
             "user": record.maker.user,
@@ -102,8 +102,8 @@ class EndedCluster:
             "usage": usage_of(record, ended).to_json(),
         }
         with contextlib.suppress(ValueError):  # another process has written the activity
-            return cls.from_json({**record.scheduler.activity, **own})
-        return cls.from_json(own)
+            return cls.from_json({**record.scheduler.activity, **content})
+        return cls.from_json(content)
 
     @classmethod
     def from_json(cls, content: Any) -> EndedCluster:
@@ -116,12 +116,14 @@ class EndedCluster:
         """
         content = validate(content, dict[str, Any], "history")
         usage = read_usage(content.get("usage"))
-        found = validate({**content, "usage": usage}, cls, "history")
-        if not is_session_id(found.id):  # it is the name of a file
-            raise ValueError(f"invalid id={found.id[:_LONGEST_TEXT]!r}")
-        texts = {name: each for name, each in vars(found).items() if isinstance(each, str)}
-        shown: dict[str, Any] = {name: printable(each)[:_LONGEST_TEXT] for name, each in texts.items()}
-        return replace(found, **shown, samples=sorted(found.samples[:_MOST_SAMPLES]))
+        cluster = validate({**content, "usage": usage}, cls, "history")
+        if not is_session_id(cluster.id):  # it is the name of a file
+            raise ValueError(f"invalid id={cluster.id[:_LONGEST_TEXT]!r}")
+        texts: dict[str, Any] = {}
+        for name, value in vars(cluster).items():
+            if isinstance(value, str):
+                texts[name] = printable(value)[:_LONGEST_TEXT]
+        return replace(cluster, **texts, samples=sorted(cluster.samples[:_MOST_SAMPLES]))
 
     def to_json(self) -> dict[str, Any]:
         """Return it for JSON."""
@@ -157,15 +159,16 @@ class EndedCluster:
         return f"{100 * self.idle:.0f} % of {self.session_seconds / 3600:.1f} worker hours were idle"
 
 
-def _iso(moment: float) -> str:
-    return datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="seconds")
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
 
 
 def cost_of(used: SessionHours) -> float | None:
     """Return the cost of sessions by the prices below ``cml.prices``. Return None if all are missing."""
     amounts = {"cpu": used.vcpu_hours, "memory": used.gib_hours, "gpu": used.gpu_hours}
-    prices = {name: price for name in amounts if (price := setting(f"prices.{name}")) is not None}
-    return sum(price * amounts[name] for name, price in prices.items()) if prices else None
+    prices = {name: setting(f"prices.{name}") for name in amounts}
+    costs = [price * amounts[name] for name, price in prices.items() if price is not None]
+    return sum(costs) if costs else None
 
 
 def _end_of(record: Record) -> float:
@@ -175,9 +178,10 @@ def _end_of(record: Record) -> float:
         return now - silence if record.scheduler.closed or silence > timing.silence else now
     if record.maker.lives():
         return now
-    launches = {**record.launches, **record.ended}.values()
-    created = record.created.timestamp()
-    return max(created, *(each.ended or each.began or each.launched for each in launches), 0)
+    times = [record.created.timestamp(), 0.0]
+    for launch in {**record.launches, **record.ended}.values():
+        times.append(launch.ended or launch.began or launch.launched)
+    return max(times)
 
 
 def remember(record: Record, why: str = UNSEEN) -> None:
@@ -194,9 +198,10 @@ def remember(record: Record, why: str = UNSEEN) -> None:
     """
     try:
         keep, folder = setting("history.keep"), record.folder.parent / HISTORY_FOLDER
-        if keep and (last := store.find_again(record)) is not None:
+        latest = store.find_again(record) if keep else None
+        if latest is not None:
             make_folder(folder)
-            content = json.dumps(EndedCluster.of(last, why).to_json()).encode()
+            content = json.dumps(EndedCluster.of(latest, why).to_json()).encode()
             write_file(folder / f"{record.id}{_SUFFIX}", content, new=True)
         _forget(folder, keep, time.time() - setting("history.days") * 24 * 3600)
     except Exception as error:  # the cluster must end, whatever its record contains
@@ -204,12 +209,10 @@ def remember(record: Record, why: str = UNSEEN) -> None:
 
 
 def _forget(folder: Path, keep: int, oldest: float) -> None:
-    """Remove all files but the newest ones."""
+    """Remove all files but the newest."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        dated = sorted(
-            ((each.stat(follow_symlinks=False).st_mtime, each.path) for each in entries), reverse=True
-        )
-        for number, (written, path) in enumerate(dated):
+        files = [(entry.stat(follow_symlinks=False).st_mtime, entry.path) for entry in entries]
+        for number, (written, path) in enumerate(sorted(files, reverse=True)):
             if number >= keep or written < oldest:
                 with contextlib.suppress(OSError):  # another process removes it, too
                     os.unlink(path)
@@ -224,10 +227,10 @@ def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
         The records of dead clusters, which no process has removed yet.
     """
     folder = state_directory() / HISTORY_FOLDER
-    found: dict[str, EndedCluster] = {}
+    clusters: dict[str, EndedCluster] = {}
     for record in dead:
         with contextlib.suppress(ValueError):
-            found[record.id] = EndedCluster.of(record)
+            clusters[record.id] = EndedCluster.of(record)
     try:
         check_folder(folder)
         files = [*folder.glob(f"[!.]*{_SUFFIX}")]
@@ -237,12 +240,12 @@ def ended_clusters(dead: Iterable[Record] = ()) -> list[EndedCluster]:
             report_ignored(folder, error)
     for file in files:
         try:
-            found[file.stem] = _read(file)
-        except FileNotFoundError:  # forgotten meanwhile
+            clusters[file.stem] = _read(file)
+        except FileNotFoundError:  # another process has removed it
             continue
         except (OSError, ValueError, RecursionError) as error:
             report_ignored(file, error)
-    return sorted(found.values(), key=lambda each: (each.ended, each.id), reverse=True)
+    return sorted(clusters.values(), key=lambda cluster: (cluster.ended, cluster.id), reverse=True)
 
 
 @functools.lru_cache(maxsize=1000)

@@ -33,7 +33,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a look at a cluster.
+    """What was found out about a cluster.
 
     Parameters
     ----------
@@ -50,16 +50,17 @@ class Finding:
 def silence(record: Record) -> float | None:
     """Return the seconds since a scheduler of a cluster wrote its file last. Blocks.
 
-    Return None if none has written any.
+    Return None if no scheduler has written a file.
     """
     folder = record.folder
     try:
         # NFS may cache that a file does not exist, so list the folder.
-        numbers = {number for name in os.listdir(folder) if (number := scheduler_number(name)) is not None}
+        numbers = [scheduler_number(name) for name in os.listdir(folder)]
+        last = max(number for number in numbers if number is not None)
         # NFS may cache an old time of a file, but not of a file that was just opened.
-        with open_regular(folder / scheduler_file(max(numbers))) as file:
+        with open_regular(folder / scheduler_file(last)) as file:
             written = os.fstat(file.fileno()).st_mtime
-        # The file system's clock dated the file, so it says also what time it is now.
+        # The file system's clock dated the file, so it also has to say what time it is now.
         os.utime(folder.parent)
         return max(0.0, folder.parent.stat().st_mtime - written)
     except (OSError, ValueError):
@@ -96,7 +97,7 @@ async def judge(
     - the scheduler has left no sign of life in the cluster's folder for two minutes, or
     - the scheduler never had an address, and its creator has ended.
 
-    Otherwise it is *unknown*: the scheduler may be busy, or unreachable for a moment. A cluster with a dead
+    Otherwise it is *unknown*: the scheduler may be busy, or unreachable for a while. A cluster with a dead
     scheduler is also unknown while its creator runs, because the creator shuts it down. The platform lists a
     session only to its owner.
 
@@ -107,16 +108,16 @@ async def judge(
     records : iterable of Record
         The records of the clusters.
     timeout : float
-        Time limit for all schedulers to answer, in seconds. The platform gets the same time again.
+        Time limit for all schedulers to answer, in seconds. The platform gets as long again.
     patience : float, optional
         Longer time limit for schedulers that left a sign of life lately, in seconds. Default: `timeout`.
     api : WorkersAPI, optional
-        Lists the sessions. Default: one for the platform in each record.
+        Lists the sessions. Default: a new one for the platform in the record.
 
     Returns
     -------
-    dict
-        For each cluster's name, a :class:`Finding`.
+    dict of str to Finding
+        The findings by the names of the clusters.
     """
     records = [*records]
     findings = await look(records, timeout=timeout, patience=patience)
@@ -156,16 +157,16 @@ async def _ended(records: Iterable[Record], timeout: float, api: WorkersAPI | No
     """Return the sessions that the platform lists as ended, if it lists any here."""
     ended: set[str] = set()
     for platform in {record.options.get("platform", "auto") for record in records}:
-        own = None
+        used_api = None
         try:
-            own = api or WorkersAPI(load_platform(platform))
-            listing = await asyncio.wait_for(own.sessions(), timeout)
+            used_api = api or WorkersAPI(load_platform(platform))
+            listing = await asyncio.wait_for(used_api.sessions(), timeout)
             ended.update(session for session, info in listing.items() if has_ended(info))
         except Exception as error:  # without a listing the state stays unknown, whatever the platform raises
             logger.info("Sessions of platform %s not listed: %r", platform, error)
         finally:
-            if own is not None and own is not api:
-                await own.close()
+            if used_api is not None and used_api is not api:
+                await used_api.close()
     return ended
 
 

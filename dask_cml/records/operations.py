@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _GOODBYE_TIMEOUT = 3.0
 _AT_ONCE = 8
-_LOOK_INTERVAL = 0.5
+_POLL_INTERVAL = 0.5
 
 
 async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -> None:
@@ -59,13 +59,15 @@ async def take_name(record: Record, board: Mapping[str, Any], api: WorkersAPI) -
         finding = (await liveness.judge([old], api=api))[old.name]
         if finding.state is not State.DEAD:
             raise ClusterExists(old.name, finding.why) from None
-    if (error := (await _end_all([old]))[old.name]) is not None:
+    errors = await _end_all([old])
+    error = errors[old.name]
+    if error is not None:
         raise error
     await to_the_end(store.claim, record, board)
 
 
 async def wait_until_running(record: Record) -> Record:
-    """Wait until the scheduler of a cluster answers, which another process creates, and return its record.
+    """Wait until the scheduler of a cluster that another process creates answers, and return its record.
 
     Parameters
     ----------
@@ -85,10 +87,10 @@ async def wait_until_running(record: Record) -> Record:
     )
     deadline = time.monotonic() + timeout
     while True:
-        now = await asyncio.to_thread(store.read_again, record)
-        if now.scheduler.address is not None and await liveness.is_alive(now):
-            return now
-        if await asyncio.to_thread(liveness.is_abandoned, now):
+        record = await asyncio.to_thread(store.read_again, record)
+        if record.scheduler.address is not None and await liveness.is_alive(record):
+            return record
+        if await asyncio.to_thread(liveness.is_abandoned, record):
             raise CMLError(
                 f"the creator of cluster {name!r} ended before the scheduler answered: run {command}"
             )
@@ -97,7 +99,7 @@ async def wait_until_running(record: Record) -> Record:
                 f"the scheduler of cluster {name!r} did not answer within {timeout:g} s: to see why, run "
                 f"`dask cml logs {shlex.quote(name)}`; to stop its sessions, run {command}"
             )
-        await asyncio.sleep(_LOOK_INTERVAL)
+        await asyncio.sleep(_POLL_INTERVAL)
 
 
 async def describe(
@@ -110,7 +112,7 @@ async def describe(
     records : iterable of Record
         The records of the clusters.
     timeout : float
-        Time limit for all schedulers to answer, in seconds. The platform gets the same time again.
+        Time limit for all schedulers to answer, in seconds. The platform gets as long again.
     patience : float
         Longer time limit for schedulers that left a sign of life lately, in seconds.
 
@@ -159,8 +161,8 @@ def status_of(record: Record, finding: Finding) -> str:
 
 def _waiting(record: Record) -> dict[str, float | None]:
     """Describe the sessions that wait for room, as far as their keeper has recorded it."""
-    since = [launch.launched for launch in record.launches.values() if launch.waits]
-    return {"waiting": len(since), "waiting_for": max(0.0, time.time() - min(since)) if since else None}
+    times = [launch.launched for launch in record.launches.values() if launch.waits]
+    return {"waiting": len(times), "waiting_for": max(0.0, time.time() - min(times)) if times else None}
 
 
 def left_for_user(record: Record, used: int) -> tuple[int, str]:
@@ -189,7 +191,7 @@ async def ended_clusters() -> list[history.EndedCluster]:
     """Return the clusters that have ended, the last one first, also dead ones that nobody has removed."""
     records = await asyncio.to_thread(store.records)
     findings = await liveness.judge(records)
-    dead = [each for each in records if findings[each.name].state is State.DEAD]
+    dead = [record for record in records if findings[record.name].state is State.DEAD]
     return await asyncio.to_thread(history.ended_clusters, dead)
 
 
@@ -213,14 +215,14 @@ async def end_all(records: Iterable[Record], user: str | None = None) -> dict[st
 
     Returns
     -------
-    dict
-        For each cluster's name, the error if the cluster could not be deleted, else None.
+    dict of str to CMLError or None
+        The errors by the names of the clusters. None if the cluster was deleted.
     """
     records = [*records]
     # A scheduler that answers for another cluster, because it reuses the address, is left alone.
-    known = [record for record in records if record.security is not None]  # else anybody may answer
-    findings = await liveness.look(known, timeout=_GOODBYE_TIMEOUT)
-    answering = [name for name, each in findings.items() if each.state is State.ALIVE]
+    with_keys = [record for record in records if record.security is not None]  # else anybody may answer
+    findings = await liveness.look(with_keys, timeout=_GOODBYE_TIMEOUT)
+    answering = [name for name, finding in findings.items() if finding.state is State.ALIVE]
     return await _end_all(records, answering, deleted_by(user))
 
 
@@ -268,13 +270,13 @@ def stop_and_remove(record: Record, api: WorkersAPI, why: str) -> None:
         stopped.update(sessions)
         api.end()
 
-    now = store.find_again(record)
-    stop({**record.sessions, **(now.sessions if now else {})})
-    while (now := store.find_again(record)) and now.sessions.keys() - stopped:
-        stop(now.sessions)
+    latest = store.find_again(record)
+    stop({**record.sessions, **(latest.sessions if latest else {})})
+    while (latest := store.find_again(record)) and latest.sessions.keys() - stopped:
+        stop(latest.sessions)
     history.remember(record, why)
-    if last := store.remove(record):
-        stop(last)
+    if last_sessions := store.remove(record):
+        stop(last_sessions)
 
 
 async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict[str, str]]:
@@ -283,19 +285,19 @@ async def prune(timeout: float = 10.0) -> tuple[dict[str, CMLError | None], dict
     Parameters
     ----------
     timeout : float
-        Time limit for all schedulers to answer, in seconds. The platform gets the same time again.
+        Time limit for all schedulers to answer, in seconds. The platform gets as long again.
 
     Returns
     -------
-    ended : dict
-        For each dead cluster's name, the error if the cluster could not be deleted, else None.
-    passed_over : dict
-        For the name of each cluster that does not answer but may still run, the reason.
+    ended : dict of str to CMLError or None
+        The errors by the names of the dead clusters. None if the cluster was deleted.
+    skipped : dict of str to str
+        The reasons by the names of the clusters that do not answer but may still run.
     """
     records = await asyncio.to_thread(store.records)
     findings = await liveness.judge(records, timeout=timeout)
-    dead = [r for r in records if findings[r.name].state is State.DEAD]
-    passed_over = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
+    dead = [record for record in records if findings[record.name].state is State.DEAD]
+    skipped = {name: finding.why for name, finding in findings.items() if finding.state is State.UNKNOWN}
     ended = await _end_all(dead)
     await asyncio.to_thread(store.sweep)
-    return ended, passed_over
+    return ended, skipped

@@ -83,7 +83,7 @@ class Maker:
 
     @classmethod
     def this_process(cls, user: str | None = None, serves: bool = False) -> Maker:
-        """Return what describes the calling process.
+        """Return the description of the calling process.
 
         Parameters
         ----------
@@ -97,13 +97,13 @@ class Maker:
         return cls(socket.gethostname(), process.pid, started, session, user or this_user(), serves)
 
     def lives(self) -> bool | None:
-        """Return whether the process is there; None if that cannot be seen from here."""
+        """Return whether the process runs. Return None if this process cannot see that."""
         if (self.host, self.session) != (socket.gethostname(), this_session()):
             return None
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started) < _CLOCK_TOLERANCE
-            return same and process.status() != psutil.STATUS_ZOMBIE
+            is_maker = abs(process.create_time() - self.started) < _CLOCK_TOLERANCE
+            return is_maker and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
         except psutil.Error:
@@ -125,7 +125,7 @@ class Present:
     memory : int
         Sum of their memory limits, in bytes.
     full : str or None
-        Which of them start no tasks because their memory and their disk are full.
+        Which Dask workers start no tasks because their memory and their disk are full.
     """
 
     workers: int = 0
@@ -156,7 +156,7 @@ class SchedulerState:
     closed : str or None
         Why the cluster ended with it. None: it runs, or was lost.
     protocol : int or None
-        The version of its protocol with the processes that watch the board.
+        The version of its protocol with keepers and remotes.
     revision : int
         The revision of what is wanted.
     restarts : int
@@ -200,8 +200,8 @@ class SchedulerState:
         """
         content = _loads(text)
         validate(content.get("groups"), dict[str, _Group], "groups")
-        known = {name: value for name, value in content.items() if value is not None and name != "maker"}
-        state = validate({**known, "number": number}, cls, "state of a scheduler")
+        fields = {name: value for name, value in content.items() if value is not None and name != "maker"}
+        state = validate({**fields, "number": number}, cls, "state of a scheduler")
         session = state.session if is_session_id(state.session) else None
         return replace(state, session=session, maker=_maker(content.get("maker")))
 
@@ -219,7 +219,7 @@ class Record:
     name : str
         The cluster's name.
     id : str
-        Distinguishes the cluster from others that had or will have the same name.
+        Distinguishes the cluster from other clusters that had or will have its name.
     maker : Maker
         The process that created it.
     created : datetime
@@ -264,14 +264,14 @@ class Record:
 
     @property
     def sessions(self) -> dict[str, str]:
-        """For the id of each session, its key: the name of its worker, or ``"scheduler"``."""
+        """The keys of the sessions by their ids: a key is the name of a worker, or ``"scheduler"``."""
         return {session: launch.key for session, launch in self.launches.items()}
 
     @property
     def groups(self) -> dict[str, Mapping[str, Any]]:
         """The options of the worker groups by name, the default group first."""
-        others = {name: each["options"] for name, each in self.scheduler.groups.items()}
-        others.pop(DEFAULT_GROUP, None)  # which has the cluster's
+        others = {name: group["options"] for name, group in self.scheduler.groups.items()}
+        others.pop(DEFAULT_GROUP, None)  # which has the cluster's options
         return {DEFAULT_GROUP: self.options, **others}
 
     def to_json(self) -> str:
@@ -282,8 +282,8 @@ class Record:
         TypeError
             If JSON cannot represent the options.
         """
-        own = {name: getattr(self, name) for name in _OWN}
-        return json.dumps({**own, "maker": asdict(self.maker), "created": self.created.isoformat()})
+        fields = {name: getattr(self, name) for name in _OWN}
+        return json.dumps({**fields, "maker": asdict(self.maker), "created": self.created.isoformat()})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:

@@ -1,11 +1,12 @@
 """The records of clusters, by which other processes find a cluster and manage it.
 
 Each cluster has a folder with its name in the state directory, see :mod:`dask_cml.layout`. No process changes
-another one's files, there is no lock, and a reader sees either the old or the new state, even if a writer
-dies. The state directory may be on NFS, which caches what it knows of files: functions list folders anew.
+files of another process, there is no lock, and a reader sees either the old or the new state, even if a
+writer dies. The state directory may be on NFS, which caches what it knows of files: functions list folders
+anew.
 
-A record knows its folder, so that it stays the same if the configuration changes. All functions block while
-they wait for the file system.
+A record contains its folder, which does not move if the configuration changes. All functions block while they
+wait for the file system.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _PAUSE = 0.01
 def claim(record: Record, board: Mapping[str, Any]) -> None:
     """Create the folder of a new cluster, with its record.
 
-    If several processes claim a name at the same time, one succeeds.
+    If several processes claim a name at once, one succeeds.
 
     Parameters
     ----------
@@ -77,20 +78,20 @@ def claim(record: Record, board: Mapping[str, Any]) -> None:
     directory = record.folder.parent
     make_folder(directory)
     # The complete folder gets its name in one step, so a crash leaves no folder with this name but no record.
-    made = directory / f".claim-{secrets.token_hex(8)}"
-    make_folder(made)
+    temporary = directory / f".claim-{secrets.token_hex(8)}"
+    make_folder(temporary)
     try:
         for name in (SESSIONS_FOLDER, STARTED_FOLDER):
-            make_folder(made / name)
-        write_file(made / RECORD_FILE, _encoded(record.to_json(), record.name))
-        write_file(made / board_file(0), _encoded(json.dumps(board), record.name))
-        os.rename(made, record.folder)  # replaces only an empty folder
+            make_folder(temporary / name)
+        write_file(temporary / RECORD_FILE, _encoded(record.to_json(), record.name))
+        write_file(temporary / board_file(0), _encoded(json.dumps(board), record.name))
+        os.rename(temporary, record.folder)  # replaces only an empty folder
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise ClusterExists(record.name) from None
         raise
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     sweep(directory)
 
 
@@ -154,18 +155,18 @@ def write_sessions(record: Record, launched: Collection[Launch], facts: Collecti
 
 
 def _write_in(record: Record, write: Callable[[], None]) -> None:
-    """Write into a cluster's folder, if it is there before and after."""
-    there = _has(record.folder, record)
-    if there:
+    """Write into a cluster's folder, if it exists before and after."""
+    exists = _has(record.folder, record)
+    if exists:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             write()
-        there = _has(record.folder, record)
-    if not there:
+        exists = _has(record.folder, record)
+    if not exists:
         raise NoSuchCluster(record.name, tuple(other.name for other in records(record.folder.parent)))
 
 
 def _has(folder: Path, record: Record) -> bool:
-    """Return whether a folder is that of a record's cluster."""
+    """Return whether a folder belongs to a record's cluster."""
     try:
         check_folder(folder)
         check_folder(folder.parent)  # without the folder, there is nothing to protect
@@ -185,7 +186,7 @@ def read(name: str, directory: Path | None = None) -> Record:
     name : str
         The cluster's name.
     directory : Path, optional
-        The state directory. Default: that of the configuration.
+        The state directory. Default: the configured one.
 
     Raises
     ------
@@ -199,7 +200,7 @@ def read(name: str, directory: Path | None = None) -> Record:
 
 
 def find(name: str, directory: Path | None = None) -> Record | None:
-    """Do as :func:`read` does, but return None if the cluster does not exist."""
+    """Read the record of a cluster. Return None if the cluster does not exist."""
     with contextlib.suppress(ValueError):
         _check_name(name)
         return _load((directory or state_directory()) / name)
@@ -214,25 +215,25 @@ def read_again(record: Record) -> Record:
     NoSuchCluster
         If the cluster does not exist any more, or another one has its name.
     """
-    found = find_again(record)
-    if found is None:
+    latest = find_again(record)
+    if latest is None:
         raise NoSuchCluster(record.name, tuple(other.name for other in records(record.folder.parent)))
-    return found
+    return latest
 
 
 def find_again(record: Record) -> Record | None:
-    """Do as :func:`read_again` does, but return None if the cluster does not exist any more."""
-    found = _load(record.folder)
-    return found if found is not None and found.id == record.id else None
+    """Read the record of a known cluster as it is now. Return None if the cluster does not exist any more."""
+    latest = _load(record.folder)
+    return latest if latest is not None and latest.id == record.id else None
 
 
 def records(directory: Path | None = None) -> list[Record]:
-    """Read all records, sorted by name. Ignore damaged records and those that are not private; warn once.
+    """Read all records, sorted by name. Ignore records that are damaged or not private; warn once.
 
     Parameters
     ----------
     directory : Path, optional
-        The state directory. Default: that of the configuration.
+        The state directory. Default: the configured one.
     """
     directory = directory or state_directory()
     try:
@@ -243,8 +244,8 @@ def records(directory: Path | None = None) -> list[Record]:
         return []
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = (_load(directory / name) for name in names)
-    return [record for record in found if record is not None]
+    loaded = (_load(directory / name) for name in names)
+    return [record for record in loaded if record is not None]
 
 
 def remove(record: Record) -> dict[str, str] | None:
@@ -254,7 +255,7 @@ def remove(record: Record) -> dict[str, str] | None:
     -------
     dict of str to str, or None
         The sessions in the last state of the record, as in :attr:`Record.sessions`. None if the cluster did
-        not exist. The caller may not know those that were launched last.
+        not exist. The caller may not know the sessions that were launched last.
     """
     if not _has(record.folder, record):
         return None
@@ -263,13 +264,13 @@ def remove(record: Record) -> dict[str, str] | None:
         os.rename(record.folder, aside)  # from now on nobody finds it, and its writers get an error
     except FileNotFoundError:  # another process removes it, too
         return None
-    if not _has(aside, record):  # since the look above, another cluster has taken the name
+    if not _has(aside, record):  # since the check above, another cluster has taken the name
         os.rename(aside, record.folder)
         return None
     sessions: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        found = read_entries(aside, record.name)
-        sessions = {session: launch.key for session, launch in found.items() if launch.ended is None}
+        launches = read_entries(aside, record.name)
+        sessions = {session: launch.key for session, launch in launches.items() if launch.ended is None}
     shutil.rmtree(aside, ignore_errors=True)  # a session may write its log meanwhile
     sweep(record.folder.parent)
     return sessions
@@ -333,8 +334,8 @@ def _read(folder: Path) -> Record | None:
 
 def _read_scheduler(folder: Path, names: Collection[str]) -> SchedulerState | None:
     """Read what the last scheduler has written, or what was written for it."""
-    numbers = [number for name in names if (number := scheduler_number(name, begins=True)) is not None]
-    number = max(numbers, default=0)
+    numbers = [scheduler_number(name, begins=True) for name in names]
+    number = max((number for number in numbers if number is not None), default=0)
     for file in (scheduler_file(number), board_file(number)):
         try:
             return SchedulerState.from_json(number, read_file(folder / file))

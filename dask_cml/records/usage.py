@@ -36,11 +36,11 @@ class SessionHours:
     hours : float
         Sum of their durations, in hours.
     vcpu_hours : float
-        The same, times the virtual CPUs of each session.
+        Sum of their durations times their virtual CPUs, in hours.
     gib_hours : float
-        The same, times the memory of each session, in GiB.
+        Sum of their durations times their memory, in GiB hours.
     gpu_hours : float
-        The same, times the number of GPUs of each session.
+        Sum of their durations times their numbers of GPUs, in hours.
     lost : dict of str to int
         Number of sessions that were lost, by cause.
     """
@@ -80,7 +80,8 @@ class Usage(dict[str, SessionHours]):
 
     def to_json(self) -> dict[str, Any]:
         """Return the hours of each group, and in total, for JSON."""
-        return {"groups": {group: asdict(each) for group, each in self.items()}, "total": asdict(self.total)}
+        groups = {group: asdict(hours) for group, hours in self.items()}
+        return {"groups": groups, "total": asdict(self.total)}
 
     @property
     def total(self) -> SessionHours:
@@ -102,11 +103,11 @@ def read_usage(content: Any) -> Usage:
     ValueError
         If it is no usage.
     """
-    read = Usage()
-    for group, each in validate(content, _Written, "usage")["groups"].items():
-        lost = {printable(cause): n for cause, n in each.lost.items()}
-        read[printable(group)] = replace(each, lost=lost)
-    return read
+    usage = Usage()
+    for group, hours in validate(content, _Written, "usage")["groups"].items():
+        lost = {printable(cause): n for cause, n in hours.lost.items()}
+        usage[printable(group)] = replace(hours, lost=lost)
+    return usage
 
 
 def _hours_of(launch: Launch, now: float) -> SessionHours:
@@ -118,9 +119,9 @@ def _hours_of(launch: Launch, now: float) -> SessionHours:
 
 
 def _cells(name: str, used: SessionHours) -> tuple[str, ...]:
-    hours = (used.hours, used.vcpu_hours, used.gib_hours, used.gpu_hours)
+    amounts = (used.hours, used.vcpu_hours, used.gib_hours, used.gpu_hours)
     lost = ", ".join(f"{n} {cause}" for cause, n in sorted(used.lost.items())) or "-"
-    return (name, str(used.sessions), *(f"{each:.2f}" for each in hours), lost)
+    return (name, str(used.sessions), *(f"{amount:.2f}" for amount in amounts), lost)
 
 
 def usage_of(record: Record, now: float) -> Usage:

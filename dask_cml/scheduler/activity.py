@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: Seconds between two samples at first, and the maximum number of samples. Of more, every second one stays.
+#: Seconds between two samples at first, and the maximum number of samples. Beyond it, every second sample is
+#: dropped.
 _INTERVAL, _MOST_SAMPLES = 5.0, 240
 
 
@@ -12,7 +13,7 @@ _INTERVAL, _MOST_SAMPLES = 5.0, 240
 class Activity:
     """Sums and samples over a cluster's life, of a size that does not grow with it.
 
-    A scheduler begins with those of the scheduler before it.
+    A scheduler continues the activity of the scheduler before it.
 
     Parameters
     ----------
@@ -23,7 +24,7 @@ class Activity:
     tasks_done : int
         Number of completed tasks.
     samples : list of list of int
-        Each is a time, and three numbers of sessions: requested, connected, and with tasks.
+        A sample is a time, and three numbers of sessions: requested, connected, and with tasks.
     interval : float
         Time between two samples, in seconds.
 
@@ -31,7 +32,7 @@ class Activity:
     --------
     >>> activity = Activity()
     >>> for second in range(0, 60, 5):
-    ...     activity.look(1790000000.0 + second, wanted=4, connected=4, busy=1, tasks_done=second)
+    ...     activity.note(1790000000.0 + second, wanted=4, connected=4, busy=1, tasks_done=second)
     >>> activity.session_seconds, activity.busy_seconds
     (220.0, 55.0)
     """
@@ -45,9 +46,9 @@ class Activity:
 
     def __post_init__(self) -> None:
         self._done_before = self.tasks_done
-        self._looked: float | None = None
+        self._last_time: float | None = None
 
-    def look(self, now: float, wanted: int, connected: int, busy: int, tasks_done: int) -> None:
+    def note(self, now: float, wanted: int, connected: int, busy: int, tasks_done: int) -> None:
         """Add what is true now.
 
         Parameters
@@ -59,8 +60,8 @@ class Activity:
         tasks_done : int
             Number of tasks that this scheduler has completed.
         """
-        passed = 0.0 if self._looked is None else max(0.0, now - self._looked)
-        self._looked = now
+        passed = 0.0 if self._last_time is None else max(0.0, now - self._last_time)
+        self._last_time = now
         self.session_seconds += passed * connected
         self.busy_seconds += passed * busy
         self.most_workers = max(self.most_workers, connected)

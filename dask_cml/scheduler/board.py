@@ -2,7 +2,7 @@
 
 The scheduler's plugin holds it. Whoever changes a cluster writes on the board, and whoever watches a cluster
 reads the whole board. There is no I/O and no clock in it: the order of the calls alone decides, and the last
-one wins.
+call wins.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BoardGroup:
     request : int
         How many changes users have asked for.
     created : int
-        The revision of the board at which it was added. A group that is deleted and added again is another.
+        The revision of the board at which it was added. A group that is deleted and added again has another.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Board:
 
     def _change(self, name: str, change: GroupChange) -> None:
         group = self.groups.setdefault(name, BoardGroup(created=self.revision))
-        if change.request is UNSET:  # a user asks
+        if change.request is UNSET:  # a user has asked
             group.request += 1
         elif change.request != group.request:
             return
@@ -177,11 +177,11 @@ class Board:
         if change.adapt is not UNSET:
             group.adapt = None if change.adapt is None else msgspec.structs.asdict(change.adapt)
         if group.adapt is not None and change.request is UNSET:
-            # At once: the keeper looks at the work later.
+            # At once: the keeper adapts to the work later.
             group.target = min(max(group.target, group.adapt["minimum"]), group.adapt["maximum"])
 
     def close_workers(self, names: Iterable[str]) -> None:
-        """Ask the keeper to close workers, and to launch no others instead."""
+        """Ask the keeper to close workers without a replacement."""
         new = [name for name in names if name not in self.closing]
         if new:
             self.closing += new

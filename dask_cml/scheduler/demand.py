@@ -17,8 +17,8 @@ from distributed.scheduler import Scheduler, TaskState, WorkerState
 from dask_cml.naming import DEFAULT_GROUP, read_name
 from dask_cml.scheduler.full import is_full
 
-#: Maximum numbers of tasks to look at. Of more, an even sample is enough. Queued tasks need fewer, because
-#: they differ in their durations only: the scheduler queues no tasks that need resources.
+#: Maximum numbers of tasks to look at. Of more tasks, an even sample is enough. Queued tasks need fewer,
+#: because they differ in their durations only: the scheduler queues no tasks that need resources.
 _MOST_QUEUED, _MOST_OTHERS = 100, 2000
 #: Minimum number of tasks to look at for each worker.
 _LEAST = 3
@@ -26,9 +26,9 @@ _LEAST = 3
 _MOST_NEEDS, _MOST_RESTRICTIONS = 100, 20
 #: Maximum number of workers and hosts to name for one restriction.
 _MOST_NAMES = 3
-#: A session is lent if it processes at most this many tasks, which need none of its resources, for less than
-#: this many seconds.
-_MOST_LENT, _LENT_SECONDS = 100, 10.0
+#: A session is borrowed if it processes at most this many tasks, which need none of its resources, for less
+#: than this many seconds.
+_MOST_BORROWED, _BORROWED_SECONDS = 100, 10.0
 #: Tolerance for rounding errors.
 _ROUNDING = 1e-6
 
@@ -43,11 +43,11 @@ class Work:
     Parameters
     ----------
     resources : mapping of str to float
-        The needs of each task.
+        What one task needs.
     tasks : int
         Number of tasks that run or could run now.
     seconds : float
-        Time that one thread would take for all of them by Dask's own estimates, in seconds.
+        Time that one thread would take for all these tasks by Dask's own estimates, in seconds.
     unrunnable : int
         Number of these tasks that no connected worker can run.
     """
@@ -71,14 +71,14 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``work`` lists the :class:`Work` for each need of resources.
+        ``work`` lists the :class:`Work` by the resources that it needs.
         ``restricted`` lists unrunnable tasks that only certain workers may run, which are not in ``work``:
         ``names`` of some of these workers or hosts, and the number of ``tasks``.
-        ``groups`` contains, for each worker group with sessions: the number of ``sessions``; the number of
-        ``busy`` ones, which process tasks or take part in a shuffle; the numbers of ``lent`` ones in their
-        names, which only process a few short tasks without needs; the number of ``full`` ones, which run
-        nothing because their memory and their disk are full; the ``managed`` bytes and the memory ``limit``
-        in bytes.
+        ``groups`` describes the worker groups with sessions: the number of ``sessions``; the number of
+        ``busy`` sessions, which process tasks or take part in a shuffle; the numbers in the names of
+        ``borrowed`` sessions, which only process a few short tasks without needs; the number of ``full``
+        sessions, which run nothing because their memory and their disk are full; the ``managed`` bytes and
+        the memory ``limit`` in bytes.
     """
     work: dict[Needs, Work] = {}
     restricted: dict[tuple[str, ...], float] = {}
@@ -95,7 +95,8 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     sessions: dict[str, dict[int, list[WorkerState]]] = {}
     others: dict[str, int] = {}
     for worker in scheduler.workers.values():
-        if (name := read_name(cluster, str(worker.name)) or _named_otherwise(worker, others)) is not None:
+        name = read_name(cluster, str(worker.name)) or _named_otherwise(worker, others)
+        if name is not None:
             group, number = name
             sessions.setdefault(group, {}).setdefault(number, []).append(worker)
             _add_processing(work, scheduler, worker)
@@ -103,12 +104,12 @@ def known_demand(scheduler: Scheduler, cluster: str) -> dict[str, Any]:
     for plugin in [*scheduler.plugins.values()]:
         closable = plugin.valid_workers_downscaling(scheduler, closable)
     addresses = {worker.address for worker in closable}
-    for each in work.values():
-        each.tasks, each.unrunnable = round(each.tasks), round(each.unrunnable)
+    for entry in work.values():
+        entry.tasks, entry.unrunnable = round(entry.tasks), round(entry.unrunnable)
     return {
-        "work": [asdict(each) for each in work.values()],
+        "work": [asdict(entry) for entry in work.values()],
         "restricted": [{"names": [*names], "tasks": round(n)} for names, n in restricted.items()],
-        "groups": {group: _describe(each, addresses) for group, each in sessions.items()},
+        "groups": {group: _describe(by_number, addresses) for group, by_number in sessions.items()},
     }
 
 
@@ -119,14 +120,14 @@ def _named_otherwise(worker: WorkerState, numbers: dict[str, int]) -> tuple[str,
 
 
 def _add(work: dict[Needs, Work], needs: Needs, tasks: float, seconds: float, unrunnable: float = 0) -> None:
-    """Add tasks to those with the same needs. Of too many needs, those of the same resources count as one."""
+    """Add tasks to the work with equal needs. Of too many needs, needs of equal resources count as equal."""
     if needs not in work and len(work) >= _MOST_NEEDS:
         names = [name for name, _ in needs]
         needs = next((other for other in work if [name for name, _ in other] == names), needs)
-    known = work.setdefault(needs, Work(dict(needs)))
-    known.tasks += tasks
-    known.seconds += seconds
-    known.unrunnable += unrunnable
+    entry = work.setdefault(needs, Work(dict(needs)))
+    entry.tasks += tasks
+    entry.seconds += seconds
+    entry.unrunnable += unrunnable
 
 
 def _add_processing(work: dict[Needs, Work], scheduler: Scheduler, worker: WorkerState) -> None:
@@ -144,36 +145,37 @@ def _add_processing(work: dict[Needs, Work], scheduler: Scheduler, worker: Worke
 
 
 def _describe(sessions: dict[int, list[WorkerState]], closable: set[str]) -> dict[str, Any]:
-    busy = [
-        number
-        for number, workers in sorted(sessions.items())
-        if any(worker.processing or worker.address not in closable for worker in workers)
-    ]
-    everyone = [worker for workers in sessions.values() for worker in workers]
+    busy, borrowed = [], []
+    for number, workers in sorted(sessions.items()):
+        if any(worker.processing or worker.address not in closable for worker in workers):
+            busy.append(number)
+            if all(_is_borrowed(worker, closable) for worker in workers):
+                borrowed.append(number)
+    all_workers = [worker for workers in sessions.values() for worker in workers]
     return {
         "sessions": len(sessions),
         "busy": len(busy),
-        "lent": [number for number in busy if all(_is_lent(each, closable) for each in sessions[number])],
+        "borrowed": borrowed,
         "full": sum(any(map(is_full, workers)) for workers in sessions.values()),
-        "managed": sum(worker.nbytes for worker in everyone),
-        "limit": sum(worker.memory_limit for worker in everyone),
+        "managed": sum(worker.nbytes for worker in all_workers),
+        "limit": sum(worker.memory_limit for worker in all_workers),
     }
 
 
-def _is_lent(worker: WorkerState, closable: set[str]) -> bool:
+def _is_borrowed(worker: WorkerState, closable: set[str]) -> bool:
     return bool(
         worker.resources
         and worker.address in closable
         and not worker.long_running
         and not worker.actors
-        and len(worker.processing) <= _MOST_LENT
+        and len(worker.processing) <= _MOST_BORROWED
         and not any(task.resource_restrictions or restriction_of(task) for task in worker.processing)
-        and all(seconds <= _LENT_SECONDS for seconds in worker.executing.values())
+        and all(seconds <= _BORROWED_SECONDS for seconds in worker.executing.values())
     )
 
 
 def _sample(tasks: Collection[TaskState], most: int) -> tuple[list[TaskState], float]:
-    """Return a sample of about `most` tasks, or all, and the number of tasks that each one represents."""
+    """Return a sample of about `most` tasks, or all, and how many tasks a task of the sample represents."""
     # A prime step includes all kinds of tasks that alternate.
     step = next(n for n in count(-(-len(tasks) // most) or 1) if all(n % d for d in range(2, isqrt(n) + 1)))
     sample = [*islice(tasks, 0, None, step)]
@@ -204,5 +206,5 @@ def duration_of(scheduler: Scheduler, task: TaskState) -> float:
     prefix = task.prefix
     if prefix.duration_average >= 0:
         return float(prefix.duration_average)
-    # Some tasks with this prefix are running, but none has finished yet.
+    # Some tasks with this prefix are running, but no task has finished yet.
     return float(2 * prefix.max_exec_time if prefix.max_exec_time > 0 else scheduler.UNKNOWN_TASK_DURATION)

@@ -30,14 +30,14 @@ def _spilled(worker: WorkerState) -> tuple[float, float]:
 
 
 def full_words(workers: Iterable[WorkerState]) -> str | None:
-    """Describe the full ones of some workers. Return None if none is."""
+    """Describe which workers are full. Return None if no worker is full."""
     full = [worker for worker in workers if is_full(worker)]
     if not full:
         return None
     amounts = [_spilled(worker) for worker in full]
     spilled, most = sum(amount for amount, _ in amounts) / 1e9, sum(most for _, most in amounts) / 1e9
-    who, verb = f"{len(full)} workers have", "are"
+    subject, verb = f"{len(full)} workers have", "are"
     if len(full) == 1:
-        who, verb = f"worker {full[0].name} has", "is"
-    words = f"spilled {spilled:.1f} of {most:.1f} GB and {verb} paused"
-    return f"{who} {words}: scale up, or give workers more memory"
+        subject, verb = f"worker {full[0].name} has", "is"
+    state = f"spilled {spilled:.1f} of {most:.1f} GB and {verb} paused"
+    return f"{subject} {state}: scale up, or give workers more memory"

@@ -20,15 +20,14 @@ def last_state(scheduler: Scheduler, worker: WorkerState) -> dict[str, Any]:
         ``tasks`` that it ran, and whether its end was ``expected``.
     """
     events = [event for _, event in scheduler.get_events(worker.address)]
-    removal: dict[str, Any] = next(
-        (each for each in reversed(events) if each.get("action") == "remove-worker"), {}
-    )
-    about = worker.extra.get("cml") or {}
+    removals = [event for event in events if event.get("action") == "remove-worker"]
+    removal: dict[str, Any] = removals[-1] if removals else {}
+    extra = worker.extra.get("cml") or {}
     return {
         "memory": worker.memory.process,
         "limit": worker.memory_limit,
         "spilled": worker.memory.spilled,
-        "max_spill": about.get("max_spill"),
+        "max_spill": extra.get("max_spill"),
         "tasks": [str(key)[:_LONGEST] for key in [*removal.get("processing-tasks", ())][:_MOST_TASKS]],
         "expected": bool(removal.get("expected")),
     }

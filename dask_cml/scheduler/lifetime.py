@@ -15,7 +15,7 @@ from dask_cml.protocol import TOPIC
 
 logger = logging.getLogger("distributed.scheduler.dask_cml")
 
-#: Seconds before a cluster reaches its limit, when its users are told.
+#: Seconds before a cluster reaches its limit, when its scheduler warns its users.
 NOTICE = 600
 #: Seconds after which a scheduler that shuts down exits, even if its shutdown does not finish.
 _EXIT_WITHIN = 30.0
@@ -43,7 +43,7 @@ class Lifetime:
         self.hours = hours
         self.closed: str | None = None
         self._scheduler = scheduler
-        self._told = False
+        self._has_warned = False
         #: The monotonic time of the limit. The clock may be set until then.
         self._end = math.inf
         if hours is not None:
@@ -58,13 +58,13 @@ class Lifetime:
         most = self.hours * 3600
         return {"age": int(most - self._end + time.monotonic()), "most_age": int(most)}
 
-    def look(self, now: float) -> str | None:
-        """Return why the cluster must end now. Tell its users some time before."""
+    def check(self, now: float) -> str | None:
+        """Return why the cluster must end now. Warn its users some time before."""
         left = self._end - now
         if left <= 0:
             return f"reached its limit of {self.hours:g} h"
-        if left <= NOTICE and not self._told:
-            self._told = True
+        if left <= NOTICE and not self._has_warned:
+            self._has_warned = True
             logger.warning("Cluster shuts down in %.0f s, at its limit of %g h", left, self.hours)
             self._scheduler.log_event(TOPIC, {"action": "shuts down", "session": None, "seconds": left})
         return None
@@ -76,7 +76,7 @@ class Lifetime:
             self.closed = self.closed or f"idle for {timeout:g} s"
 
     async def end(self, reason: str) -> None:
-        """Close the scheduler. Dask may fail to, for example while it connects to a frozen worker."""
+        """Close the scheduler. Dask may not close it, for example while it connects to a frozen worker."""
         logger.warning("Scheduler closed: %s", reason)
         self.closed = reason
         timer = threading.Timer(_EXIT_WITHIN, os._exit, [1])

@@ -34,14 +34,14 @@ Options = Mapping[Any, Any]
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
-def _message(method: Callable[..., Any], besides: set[str]) -> type[msgspec.Struct]:
-    """Return the form of a message: its fields are the arguments of a method, besides some."""
+def _message(method: Callable[..., Any], omitted: set[str]) -> type[msgspec.Struct]:
+    """Return the form of a message. Its fields are the arguments of a method, except the omitted ones."""
     types = get_type_hints(method, include_extras=True)
-    fields = [
-        (name, types[name], msgspec.NODEFAULT if each.default is each.empty else each.default)
-        for name, each in inspect.signature(method).parameters.items()
-        if name not in besides
-    ]
+    fields = []
+    for name, parameter in inspect.signature(method).parameters.items():
+        if name not in omitted:
+            has_default = parameter.default is not parameter.empty
+            fields.append((name, types[name], parameter.default if has_default else msgspec.NODEFAULT))
     return msgspec.defstruct(method.__name__, fields, forbid_unknown_fields=True, kw_only=True)
 
 

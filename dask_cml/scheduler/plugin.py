@@ -27,7 +27,7 @@ from dask_cml.cancellation import cancel, wait_until_set
 from dask_cml.layout import FOLDER, NUMBER
 from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.scheduler.activity import Activity
-from dask_cml.scheduler.balance import relieve, spread
+from dask_cml.scheduler.balance import balance, unload_full_workers
 from dask_cml.scheduler.board import Board, GroupChanges
 from dask_cml.scheduler.demand import known_demand
 from dask_cml.scheduler.full import full_words
@@ -70,17 +70,17 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         self._states: dict[str, WorkerState] = {}
         #: What was known last of Dask workers that have left, by their names.
         self._last: dict[str, dict[str, Any]] = {}
-        #: Counts the Dask workers that have connected or left, and what watchers know of that.
+        #: Counts the Dask workers that have connected or left, also as far as watchers know.
         self._moves = self._known_moves = 0
         self._full: str | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Add the handlers to the scheduler, and start to look for watchers and clients."""
+        """Add the handlers to the scheduler, and start to track watchers and clients."""
         begin = await unless_stale(self._file.begin)
         self._scheduler = scheduler
         self._cluster, self._record = begin["cluster"], begin["record"]
         self._board = Board(begin["groups"], begin.get("keeper"))
-        #: Until this time the keeper may be away: at first, the one that launched this scheduler connects.
+        #: Until this time the keeper may be away: the process that launched this scheduler connects first.
         self._keeper_until = time.monotonic() + timing.first_lease
         self._watchers = Watchers(scheduler.clients, begin.get("patience"))
         self._orphan_timeout = begin.get("orphan_timeout")
@@ -101,8 +101,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             "terminate": self.terminate,
         }
         await self._file.save(self._state())
-        looks = (self._look, self._look_at_workers, lambda: spread(scheduler), lambda: relieve(scheduler))
-        self._periodic = [PeriodicCallback(look, timing.scheduler_look * 1000) for look in looks]
+        checks = (
+            self._check_watchers,
+            self._check_workers,
+            lambda: balance(scheduler),
+            lambda: unload_full_workers(scheduler),
+        )
+        self._periodic = [PeriodicCallback(check, timing.scheduler_look * 1000) for check in checks]
         self._periodic.append(PeriodicCallback(self._note_activity, timing.activity * 1000))
         self._note_activity()
         for callback in self._periodic:
@@ -144,7 +149,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         """Return how many Dask workers are connected, for processes that only read the file."""
         workers = [*self._scheduler.workers.values()]
         names = [read_name(self._cluster, str(worker.name)) for worker in workers]
-        groups = Counter(DEFAULT_GROUP if found is None else found[0] for found in names)
+        groups = Counter(DEFAULT_GROUP if name is None else name[0] for name in names)
         return {
             "workers": len(workers),
             "groups": dict(groups),
@@ -192,7 +197,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
             Time to wait for a change, in seconds.
         """
         self._watchers.hear(watcher, counts, comm)
-        # One that only looks does not count at first: the creator may have died, or come later.
+        # A watcher that only shows the cluster does not count at first: the creator may have died, or connect
+        # later.
         if counts or self._file.number > 0:
             self._watchers.timeout = self._orphan_timeout
         if since == self._board.revision and await wait_until_set(self._changed, wait):
@@ -216,8 +222,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         groups : mapping
             The changes of worker groups, see :class:`~dask_cml.scheduler.board.GroupChange`.
         closing : collection of str
-            The names of workers that the keeper is to close, with none instead. Dask's own messages have
-            ``close``.
+            The names of workers that the keeper is to close without a replacement. Dask's own messages
+            contain ``close``.
         orphan_timeout : float or None
             Time without a watcher and a client after which the scheduler closes, in seconds. None: never.
         app_url : str
@@ -254,16 +260,16 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         report : mapping
             What it says of the sessions.
         closed : collection of str
-            The names of workers that users wanted closed, and that it wants no more.
+            The names of workers that users have asked to close, and that the keeper no longer wants.
         groups : mapping
             The changes of worker groups.
         events : sequence of mapping
             What has become of sessions, for Dask's log of events.
         """
         if keeper == self._board.keeper:
-            known = {name: change for name, change in groups.items() if name in self._board.groups}
-            if known:
-                self._board.change(known)
+            changes = {name: change for name, change in groups.items() if name in self._board.groups}
+            if changes:
+                self._board.change(changes)
             self._board.take_report(report, closed)
             for event in events:
                 self._scheduler.log_event(protocol.TOPIC, dict(event))
@@ -299,7 +305,7 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         }
 
     def _publish(self) -> None:
-        """Tell watchers, and write the scheduler's file."""
+        """Answer the watchers, and write the scheduler's file."""
         self._file.changed()
         self._changed.set()
         self._changed = asyncio.Event()
@@ -313,12 +319,11 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     @checked
     def held(self, names: Names) -> dict[str, dict[str, float]]:
         """Return when the scheduler heard of Dask workers, and the bytes they hold, by their names."""
-        asked = {*names}
-        return {
-            str(worker.name): {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
-            for worker in self._scheduler.workers.values()
-            if worker.name in asked
-        }
+        wanted, answer = {*names}, {}
+        for worker in self._scheduler.workers.values():
+            if worker.name in wanted:
+                answer[str(worker.name)] = {"last_seen": worker.last_seen, "nbytes": worker.nbytes}
+        return answer
 
     @checked
     def last(self, names: Names) -> dict[str, dict[str, Any]]:
@@ -329,12 +334,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def notice(self, names: Names) -> None:
         """Move the data of Dask workers whose session the platform is about to stop, and close them."""
         # The keeper retires a worker before it stops the session, which then gives notice, too.
-        there = [str(worker.name) for worker in self._scheduler.workers.values() if worker.name in names]
-        self._board.leave(there)
-        for name in there:
+        connected = [str(worker.name) for worker in self._scheduler.workers.values() if worker.name in names]
+        self._board.leave(connected)
+        for name in connected:
             self._scheduler.log_event(protocol.TOPIC, {"action": "evicted", "session": name})
         self._publish()
-        retiring = asyncio.ensure_future(self._scheduler.retire_workers(names=there, close_workers=True))
+        retiring = asyncio.ensure_future(self._scheduler.retire_workers(names=connected, close_workers=True))
         self._retiring.add(retiring)
         retiring.add_done_callback(self._retired)
 
@@ -348,13 +353,13 @@ class CMLSchedulerPlugin(SchedulerPlugin):
 
         When the scheduler closes, Dask cancels this.
         """
-        # Dask's comms over asyncio lack it.
-        if (stream := getattr(comm, "stream", None)) is None:
+        stream = getattr(comm, "stream", None)
+        if stream is None:  # a comm of Dask over asyncio
             return {"status": "error", "message": "the scheduler's comms cannot carry its dashboard"}
         try:
             await comm.write({"status": "OK"})
             self._scheduler.http_server.handle_stream(stream, ("127.0.0.1", 0))
-            while not stream.closed():  # noqa: ASYNC110, Tornado's WebSockets tell nobody else of their end
+            while not stream.closed():  # noqa: ASYNC110, Tornado's WebSockets have no other sign of their end
                 await asyncio.sleep(timing.scheduler_look)
         finally:
             comm.abort()
@@ -364,25 +369,27 @@ class CMLSchedulerPlugin(SchedulerPlugin):
         states = [prefix.state_counts for prefix in self._scheduler.task_prefixes.values()]
         return sum(counts["memory"] + counts["erred"] for counts in states)
 
-    # -- looks
+    # -- checks
 
-    def _look(self) -> None:
+    def _check_watchers(self) -> None:
         now = time.monotonic()
-        self._watchers.look(now)
+        self._watchers.update(now)
         keeper = self._board.keeper
         if keeper is not None and self._watchers.has(keeper):
-            self._keeper_until = now  # it has come
+            self._keeper_until = now  # it has connected
         elif keeper is not None and now > self._keeper_until:
             self._keep(None)
         if self._watchers.is_orphan(now):
             self._shut_down(
                 f"orphaned: no process and no client has used it for {self._watchers.timeout:g} s"
             )
-        elif (reason := self._lifetime.look(now)) is not None:
-            self._shut_down(reason)
+        else:
+            reason = self._lifetime.check(now)
+            if reason is not None:
+                self._shut_down(reason)
 
-    def _look_at_workers(self) -> None:
-        """Tell watchers, at times, of Dask workers that have connected or left, and of full ones."""
+    def _check_workers(self) -> None:
+        """Tell watchers which Dask workers are full, and whether any have connected or left."""
         full = full_words(self._scheduler.workers.values())
         if full != self._full or self._moves != self._known_moves:
             self._full, self._known_moves = full, self._moves
@@ -392,11 +399,12 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def _note_activity(self) -> None:
         busy: dict[str, bool] = {}
         for worker in self._scheduler.workers.values():
-            if (found := read_name(self._cluster, str(worker.name))) is not None:
-                name = session_name(self._cluster, *found)
-                busy[name] = busy.get(name, False) or bool(worker.processing)
+            group_and_number = read_name(self._cluster, str(worker.name))
+            if group_and_number is not None:
+                session = session_name(self._cluster, *group_and_number)
+                busy[session] = busy.get(session, False) or bool(worker.processing)
         n_wanted = sum(group.target for group in self._board.groups.values())
-        self._activity.look(time.time(), n_wanted, len(busy), sum(busy.values()), self._tasks_done())
+        self._activity.note(time.time(), n_wanted, len(busy), sum(busy.values()), self._tasks_done())
 
     def _shut_down(self, reason: str) -> None:
         for callback in self._periodic:
@@ -415,7 +423,8 @@ class CMLSchedulerPlugin(SchedulerPlugin):
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         """Note what was known last of a Dask worker that has left."""
         self._moves += 1
-        if (state := self._states.pop(worker, None)) is None:
+        state = self._states.pop(worker, None)
+        if state is None:
             return
         name = str(state.name)
         self._last[name] = {**last_state(scheduler, state), "noticed": self._board.left(name)}

@@ -48,11 +48,11 @@ class StateFile:
         self.number = number
         self._changed = asyncio.Event()
         self._gone_since: float | None = None
-        #: The file with which the scheduler began. Another cluster of this name has another one.
+        #: The file with which the scheduler began. Another cluster of this name has another file.
         self._begun: bytes | None = None
 
     def begin(self) -> Mapping[str, Any]:
-        """Return what the process has written that launched this scheduler. Blocks.
+        """Return what the process that launched this scheduler has written for it. Blocks.
 
         Raises
         ------
@@ -78,7 +78,8 @@ class StateFile:
         while True:
             await asyncio.sleep(_REST)
             await wait_until_set(self._changed, timing.sign_of_life)
-            if (why := await self.save(content())) is not None:
+            why = await self.save(content())
+            if why is not None:
                 return why
 
     async def save(self, content: Mapping[str, Any]) -> str | None:
@@ -89,7 +90,7 @@ class StateFile:
         """
         self._changed.clear()
         try:
-            # A cancellation waits: the scheduler's last state must not be written before this one.
+            # A cancellation waits: the scheduler's last state must not be written before this state.
             why = await to_the_end(self.write, content)
             self._gone_since = None
             return why
@@ -113,10 +114,10 @@ class StateFile:
         return "another scheduler replaces it" if board_file(self.number + 1) in names else None
 
     def _is_gone(self) -> bool:
-        """Return whether the folder is gone, or is that of another cluster, if it can be listed. Blocks."""
+        """Return whether the folder is gone, or belongs to another cluster, if it can be listed. Blocks."""
         try:
-            there = self.folder.name in os.listdir(self.folder.parent)
-            return not there or board_file(self.number) not in os.listdir(self.folder)
+            exists = self.folder.name in os.listdir(self.folder.parent)
+            return not exists or board_file(self.number) not in os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
@@ -124,7 +125,7 @@ class StateFile:
 
 
 async def unless_stale(action: Callable[[], T]) -> T:
-    """Run a blocking action, again and again while the file system answers that a handle is stale."""
+    """Run a blocking action. Repeat it while the file system answers that a handle is stale."""
     deadline = time.monotonic() + _STALE_FOR
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Who is here: processes that watch the board, and Dask's clients. Without any, a cluster is an orphan."""
+"""Who uses the cluster: processes that watch the board, and Dask's clients. An orphan has none of them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Watchers:
         self.timeout = timeout
         self._scheduler_clients = clients
         self._watchers: dict[str, _Watcher] = {}
-        #: Since when each client has been seen last, by the client's name and its time of that.
+        #: When a client's last message was first seen, by the client's name and the time of that message.
         self._clients: dict[tuple[str, float], float] = {}
         self._alone_since: float | None = None
-        self._looked = time.monotonic()
+        self._updated = time.monotonic()
 
     def hear(self, watcher: str, counts: bool, comm: Comm) -> None:
         """Record a watcher's message.
@@ -75,7 +75,7 @@ class Watchers:
         """Return whether the watcher with this id is here."""
         return watcher in self._watchers and self._watchers[watcher].is_here(time.monotonic())
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Forget the watchers that have left. Note since when the cluster is an orphan.
 
         Parameters
@@ -83,15 +83,16 @@ class Watchers:
         now : float
             The monotonic time.
         """
-        late = now - self._looked > _LATE
-        self._looked = now
-        # Not the age of last_seen, which would be wrong after the clock is set.
-        seen = [(key, client.last_seen) for key, client in self._scheduler_clients.items()]
-        before = {} if late else self._clients
-        self._clients = {
-            client: before.get(client, now) for client in seen if not client[0].startswith(_NO_USERS)
-        }
-        if late:
+        is_late = now - self._updated > _LATE
+        self._updated = now
+        before = {} if is_late else self._clients
+        self._clients = {}
+        for name, client in self._scheduler_clients.items():
+            if not name.startswith(_NO_USERS):
+                # Not the age of last_seen, which would be wrong after the clock is set.
+                message = name, client.last_seen
+                self._clients[message] = before.get(message, now)
+        if is_late:
             # The process or its event loop was stopped: messages from that time arrive only now.
             self._alone_since = None
             for watcher in self._watchers.values():

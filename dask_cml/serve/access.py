@@ -72,17 +72,18 @@ class Access:
         #: Whether requests come through CML's ingress. Elsewhere, any program could send its headers.
         self.behind_entry = this_session() is not None and str(self.port) in ports
 
-    def fits(self, token: str | None) -> bool:
+    def accepts(self, token: str | None) -> bool:
         """Return whether this token is valid."""
         return token is not None and hmac.compare_digest(token.encode(), self.token.encode())
 
     def user(self, request: HTTPServerRequest) -> User | None:
         """Return the user that CML's ingress names, or the user with the token, or None."""
-        if self.behind_entry and (name := request.headers.get("REMOTE-USER")):
+        name = request.headers.get("REMOTE-USER")
+        if self.behind_entry and name:
             return User(name, request.headers.get("REMOTE-USER-PERM") == _MAY_CHANGE)
         cookie = request.cookies.get(self.cookie)
         for token in (bearer(request), cookie.value if cookie else None):
-            if self.fits(token):
+            if self.accepts(token):
                 return User(this_user(), may_change=True)
         return None
 
@@ -119,22 +120,22 @@ class Handler(RequestHandler):
         link = self.dashboards.link(self.request, name, id) if id and self.dashboards else None
         return {**details, "dashboard": link}
 
-    def answer_error(self, words: str) -> None:
+    def answer_error(self, message: str) -> None:
         """Answer with the reason of an error, which is for the user."""
         self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(words)
+        self.finish(message)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Answer with the message of an expected error, or the name of the status."""
         error = kwargs.get("exc_info", (None, None, None))[1]
-        words = self._reason
+        message = self._reason
         if isinstance(error, HTTPError):
             # Tornado keeps the message as a format for logs.
-            words = (error.log_message or words) % error.args
+            message = (error.log_message or message) % error.args
         elif isinstance(error, tuple(_STATUS)):
             self.set_status(next(status for kind, status in _STATUS.items() if isinstance(error, kind)))
-            words = str(error)
-        self.answer_error(words)
+            message = str(error)
+        self.answer_error(message)
 
     def log_exception(self, *exc_info: Any) -> None:
         """Log unexpected errors."""
@@ -148,9 +149,10 @@ class Handler(RequestHandler):
     def prepare(self) -> None:
         """Refuse other hosts and origins, unknown users, and changes by read-only users."""
         reads = self.request.method in ("GET", "HEAD")
-        if (why := self.access.guard.why_refused(self.request)) is not None:
+        why = self.access.guard.why_refused(self.request)
+        if why is not None:
             raise HTTPError(403, why)
-        if reads and self.access.fits(self.get_query_argument("token", None)):
+        if reads and self.access.accepts(self.get_query_argument("token", None)):
             # Move the token from the address, which others may see, to a cookie. The redirect is relative,
             # because a proxy may serve the page below another path.
             self.set_cookie(self.access.cookie, self.access.token, httponly=True, samesite="Lax")

@@ -23,9 +23,9 @@ class ApiHandler(Handler):
         self.set_header("Content-Type", "application/json")
         self.finish(json.dumps(content, allow_nan=False))
 
-    def answer_error(self, words: str) -> None:
+    def answer_error(self, message: str) -> None:
         """Answer with the reason of an error."""
-        self.answer({"error": words})
+        self.answer({"error": message})
 
     async def create(self, options: dict[str, Any]) -> None:
         """Create a cluster of the request's user, and describe it."""
@@ -77,7 +77,8 @@ class History(ApiHandler):
 
     async def get(self) -> None:
         """Describe the clusters that have ended."""
-        self.answer({"clusters": [each.describe() for each in await self.clusters.ended()]})
+        clusters = await self.clusters.ended()
+        self.answer({"clusters": [cluster.describe() for cluster in clusters]})
 
 
 class Ended(ApiHandler):
@@ -85,8 +86,8 @@ class Ended(ApiHandler):
 
     async def get(self, id: str) -> None:
         """Describe a cluster that has ended, with the samples of its time line."""
-        [one] = await self.clusters.ended(id)
-        self.answer(one.describe(samples=True))
+        [cluster] = await self.clusters.ended(id)
+        self.answer(cluster.describe(samples=True))
 
 
 class Cluster(ApiHandler):

@@ -1,4 +1,4 @@
-"""The clusters of the project: those that users create on the page, and all others, which it observes."""
+"""The clusters of the project: the page keeps what users create on it, and observes the others."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class ServedCluster(CMLCluster):
 class ProjectClusters(Observers):
     """The clusters that users create on the page, and the other clusters of the project.
 
-    The page keeps the clusters that were created there, also by an earlier page that was killed, and those
-    that are meant to live without their creator. The others it only shows.
+    The page keeps the clusters that were created there, also by an earlier page that was killed, and the
+    clusters that are meant to live without their creator. It only shows the other clusters.
 
     Parameters
     ----------
@@ -69,16 +69,16 @@ class ProjectClusters(Observers):
     >>> async def names():
     ...     clusters = ProjectClusters()
     ...     clusters.start()
-    ...     found = [each["name"] for each in clusters.describe()]
+    ...     names = [cluster["name"] for cluster in clusters.describe()]
     ...     await clusters.close()
-    ...     return found
+    ...     return names
     >>> asyncio.run(names())
     []
     """
 
     def __init__(self, interval: float = 2.0) -> None:
         super().__init__(interval)
-        #: The usage of each running cluster at the last look.
+        #: The usage of each running cluster at the last poll.
         self.usages: dict[str, Usage] = {}
         self.starts = StartTimes()
         #: Why the page cannot create clusters, or None.
@@ -99,10 +99,10 @@ class ProjectClusters(Observers):
             )
         return super().connect(record)
 
-    async def looked(self) -> None:
+    async def polled(self) -> None:
         """Sum up what the clusters have used."""
         connected = self._connected()
-        self.starts.look(connected.values())
+        self.starts.count(connected.values())
         records = [self.find(name).record for name in connected]
         self.usages = await asyncio.to_thread(
             lambda: {record.name: usage_of(record, time.time()) for record in records}
@@ -110,8 +110,8 @@ class ProjectClusters(Observers):
 
     # -- lookups
 
-    def _all(self) -> dict[str, Observed]:
-        return {each.record.name: each for each in self.observed.values()}
+    def _by_name(self) -> dict[str, Observed]:
+        return {observed.record.name: observed for observed in self.observed.values()}
 
     def find(self, name: str) -> Observed:
         """Return what is known of a cluster.
@@ -121,14 +121,17 @@ class ProjectClusters(Observers):
         NoSuchCluster
             If no cluster has this name.
         """
-        found = self._all()
-        if name not in found:
-            raise NoSuchCluster(name, (*found,))
-        return found[name]
+        known = self._by_name()
+        if name not in known:
+            raise NoSuchCluster(name, (*known,))
+        return known[name]
 
     def _connected(self) -> dict[str, CMLCluster]:
-        found = {name: each.cluster for name, each in self._all().items() if each.cluster is not None}
-        return {name: cluster for name, cluster in found.items() if cluster.status != Status.closed}
+        connected = {}
+        for name, observed in self._by_name().items():
+            if observed.cluster is not None and observed.cluster.status != Status.closed:
+                connected[name] = observed.cluster
+        return connected
 
     def running(self, name: str) -> CMLCluster:
         """Return a running cluster.
@@ -155,25 +158,26 @@ class ProjectClusters(Observers):
     def describe(self) -> list[dict[str, Any]]:
         """Describe all clusters, by name. An error in one description does not affect the others."""
         described = []
-        for name, each in sorted(self._all().items()):
+        for name, observed in sorted(self._by_name().items()):
             try:
-                described.append(self._describe(each))
+                described.append(self._describe(observed))
             except Exception as error:
                 logger.debug("Cluster %s not described", name, exc_info=True)
                 problem = f"it cannot be described: {type(error).__name__}: {error}"
-                described.append(views.unconnected(each.record, "unknown", problem))
+                described.append(views.unconnected(observed.record, "unknown", problem))
         return described
 
-    def _describe(self, each: Observed) -> dict[str, Any]:
-        usage = self.usages.get(each.record.name)
-        if each.failure is not None:
-            return views.unconnected(each.record, "failed", str(each.failure))
-        if each.cluster is not None and (each.owned or each.cluster.status == Status.running):
-            return views.connected(each.record, each.cluster, usage)
-        finding = each.finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")
-        status = operations.status_of(each.record, finding)
+    def _describe(self, observed: Observed) -> dict[str, Any]:
+        record, cluster = observed.record, observed.cluster
+        usage = self.usages.get(record.name)
+        if observed.failure is not None:
+            return views.unconnected(record, "failed", str(observed.failure))
+        if cluster is not None and (observed.owned or cluster.status == Status.running):
+            return views.connected(record, cluster, usage)
+        finding = observed.finding or Finding(State.UNKNOWN, "its scheduler was not contacted yet")
+        status = operations.status_of(record, finding)
         problem = None if status in ("running", "starting") else finding.why
-        return views.unconnected(each.record, status, problem, usage)
+        return views.unconnected(record, status, problem, usage)
 
     async def details(self, name: str) -> dict[str, Any]:
         """Describe one cluster with its sessions.
@@ -183,11 +187,11 @@ class ProjectClusters(Observers):
         NoSuchCluster
             If no cluster has this name.
         """
-        each, cluster = self.find(name), self._connected().get(name)
-        record = await asyncio.to_thread(store.find_again, each.record) or each.record
+        observed, cluster = self.find(name), self._connected().get(name)
+        record = await asyncio.to_thread(store.find_again, observed.record) or observed.record
         logs = await asyncio.to_thread(operations.session_logs(record).paths)
         has_dashboard = cluster is not None and cluster.has_dashboard
-        description = self._describe(each)
+        description = self._describe(observed)
         return {
             **description,
             "sessions": views.sessions_of(cluster) if cluster else views.recorded_sessions(record),
@@ -211,11 +215,16 @@ class ProjectClusters(Observers):
         NoSuchCluster
             If no ended cluster has this id.
         """
-        observed = [each for each in self.observed.values() if each.cluster is None and each.finding]
-        dead = [each.record for each in observed if each.finding and each.finding.state is State.DEAD]
-        found = await asyncio.to_thread(ended_clusters, dead)
-        chosen = [each for each in found if id in (None, each.id)]
-        if id is not None and not chosen:
+        dead = []
+        for observed in self.observed.values():
+            finding = observed.finding
+            if observed.cluster is None and finding is not None and finding.state is State.DEAD:
+                dead.append(observed.record)
+        clusters = await asyncio.to_thread(ended_clusters, dead)
+        if id is None:
+            return clusters
+        chosen = [cluster for cluster in clusters if cluster.id == id]
+        if not chosen:
             raise NoSuchCluster(id)
         return chosen
 
@@ -255,29 +264,30 @@ class ProjectClusters(Observers):
         if unknown := [name for name in options if name not in _ALLOWED]:
             raise TypeError(f"invalid option {unknown[0]!r}: expected one of {', '.join(_ALLOWED)}")
         cluster = ServedCluster(user, **unattended(options))
-        new = cluster.new_record
-        if new.name in self._connected():
-            raise ClusterExists(new.name)
-        if (before := self._all().get(new.name)) is not None and before.failure is not None:
-            del self.observed[before.record.id]
-        own = self.observed[new.id] = Observed(new, cluster)
-        own.task = asyncio.create_task(self._start(own, cluster))
-        await asyncio.wait({own.task}, timeout=_PATIENCE)
-        if own.failure is not None:
+        record = cluster.new_record
+        if record.name in self._connected():
+            raise ClusterExists(record.name)
+        earlier = self._by_name().get(record.name)
+        if earlier is not None and earlier.failure is not None:
+            del self.observed[earlier.record.id]
+        observed = self.observed[record.id] = Observed(record, cluster)
+        observed.task = asyncio.create_task(self._start(observed, cluster))
+        await asyncio.wait({observed.task}, timeout=_PATIENCE)
+        if observed.failure is not None:
             if cluster.status == Status.closed:
-                self.observed.pop(new.id, None)
-            raise own.failure
-        return self._describe(own)
+                self.observed.pop(record.id, None)
+            raise observed.failure
+        return self._describe(observed)
 
-    async def _start(self, own: Observed, cluster: CMLCluster) -> None:
+    async def _start(self, observed: Observed, cluster: CMLCluster) -> None:
         try:
             await cluster
         except Exception as error:
             if not isinstance(error, CMLError):
-                logger.exception("Cluster %s not started", own.record.name)
-            own.failure, own.record = error, replace(own.record, launches={})
+                logger.exception("Cluster %s not started", observed.record.name)
+            observed.failure, observed.record = error, replace(observed.record, launches={})
             if isinstance(error, ClusterExists):
-                self.observed.pop(own.record.id, None)  # which would hide the other one
+                self.observed.pop(observed.record.id, None)  # which would hide the existing cluster
             with contextlib.suppress(CMLError):
                 await cluster.close()
 
@@ -298,10 +308,14 @@ class ProjectClusters(Observers):
         CMLError
             If CML did not stop some sessions.
         """
-        each = self.find(name)
-        if each.cluster is not None and (each.owned or each.cluster.status == Status.running):
-            each.cluster.end_reason = operations.deleted_by(user)
-            await each.cluster.close()
-        elif (error := (await operations.end_all([each.record], user))[name]) is not None:
-            raise error
-        self.observed.pop(each.record.id, None)
+        observed = self.find(name)
+        cluster = observed.cluster
+        if cluster is not None and (observed.owned or cluster.status == Status.running):
+            cluster.end_reason = operations.deleted_by(user)
+            await cluster.close()
+        else:
+            errors = await operations.end_all([observed.record], user)
+            error = errors[name]
+            if error is not None:
+                raise error
+        self.observed.pop(observed.record.id, None)

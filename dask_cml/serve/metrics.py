@@ -27,23 +27,23 @@ class StartTimes:
         self._counts = [0] * len(_BUCKETS)
         self.total = 0.0
 
-    def look(self, clusters: Iterable[CMLCluster]) -> None:
-        """Count the sessions that have connected since the last look."""
-        before, self._starting = self._starting, set()
+    def count(self, clusters: Iterable[CMLCluster]) -> None:
+        """Count the sessions that have connected since the last call."""
+        starting_before, self._starting = self._starting, set()
         for cluster in clusters:
             connected = cluster.arrived()
-            for each in cluster.sessions:
-                if each.role == "worker" and each.name not in connected:
-                    self._starting.add(each.id)
-                elif each.id in before:
-                    took = each.age
-                    self._counts[bisect_left(_BUCKETS, took)] += 1
-                    self.total += took
+            for session in cluster.sessions:
+                if session.role == "worker" and session.name not in connected:
+                    self._starting.add(session.id)
+                elif session.id in starting_before:
+                    start_time = session.age
+                    self._counts[bisect_left(_BUCKETS, start_time)] += 1
+                    self.total += start_time
 
     @property
     def buckets(self) -> list[tuple[str, int]]:
-        """Upper limits, each with the number of sessions that took no longer."""
-        limits = ["+Inf" if math.isinf(each) else f"{each:g}" for each in _BUCKETS]
+        """Upper limits with the numbers of sessions that took no longer."""
+        limits = ["+Inf" if math.isinf(limit) else f"{limit:g}" for limit in _BUCKETS]
         return [*zip(limits, accumulate(self._counts), strict=True)]
 
 
@@ -55,8 +55,8 @@ class Metrics(Handler):
         try:
             from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
         except ImportError:
-            words = "/metrics needs a package that is not installed: run `pip install prometheus-client`."
-            raise HTTPError(501, words) from None
+            message = "/metrics needs a package that is not installed: run `pip install prometheus-client`."
+            raise HTTPError(501, message) from None
         self.set_header("Content-Type", CONTENT_TYPE_LATEST)
         self.finish(generate_latest(self))  # which calls the following method
 
@@ -64,11 +64,11 @@ class Metrics(Handler):
         """Describe the clusters as families of metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        def gauge(name: str, words: str, *labels: str) -> Any:
-            return GaugeMetricFamily(f"dask_cml_{name}", words, labels=labels)
+        def gauge(name: str, help: str, *labels: str) -> Any:
+            return GaugeMetricFamily(f"dask_cml_{name}", help, labels=labels)
 
-        def counter(name: str, words: str, *labels: str) -> Any:
-            return CounterMetricFamily(f"dask_cml_{name}", words, labels=["cluster", "group", *labels])
+        def counter(name: str, help: str, *labels: str) -> Any:
+            return CounterMetricFamily(f"dask_cml_{name}", help, labels=["cluster", "group", *labels])
 
         clusters = gauge("clusters", "Number of clusters.", "status")
         wanted = gauge("wanted_workers", "Number of requested worker sessions.", "cluster", "group")
@@ -77,7 +77,7 @@ class Metrics(Handler):
         losses = counter("losses", "Number of sessions lost so far.", "cause")
         seconds = counter("session_seconds", "Sum of the times of all sessions so far.")
         described = self.clusters.describe()
-        for status, n in Counter(each["status"] for each in described).items():
+        for status, n in Counter(cluster["status"] for cluster in described).items():
             clusters.add_metric([status], n)
         for cluster in described:
             name, status = cluster["name"], cluster["status"]
@@ -95,8 +95,8 @@ class Metrics(Handler):
                 seconds.add_metric([name, label], used.hours * 3600)
                 for cause, n in used.lost.items():
                     losses.add_metric([name, label, cause], n)
-        words = "Time from the launch of a worker session to its connection."
-        times = HistogramMetricFamily("dask_cml_start_seconds", words)
+        help = "Time from the launch of a worker session to its connection."
+        times = HistogramMetricFamily("dask_cml_start_seconds", help)
         times.add_metric([], self.clusters.starts.buckets, self.clusters.starts.total)
         return [clusters, wanted, sessions, launches, losses, seconds, times]
 

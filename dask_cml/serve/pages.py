@@ -18,7 +18,7 @@ from dask_cml.records.history import cost_of
 from dask_cml.records.usage import SessionHours
 from dask_cml.serve.access import POLICY, Handler
 from dask_cml.serve.api import ApiHandler
-from dask_cml.words import moment, span
+from dask_cml.words import format_duration, format_time
 
 _FOLDER = Path(__file__).parent
 _GIB = 2**30
@@ -70,10 +70,10 @@ class Page(Handler):
         }
         self.finish(render(template, **{**common, **values}))
 
-    def answer_error(self, words: str) -> None:
+    def answer_error(self, message: str) -> None:
         """Answer with a page that explains the error."""
         title = self.titles.get(self.get_status(), self._reason)
-        self.show("error", title=title, words=words, problem=None)  # the user may be unknown
+        self.show("error", title=title, message=message, problem=None)  # the user may be unknown
 
 
 class ClustersPage(Page):
@@ -83,7 +83,7 @@ class ClustersPage(Page):
         """Show the list."""
         clusters = self.clusters.describe()
         keys = ("n_arrived", "n_workers", "threads", "memory")
-        sums = {key: sum(each[key] or 0 for each in clusters) for key in keys}
+        sums = {key: sum(cluster[key] or 0 for cluster in clusters) for key in keys}
         self.show("clusters", clusters=clusters, sums=sums)
 
 
@@ -106,10 +106,10 @@ class NewCluster(ApiHandler):
 def form_sections() -> dict[str, list[Option]]:
     """Return the options by heading. The usual options come first, below ``""``."""
     options = {option.key: option for option in offered_options()}
-    found = {"": [options.pop(key) for key in _USUAL]}
+    sections = {"": [options.pop(key) for key in _USUAL]}
     for option in options.values():
-        found.setdefault(option.heading, []).append(option)
-    return found
+        sections.setdefault(option.heading, []).append(option)
+    return sections
 
 
 def form_arguments(texts: Mapping[str, str]) -> dict[str, Any]:
@@ -145,12 +145,12 @@ class ClusterPage(Page):
     async def get(self, name: str) -> None:
         """Show the cluster."""
         cluster = await self.details(name)
-        sessions = cluster["sessions"]
+        sessions = shown = cluster["sessions"]
         if len(sessions) > _MOST_SESSIONS:  # the scheduler first, and connected workers last
-            order = sorted(sessions, key=lambda each: (each["role"], each["status"] == "connected"))
-            sessions = order[:_MOST_SESSIONS]
-        live = {"Scheduler" if each["role"] == "scheduler" else each["name"] for each in cluster["sessions"]}
-        self.show("cluster", cluster=cluster, shown_sessions=sessions, live=live, panes=_PANES)
+            shown = sorted(sessions, key=lambda session: (session["role"], session["status"] == "connected"))
+            shown = shown[:_MOST_SESSIONS]
+        live = {"Scheduler" if session["role"] == "scheduler" else session["name"] for session in sessions}
+        self.show("cluster", cluster=cluster, shown_sessions=shown, live=live, panes=_PANES)
 
 
 class HistoryPage(Page):
@@ -160,9 +160,10 @@ class HistoryPage(Page):
         """Show the list, with sums by day and user."""
         clusters = await self.clusters.ended()
         sums: dict[str, dict[str, SessionHours]] = {"Day": {}, "User": {}}
-        for each in clusters:
-            for title, key in (("Day", moment(each.ended, "%Y-%m-%d")), ("User", each.user or _UNKNOWN)):
-                sums[title][key] = sums[title].get(key, SessionHours()) + each.usage.total
+        for cluster in clusters:
+            keys = {"Day": format_time(cluster.ended, "%Y-%m-%d"), "User": cluster.user or _UNKNOWN}
+            for title, key in keys.items():
+                sums[title][key] = sums[title].get(key, SessionHours()) + cluster.usage.total
         self.show("history", clusters=clusters, sums=sums)
 
 
@@ -221,11 +222,11 @@ def _templates() -> jinja2.Environment:
         hours=lambda value: _UNKNOWN if value is None else f"{value:,.2f}",
         known=lambda value: _UNKNOWN if value is None else value,
         marked=_marked,
-        moment=moment,
+        time=format_time,
         count=lambda value: _UNKNOWN if value is None else f"{value:,}",
         number=lambda value: _UNKNOWN if value is None else f"{value:g}",
         quoted=lambda name: quote(name, safe=""),
-        span=lambda value: _UNKNOWN if value is None else span(max(value, 0)),
+        duration=lambda value: _UNKNOWN if value is None else format_duration(max(value, 0)),
     )
     return environment
 

@@ -209,8 +209,8 @@ async def serve(
             ending.callback(loop.remove_signal_handler, number)
         if dashboards is not None:
             ending.push_async_callback(dashboards.close)
-        for part in (clusters, server):  # which closes first
-            ending.push_async_callback(part.close)
+        ending.push_async_callback(clusters.close)
+        ending.push_async_callback(server.close)  # runs first
         clusters.start()
         link = f"http://127.0.0.1:{access.port}/"
         if not access.behind_entry:

@@ -31,8 +31,8 @@ def connected(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[
     usage : Usage or None
         Its usage, if known.
     """
-    about, board = describe(cluster), cluster.board
-    status, problem = cluster.status.name, about.problem
+    description, board = describe(cluster), cluster.board
+    status, problem = cluster.status.name, description.problem
     workers = [*cluster.scheduler_info["workers"].values()]
     if cluster.status == Status.running and not cluster.is_connected:
         status = "not answering"
@@ -43,7 +43,7 @@ def connected(record: Record, cluster: CMLCluster, usage: Usage | None) -> dict[
     groups = [*cluster.worker_groups.values()]
     return {
         **unconnected(record, status, problem, usage),
-        "words": ", ".join(filter(None, [status, about.scheduler, about.pending])),
+        "words": ", ".join(filter(None, [status, description.scheduler, description.pending])),
         "groups": [
             _group(group, cluster.limits(group.name), len(cluster.waits(group.name))) for group in groups
         ],
@@ -83,7 +83,7 @@ def unconnected(
 
 
 def _group(group: WorkerGroup, adapting: Mapping[str, Any] | None, waiting: int) -> dict[str, Any]:
-    adapts = {each: adapting[each] for each in ("minimum", "maximum")} if adapting else None
+    adapts = {limit: adapting[limit] for limit in ("minimum", "maximum")} if adapting else None
     described = asdict(group)
     size = described.pop("size")
     return {**described, **size, "n_waiting": waiting, "adapts": adapts}
@@ -91,21 +91,27 @@ def _group(group: WorkerGroup, adapting: Mapping[str, Any] | None, waiting: int)
 
 def sessions_of(cluster: CMLCluster) -> list[dict[str, Any]]:
     """Describe the sessions of a cluster that is connected."""
-    arrived = cluster.arrived()
-    return [
-        _session(each.role, each.name, each.id, status_of(each, arrived), each.age, each.size, each.app_url)
-        for each in cluster.sessions
-    ]
+    arrived, described = cluster.arrived(), []
+    for session in cluster.sessions:
+        status = status_of(session, arrived)
+        described.append(
+            _session(
+                session.role, session.name, session.id, status, session.age, session.size, session.app_url
+            )
+        )
+    return described
 
 
 def recorded_sessions(record: Record) -> list[dict[str, Any]]:
     """Describe a cluster's sessions from its record, the scheduler's first."""
     now, described = time.time(), []
-    for each in sorted(record.launches.values(), key=lambda each: (each.key != SCHEDULER, each.key)):
-        role, name, url = "worker", each.key, None
-        if each.key == SCHEDULER:
+    launches = sorted(record.launches.values(), key=lambda launch: (launch.key != SCHEDULER, launch.key))
+    for launch in launches:
+        role, name, url = "worker", launch.key, None
+        if launch.key == SCHEDULER:
             role, name, url = "scheduler", f"{record.name}-scheduler", record.scheduler.app_url
-        described.append(_session(role, name, each.id, "unknown", now - each.launched, each.size, url))
+        age = now - launch.launched
+        described.append(_session(role, name, launch.id, "unknown", age, launch.size, url))
     return described
 
 

@@ -23,7 +23,7 @@ _OUR_FAULT = (TypeError, ValueError, LookupError, AttributeError, NameError, Imp
 _PENDING = frozenset({"scheduling", "starting"})
 _ENDED = frozenset({"succeeded", "failed", "stopped", "timedout"})
 _REFUSAL = re.compile(r"quota|limit|exceeded|forbidden", re.IGNORECASE)
-#: Words of errors that contain such words, too, but that a later try may not meet.
+#: Words of errors that match, too, but that a later try may not meet.
 _NO_REFUSAL = re.compile(r"rate.?limit|time.?limit|deadline", re.IGNORECASE)
 _KEY = "CDSW_API_KEY"
 _LONGEST = 200
@@ -107,13 +107,13 @@ def is_pending(session: SessionInfo) -> bool:
     return status_of(session) in _PENDING
 
 
-def moment(session: SessionInfo, what: str) -> datetime | None:
-    """Return the time of an event of a session, such as ``created_at``. Return None if it is unknown."""
+def time_of(session: SessionInfo, field: str) -> datetime | None:
+    """Return the time in a session's field, such as ``created_at``. Return None if it is unknown."""
     try:
-        when = datetime.fromisoformat(str(session.get(what)).replace("Z", "+00:00"))
+        time = datetime.fromisoformat(str(session.get(field)).replace("Z", "+00:00"))
     except ValueError:
         return None
-    return when if when.tzinfo else None
+    return time if time.tzinfo else None
 
 
 def listed(answer: Any) -> list[SessionInfo]:
@@ -124,9 +124,9 @@ def listed(answer: Any) -> list[SessionInfo]:
     WrongAnswer
         If the answer is not a list of sessions.
     """
-    if not isinstance(answer, list) or not all(isinstance(each, Mapping) for each in answer):
+    if not isinstance(answer, list) or not all(isinstance(session, Mapping) for session in answer):
         raise _wrong(answer)
-    return [each for each in answer if is_session_id(each.get("id"))]
+    return [session for session in answer if is_session_id(session.get("id"))]
 
 
 def launched(answer: Any) -> SessionInfo:
@@ -165,13 +165,13 @@ def check_stopped(ids: Collection[str], answer: Any) -> None:
     """
     if not isinstance(answer, list):
         raise _wrong(answer)
-    # 404: the session has ended already. The order of the answers may differ from that of the ids.
+    # 404: the session has ended already. The order of the answers may differ from the order of the ids.
     codes = [getattr(response, "status_code", None) for response in answer]
     bad = sorted({code for code in codes if isinstance(code, int) and code >= 400 and code != 404})
     if bad:
         raise WrongAnswer(f"CML answered {', '.join(map(str, bad))}", max(bad))
     if len(codes) < len(ids) or None in codes:
-        raise _wrong(next((each for each in answer if not hasattr(each, "status_code")), None))
+        raise _wrong(next((response for response in answer if not hasattr(response, "status_code")), None))
 
 
 def _wrong(answer: Any) -> WrongAnswer:

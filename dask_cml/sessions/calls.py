@@ -1,4 +1,4 @@
-"""Calls of functions that may never return: each runs in a thread of its own, with a time limit."""
+"""Calls of functions that may never return. A call runs in a thread of its own, with a time limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_HANGING = 64
 
 
 class Calls:
-    """Makes calls in threads, and abandons those that do not return in time.
+    """Makes calls in threads, and abandons calls that do not return in time.
 
     Abandoned threads block nothing: new calls get new threads, and the interpreter exits without waiting for
     them.
@@ -52,8 +52,8 @@ class Calls:
         self.limit = limit
         self.retries = retries
         #: The current failure of each operation, by its verb, until the operation succeeds.
-        self.troubles: dict[str, str] = {}
-        #: The calls of :meth:`do` that have not returned, also abandoned ones, each with its verb.
+        self.failures: dict[str, str] = {}
+        #: The verbs of the calls of :meth:`do` that have not returned, including abandoned calls.
         self._under_way: dict[Future[Any], str] = {}
         self._slots = asyncio.Semaphore(at_once)
         self._modules = frozenset(modules)
@@ -68,7 +68,7 @@ class Calls:
         function : callable
             The function, which may block.
         limit : float, optional
-            Time limit of each try, in seconds. Default: the limit of all calls.
+            Time limit of one try, in seconds. Default: the limit of all calls.
 
         Raises
         ------
@@ -82,19 +82,21 @@ class Calls:
                 result = await self._run(verb, function, limit or self.limit)
             except Exception as error:
                 if not answers.is_of_the_platform(error):
-                    self.troubles.pop(verb, None)
+                    self.failures.pop(verb, None)
                     raise
                 words = answers.in_words(error)
                 if pause is None or not answers.may_pass(error):
-                    n = self.retries + 1
-                    tries = f" in {n} {'try' if n == 1 else 'tries'}, {time.monotonic() - begin:.0f} s"
-                    failed = f"{verb} {what}{tries if pause is None else ''}"
-                    self.troubles[verb] = f"CML did not {failed}: {words}"
-                    raise CallFailed(self.troubles[verb]) from error
+                    failure = f"CML did not {verb} {what}"
+                    if pause is None:
+                        n = self.retries + 1
+                        noun = "try" if n == 1 else "tries"
+                        failure += f" in {n} {noun}, {time.monotonic() - begin:.0f} s"
+                    self.failures[verb] = f"{failure}: {words}"
+                    raise CallFailed(self.failures[verb]) from error
                 logger.info("CML did not %s %s, next try in %.1f s: %s", verb, what, pause, words)
                 await asyncio.sleep(pause)
             else:
-                self.troubles.pop(verb, None)
+                self.failures.pop(verb, None)
                 return result
         raise AssertionError("unreachable")
 
@@ -119,7 +121,7 @@ class Calls:
 
     def wait_for(self, verb: str, limit: float) -> None:
         """Block until no call of :meth:`do` with this verb is under way, for some seconds at most."""
-        futures = [future for future, under_way in self._under_way.copy().items() if under_way == verb]
+        futures = [future for future, its_verb in self._under_way.copy().items() if its_verb == verb]
         wait(futures, timeout=max(0.0, limit))
         self.leave_behind()
 
@@ -148,8 +150,8 @@ class Calls:
         for thread in [*executors._threads_queues]:
             frame = frames.get(thread.ident or 0)
             stack = traceback.walk_stack(frame) if frame else ()
-            names = {each.f_globals.get("__name__") for each, _ in stack}
-            if thread.daemon and names & self._modules:
+            modules = {caller.f_globals.get("__name__") for caller, _ in stack}
+            if thread.daemon and modules & self._modules:
                 executors._threads_queues.pop(thread, None)  # type: ignore[attr-defined]
 
 

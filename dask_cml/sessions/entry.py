@@ -1,6 +1,6 @@
-"""The files of a cluster's sessions: each is empty, and its name describes a session, or what became of it.
+"""The files of a cluster's sessions. They are empty: a name describes a session, or what became of it.
 
-The keeper writes a file for each session that it launches, and each session writes its own when it starts.
+The keeper writes a file for every session that it launches, and a session writes its own when it starts.
 Its name is ``<id>,<key>,<owner>,<launched>,<size>,``. See :class:`Launch`. What is unknown is empty. At the
 beginning of the key, ``@`` stands for the cluster's name, which may be long. Ambiguous characters in a key
 are percent-encoded.
@@ -95,8 +95,8 @@ def file_name(launch: Launch, cluster: str) -> str:
     >>> file_name(launch, "mine")
     'abcdefgh12345678,@-0,ijklmnop12345678,1790000000,4x16x1,'
     """
-    described = form(launch.key, cluster, launch.size)
-    return described.format(id=launch.id, owner=launch.owner or "", launched=launch.launched)
+    name = form(launch.key, cluster, launch.size)
+    return name.format(id=launch.id, owner=launch.owner or "", launched=launch.launched)
 
 
 def form(key: str, cluster: str, size: SessionSize | None) -> str:
@@ -117,11 +117,12 @@ def parse(name: str, cluster: str) -> Launch:
     ValueError
         If :func:`file_name` returns no such name.
     """
-    if (match := _NAME.fullmatch(name)) is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         raise ValueError(f"{name!a} is not the name of a session's file")
     session_id, key, owner, launched, cpu, memory, gpus = match.groups()
-    whose = cluster if key.startswith(_CLUSTER) else ""
-    key = whose + unquote(key.removeprefix(_CLUSTER), errors="strict")
+    prefix = cluster if key.startswith(_CLUSTER) else ""
+    key = prefix + unquote(key.removeprefix(_CLUSTER), errors="strict")
     size = SessionSize(float(cpu), float(memory), int(gpus)) if cpu else None
     launch = Launch(session_id, key, owner or None, int(launched), size)
     ids = {session_id, launch.owner or session_id}
@@ -144,8 +145,9 @@ def fact(session_id: str, what: str, *details: object) -> str:
 
 
 def read_fact(name: str) -> tuple[str, dict[str, Any]] | None:
-    """Return a session's id, and the fields of :class:`Launch` that a file adds. None: it is no such file."""
-    if (match := _FACT.fullmatch(name)) is None:
+    """Return a session's id, and the fields of :class:`Launch` that a file adds. None for other files."""
+    match = _FACT.fullmatch(name)
+    if match is None:
         return None
     session_id, began, ended, cause = match.groups()
     if ended:
@@ -177,22 +179,24 @@ def read_entries(folder: Path, cluster: str) -> dict[str, Launch]:
         raise ValueError(f"{SESSIONS_FOLDER} in its folder is a symbolic link")
     check_folder(sessions_folder)
     names = os.listdir(sessions_folder)
-    found = []
+    launches = []
     facts: dict[str, dict[str, Any]] = {}
     # In this order, the end of a wait counts more than the wait, and the first of two times.
     for name in sorted(names, reverse=True):
-        if (fact := read_fact(name)) is not None:
-            session, known = fact
-            facts.setdefault(session, {}).update(known)
+        fact = read_fact(name)
+        if fact is not None:
+            session, fields = fact
+            facts.setdefault(session, {}).update(fields)
         elif not name.startswith("."):  # NFS uses such a name for a file that was removed while it was open
             try:
-                found.append(parse(name, cluster))
+                launches.append(parse(name, cluster))
             except ValueError:
                 where = f"{name!a} in {folder / SESSIONS_FOLDER}"
                 report_ignored(where, "it is not the name of a session's file")
+    launches.sort(key=lambda launch: (launch.launched, len(launch.key), launch.key, launch.id))
     sessions: dict[str, Launch] = {}
-    for each in sorted(found, key=lambda each: (each.launched, len(each.key), each.key, each.id)):
-        sessions.setdefault(each.id, replace(each, **facts.get(each.id, {})))
+    for launch in launches:
+        sessions.setdefault(launch.id, replace(launch, **facts.get(launch.id, {})))
     return sessions
 
 
@@ -219,7 +223,7 @@ def write_entries(launched: Iterable[Launch], facts: Collection[str], folder: Pa
     check_folder(sessions)
     names = [file_name(launch, folder.name) for launch in launched]
     if facts:
-        # Some were never in the record, such as the engines of refused launches.
+        # Some sessions were never in the record, such as the engines of refused launches.
         known = {name.partition(",")[0] for name in (*os.listdir(sessions), *names)}
         names += [name for name in facts if name.partition(",")[0] in known]
     for name in names:

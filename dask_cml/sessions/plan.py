@@ -67,13 +67,16 @@ class SessionPlan:
         size = self.size
         cpu, memory = exact(size.cpu), exact(size.memory)
         head = f"# {self.name}: cpu={cpu} memory={memory} nvidia_gpu={size.nvidia_gpu}"
-        env = {name: "(hidden)" if name in self.hidden else repr(value) for name, value in self.env.items()}
-        return "\n".join([head, *(f"# env {name}={shown}" for name, shown in env.items()), self.code])
+        lines = [head]
+        for name, value in self.env.items():
+            shown = "(hidden)" if name in self.hidden else repr(value)
+            lines.append(f"# env {name}={shown}")
+        return "\n".join([*lines, self.code])
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a session of a cluster belongs, and how it gets in.
+    """Where a session of a cluster belongs, and how it connects.
 
     Parameters
     ----------
@@ -133,7 +136,9 @@ def plan_scheduler(
 def _dashboard_origins() -> list[str]:
     """Return the hosts, with any port, whose pages may open WebSockets of the dashboard. Dask allows all."""
     domain = os.environ.get("CDSW_DOMAIN")
-    hosts = ["127.0.0.1", "localhost", *setting("forward-hosts"), *([f"*.{domain}"] if domain else [])]
+    hosts = ["127.0.0.1", "localhost", *setting("forward-hosts")]
+    if domain:
+        hosts.append(f"*.{domain}")
     return [f"{host}:*" for host in hosts]
 
 
@@ -176,8 +181,8 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
     # default.
     arguments += ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
     if options.resources:
-        shares = {each: amount / options.processes for each, amount in options.resources.items()}
-        arguments += ["--resources", " ".join(f"{each}={exact(share)}" for each, share in shares.items())]
+        shares = {name: amount / options.processes for name, amount in options.resources.items()}
+        arguments += ["--resources", " ".join(f"{name}={exact(share)}" for name, share in shares.items())]
     if options.worker_class is not None:
         arguments += ["--worker-class", options.worker_class]
     arguments += [*tls.arguments(place.security, "worker"), *options.worker_args]
@@ -186,10 +191,13 @@ def plan_worker(options: Options, place: Place, name: str, address: str | None) 
 
 
 def _preloads(kind: str, argument: str, module: str) -> list[str]:
-    """Return the arguments that preload a module, and those that Dask's configuration names."""
+    """Return the arguments that preload a module and the modules in Dask's configuration."""
     configured = dask.config.get(f"distributed.{kind}.preload")  # the argument takes its place
     modules = [module, *([configured] if isinstance(configured, str) else configured)]
-    return [word for each in modules for word in (argument, each)]
+    arguments = []
+    for name in modules:
+        arguments += [argument, name]
+    return arguments
 
 
 def _limits(options: Options) -> dict[str, str]:
@@ -216,15 +224,15 @@ def _plan(
 
     `session` contains more arguments of :func:`dask_cml.wrapper.run`.
     """
-    name, started, what = key, key, "A worker"
-    size, more_options = options.worker, options.launch_options
+    name, started, role = key, key, "A worker"
+    size, launch_options = options.worker, options.launch_options
     if key == SCHEDULER:
-        name, started, what = f"{options.name}-{key}", f"{key}-{place.number}", "The scheduler"
-        size, more_options = options.scheduler, options.scheduler_launch_options
+        name, started, role = f"{options.name}-{key}", f"{key}-{place.number}", "The scheduler"
+        size, launch_options = options.scheduler, options.scheduler_launch_options
     title = name
     if place.record is not None:  # the session enters itself into the record
         title += f" {place.record[:_ID_LENGTH]}"
-        if key == SCHEDULER and place.number:  # the platform may still list the one before
+        if key == SCHEDULER and place.number:  # the platform may still list the scheduler before
             title += f"-{place.number}"
         session |= {"name": quote(started, safe=""), "entry": form(key, options.name, size)}
     log = log_path(name, place.folder, options.log_directory)
@@ -232,6 +240,6 @@ def _plan(
     command = [sys.executable, "-m", *program] if program[0] == "dask" else [*program]
     session |= {"log": str(log), "program": " ".join(program), "folder": str(place.folder)}
     session["command"] = command + arguments
-    code = wrapper.code(f"{what} of the Dask cluster {options.name!r}", session)
+    code = wrapper.code(f"{role} of the Dask cluster {options.name!r}", session)
     env = {"PYTHONUNBUFFERED": "1", **env}
-    return SessionPlan(name, title, size, code, env, log, more_options, {*options.env})
+    return SessionPlan(name, title, size, code, env, log, launch_options, {*options.env})

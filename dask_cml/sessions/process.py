@@ -1,4 +1,4 @@
-"""A scheduler and a worker, each in a CML session of its own."""
+"""A scheduler and a worker in CML sessions of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 #: Dask's default port, which is free in a CML session.
 _SCHEDULER_PORT = 8786
-_LOOK_INTERVAL = 0.2
+_POLL_INTERVAL = 0.2
 _ANSWER_TIMEOUT = 5
 
 
@@ -75,19 +75,19 @@ class CMLScheduler(CMLProcess):
             ``scheduler_timeout`` after that.
         """
         await super().start()
-        self.address = await first_of(self._look(), self._watch())
+        self.address = await first_of(self._wait_for_answer(), self._watch_session())
         self._has_run = True
-        await self._took_another()
+        await self._takes_another()
         self.start_time = time.monotonic() - (self.launched_at or time.monotonic())
 
-    async def _watch(self) -> None:
+    async def _watch_session(self) -> None:
         while True:
             listing = await self.api.sessions()
-            if self.update(listing) and not await self._took_another():
+            if self.update(listing) and not await self._takes_another():
                 raise SessionFailed(await self.failure("ended before its scheduler answered"))
 
-    async def _took_another(self) -> bool:
-        """Take the session that has started as this scheduler, if it is not the known one.
+    async def _takes_another(self) -> bool:
+        """Take the session that has started as this scheduler, if another one was known. Return whether.
 
         A launch whose answer was lost may have launched it.
         """
@@ -103,13 +103,15 @@ class CMLScheduler(CMLProcess):
         self.info = {"id": started}
         return True
 
-    async def _look(self) -> str:
-        while (late := self.late("answer", self.options.scheduler_timeout)) is None:
+    async def _wait_for_answer(self) -> str:
+        while True:
+            failure = self.late("answer", self.options.scheduler_timeout)
+            if failure is not None:
+                raise SchedulerTimeout(await self.failure(failure))
             for address in await asyncio.to_thread(self._read_address), self._guess():
                 if address and await self._answers(address):
                     return address
-            await asyncio.sleep(_LOOK_INTERVAL)
-        raise SchedulerTimeout(await self.failure(late))
+            await asyncio.sleep(_POLL_INTERVAL)
 
     def _read_address(self) -> str | None:
         """Read the scheduler's file, if it exists and is complete."""
@@ -158,22 +160,22 @@ class CMLWorker(CMLProcess):
     place : Place
         The cluster's folder and keys, and the number of its scheduler.
     **own
-        Options that differ from those of the group, such as ``memory="16 GiB"``.
+        Options that differ from the group's options, such as ``memory="16 GiB"``.
 
     Attributes
     ----------
     seen : set of str
         The names of its Dask workers that have been connected.
     has_arrived : bool
-        Whether all of them have been connected at once.
+        Whether all its Dask workers have been connected at once.
     gone_since : float or None
         Since when a Dask worker has been missing, after all have been connected.
     retiring_since : float or None
-        Since when it moves its data to others.
+        Since when it moves its data to other workers.
     retired : bool
         Whether its session can be stopped.
-    stays : set of str or None
-        If no other worker could take its data: the other Dask workers that were there.
+    cannot_move_to : set of str or None
+        If it must stay: the other Dask workers, none of which could take its data.
     logged : str or None
         What the scheduler's log of events says of its session.
     """
@@ -192,7 +194,7 @@ class CMLWorker(CMLProcess):
         self.gone_since: float | None = None
         self.retiring_since: float | None = None
         self.retired = False
-        self.stays: set[str] | None = None
+        self.cannot_move_to: set[str] | None = None
         self.logged: str | None = None
 
     @property

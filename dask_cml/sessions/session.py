@@ -12,7 +12,7 @@ from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
 from dask_cml.options import Options, SessionSize
-from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, moment, status_of
+from dask_cml.sessions.answers import SessionInfo, has_ended, is_pending, status_of, time_of
 from dask_cml.sessions.causes import Loss
 from dask_cml.sessions.entry import Launch
 from dask_cml.sessions.here import this_owner
@@ -23,7 +23,7 @@ from dask_cml.wrapper import Log
 
 _LOG_LINES = 15
 #: Seconds in `scheduling` after which a session counts as waiting for room.
-_MOMENT = 10.0
+_WAITS_AFTER = 10.0
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class CMLProcess(ProcessInterface):
         if self.launched_at is None or not self.is_scheduling or self.status == Status.closed:
             return None
         waited = time.monotonic() - self.launched_at
-        return waited if waited > _MOMENT else None
+        return waited if waited > _WAITS_AFTER else None
 
     @property
     def is_scheduling(self) -> bool:
@@ -202,16 +202,16 @@ class CMLProcess(ProcessInterface):
         """Seconds for which the session has run, or may have run if the platform does not list it."""
         return 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
 
-    def late(self, what: str, timeout: float) -> str | None:
+    def late(self, verb: str, timeout: float) -> str | None:
         """Return the failure if the session has not done something within `timeout` seconds, else None.
 
         The time begins when the session runs. Until then, only ``pending_timeout`` counts.
         """
+        duration = self.runs_for
         if self.is_listed and is_pending(self.info) and self.launched_at is not None:
-            what, timeout, took = "run", self.options.pending_timeout, time.monotonic() - self.launched_at
-        else:
-            took = self.runs_for
-        return f"did not {what} within {timeout:g} s" if took > timeout else None
+            verb, timeout = "run", self.options.pending_timeout
+            duration = time.monotonic() - self.launched_at
+        return f"did not {verb} within {timeout:g} s" if duration > timeout else None
 
     def update(self, listing: Mapping[str, SessionInfo]) -> bool:
         """Update the session's state from the platform's list. Return whether the session has ended.
@@ -220,9 +220,10 @@ class CMLProcess(ProcessInterface):
         """
         listed = listing.get(self.session_id or "", {})
         self.info = {**self.info, **listed}
-        if self.adopted and not self.is_listed and (created := moment(listed, "created_at")):
-            ago = (datetime.now(timezone.utc) - created).total_seconds()
-            self.since, self.launched_at = created, time.monotonic() - max(0.0, ago)
+        created = time_of(listed, "created_at")
+        if self.adopted and not self.is_listed and created is not None:
+            age = (datetime.now(timezone.utc) - created).total_seconds()
+            self.since, self.launched_at = created, time.monotonic() - max(0.0, age)
         self.is_listed = self.is_listed or bool(listed)
         runs = status_of(listed) == "running"
         if (runs and not self._has_run) or (not runs and is_pending(listed)):
@@ -249,7 +250,7 @@ class CMLProcess(ProcessInterface):
         """
         status = self.info.get("status", "unknown")
         tail = "\n".join(await self.last_lines())
-        said = f" ({self.reported})" if self.reported != status else ""
-        session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{said}"
+        reason = f" ({self.reported})" if self.reported != status else ""
+        session = f"the {self.role}'s session {self.session_id} {what}, its status is {status}{reason}"
         output = f"the last lines of its output:\n{tail}" if tail else "it wrote no output"
         return f"{session}; {output}"

@@ -14,7 +14,7 @@ from dask_cml.naming import DEFAULT_GROUP, read_name, session_name
 from dask_cml.private_files import NotPrivate, open_regular
 from dask_cml.words import printable
 
-#: The heading of the scheduler's log. The workers' names are the headings of the others.
+#: The heading of the scheduler's log. The headings of the other logs are the workers' names.
 SCHEDULER = "Scheduler"
 _SUFFIX = ".log"
 #: The beginning of the line that ends the output of a lost session. Another session may go on with its log.
@@ -127,11 +127,12 @@ class SessionLogs:
         self, scheduler: bool = True, workers: bool | Iterable[str] = True, launched: Iterable[str] = ()
     ) -> dict[str, list[str]]:
         """Return the lines of the scheduler's log and of the workers' logs, by session."""
-        if isinstance(workers, bool):
-            chosen = [each for each in self.paths() if workers and each != SCHEDULER]
-        else:
-            chosen = self.choose(workers, launched)
-        logs: dict[str, list[str]] = {each: [] for each in [SCHEDULER] * scheduler + chosen}
+        chosen = [SCHEDULER] if scheduler else []
+        if workers is True:
+            chosen += [session for session in self.paths() if session != SCHEDULER]
+        elif workers is not False:
+            chosen += self.choose(workers, launched)
+        logs: dict[str, list[str]] = {session: [] for session in chosen}
         for session, line in self.lines(logs):
             logs[session].append(line)
         return logs
@@ -141,7 +142,7 @@ class SessionLogs:
     ) -> Iterator[tuple[str, str]]:
         """Read the lines that are new since the last reading.
 
-        The first reading returns the lines in the last MiB of each log. A log that has become shorter is read
+        The first reading returns the lines in the last MiB of a log. A log that has become shorter is read
         from its beginning.
 
         Parameters
@@ -168,20 +169,20 @@ class SessionLogs:
     def _new_lines(self, session: str, path: Path, whole: bool) -> Iterator[bytes]:
         try:
             with _open(path) as file:
-                found = os.fstat(file.fileno())
-                inode, begin = self._read.get(session, (found.st_ino, max(0, found.st_size - _MOST)))
+                status = os.fstat(file.fileno())
+                inode, begin = self._read.get(session, (status.st_ino, max(0, status.st_size - _MOST)))
                 if session not in self._read and begin:
                     yield b"[%d earlier bytes are in %s]" % (begin, os.fsencode(path))
-                if inode != found.st_ino or begin > found.st_size:
+                if inode != status.st_ino or begin > status.st_size:
                     begin = 0
                 file.seek(begin)
                 # A task may print faster than this reads, so read up to the present end only.
-                while line := file.readline(min(_LONGEST, found.st_size - begin)):
+                while line := file.readline(min(_LONGEST, status.st_size - begin)):
                     if not (whole or line.endswith(b"\n") or len(line) == _LONGEST):
                         break
                     begin += len(line)
                     yield line
-                self._read[session] = found.st_ino, begin
+                self._read[session] = status.st_ino, begin
         except CMLError as error:
             if session not in self._refused:
                 yield os.fsencode(f"[{error}]")

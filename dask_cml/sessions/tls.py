@@ -42,14 +42,14 @@ def as_files(security: bool | Security, folder: Path) -> tuple[Security | None, 
     """
     if not security:
         return None, {}
-    given = Security.temporary() if security is True else security
-    values = {field: getattr(given, field) for field in _FIELDS}
+    original = Security.temporary() if security is True else security
+    values = {field: getattr(original, field) for field in _FIELDS}
     for role in _ROLES:
         if values[f"tls_{role}_key"] is None:
             values[f"tls_{role}_key"] = _with_key(values[f"tls_{role}_cert"])
     if missing := [field for field, value in values.items() if value is None]:
-        raise ValueError(f"invalid security={given!r}: expected a Security with {', '.join(missing)}")
-    result, files = copy.copy(given), {}
+        raise ValueError(f"invalid security={original!r}: expected a Security with {', '.join(missing)}")
+    result, files = copy.copy(original), {}
     for field, value in values.items():
         path = Path(os.path.abspath(value))
         if "-----BEGIN" in value:
@@ -116,8 +116,7 @@ def arguments(security: Security | None, role: str) -> list[str]:
     if security is None:
         return []
     tls = security.get_tls_config_for_role(role)
-    return ["--protocol", "tls"] + [
-        part
-        for field in ("ca_file", "cert", "key")
-        for part in (f"--tls-{field.replace('_', '-')}", tls[field])
-    ]
+    arguments = ["--protocol", "tls"]
+    for field in ("ca_file", "cert", "key"):
+        arguments += [f"--tls-{field.replace('_', '-')}", tls[field]]
+    return arguments

@@ -49,10 +49,10 @@ class _Launch:
 class WorkersAPI:
     """Launch, list and stop sessions without blocking the event loop.
 
-    Calls run in threads, at most :attr:`threads` at once, each with a time limit of ``cml.api.timeout``
-    seconds. A call that takes longer is abandoned in its thread and repeated in another. If an abandoned
-    call still launches a session, the launch uses that session or stops it. A session whose id no answer has
-    told enters itself into the cluster's record when it runs, see :mod:`dask_cml.wrapper`.
+    Calls run in threads, at most :attr:`threads` at once, with a time limit of ``cml.api.timeout`` seconds. A
+    call that takes longer is abandoned in its thread and repeated in another. If an abandoned call still
+    launches a session, the launch uses that session or stops it. A session whose id was in no answer enters
+    itself into the cluster's record when it runs, see :mod:`dask_cml.wrapper`.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class WorkersAPI:
     @property
     def problem(self) -> str | None:
         """The platform's current failure, as a sentence. None if its last calls succeeded."""
-        return next(iter([*self._calls.troubles.values()]), None)
+        return next(iter([*self._calls.failures.values()]), None)
 
     @property
     def shares_host_network(self) -> bool:
@@ -124,7 +124,7 @@ class WorkersAPI:
         Raises
         ------
         ValueError
-            If a parameter is unknown. The message lists the supported ones.
+            If a parameter is unknown. The message lists the supported parameters.
         """
         parameters = inspect.signature(self.module.launch_workers).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -192,11 +192,12 @@ class WorkersAPI:
         if session.get("id"):
             return session
         # A refused launch may leave an engine behind, which counts against the quota like a session.
-        if is_session_id(half_made := session.get("engineId")):
-            self.adopt(half_made, plan.name)
-            self._try_to_stop(half_made)
+        engine = session.get("engineId")
+        if is_session_id(engine):
+            self.adopt(engine, plan.name)
+            self._try_to_stop(engine)
             with self._lock:
-                self._stopping.discard(half_made)  # its end makes no room for another try
+                self._stopping.discard(engine)  # its end makes no room for another try
         raise answers.refusal(plan.name, session)
 
     def _take(self, launch: _Launch, session: SessionInfo) -> SessionInfo:
@@ -205,13 +206,13 @@ class WorkersAPI:
         with self._lock:
             if launch.session is None and not launch.over and not self._ended:
                 launch.session = session
-            taken = launch.session
-        if taken is not session:
+            assigned = launch.session
+        if assigned is not session:
             logger.info("Session %s not used: launched too late for %s", session["id"], launch.plan.name)
             self._try_to_stop(session["id"])
-        if taken is None:
+        if assigned is None:
             raise CMLError(f"session {session['id']} was launched too late for {launch.plan.name}")
-        return taken
+        return assigned
 
     def adopt(self, session_id: str, name: str) -> None:
         """Take over a session, also one that another process launched.
@@ -227,7 +228,7 @@ class WorkersAPI:
             self.launched.add(session_id)
 
     def forget(self, *ids: str) -> None:
-        """Leave sessions to others."""
+        """Leave sessions to other processes."""
         with self._lock:
             for session_id in ids:
                 self.live.pop(session_id, None)
@@ -281,9 +282,9 @@ class WorkersAPI:
         """
         deadline = time.monotonic() + _STOPPED_WITHIN
         try:
-            while (left := deadline - time.monotonic()) > 0:
+            while (time_left := deadline - time.monotonic()) > 0:
                 # Not sessions(), which fails after close(), and whose call would go on after the time-out.
-                listed = await asyncio.wait_for(asyncio.wrap_future(start(self._list_now)), left)
+                listed = await asyncio.wait_for(asyncio.wrap_future(start(self._list_now)), time_left)
                 if all(has_ended(listed[session]) for session in ids if session in listed):
                     with self._lock:
                         self._stopping.difference_update(ids)
@@ -382,7 +383,7 @@ class WorkersAPI:
             raise CallFailed(f"CML did not stop {left}, which may still run: {why}") from errors[-1]
 
     def _stop_live(self, limit: float, *, one_by_one: bool = False) -> list[Exception]:
-        """Stop all live sessions by one call or, so that one that hangs delays no other, by one for each."""
+        """Stop all live sessions by one call, or one by one, so that a call that hangs delays no other."""
         with self._lock:
             ids = sorted(self.live)
         groups = [[session] for session in ids] if one_by_one else [ids]
