@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from dask_cml.options import setting
 from dask_cml.options.limits import describe
 from dask_cml.sessions.causes import Cause, Loss
 
@@ -27,10 +26,10 @@ class Backoff:
         The group's name in the log, such as ``cluster mine``.
     log : callable
         Called with every line for the user.
-    limit : int, optional
-        Number of failures in a row after which no workers are launched. Default: ``cml.failure-limit``.
-    quota_pause : float, optional
-        Pause after a refused launch, in seconds. Default: ``cml.quota-retry``.
+    limit : int
+        Number of failures in a row after which no workers are launched (``cml.failure-limit``).
+    quota_pause : float
+        Pause after a refused launch, in seconds (``cml.quota-retry``).
 
     Examples
     --------
@@ -43,17 +42,11 @@ class Backoff:
     >>> backoff.words
     """
 
-    def __init__(
-        self,
-        name: str,
-        log: Callable[[str], None],
-        limit: int | None = None,
-        quota_pause: float | None = None,
-    ) -> None:
+    def __init__(self, name: str, log: Callable[[str], None], limit: int, quota_pause: float) -> None:
         self._name = name[0].upper() + name[1:]
         self._log = log
-        self._limit: int = setting("failure-limit") if limit is None else limit
-        self._quota_pause: float = setting("quota-retry") if quota_pause is None else quota_pause
+        self._limit = limit
+        self._quota_pause = quota_pause
         self._failures, self._pauses, self._not_before = 0, 0, 0.0
         self._arrived: float | None = None
         #: How many sessions the platform launched when it refused one last, and when.

@@ -109,6 +109,9 @@ class Keeper:
         self._journal = Journal(api, record)
         self._retirements = Retirements(cluster, remote, api, log, self.woken)
         self._backoffs: dict[str, Backoff] = {}
+        self._failure_limit: int = setting("failure-limit")
+        self._quota_pause: float = setting("quota-retry")
+        self._watch_interval: float = setting("api.watch-interval")
         self._stops: dict[asyncio.Task[None], set[str]] = {}
         self._listed = -math.inf
         self._strays: dict[str, float] = {}
@@ -182,7 +185,8 @@ class Keeper:
         """Return the backoff of a group."""
         if group not in self._backoffs:
             of_group = "" if group == DEFAULT_GROUP else f"group {group} of "
-            self._backoffs[group] = Backoff(f"{of_group}cluster {self._name}", self._log)
+            name = f"{of_group}cluster {self._name}"
+            self._backoffs[group] = Backoff(name, self._log, self._failure_limit, self._quota_pause)
         return self._backoffs[group]
 
     @property
@@ -592,7 +596,7 @@ class Keeper:
             return losses
         # A node that fails closes no connections: the scheduler notices it only after
         # ``distributed.comm.timeouts.tcp``, the platform within a second.
-        is_due = now - self._listed >= setting("api.watch-interval")
+        is_due = now - self._listed >= self._watch_interval
         if not (incomplete or is_due or any(not worker.is_known_to_run for worker in wanted)):
             return {}
         listing = await self._api.sessions()
