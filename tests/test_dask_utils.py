@@ -13,7 +13,6 @@ import urllib.request
 
 import dask
 import pytest
-import testbed
 from distributed import Client
 from ports import free_port
 from testbed import networks
@@ -39,9 +38,7 @@ def workers_v1(platform, monkeypatch):
     for name in ("cml", "cml.workers_v1", "cdsw"):
         monkeypatch.setitem(sys.modules, name, None)  # so that it is forgotten after the test
     platform.install()
-    from cml import workers_v1
-
-    return workers_v1
+    return platform
 
 
 @pytest.fixture
@@ -145,7 +142,7 @@ def test_run_dask_cluster_returns_sessions_and_addresses(workers_v1):
 def test_where_each_session_has_an_address_the_schedulers_port_is_dasks(workers_v1):
     try:
         networks.check()
-        testbed.configure(networks=True)
+        workers_v1.configure(networks=True)
         [probe] = workers_v1.launch_workers(1, cpu=1, memory=1, code="pass")
         stop(workers_v1, probe)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
