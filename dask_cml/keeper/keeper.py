@@ -226,9 +226,7 @@ class Keeper:
 
     # -- all sessions at once
 
-    async def launch(
-        self, join: Callable[[str], Any], *, strict: bool, display: bool = False
-    ) -> StartDisplay | None:
+    async def launch(self, join: Callable[[str], Any], *, strict: bool, display: bool = False) -> None:
         """Launch the scheduler and, as soon as the platform has accepted it, all wanted workers.
 
         Return when the scheduler answers. SpecCluster launches them one after the other (spec.py:304).
@@ -270,7 +268,6 @@ class Keeper:
             await cancel(following, showing)
             if shown is not None:
                 await shown.end(has_started)
-        return shown
 
     async def _meet(self, scheduler: CMLScheduler, join: Callable[[str], Any]) -> None:
         await scheduler
